@@ -1,0 +1,119 @@
+"""The demo's agent, its limits, and the conversations that run into them."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from langchain.agents import create_agent
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
+from langchain_core.tools import BaseTool, tool
+from langgraph.checkpoint.base import BaseCheckpointSaver
+
+from langchain_quota.limits import ModelCallLimit, ToolCallLimit
+from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.telemetry import Telemetry
+from langchain_quota.testing import ScriptedChatModel, Turn
+
+AGENT = "support"
+
+SEARCH = ToolCallLimit("search", thread_limit=8, run_limit=3)
+ALL_TOOLS = ToolCallLimit(thread_limit=16, run_limit=6)
+MODEL = ModelCallLimit(thread_limit=20, run_limit=6)
+LIMITS = (SEARCH, ALL_TOOLS, MODEL)
+
+Request = tuple[str, dict[str, Any]]
+
+_GREEDY = "Search for oak, ash, elm and pine boards, one search each, then for their prices."
+_MODEST = "What is the weather in Oslo? Can you deliver today?"
+_STEADY = "Search for walnut boards, and convert 40 EUR to NOK for me."
+_RESTLESS = "Convert 1, 2, 3, 4, 5, 6 and 7 EUR to NOK, one after the other."
+
+_CUSTOMERS: tuple[tuple[str, ...], ...] = (
+    (_GREEDY, _GREEDY, _MODEST, _GREEDY, _GREEDY),
+    (_MODEST, _STEADY, _MODEST, _MODEST, _STEADY),
+    (_STEADY, _GREEDY, _STEADY, _STEADY, _STEADY),
+    (_RESTLESS, _RESTLESS, _MODEST, _RESTLESS, _RESTLESS),
+)
+
+TURNS = len(_CUSTOMERS[0])
+"""How many turns each conversation has."""
+
+_WOODS = [("search", {"query": wood}) for wood in ("oak", "ash", "elm", "pine")]
+_SCRIPT: Mapping[str, Sequence[Sequence[Request]]] = {
+    _GREEDY: (_WOODS, [("search", {"query": "prices"}), ("weather", {"city": "Oslo"})]),
+    _MODEST: ([("weather", {"city": "Oslo"})],),
+    _STEADY: ([("search", {"query": "walnut"}), ("convert", {"amount": 40})],),
+    _RESTLESS: tuple([("convert", {"amount": amount})] for amount in range(1, 8)),
+}
+
+
+def questions(number: int) -> tuple[str, ...]:
+    """What a customer asks, turn by turn; customers are numbered from 0."""
+    return _CUSTOMERS[number % len(_CUSTOMERS)]
+
+
+def scripted_model() -> BaseChatModel:
+    """A model that knows the questions: its answer depends on the messages alone."""
+    return ScriptedChatModel(script=_next_turn)
+
+
+def _next_turn(messages: Sequence[BaseMessage]) -> Turn:
+    asked = max(index for index, each in enumerate(messages) if isinstance(each, HumanMessage))
+    answers = sum(isinstance(each, AIMessage) for each in messages[asked:])
+    batches = _SCRIPT[str(messages[asked].content)]
+    if answers == len(batches):
+        return "That is all that I found."
+    # A thread kept in a file meets several models: ids must be unique beyond one.
+    return [
+        ToolCall(name=name, args=args, id=f"call_{uuid4().hex}", type="tool_call")
+        for name, args in batches[answers]
+    ]
+
+
+def build_agent(
+    model: BaseChatModel,
+    checkpointer: BaseCheckpointSaver[Any],
+    telemetry: Telemetry,
+    *,
+    tool_seconds: float,
+) -> Any:
+    """An agent that is held to the limits.
+
+    Args:
+        model: The chat model.
+        checkpointer: Keeps the threads, and with them their counts.
+        telemetry: Makes the decisions visible.
+        tool_seconds: How long a tool takes.
+    """
+    return create_agent(
+        model,
+        tools=_tools(tool_seconds),
+        name=AGENT,
+        checkpointer=checkpointer,
+        system_prompt="You help the customers of a timber yard. Use the tools. Be brief.",
+        middleware=[QuotaMiddleware(LIMITS, telemetry=telemetry)],
+    )
+
+
+def _tools(seconds: float) -> list[BaseTool | Callable[..., Any]]:
+    @tool
+    async def search(query: str) -> str:
+        """Search the catalogue of the timber yard."""
+        await asyncio.sleep(seconds)
+        return f"12 boards of {query}, from 40 EUR"
+
+    @tool
+    async def weather(city: str) -> str:
+        """The weather in a city."""
+        await asyncio.sleep(seconds / 2)
+        return f"sunny in {city}"
+
+    @tool
+    async def convert(amount: float) -> str:
+        """Convert an amount of EUR to NOK."""
+        await asyncio.sleep(seconds / 2)
+        return f"{amount * 11.5:.2f} NOK"
+
+    return [search, weather, convert]

@@ -1,0 +1,144 @@
+"""How the demo shows its threads: a live table in a terminal, plain lines elsewhere."""
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from langchain_quota.cli.demo_board import Row, Use
+from langchain_quota.decision import Level
+
+_STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
+_BAR_WIDTHS = (3, 20)
+_REFUSAL_HEADING = "last refusal   "
+_WIDTH_WITH_REFUSALS = 100
+# What a line of the table takes beside the thread's name, the bars and the last refusal.
+_FIXED_WIDTH = len(" search 8/8  tools 16/16  model 20/20  allowed blocked ")
+
+
+class Display(Protocol):
+    """Shows the threads again and again; `show` may block, and is called in a worker thread."""
+
+    interval: float
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Show the threads as they stand."""
+
+
+class LiveTable:
+    """A table that stays in its place in a terminal."""
+
+    interval = 0.2
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Redraw the table."""
+        self._live.update(table(rows, self._console), refresh=True)
+
+
+class PlainLines:
+    """One line for each thread that changed."""
+
+    interval = 1.0
+
+    def __init__(self) -> None:
+        self._shown: dict[str, Row] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Print what changed."""
+        for row in rows:
+            if self._shown.get(row.thread) != row:
+                self._shown[row.thread] = row
+                say(line(row))
+
+
+def display() -> Display:
+    """The table where it can be redrawn, else lines."""
+    console = Console()
+    if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
+        return LiveTable(console)
+    return PlainLines()
+
+
+def table(rows: Sequence[Row], console: Console) -> Table:
+    """The threads as a table; names are shown as they are, never read as markup."""
+    with_refusals = console.width >= _WIDTH_WITH_REFUSALS
+    fixed = max(len(row.thread) for row in rows) + _FIXED_WIDTH
+    fixed += len(_REFUSAL_HEADING) if with_refusals else 0
+    least, most = _BAR_WIDTHS
+    bar = max(least, min(most, (console.width - fixed) // len(rows[0].uses)))
+    characters = _bar_characters(console.encoding)
+    shown = Table("thread", *("" for _ in rows[0].uses), box=None, padding=(0, 1, 0, 0))
+    shown.add_column("allowed", justify="right")
+    shown.add_column("blocked", justify="right")
+    if with_refusals:
+        shown.add_column(_REFUSAL_HEADING)
+    for column in shown.columns:
+        column.no_wrap = True
+    for row in rows:
+        cells = [
+            Text(row.thread),
+            *(Text(gauge(use, bar, characters), _STYLES[use.level]) for use in row.uses),
+            Text(str(row.allowed)),
+            Text(str(row.blocked), "red" if row.blocked else ""),
+        ]
+        shown.add_row(*cells, *([Text(row.last_refusal)] if with_refusals else []))
+    return shown
+
+
+def line(row: Row) -> str:
+    """A thread as a line of text."""
+    characters = _bar_characters(sys.stdout.encoding)
+    gauges = "  ".join(gauge(use, 8, characters) for use in row.uses)
+    refused = f"  last refusal: {row.last_refusal}" if row.last_refusal else ""
+    counts = f"allowed {row.allowed}  blocked {row.blocked}"
+    return f"{row.thread}  {gauges}  {counts}  {row.level}{refused}"
+
+
+def gauge(use: Use, width: int, characters: str = "▇_") -> str:
+    """A use with a bar, such as `search 3/8 ▇▇____`; the bar is full only at the limit."""
+    full, empty = characters[0], characters[1]
+    share = use.used / use.limit if use.limit else 1.0
+    filled = min(width, max(int(width * share), 1 if use.used else 0))
+    bar = full * filled + empty * (width - filled)
+    numbers = f"{use.used}/{use.limit}".ljust(2 * len(str(use.limit)) + 1)
+    return f"{use.title} {numbers} {bar}"
+
+
+def say(text: str = "") -> None:
+    """Print a line."""
+    print(text, flush=True)  # noqa: T201 - a command's output
+
+
+def _bar_characters(encoding: str | None) -> str:
+    return "▇_" if (encoding or "").lower().replace("-", "").startswith("utf") else "#_"

@@ -1,0 +1,208 @@
+"""The frozen records of judged calls, and the one place where thresholds are compared."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from langchain_quota.limits import SCOPES, Exit, Limit, Scope, Terms
+
+Kind = Literal["model", "tool"]
+
+
+class Outcome(StrEnum):
+    """What was decided about a call; outcomes exclude each other."""
+
+    ALLOWED = "allowed"
+    """Every limit that matches the call admits it: it runs."""
+    BLOCKED = "blocked"
+    """A limit refuses the call: it does not run."""
+    SKIPPED = "skipped"
+    """No limit refuses the call, but its batch was stopped: it does not run."""
+    WOULD_BLOCK = "would_block"
+    """A limit that is only tried out refuses the call: it runs."""
+
+
+class Level(StrEnum):
+    """How much of a limit is used."""
+
+    OK = "ok"
+    NEAR = "near"
+    EXHAUSTED = "exhausted"
+
+
+def near_threshold(limit: int, near: float) -> int:
+    """The smallest count that is near the limit; `near` is a share from 0 to 1.
+
+    Rounded to nine digits first, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
+    """
+    return math.ceil(round(near * limit, 9))
+
+
+def level(used: int, limit: int, near: float) -> Level:
+    """How much of a limit is used, by count."""
+    if used >= limit:
+        return Level.EXHAUSTED
+    if used >= near_threshold(limit, near):
+        return Level.NEAR
+    return Level.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that is to be judged.
+
+    Attributes:
+        kind: `"model"` or `"tool"`.
+        tool: The tool's name as the model gave it; `None` for a model call.
+        id: The tool call's id; `None` for a model call.
+        amount: What the call costs, in calls; a whole number from 1.
+        agent: The name of the agent that makes the call, if it has one.
+        thread_id: The thread's id as the caller gave it; `None` where there is no thread, or
+            where its usage cannot be told from that of an enclosing agent.
+    """
+
+    kind: Kind
+    tool: str | None = None
+    id: str | None = None
+    amount: int = 1
+    agent: str | None = None
+    thread_id: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one limit stands at one call: before it was judged, and after.
+
+    Attributes:
+        limit: The limit's name.
+        exit_behavior: What a refusal by it does.
+        refused: Whether this limit refuses the call.
+        scope: The threshold that is exhausted, thread before run; `None` if it admits the call.
+        charged: Whether the call is charged to this limit by this decision.
+        deferred: Whether the call is let through now and counted when it has returned.
+        enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
+        near: The limit's own near share; `None` for that of the telemetry.
+        computed: The scopes whose limit was computed for this call.
+        thread_before, thread_used: The thread's count, in calls, before and after the call.
+        thread_limit: The thread's limit; `None` for none.
+        run_before, run_used, run_limit: Likewise for the run.
+    """
+
+    limit: str
+    exit_behavior: Exit
+    thread_before: int
+    thread_used: int
+    thread_limit: int | None
+    run_before: int
+    run_used: int
+    run_limit: int | None
+    refused: bool = False
+    scope: Scope | None = None
+    charged: bool = False
+    deferred: bool = False
+    enforced: bool = True
+    near: float | None = None
+    computed: tuple[Scope, ...] = ()
+
+    def threshold(self, scope: Scope) -> int | None:
+        """The configured limit of a scope."""
+        return self.thread_limit if scope == "thread" else self.run_limit
+
+    def used(self, scope: Scope) -> int:
+        """The count of a scope after the call."""
+        return self.thread_used if scope == "thread" else self.run_used
+
+    def before(self, scope: Scope) -> int:
+        """The count of a scope before the call."""
+        return self.thread_before if scope == "thread" else self.run_before
+
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """The scopes that have a limit."""
+        return tuple(scope for scope in SCOPES if self.threshold(scope) is not None)
+
+    @property
+    def share(self) -> float:
+        """The largest used share of a limit, from 0; a limit of 0 counts as fully used."""
+        shares = (
+            self.used(scope) / limit if limit else 1.0
+            for scope in SCOPES
+            if (limit := self.threshold(scope)) is not None
+        )
+        return max(shares, default=0.0)
+
+    @property
+    def thread_count(self) -> int:
+        """The thread's count as it is kept after the decision."""
+        return self.thread_before if self.deferred else self.thread_used
+
+    def crossed(self, scope: Scope, near: float) -> Level | None:
+        """The level that charging this call made the count cross into, if any.
+
+        Args:
+            scope: The scope.
+            near: The share from which a limit without a share of its own is near.
+        """
+        limit = self.threshold(scope)
+        if limit is None or not self.charged or not self.enforced:
+            return None
+        near = near if self.near is None else self.near
+        before, used = self.before(scope), self.used(scope)
+        if before < limit <= used:
+            return Level.EXHAUSTED
+        if before < near_threshold(limit, near) <= used:
+            return Level.NEAR
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided about one call, by which limits; read by enforcement and telemetry alike.
+
+    Attributes:
+        call: The call.
+        outcome: What was decided.
+        standings: One for each limit that matches the call, in the order of the limits.
+    """
+
+    call: Call
+    outcome: Outcome
+    standings: tuple[Standing, ...] = ()
+
+    @property
+    def refused_by(self) -> tuple[Standing, ...]:
+        """The limits that refuse the call, those that are enforced first."""
+        refusing = (standing for standing in self.standings if standing.refused)
+        return tuple(sorted(refusing, key=lambda standing: not standing.enforced))
+
+    @property
+    def leading(self) -> Standing | None:
+        """The limit to show: the first that refuses, else the one with the highest used share."""
+        if refused_by := self.refused_by:
+            return refused_by[0]
+        return max(self.standings, key=lambda standing: standing.share, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A limit that refused calls of a batch, with the counts as if those calls had run."""
+
+    terms: Terms
+    decision: Decision
+    refusals: int
+    thread_count: int
+    run_count: int
+
+    @property
+    def limit(self) -> Limit:
+        """The limit."""
+        return self.terms.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Refund:
+    """A charge taken back: the call was admitted by this limit, and then did not run."""
+
+    call: Call
+    limit: str

@@ -1,0 +1,199 @@
+"""/metrics: a server for agents that have none, and an ASGI app for those that have."""
+
+import asyncio
+import errno
+import logging
+import os
+import ssl
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Self
+
+from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, start_http_server
+
+ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
+"""The environment variable with the default address to bind."""
+
+LOOPBACK = "127.0.0.1"
+
+logger = logging.getLogger("langchain_quota")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class MetricsServer:
+    """A running metrics server; `close()` it, or use it in a `with` statement.
+
+    Attributes:
+        addr: The address that it is bound to.
+        port: The port that it is bound to.
+        url: Where Prometheus finds the metrics.
+    """
+
+    def __init__(self, addr: str, port: int, *, tls: bool, stop: Callable[[], None]) -> None:
+        self.addr = addr
+        self.port = port
+        host = f"[{addr}]" if ":" in addr else addr
+        self.url = f"{'https' if tls else 'http'}://{host}:{port}/metrics"
+        self._stop = stop
+
+    def close(self) -> None:
+        """Stop serving, and free the port."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with defaults
+    port: int = 9464,
+    addr: str | None = None,
+    *,
+    certfile: str | None = None,
+    keyfile: str | None = None,
+    client_cafile: str | None = None,
+    registry: CollectorRegistry = REGISTRY,
+) -> MetricsServer:
+    """Serve the metrics over HTTP, in a daemon thread.
+
+    Args:
+        port: The port; 0 takes a free one.
+        addr: The address to bind; by default that in `LANGCHAIN_QUOTA_METRICS_ADDR`, else
+            127.0.0.1. In a container, bind 0.0.0.0. Whoever reaches it reads the ids of threads.
+        certfile, keyfile: The server's certificate and key, in PEM files, for TLS.
+        client_cafile: Authorities, in a PEM file, whose certificates clients must show.
+        registry: The metrics.
+
+    Raises:
+        ValueError: Only one of `certfile` and `keyfile` is given, or `client_cafile` without
+            them.
+        OSError: The address cannot be bound; the message names it.
+    """
+    if (certfile is None) != (keyfile is None):
+        raise ValueError(f"certfile and keyfile go together, not {certfile=!s} with {keyfile=!s}")
+    if client_cafile is not None and certfile is None:
+        raise ValueError(f"client_cafile={client_cafile} needs certfile and keyfile")
+    if certfile is not None:
+        _check_certificates(certfile, keyfile, client_cafile)
+    bound = addr or os.environ.get(ADDR_VARIABLE) or LOOPBACK
+    try:
+        httpd, thread = start_http_server(
+            port,
+            bound,
+            registry=registry,
+            certfile=certfile,
+            keyfile=keyfile,
+            client_cafile=client_cafile,
+            client_auth_required=client_cafile is not None,
+        )
+    except OSError as error:
+        reason = (
+            "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        )
+        raise OSError(error.errno, f"cannot serve metrics on {bound}:{port}: {reason}") from error
+
+    if isinstance(httpd.socket, ssl.SSLSocket):
+        # Shake hands in each connection's own thread: a silent client must not stop the others.
+        httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
+    # A broken connection is its client's affair: no traceback on stderr.
+    httpd.handle_error = _log_broken_connection  # type: ignore[method-assign,assignment]
+
+    def stop() -> None:
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
+    server = MetricsServer(bound, httpd.server_port, tls=certfile is not None, stop=stop)
+    hint = (
+        f" (this machine only; in a container set addr or {ADDR_VARIABLE} to 0.0.0.0)"
+        if bound in {LOOPBACK, "localhost", "::1"}
+        else ""
+    )
+    logger.info("metrics are served on %s%s", server.url, hint)
+    return server
+
+
+def _log_broken_connection(_request: object, client: object) -> None:
+    logger.debug("a scrape from %r failed", client, exc_info=sys.exception())
+
+
+def _check_certificates(certfile: str, keyfile: str | None, client_cafile: str | None) -> None:
+    """Read the files before anything is bound."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certfile, keyfile)
+        if client_cafile is not None:
+            context.load_verify_locations(client_cafile)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot serve metrics with {certfile=!s} {keyfile=!s} {client_cafile=!s}: "
+            f"{error.strerror or error}",
+        ) from error
+
+
+class _MetricsApp:
+    """An ASGI app; an instance, not a function, so that Starlette takes it as a route."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._app = make_asgi_app(registry)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer one request; rendering happens in a worker thread."""
+        if scope["type"] != "http":
+            raise ValueError(f"metrics are served over HTTP only, not {scope['type']!r}")
+        await receive()
+        if scope["method"] not in {"GET", "HEAD"}:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 405,
+                    "headers": [(b"allow", b"GET, HEAD")],
+                }
+            )
+            await send({"type": "http.response.body", "body": b""})
+            return
+        for message in await asyncio.to_thread(self._render, scope):
+            await send(message)
+
+    def _render(self, scope: MutableMapping[str, Any]) -> list[Message]:
+        """Run prometheus_client's app in this worker thread; it awaits only us, so no loop."""
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        try:
+            self._app(scope, receive, send).send(None)
+        except StopIteration:
+            return sent
+        raise RuntimeError("prometheus_client's ASGI app waits for something unknown")
+
+
+def metrics_app(registry: CollectorRegistry = REGISTRY) -> _MetricsApp:
+    """An ASGI app that answers with the metrics, rendered off the event loop.
+
+    Add it as a route, not as a mount (a mount answers `/metrics` with a redirect). It has no
+    access control of its own: whoever reaches it reads the ids of threads.
+
+    Args:
+        registry: The metrics.
+
+    Example:
+        ```python
+        from fastapi import FastAPI
+        from langchain_quota import metrics_app
+
+        app = FastAPI()
+        app.add_route("/metrics", metrics_app())
+        ```
+    """
+    return _MetricsApp(registry)

@@ -1,0 +1,1 @@
+"""Where LangChain calls us."""

@@ -1,0 +1,270 @@
+"""What every limiting middleware shares: its name, the beginning of a run, subclassing."""
+
+import asyncio
+import warnings
+from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
+from functools import wraps
+from typing import Any
+
+from langchain.agents.middleware.types import AgentMiddleware, ResponseT, StateT
+from langchain_core.messages import AIMessage, RemoveMessage
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from langgraph.runtime import Runtime
+from langgraph.typing import ContextT
+
+from langchain_quota import messages
+from langchain_quota.decision import Call, Refund
+from langchain_quota.errors import QuotaWarning
+from langchain_quota.limits import Limit
+from langchain_quota.middleware.history import (
+    DanglingCalls,
+    answered_history,
+    dangling_calls,
+)
+from langchain_quota.middleware.origin import Origin, origin
+from langchain_quota.middleware.rulings import Ruling, Update
+from langchain_quota.state import (
+    LEDGER,
+    NEW_RUN,
+    THREAD_TOOLS,
+    Abandoned,
+    ToolCounts,
+    batch_of,
+    ledger,
+    thread_tools,
+)
+from langchain_quota.telemetry import Telemetry, default_telemetry
+
+_BEGINS = "__begins_run__"
+"""The mark on a `before_agent` that begins runs."""
+
+_HOOKS = ("before_agent", "before_model", "after_model", "after_agent")
+
+
+class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
+    """A middleware that holds agents to limits.
+
+    Args:
+        limits: The limits, judged together.
+        limit_name: The name that the user gave, if any.
+        telemetry: Where decisions are made visible; `None` for the process's default.
+    """
+
+    def __init__(
+        self, limits: tuple[Limit, ...], *, limit_name: str | None, telemetry: Telemetry | None
+    ) -> None:
+        super().__init__()
+        self._limits = limits
+        self._limit_name = limit_name
+        self._telemetry = default_telemetry() if telemetry is None else telemetry
+        self._telemetry.watch(limits)
+        self._warned = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Honour a subclass's hook in both forms, and begin its runs whatever it overrides."""
+        super().__init_subclass__(**kwargs)
+        for hook in _HOOKS:
+            if _owner(cls, hook) < _owner(cls, f"a{hook}"):
+                form = _async_form(getattr(cls, hook), getattr(cls, f"a{hook}"))
+                setattr(cls, f"a{hook}", form)
+        for hook, beginning in (("before_agent", _beginning), ("abefore_agent", _abeginning)):
+            if not hasattr(getattr(cls, hook), _BEGINS):
+                setattr(cls, hook, beginning(getattr(cls, hook)))
+
+    @property
+    def name(self) -> str:
+        """The middleware's name in the graph: the class, and what it limits as far as given."""
+        parts = [*self._limits[0].tools, *([self._limit_name] if self._limit_name else [])]
+        if not parts:
+            return type(self).__name__
+        # LangGraph reserves these two in the names of nodes.
+        inner = "/".join(parts).replace(":", "_").replace("|", "_")
+        return f"{type(self).__name__}[{inner}]"
+
+    def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
+        """Begin a new run: a new budget, and an answer for every call that was left without one.
+
+        LangGraph does not call this when a run is resumed.
+        """
+        return self._begin_run(state, runtime)
+
+    setattr(before_agent, _BEGINS, True)
+
+    async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
+        """Begin a new run: a new budget, and an answer for every call that was left without one.
+
+        LangGraph does not call this when a run is resumed.
+        """
+        return self._begin_run(state, runtime)
+
+    setattr(abefore_agent, _BEGINS, True)
+
+    def _begin_run(self, state: Mapping[str, Any], runtime: Runtime[ContextT]) -> Update:
+        caller = origin(runtime, model_name=None)
+        self._warn_if_forgetful(caller)
+        update: Update = {}
+        history = state.get("messages") or ()
+        known = ledger(state)
+        begun = _has_begun(state)
+        abandoned = known.get("abandoned") if begun else None
+        dangling = dangling_calls(state)
+        if dangling:
+            repaired = answered_history(history, dangling, messages.ABANDONED)
+            update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
+            abandoned = _abandoned(dangling[-1], state)
+        if abandoned is not None and self._held(abandoned):
+            counts = ToolCounts(thread_tools(state), {}, deepcopy(abandoned["charges"]))
+            self._telemetry.refund(_refunds(counts, abandoned, caller))
+            update[THREAD_TOOLS] = counts.thread
+            abandoned = None
+        if state.get("structured_response") is not None:
+            # Older versions of LangChain keep that of an earlier turn.
+            update["structured_response"] = None
+        own = [limit.name for limit in self._limits]
+        update[LEDGER] = {
+            **NEW_RUN,
+            "turn": known.get("turn") if begun else history[-1].id if history else None,
+            "limits": [*(known.get("limits", ()) if begun else ()), *own],
+            "abandoned": abandoned,
+        }
+        return update
+
+    def _held(self, abandoned: Abandoned) -> bool:
+        """Whether the abandoned calls did not get past these limits, so that none started.
+
+        A limit that raised, or that a review kept the calls from, has not let them pass.
+        """
+        calls = [(Call("tool", name), Call("tool", asked)) for name, _, asked in abandoned["calls"]]
+        return any(
+            limit.name in abandoned["held_by"]
+            and any(limit.matches(call) and limit.matches(asked) for call, asked in calls)
+            for limit in self._limits
+        )
+
+    def _conclude(self, ruling: Ruling | None) -> Update | None:
+        """Make a ruling visible, and then let it take effect."""
+        if ruling is None:
+            return None
+        self._emit(ruling)
+        return self._effect(ruling)
+
+    def _effect(self, ruling: Ruling) -> Update | None:
+        if ruling.error is not None:
+            raise ruling.error
+        return ruling.update
+
+    def _emit(self, ruling: Ruling) -> bool:
+        """Make a ruling visible; whether it is new, and not that of a hook that runs again."""
+        is_new = self._telemetry.emit(
+            ruling.decisions,
+            started=ruling.started,
+            error=ruling.error,
+            task_id=ruling.task_id,
+        )
+        if is_new:
+            self._telemetry.refund(ruling.refunds)
+        return is_new
+
+    def _warn_if_forgetful(self, caller: Origin) -> None:
+        if self._warned or caller.remembers:
+            return
+        for limit in self._limits:
+            if limit.thread_limit is not None:
+                self._warned = True
+                warnings.warn(
+                    f"{self.name} has a thread limit, but this agent's state does not outlive the "
+                    "run: the limit holds within one run only. Give create_agent a checkpointer; "
+                    "for a sub-agent, limit the calls of its parent, or use run_limit",
+                    QuotaWarning,
+                    stacklevel=2,
+                )
+                return
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether another limiter has begun this run: the model has not answered since."""
+    turn = ledger(state).get("turn")
+    for message in reversed(state.get("messages") or ()):
+        if turn is None or isinstance(message, AIMessage):
+            return False
+        if message.id == turn:
+            return True
+    return False
+
+
+def _abandoned(dangling: DanglingCalls, state: Mapping[str, Any]) -> Abandoned:
+    batch = batch_of(state, dangling.message.id)
+    asked = {call["id"]: call["name"] for call in dangling.message.tool_calls}
+    return Abandoned(
+        calls=[[call["name"], str(call["id"]), asked[call["id"]]] for call in dangling.calls],
+        charges=batch["charges"] if batch else {},
+        held_by=[
+            name
+            for name in ledger(state).get("limits", ())
+            if batch is None or name not in batch["passed"]
+        ],
+    )
+
+
+def _refunds(counts: ToolCounts, abandoned: Abandoned, caller: Origin) -> list[Refund]:
+    return [
+        Refund(Call("tool", name, call_id, amount, caller.agent, caller.thread_id), limit)
+        for name, call_id, _ in abandoned["calls"]
+        for limit, amount in counts.take_back(call_id).items()
+        if limit
+    ]
+
+
+def _owner(cls: type, hook: str) -> int:
+    """How far up among the class's ancestors a hook is defined."""
+    return next(index for index, each in enumerate(cls.__mro__) if hook in each.__dict__)
+
+
+Hook = Callable[..., Update | None]
+AsyncHook = Callable[..., Awaitable[Update | None]]
+
+
+def _async_form(hook: Hook, inherited: AsyncHook) -> AsyncHook:
+    """The async form of a hook that a subclass overrides in its sync form only.
+
+    It runs in a worker thread: what it does may block.
+    """
+
+    @wraps(hook)
+    async def ahook(self: Any, state: Any, runtime: Any) -> Update | None:
+        return await asyncio.to_thread(hook, self, state, runtime)
+
+    jumps = getattr(hook, "__can_jump_to__", getattr(inherited, "__can_jump_to__", None))
+    if jumps is not None:
+        ahook.__can_jump_to__ = jumps  # type: ignore[attr-defined]
+    return ahook
+
+
+def _beginning(hook: Hook) -> Hook:
+    @wraps(hook)
+    def before_agent(self: Any, state: Any, runtime: Any) -> Update | None:
+        return _with_beginning(self, state, runtime, hook(self, state, runtime))
+
+    setattr(before_agent, _BEGINS, True)
+    return before_agent
+
+
+def _abeginning(hook: AsyncHook) -> AsyncHook:
+    @wraps(hook)
+    async def abefore_agent(self: Any, state: Any, runtime: Any) -> Update | None:
+        return _with_beginning(self, state, runtime, await hook(self, state, runtime))
+
+    setattr(abefore_agent, _BEGINS, True)
+    return abefore_agent
+
+
+def _with_beginning(self: Any, state: Any, runtime: Any, own: Update | None) -> Update:
+    """What a subclass's `before_agent` returns, with our beginning where it forgot `super()`."""
+    if own is not None and LEDGER in own:
+        return own
+    beginning: Update = self._begin_run(state, runtime)
+    merged = {**beginning, **(own or {})}
+    if own and "messages" in own and "messages" in beginning:
+        merged["messages"] = [*beginning["messages"], *own["messages"]]
+    return merged

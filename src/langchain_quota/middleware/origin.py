@@ -1,0 +1,59 @@
+"""Which agent, on which thread, a hook is called for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from langgraph.config import get_config
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The agent and thread of a hook's call.
+
+    Attributes:
+        agent: The agent's name, if it has one.
+        thread_id: The thread's id as the caller gave it; `None` without one, and for an unnamed
+            agent inside another agent's tool, which carries its parent's name and thread.
+        task_id: The running task's id: the same when LangGraph runs the task again.
+        remembers: Whether the state outlives the run: the agent has a checkpointer, and is no
+            sub-agent whose state begins anew at each call.
+    """
+
+    agent: str | None = None
+    thread_id: object = None
+    task_id: str | None = None
+    remembers: bool = True
+
+
+def origin(runtime: Any, *, model_name: str | None) -> Origin:
+    """Read the origin from what LangGraph gives a running hook; outside of a graph, nothing.
+
+    Args:
+        runtime: The hook's runtime; may be `None` where a hook is called directly.
+        model_name: The name on the newest AIMessage that this agent's model made in this run, if
+            any: LangChain stamps a named agent's messages, and only that tells a named agent
+            inside a tool from one that merely carries its parent's name.
+    """
+    config = _running_config()
+    agent = (config.get("metadata") or {}).get("lc_agent_name")
+    info = getattr(runtime, "execution_info", None)
+    if info is None:
+        return Origin(agent)
+    enclosing = info.checkpoint_ns.split("|")[:-1]
+    unnamed_inside = bool(enclosing) and (agent is None or model_name != agent)
+    checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
+    return Origin(
+        agent,
+        None if unnamed_inside else info.thread_id,
+        info.task_id,
+        # A namespace with a task id in it is that of one invocation.
+        remembers=checkpointer is not None and not any(":" in each for each in enclosing),
+    )
+
+
+def _running_config() -> Mapping[str, Any]:
+    try:
+        return get_config()
+    except RuntimeError:
+        return {}

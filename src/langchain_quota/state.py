@@ -1,0 +1,238 @@
+"""The ledger kept in the graph state, checkpointed with the thread.
+
+The annotations here are resolved by LangGraph at run time, in this module.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, NotRequired, TypedDict, cast
+
+from langchain.agents.middleware.types import AgentState, PrivateStateAttr, ResponseT
+from langgraph.channels.untracked_value import UntrackedValue
+from langgraph.types import StateSnapshot
+
+from langchain_quota.engine import Used
+
+LEDGER = "langchain_quota"
+"""The state key of our own part of the ledger."""
+
+THREAD_TOOLS = "thread_tool_call_count"
+RUN_TOOLS = "run_tool_call_count"
+THREAD_MODEL = "thread_model_call_count"
+RUN_MODEL = "run_model_call_count"
+
+
+Charges = dict[str, dict[str, dict[str, int]]]
+"""Tool call id -> counter -> limit name -> amount. Limits with one counter share its count."""
+
+
+class Batch(TypedDict):
+    """The charges for the tool calls of one AIMessage, kept for refunds."""
+
+    message: str
+    charges: Charges
+    passed: list[str]
+    """The names of the limits that have let the batch pass."""
+
+
+class Abandoned(TypedDict):
+    """Tool calls that an earlier run left without an answer, as a new run finds them."""
+
+    calls: list[list[str]]
+    """Their `[name, id, name before a reviewer's edit]`, in order."""
+    charges: Charges
+    held_by: list[str]
+    """The names of the limits of that run that had not let the batch pass."""
+
+
+class Ledger(TypedDict, total=False):
+    """What the hooks of a thread tell each other; every value is plain JSON."""
+
+    run_tools: dict[str, int]
+    """Tool calls let through in this run, by counter."""
+    run_model: int
+    """Model calls let through in this run."""
+    model_counted: bool
+    """Whether the model call of this step is counted already."""
+    batch: Batch | None
+    """The current batch of tool calls."""
+    refusals: dict[str, int]
+    """Refusals in this run, by name of limits that give up after some."""
+    final: bool
+    """Whether the model call of this step was told that it is the last."""
+    turn: str | None
+    """The id of the newest message when the run began."""
+    limits: list[str]
+    """The names of the limits that the run began with."""
+    abandoned: Abandoned | None
+
+
+def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
+    """The reducer: fields that are written replace, the others stay."""
+    return {**old, **new}
+
+
+def latest(_old: int, new: int) -> int:
+    """The reducer of a count that several middlewares may write, equally, in one superstep."""
+    return new
+
+
+class ToolCallLimitState(AgentState[ResponseT]):
+    """The agent's state with the counts of tool calls, under LangChain's keys, and the ledger."""
+
+    thread_tool_call_count: NotRequired[Annotated[dict[str, int], PrivateStateAttr]]
+    run_tool_call_count: NotRequired[Annotated[dict[str, int], UntrackedValue, PrivateStateAttr]]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
+
+
+class ModelCallLimitState(AgentState[ResponseT]):
+    """The agent's state with the counts of model calls, under LangChain's keys, and the ledger."""
+
+    thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, latest]]
+    run_model_call_count: NotRequired[Annotated[int, UntrackedValue, PrivateStateAttr]]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
+
+
+class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
+    """The agent's state with all counts and the ledger."""
+
+
+NEW_RUN: Ledger = {
+    "run_tools": {},
+    "run_model": 0,
+    "model_counted": False,
+    "batch": None,
+    "refusals": {},
+    "final": False,
+}
+"""What a run begins with: a new budget."""
+
+
+def ledger(state: Mapping[str, Any]) -> Ledger:
+    """Our part of the ledger; empty on a thread that never ran under our limits."""
+    return cast("Ledger", state.get(LEDGER) or {})
+
+
+def thread_tools(state: Mapping[str, Any]) -> dict[str, int]:
+    """Tool calls of the thread, by counter."""
+    return dict(state.get(THREAD_TOOLS) or {})
+
+
+def run_tools(state: Mapping[str, Any]) -> dict[str, int]:
+    """Tool calls let through in the run, by counter; LangChain's count where ours is missing."""
+    own = ledger(state).get("run_tools")
+    return dict(own if own is not None else state.get(RUN_TOOLS) or {})
+
+
+def thread_model(state: Mapping[str, Any]) -> int:
+    """Model calls of the thread."""
+    return int(state.get(THREAD_MODEL) or 0)
+
+
+def run_model(state: Mapping[str, Any]) -> int:
+    """Model calls let through in the run; LangChain's count where ours is missing."""
+    own = ledger(state).get("run_model")
+    return int(own if own is not None else state.get(RUN_MODEL) or 0)
+
+
+def batch_of(state: Mapping[str, Any], message_id: str | None) -> Batch | None:
+    """What is known of the batch of an AIMessage."""
+    batch = ledger(state).get("batch")
+    known = batch is not None and message_id is not None and batch["message"] == message_id
+    return batch if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadUsage:
+    """What a thread has used, in calls.
+
+    Attributes:
+        tools: Tool calls of the thread, by what is counted: a tool's name, several joined by
+            commas, `"__all__"` for all tools.
+        model: Model calls of the thread.
+        run_tools, run_model: Those of its newest run.
+    """
+
+    tools: Mapping[str, int]
+    model: int
+    run_tools: Mapping[str, int]
+    run_model: int
+
+
+def usage(snapshot: StateSnapshot) -> ThreadUsage:
+    """What a thread has used, read from its state; zero for a thread without one.
+
+    Args:
+        snapshot: What `agent.get_state(config)` or `await agent.aget_state(config)` gives.
+
+    Example:
+        ```python
+        used = usage(await agent.aget_state({"configurable": {"thread_id": "7"}}))
+        print(used.model, used.tools.get("search", 0))
+        ```
+    """
+    state = snapshot.values
+    return ThreadUsage(
+        tools=MappingProxyType(thread_tools(state)),
+        model=thread_model(state),
+        run_tools=MappingProxyType(run_tools(state)),
+        run_model=run_model(state),
+    )
+
+
+UNUSED: Mapping[str, Any] = {THREAD_TOOLS: {}, THREAD_MODEL: 0, LEDGER: NEW_RUN}
+"""The counts of a thread that has used nothing."""
+
+
+class ToolCounts:
+    """The counts of tool calls as one hook reads and rewrites them.
+
+    Args:
+        thread, run: The counts by counter; changed in place.
+        charges: The charges of the current batch; changed in place.
+    """
+
+    def __init__(self, thread: dict[str, int], run: dict[str, int], charges: Charges) -> None:
+        self.thread = thread
+        self.run = run
+        self.charges = charges
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
+        """The counts in a state, with what is charged to the calls of an AIMessage."""
+        batch = batch_of(state, message_id)
+        charges = {} if batch is None else deepcopy(batch["charges"])
+        return cls(thread_tools(state), run_tools(state), charges)
+
+    def used(self, counter: str, ids: Iterable[str]) -> Used:
+        """The counts of a counter without what these calls are charged to it."""
+        own = sum(self._charged(call_id, counter) for call_id in set(ids))
+        # Never below zero, even where someone else reset the counts.
+        return Used(
+            max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
+        )
+
+    def charge(self, call_id: str, counter: str, limit: str, amount: int) -> None:
+        """Charge a call to a limit; its counter counts it once."""
+        before = self._charged(call_id, counter)
+        by_limit = self.charges.setdefault(call_id, {}).setdefault(counter, {})
+        by_limit[limit] = amount
+        self._add(counter, self._charged(call_id, counter) - before)
+
+    def take_back(self, call_id: str) -> dict[str, int]:
+        """Take all charges of a call back; the amounts by limit name."""
+        by_counter = self.charges.pop(call_id, {})
+        amounts: dict[str, int] = {}
+        for counter, by_limit in by_counter.items():
+            self._add(counter, -max(by_limit.values()))
+            amounts |= by_limit
+        return amounts
+
+    def _charged(self, call_id: str, counter: str) -> int:
+        return max(self.charges.get(call_id, {}).get(counter, {}).values(), default=0)
+
+    def _add(self, counter: str, amount: int) -> None:
+        self.thread[counter] = max(0, self.thread.get(counter, 0) + amount)
+        self.run[counter] = max(0, self.run.get(counter, 0) + amount)

@@ -1,0 +1,343 @@
+"""What becomes of a decision: counters, a span, the thread table, logs. It never raises."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+from opentelemetry.trace import TracerProvider
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from langchain_quota.decision import Call, Decision, Level, Outcome, Refund, Standing
+from langchain_quota.limits import Limit, Scope, check_choice, check_share
+from langchain_quota.telemetry.labels import UNNAMED, ToolLabels, agent_label, hmac_label, label
+from langchain_quota.telemetry.metrics import Exemplar, Metrics
+from langchain_quota.telemetry.threads import ThreadTable
+from langchain_quota.telemetry.tracing import Spans, Tracing, active_exemplar
+
+__all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label"]
+
+ThreadLabel = Callable[[object], str]
+
+logger = logging.getLogger("langchain_quota")
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What all `Telemetry` of one registry must agree on."""
+
+    near: float
+    thread_label: ThreadLabel | None
+    max_exported_threads: int
+    thread_ttl: timedelta
+    max_tools: int
+
+
+class _Errors:
+    """The one place where failures of telemetry end: counted, and logged once per kind."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._logged: set[tuple[str, str]] = set()
+
+    def failed(self, component: str, error: Exception) -> None:
+        error_type = type(error).__name__
+        # Nobody is left to tell that counting or logging a failure failed.
+        with suppress(Exception):
+            self._metrics.errors.labels(component, error_type).inc()
+        with suppress(Exception):
+            if (component, error_type) not in self._logged:
+                self._logged.add((component, error_type))
+                logger.error(
+                    "%s of langchain-quota failed; the agent goes on, and further failures of "
+                    "this kind are only counted in langchain_quota_errors_total",
+                    component,
+                    exc_info=error,
+                )
+
+
+class _RecentTasks:
+    """The newest ids of tasks, to know a task that runs again."""
+
+    MOST = 10_000
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._lock = Lock()
+
+    def seen(self, task_id: str | None) -> bool:
+        """Whether the id was given before; it is remembered."""
+        if task_id is None:
+            return False
+        with self._lock:
+            if task_id in self._ids:
+                return True
+            self._ids[task_id] = None
+            if len(self._ids) > self.MOST:
+                self._ids.popitem(last=False)
+            return False
+
+
+class _Signals:
+    """What is made once per registry."""
+
+    def __init__(self, registry: CollectorRegistry, options: _Options) -> None:
+        self.options = options
+        self.metrics = Metrics(registry)
+        self.errors = _Errors(self.metrics)
+        self.tools = ToolLabels(options.max_tools)
+        self.threads = ThreadTable(
+            near=options.near,
+            max_exported=options.max_exported_threads,
+            ttl=options.thread_ttl.total_seconds(),
+            on_error=lambda error: self.errors.failed("threads", error),
+        )
+        registry.register(self.threads)
+
+
+_signals: WeakKeyDictionary[CollectorRegistry, _Signals] = WeakKeyDictionary()
+_signals_lock = Lock()
+
+
+def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:
+    with _signals_lock:
+        signals = _signals.get(registry)
+        if signals is None:
+            signals = _signals[registry] = _Signals(registry, options)
+    for name in _Options.__slots__:
+        ours, theirs = getattr(options, name), getattr(signals.options, name)
+        if ours != theirs:
+            raise ValueError(
+                f"{name}={ours!r} conflicts with {name}={theirs!r} of another Telemetry on the "
+                "same registry"
+            )
+    return signals
+
+
+class Telemetry:
+    """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
+
+    It never raises into the agent: what fails is counted in `langchain_quota_errors_total` and
+    logged once. Several on one registry share its metrics.
+
+    Args:
+        registry: Where the metrics are registered.
+        tracer_provider: Makes the spans; `None` for OpenTelemetry's global provider.
+        near: The used share, above 0 and at most 1, from which a limit counts as near.
+        spans: Which calls get a span: `"all"`, only those `"refused"` (blocked, skipped, would
+            block), or none (`"off"`).
+        thread_label: Makes the label of a thread from its id, for ids that must not be seen in
+            metrics and spans; see `hmac_label`. By default the id itself.
+        max_exported_threads: The most threads that have series of their own, from 0 (none); the
+            nearest to their limits come first, then the most recently refused, then the most
+            recent.
+        thread_ttl: How long a thread without calls keeps its series.
+        max_tools: The most tool names per agent that are labels, beside those that limits name;
+            further ones are labelled `_other`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of bounds, or conflicts with another `Telemetry` on the
+            same registry. The message names the argument and the value.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
+        self,
+        *,
+        registry: CollectorRegistry = REGISTRY,
+        tracer_provider: TracerProvider | None = None,
+        near: float = 0.8,
+        spans: Spans = "all",
+        thread_label: ThreadLabel | None = None,
+        max_exported_threads: int = 500,
+        thread_ttl: timedelta = timedelta(hours=1),
+        max_tools: int = 100,
+    ) -> None:
+        check_share("near", near)
+        check_choice("spans", spans, ("all", "refused", "off"))
+        if thread_label is not None and not callable(thread_label):
+            raise TypeError(f"thread_label must be a function or None, not {thread_label!r}")
+        if not isinstance(thread_ttl, timedelta):
+            raise TypeError(f"thread_ttl must be a timedelta, not {thread_ttl!r}")
+        if thread_ttl <= timedelta(0):
+            raise ValueError(f"thread_ttl must be positive, not {thread_ttl!r}")
+        for argument, value in (
+            ("max_exported_threads", max_exported_threads),
+            ("max_tools", max_tools),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{argument} must be a whole number, not {value!r}")
+            if value < 0:
+                raise ValueError(f"{argument} must be 0 or more, not {value!r}")
+        options = _Options(near, thread_label, max_exported_threads, thread_ttl, max_tools)
+        self._signals = _signals_of(registry, options)
+        self.near = near
+        self._thread_label = thread_label
+        self._reruns = _RecentTasks()
+        self._tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)
+
+    def watch(self, limits: Sequence[Limit]) -> None:
+        """Learn the limits of a middleware: the tools that they name keep their names."""
+        for limit in limits:
+            self._signals.tools.keep(limit.tools)
+
+    def emit(
+        self,
+        decisions: Sequence[Decision],
+        *,
+        started: int,
+        error: BaseException | None = None,
+        task_id: str | None = None,
+    ) -> bool:
+        """Turn the decisions about a batch of one agent's calls into all signals.
+
+        Args:
+            decisions: In the order in which they were made.
+            started: When judging began, in nanoseconds since the Unix epoch.
+            error: The exception by which a refusal is about to reach the caller, if it is.
+            task_id: The task that judged. One that is seen again is a re-run (a failed node
+                that was resumed): its decisions were emitted before.
+
+        Returns:
+            Whether the decisions are new: `False` for those of a re-run.
+        """
+        if not decisions or self._reruns.seen(task_id):
+            return False
+        for captured in _captures.get():
+            captured.extend(decisions)
+        call = decisions[0].call
+        signals = self._signals
+        agent, thread = self._labels(call)
+        for decision in decisions:
+            exemplar: Exemplar = None
+            tool = signals.tools.label(agent, decision.call.tool)
+            with self._guarded("tracing"):
+                exemplar = self._tracing.record(
+                    decision, tool=tool, thread=thread, started=started, error=error
+                )
+            with self._guarded("metrics"):
+                signals.metrics.record(decision, agent, tool, exemplar)
+                self._log_refusals(decision, agent, thread)
+                for standing in decision.standings:
+                    self._watch_thresholds(standing, agent, thread)
+        if thread is not None:
+            with self._guarded("threads"):
+                signals.threads.record(agent, thread, decisions)
+        return True
+
+    def charge(self, call: Call, standing: Standing, *, task_id: str | None = None) -> None:
+        """Make visible that a call which was let through before is charged now.
+
+        Args:
+            call: The call.
+            standing: How the limit that it is charged to stands.
+            task_id: As for `emit`.
+        """
+        if self._reruns.seen(task_id):
+            return
+        agent, thread = self._labels(call)
+        with self._guarded("metrics"):
+            self._signals.metrics.charged(agent, standing, call.amount, active_exemplar())
+            self._watch_thresholds(standing, agent, thread)
+        if thread is not None:
+            with self._guarded("threads"):
+                charged = Decision(call, Outcome.ALLOWED, (standing,))
+                self._signals.threads.record(agent, thread, [charged])
+
+    def failed(self, component: str, error: Exception) -> None:
+        """Count a failure of what a user hung in, and log it once per kind."""
+        self._signals.errors.failed(component, error)
+
+    def refund(self, refunds: Sequence[Refund]) -> None:
+        """Take charges back from what was counted."""
+        for refund in refunds:
+            call = refund.call
+            agent, thread = self._labels(call)
+            with self._guarded("metrics"):
+                self._signals.metrics.refunded(agent, refund.limit, call.amount)
+            if thread is not None:
+                with self._guarded("threads"):
+                    self._signals.threads.refund(agent, thread, refund.limit, call.amount)
+
+    def _labels(self, call: Call) -> tuple[str, str | None]:
+        """The labels of the call's agent and, if there is one, thread."""
+        agent, thread = UNNAMED, None
+        with self._guarded("metrics"):
+            agent = agent_label(call.agent)
+        with self._guarded("thread_label"):
+            if call.thread_id is not None:
+                own = self._thread_label
+                thread = label(call.thread_id if own is None else own(call.thread_id))
+        return agent, thread
+
+    def _log_refusals(self, decision: Decision, agent: str, thread: str | None) -> None:
+        for standing in decision.standings:
+            if standing.scope is not None:
+                event = "refused" if standing.enforced else "would refuse"
+                _log(logging.DEBUG, event, standing, standing.scope, (agent, thread))
+
+    def _watch_thresholds(self, standing: Standing, agent: str, thread: str | None) -> None:
+        for scope in standing.scopes:
+            reached = standing.crossed(scope, self.near)
+            if reached is not None:
+                self._signals.metrics.crossed(agent, standing, scope, reached)
+                severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
+                _log(severity, reached, standing, scope, (agent, thread))
+
+    @contextmanager
+    def _guarded(self, component: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - telemetry must not break the agent
+            self._signals.errors.failed(component, error)
+
+
+@cache
+def default_telemetry() -> Telemetry:
+    """The `Telemetry` of middlewares that are given none: global registry and tracer provider."""
+    return Telemetry()
+
+
+_captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
+
+
+@contextmanager
+def capturing(decisions: list[Decision]) -> Iterator[None]:
+    """Append every decision made in this context, and in tasks started from it, to the list."""
+    token = _captures.set((*_captures.get(), decisions))
+    try:
+        yield
+    finally:
+        _captures.reset(token)
+
+
+def _log(
+    severity: int, event: str, standing: Standing, scope: Scope, where: tuple[str, str | None]
+) -> None:
+    agent, thread = where
+    logger.log(
+        severity,
+        "limit %r %s: agent %r, thread %r, %s %d of %s",
+        standing.limit,
+        event,
+        agent,
+        thread,
+        scope,
+        standing.used(scope),
+        standing.threshold(scope),
+        extra={
+            "quota_event": str(event),
+            "quota_limit": standing.limit,
+            "quota_scope": scope,
+            "quota_agent": agent,
+            "quota_thread": thread,
+            "quota_used": standing.used(scope),
+            "quota_threshold": standing.threshold(scope),
+        },
+    )

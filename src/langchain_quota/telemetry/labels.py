@@ -1,0 +1,106 @@
+"""Label values: bounded, printable and safe to render, whatever they are made from."""
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass, field
+from threading import Lock
+
+_MIN_KEY_BYTES = 16
+
+MAX_LENGTH = 64
+_KEPT = 40
+_DIGITS = 12
+_TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+UNNAMED = "unnamed"
+"""The agent label of an agent without a name."""
+NONE = "none"
+"""The label of what does not apply."""
+OTHER = "_other"
+"""The tool label of names that are out of bounds, or beyond the bounded number of names."""
+
+
+def label(value: object) -> str:
+    """The label of a value: `str(value)` if that is short, printable and encodable.
+
+    Otherwise its first 40 printable characters, `~`, and 12 hex digits of its SHA-256; so does
+    the empty string, since no label is ever empty.
+    """
+    text = str(value)
+    if 0 < len(text) <= MAX_LENGTH and text.isprintable():
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    kept = "".join(char for char in text if char.isprintable())[:_KEPT]
+    return f"{kept}~{digest[:_DIGITS]}"
+
+
+def agent_label(name: str | None) -> str:
+    """The label of an agent's name."""
+    return label(name) if name else UNNAMED
+
+
+@dataclass(frozen=True, slots=True)
+class _HmacLabel:
+    key: bytes = field(repr=False)
+
+    def __call__(self, thread_id: object) -> str:
+        message = str(thread_id).encode("utf-8", "surrogatepass")
+        return hmac.new(self.key, message, hashlib.sha256).hexdigest()[:20]
+
+
+def hmac_label(key: str | bytes) -> _HmacLabel:
+    """A `thread_label` that hides thread ids: 20 hex digits of HMAC-SHA256 under a secret key.
+
+    Thread ids are often e-mail addresses or phone numbers; a plain hash of those is guessed in
+    seconds, a keyed one is not. Whoever has the key can compute the label of an id they know:
+    `hmac_label(key)(thread_id)`.
+
+    Args:
+        key: The secret, at least 16 bytes.
+
+    Raises:
+        TypeError: The key is neither a string nor bytes.
+        ValueError: The key is shorter than 16 bytes (its value is not shown).
+    """
+    if not isinstance(key, str | bytes):
+        raise TypeError(f"key must be a string or bytes, not a {type(key).__name__}")
+    secret = key.encode() if isinstance(key, str) else key
+    if len(secret) < _MIN_KEY_BYTES:
+        raise ValueError(f"key must have at least {_MIN_KEY_BYTES} bytes, not {len(secret)}")
+    return _HmacLabel(secret)
+
+
+class ToolLabels:
+    """The bounded names of tools: models invent names, and each would be a new series.
+
+    Args:
+        max_tools: How many distinct names an agent may have beside those that limits name.
+    """
+
+    def __init__(self, max_tools: int) -> None:
+        self._max_tools = max_tools
+        self._kept: set[str] = set()
+        self._seen: dict[str, set[str]] = {}
+        self._lock = Lock()
+
+    def keep(self, names: tuple[str, ...]) -> None:
+        """Always label these tools by their names."""
+        with self._lock:
+            self._kept.update(names)
+
+    def label(self, agent: str, name: str | None) -> str:
+        """The label of a tool; `none` for a model call."""
+        if name is None:
+            return NONE
+        if name in self._kept:
+            return label(name)
+        if not _TOOL.fullmatch(name):
+            return OTHER
+        with self._lock:
+            seen = self._seen.setdefault(agent, set())
+            if name not in seen:
+                if len(seen) >= self._max_tools:
+                    return OTHER
+                seen.add(name)
+        return name

@@ -1,0 +1,157 @@
+"""The OpenTelemetry span of a judged call."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+from opentelemetry import trace
+from opentelemetry.util.types import AttributeValue
+
+from langchain_quota._version import __version__
+from langchain_quota.decision import Decision, Outcome
+from langchain_quota.telemetry.labels import label
+
+Spans = Literal["all", "refused", "off"]
+
+# The gen_ai.* names of OpenTelemetry's semantic conventions for generative AI, in development.
+CONVERSATION_ID = "gen_ai.conversation.id"
+AGENT_NAME = "gen_ai.agent.name"
+TOOL_NAME = "gen_ai.tool.name"
+TOOL_CALL_ID = "gen_ai.tool.call.id"
+# OpenTelemetry's semantic conventions, stable.
+ERROR_TYPE = "error.type"
+
+DECISION = "langchain_quota.decision"
+KIND = "langchain_quota.kind"
+LIMIT = "langchain_quota.limit"
+LIMITS = "langchain_quota.limits"
+SCOPE = "langchain_quota.scope"
+EXIT_BEHAVIOR = "langchain_quota.exit_behavior"
+THREAD_USED = "langchain_quota.thread.used"
+THREAD_LIMIT = "langchain_quota.thread.limit"
+RUN_USED = "langchain_quota.run.used"
+RUN_LIMIT = "langchain_quota.run.limit"
+THREAD_LABEL = "langchain_quota.thread.id"
+
+Attributes = dict[str, AttributeValue]
+
+
+class LazyAttributes(Mapping[str, AttributeValue]):
+    """Attributes built when first read: a sampler sees all, an unrecorded span costs none."""
+
+    def __init__(self, build: Callable[[], Attributes]) -> None:
+        self._build = build
+        self._built: Attributes | None = None
+
+    def _attributes(self) -> Attributes:
+        if self._built is None:
+            self._built = self._build()
+        return self._built
+
+    def __getitem__(self, key: str) -> AttributeValue:
+        return self._attributes()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._attributes())
+
+    def __len__(self) -> int:
+        return len(self._attributes())
+
+    def copy(self) -> Attributes:
+        """A plain copy, as samplers that add attributes take one."""
+        return dict(self._attributes())
+
+
+class Tracing:
+    """Spans for decisions.
+
+    Args:
+        provider: Makes the tracer; `None` for the global provider.
+        spans: Which decisions get a span.
+        hashed_threads: Whether thread labels are made by the user's `thread_label`.
+    """
+
+    def __init__(
+        self, provider: trace.TracerProvider | None, spans: Spans, *, hashed_threads: bool
+    ) -> None:
+        self._tracer = trace.get_tracer("langchain_quota", __version__, provider)
+        self._spans = spans
+        self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
+
+    def record(
+        self,
+        decision: Decision,
+        *,
+        tool: str,
+        thread: str | None,
+        started: int,
+        error: BaseException | None,
+    ) -> dict[str, str] | None:
+        """Make the span, and return the exemplar of it, or of the active span if it has none.
+
+        Args:
+            decision: What was decided.
+            tool: The label of the tool.
+            thread: The label of the thread, if there is one.
+            started: When judging began, in nanoseconds since the Unix epoch.
+            error: The exception by which the refusal reaches the caller, if it does.
+        """
+        if not self._wanted(decision.outcome):
+            return active_exemplar()
+        kind = decision.call.kind
+        span = self._tracer.start_span(
+            f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
+            kind=trace.SpanKind.INTERNAL,
+            attributes=LazyAttributes(lambda: self._attributes(decision, tool, thread, error)),
+            start_time=started,
+        )
+        if error is not None and decision.outcome is Outcome.BLOCKED:
+            span.set_status(trace.StatusCode.ERROR, str(error))
+        span.end()
+        return _exemplar(span)
+
+    def _wanted(self, outcome: Outcome) -> bool:
+        return self._spans == "all" or (self._spans == "refused" and outcome is not Outcome.ALLOWED)
+
+    def _attributes(
+        self, decision: Decision, tool: str, thread: str | None, error: BaseException | None
+    ) -> Attributes:
+        call = decision.call
+        attributes: dict[str, AttributeValue | None] = {
+            DECISION: decision.outcome.value,
+            KIND: call.kind,
+            LIMITS: tuple(label(standing.limit) for standing in decision.standings),
+            AGENT_NAME: label(call.agent) if call.agent else None,
+            self._thread_key: thread,
+        }
+        if call.kind == "tool":
+            attributes[TOOL_NAME] = tool
+            attributes[TOOL_CALL_ID] = None if call.id is None else label(call.id)
+        leading = decision.leading
+        if leading is not None:
+            attributes |= {
+                LIMIT: label(leading.limit),
+                SCOPE: leading.scope or "none",
+                EXIT_BEHAVIOR: leading.exit_behavior,
+                THREAD_USED: leading.thread_used,
+                THREAD_LIMIT: leading.thread_limit,
+                RUN_USED: leading.run_used,
+                RUN_LIMIT: leading.run_limit,
+            }
+        if error is not None and decision.outcome is Outcome.BLOCKED:
+            attributes[ERROR_TYPE] = type(error).__qualname__
+        return {key: value for key, value in attributes.items() if value is not None}
+
+
+def active_exemplar() -> dict[str, str] | None:
+    """The exemplar of the active span, if it is sampled."""
+    return _exemplar(trace.get_current_span())
+
+
+def _exemplar(span: trace.Span) -> dict[str, str] | None:
+    context = span.get_span_context()
+    if not (context.is_valid and context.trace_flags.sampled):
+        return None
+    return {
+        "trace_id": trace.format_trace_id(context.trace_id),
+        "span_id": trace.format_span_id(context.span_id),
+    }

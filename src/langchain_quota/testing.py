@@ -1,0 +1,204 @@
+"""Tools for testing limits: a model that plays a script, and the decisions that were made."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from threading import Lock
+from typing import Any
+
+from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ToolCall,
+    ToolCallChunk,
+)
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from pydantic import ConfigDict, PrivateAttr
+
+from langchain_quota.decision import Decision
+from langchain_quota.telemetry import capturing
+
+ToolRequest = str | tuple[str, dict[str, Any]] | ToolCall
+"""A tool call of a script: a tool's name, its name and arguments, or LangChain's own form."""
+
+Turn = str | Sequence[ToolRequest] | AIMessage | BaseException
+"""One answer of a script: a text, a batch of tool calls, a message, or an exception to raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A request that a `ScriptedChatModel` received.
+
+    Attributes:
+        messages: The messages.
+        tools: The names of the tools that were offered.
+    """
+
+    messages: tuple[BaseMessage, ...]
+    tools: tuple[str, ...]
+
+
+class ScriptedChatModel(BaseChatModel):
+    """A chat model that plays a script, for tests and demos: no network, no key.
+
+    Args:
+        script: The answers, one for each model call, in order: a text, a list of tool calls
+            (each a tool's name, a `(name, arguments)` pair or a LangChain `ToolCall`), an
+            `AIMessage`, or an exception, which is raised. Or a function from the messages to
+            such an answer, which keeps concurrent conversations apart.
+
+    Raises:
+        RuntimeError: When called beyond the end of the script.
+
+    Example:
+        ```python
+        from langchain_quota.testing import ScriptedChatModel
+
+        model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
+        ```
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    script: Any
+    _position: int = PrivateAttr(default=0)
+    _calls: list[ModelCall] = PrivateAttr(default_factory=list)
+    _ids: Iterator[int] = PrivateAttr(default_factory=lambda: count(1))
+    _lock: Any = PrivateAttr(default_factory=Lock)
+
+    @property
+    def calls(self) -> tuple[ModelCall, ...]:
+        """The requests received so far."""
+        return tuple(self._calls)
+
+    @property
+    def _llm_type(self) -> str:
+        return "scripted"
+
+    def bind_tools(
+        self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Offer tools; their names are recorded with each request."""
+        names = tuple(_tool_name(tool) for tool in tools)
+        return self.bind(offered=names, tool_choice=tool_choice, **kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,  # noqa: ARG002 - the model interface
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002 - the same
+        **kwargs: Any,
+    ) -> ChatResult:
+        return ChatResult(generations=[ChatGeneration(message=self._next(messages, kwargs))])
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,  # noqa: ARG002 - the model interface
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        message = self._next(messages, kwargs)
+        for chunk in _chunks(message):
+            generation = ChatGenerationChunk(message=chunk)
+            if run_manager is not None and isinstance(chunk.content, str):
+                run_manager.on_llm_new_token(chunk.content, chunk=generation)
+            yield generation
+
+    def _next(self, messages: Sequence[BaseMessage], kwargs: dict[str, Any]) -> AIMessage:
+        with self._lock:
+            self._calls.append(ModelCall(tuple(messages), kwargs.get("offered", ())))
+            turn = self.script(messages) if callable(self.script) else self._turn()
+            if isinstance(turn, BaseException):
+                raise turn
+            return self._message(turn)
+
+    def _turn(self) -> Turn:
+        if self._position >= len(self.script):
+            raise RuntimeError(f"the script has only {len(self.script)} answers")
+        turn: Turn = self.script[self._position]
+        self._position += 1
+        return turn
+
+    def _message(self, turn: Turn) -> AIMessage:
+        if isinstance(turn, AIMessage):
+            return turn.model_copy()
+        if isinstance(turn, str):
+            return AIMessage(content=turn)
+        if isinstance(turn, BaseException):
+            raise turn
+        return AIMessage(content="", tool_calls=[self._tool_call(request) for request in turn])
+
+    def _tool_call(self, request: ToolRequest) -> ToolCall:
+        if isinstance(request, str):
+            return ToolCall(name=request, args={}, id=self._new_id(), type="tool_call")
+        if isinstance(request, tuple):
+            name, args = request
+            return ToolCall(name=name, args=args, id=self._new_id(), type="tool_call")
+        return request
+
+    def _new_id(self) -> str:
+        return f"call_{next(self._ids)}"
+
+
+@contextmanager
+def captured_decisions() -> Iterator[list[Decision]]:
+    """Capture the decisions made in this context, and in tasks and threads started from it.
+
+    Example:
+        ```python
+        with captured_decisions() as decisions:
+            await agent.ainvoke({"messages": [("user", "hi")]})
+        assert [decision.outcome for decision in decisions] == ["allowed", "blocked"]
+        ```
+    """
+    decisions: list[Decision] = []
+    with capturing(decisions):
+        yield decisions
+
+
+Script = Sequence[Turn] | Callable[[Sequence[BaseMessage]], Turn]
+"""What a `ScriptedChatModel` plays."""
+
+
+def _tool_name(tool: Any) -> str:
+    if isinstance(tool, dict):
+        function = tool.get("function") or {}
+        return str(function.get("name") or tool.get("name") or tool.get("type"))
+    return str(getattr(tool, "name", None) or tool.__name__)
+
+
+def _chunks(message: AIMessage) -> Iterator[AIMessageChunk]:
+    """The message in pieces: what has no pieces first, then words, then tool calls."""
+    words = message.content.split(" ") if isinstance(message.content, str) else []
+    yield AIMessageChunk(
+        content="" if words else message.content,
+        id=message.id,
+        name=message.name,
+        additional_kwargs=message.additional_kwargs,
+        response_metadata=message.response_metadata,
+        usage_metadata=message.usage_metadata,
+    )
+    for index, word in enumerate(words):
+        yield AIMessageChunk(content=word if index == 0 else f" {word}", id=message.id)
+    for index, call in enumerate(message.tool_calls):
+        yield AIMessageChunk(
+            content="",
+            id=message.id,
+            tool_call_chunks=[
+                ToolCallChunk(
+                    name=call["name"],
+                    args=json.dumps(call["args"]),
+                    id=call["id"],
+                    index=index,
+                    type="tool_call_chunk",
+                )
+            ],
+        )
+    yield AIMessageChunk(content="", id=message.id, chunk_position="last")

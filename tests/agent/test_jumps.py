@@ -1,0 +1,436 @@
+"""Jumps that skip our after_model, and model calls that yield something unusual."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from langchain.agents.middleware import (
+    AgentMiddleware,
+    ModelRequest,
+    ModelResponse,
+    SummarizationMiddleware,
+    hook_config,
+)
+from langchain_core.messages import AIMessage, RemoveMessage
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
+
+from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
+from langchain_quota.testing import ScriptedChatModel
+from tests.agent.rules import (
+    CONFIG,
+    Mode,
+    Order,
+    Scene,
+    check_history,
+    in_order,
+    modes,
+    orders,
+)
+from tests.conftest import Signals
+
+Handler = Callable[[ModelRequest[Any]], ModelResponse[Any]]
+AsyncHandler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
+
+
+class JumpAfterModel(AgentMiddleware[Any, Any, Any]):
+    """Jumps after each of the first `times` model calls, and says so."""
+
+    def __init__(self, target: str, times: int) -> None:
+        super().__init__()
+        self.target = target
+        self.left = times
+
+    @hook_config(can_jump_to=["model", "end"])
+    def after_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        if not self.left:
+            return None
+        self.left -= 1
+        return {"jump_to": self.target}
+
+
+class JumpBeforeModel(AgentMiddleware[Any, Any, Any]):
+    """Jumps before the model call of this number, counted from 1."""
+
+    def __init__(self, target: str, at: int) -> None:
+        super().__init__()
+        self.target = target
+        self.left = at
+
+    @hook_config(can_jump_to=["model", "end"])
+    def before_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        self.left -= 1
+        return {"jump_to": self.target} if self.left == 0 else None
+
+
+class Cache(AgentMiddleware[Any, Any, Any]):
+    """Answers model calls itself, without the model, as long as it has answers."""
+
+    def __init__(self, *answers: AIMessage) -> None:
+        super().__init__()
+        self.answers = list(answers)
+        self.hits = 0
+
+    def _answer(self) -> ModelResponse[Any] | None:
+        if not self.answers:
+            return None
+        self.hits += 1
+        return ModelResponse(result=[self.answers.pop(0)])
+
+    def wrap_model_call(self, request: ModelRequest[Any], handler: Handler) -> ModelResponse[Any]:
+        return self._answer() or handler(request)
+
+    async def awrap_model_call(
+        self, request: ModelRequest[Any], handler: AsyncHandler
+    ) -> ModelResponse[Any]:
+        return self._answer() or await handler(request)
+
+
+class Mute(AgentMiddleware[Any, Any, Any]):
+    """Drops what the model says at the call of this number, counted from 1."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def _heard(self, response: ModelResponse[Any]) -> ModelResponse[Any]:
+        self.left -= 1
+        return ModelResponse(result=[]) if self.left == 0 else response
+
+    def wrap_model_call(self, request: ModelRequest[Any], handler: Handler) -> ModelResponse[Any]:
+        return self._heard(handler(request))
+
+    async def awrap_model_call(
+        self, request: ModelRequest[Any], handler: AsyncHandler
+    ) -> ModelResponse[Any]:
+        return self._heard(await handler(request))
+
+
+class ForgetHistory(AgentMiddleware[Any, Any, Any]):
+    """Keeps only the newest message when a run begins."""
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any]:
+        newest = state["messages"][-1]
+        return {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES), newest]}
+
+
+@modes
+@orders(2)
+async def test_our_own_end(mode: Mode, order: Order, signals: Signals) -> None:
+    """Our own `end` skips the model limiter's after_model: every model call is still counted."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: ["search"],
+        in_order(
+            order,
+            ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(run_limit=0, exit_behavior="end", telemetry=signals.telemetry),
+        ),
+    )
+
+    for turn in range(1, 6):
+        await scene.turn()
+        assert len(scene.model.calls) == min(turn, 3)
+        scene.check()
+
+
+@modes
+@orders(2)
+async def test_another_jump_back_to_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+    """Another middleware jumps from after_model to the model: each call is counted once."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: "again",
+        in_order(
+            order,
+            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            JumpAfterModel("model", 99),
+        ),
+    )
+
+    for turn in (1, 2):
+        await scene.turn()
+        assert len(scene.model.calls) == 3 * turn
+        scene.check()
+
+
+@modes
+@orders(2)
+async def test_another_jump_to_the_end(mode: Mode, order: Order, signals: Signals) -> None:
+    """Another middleware jumps from after_model to the end: each call is counted once."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: "bye",
+        in_order(
+            order,
+            ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
+            JumpAfterModel("end", 2),
+        ),
+    )
+
+    for turn in range(1, 6):
+        await scene.turn()
+        assert len(scene.model.calls) == min(turn, 3)
+        scene.check()
+
+
+@modes
+@orders(3)
+async def test_a_jump_between_two_limiters(mode: Mode, order: Order, signals: Signals) -> None:
+    """Jumps beside a model and a tool limiter: model calls count once, tools when they run."""
+    scene = Scene(
+        mode,
+        signals,
+        ["one", "two", ["search", "search"], ["search"], "done"],
+        in_order(
+            order,
+            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            JumpAfterModel("model", 2),
+        ),
+    )
+
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 2
+    assert len(scene.model.calls) == 5
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_another_end_before_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+    """Another middleware ends the run in before_model: the call that was not made is free."""
+    scene = Scene(
+        mode,
+        signals,
+        [["calc"], "done"],
+        in_order(
+            order,
+            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            JumpBeforeModel("end", 2),
+        ),
+    )
+
+    await scene.turn()
+    assert len(scene.model.calls) == 1
+    scene.check()
+
+
+@modes
+async def test_another_jump_back_before_the_model(mode: Mode, signals: Signals) -> None:
+    """Another middleware jumps in before_model to the model: each call is charged once."""
+    # Ours first only: LangGraph cannot jump from the first before_model to itself.
+    scene = Scene(
+        mode,
+        signals,
+        [["calc"], "done"],
+        [
+            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            JumpBeforeModel("model", 1),
+        ],
+    )
+
+    await scene.turn()
+
+    assert len(scene.model.calls) == 2
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_another_jump_over_the_tools(mode: Mode, order: Order, signals: Signals) -> None:
+    """Another middleware ends the run over open calls: the next turn answers them, none ran."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
+            JumpAfterModel("end", 1),
+        ),
+    )
+
+    await scene.turn()
+    await scene.turn()
+
+    assert scene.ran == []
+    assert scene.answers() == [("search", "error")]
+    # Judged before the jump it stays charged: nothing tells the jump from a crashed tool.
+    charged = 1 if order == (1, 0) else 0
+    assert scene.state().get("thread_tool_call_count", {}).get("__all__", 0) == charged
+    check_history(scene.state()["messages"])
+    scene.check_requests()
+
+
+@modes
+@orders(2)
+async def test_a_cached_answer_is_charged(mode: Mode, order: Order, signals: Signals) -> None:
+    """A call answered by another middleware's cache is charged."""
+    cache = Cache(AIMessage("cached"))
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: "fresh",
+        in_order(
+            order, ModelCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry), cache
+        ),
+    )
+
+    for turn in (1, 2, 3):
+        await scene.turn()
+        in_run = 1 if turn < 3 else 0
+        scene.check(models=len(scene.model.calls) + cache.hits, models_in_run=in_run)
+
+    assert (cache.hits, len(scene.model.calls)) == (1, 1)
+
+
+@modes
+@orders(3)
+async def test_a_cached_answer_that_ends_the_run(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """A cached call of a forbidden tool ends the run: charged, but for the one order to avoid."""
+    call = {"name": "search", "args": {}, "id": "cached-call"}
+    cache = Cache(AIMessage("", tool_calls=[call]))
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: "fresh",
+        in_order(
+            order,
+            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(run_limit=0, exit_behavior="end", telemetry=signals.telemetry),
+            cache,
+        ),
+    )
+
+    await scene.turn()
+
+    assert cache.hits == 1
+    # A cache in front answers without the limiter; the end of the run then skips its after_model.
+    counted = 0 if order == (2, 0, 1) else 1
+    scene.check(models=counted, models_in_run=counted)
+
+
+@modes
+@orders(3)
+async def test_a_model_node_without_an_ai_message(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """A model node that yields nothing: its call counts, earlier tool calls do not again."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], "dropped", ["search"], "done"],
+        in_order(
+            order,
+            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            Mute(2),
+        ),
+    )
+
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 2
+    assert len(scene.model.calls) == 4
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_the_first_model_node_without_an_ai_message(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """A history without any AIMessage: nothing of ours breaks, and the model call counts."""
+    scene = Scene(
+        mode,
+        signals,
+        ["dropped"],
+        in_order(
+            order, ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry), Mute(1)
+        ),
+    )
+
+    await scene.turn()
+
+    scene.check()
+
+
+@modes
+async def test_messages_removed_between_turns(mode: Mode, signals: Signals) -> None:
+    """An application removes all messages between turns: the thread's counts go on."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: "done" if len(messages) > 1 else ["search", "search"],
+        [
+            ModelCallLimitMiddleware(thread_limit=5, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
+        ],
+    )
+
+    for _ in range(3):
+        await scene.turn()
+        scene.check()
+        scene.agent.update_state(
+            CONFIG, {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES)]}, as_node="model"
+        )
+
+    assert scene.ran == ["search"] * 3
+    assert len(scene.model.calls) == 5
+
+
+@modes
+@orders(2)
+async def test_messages_removed_when_a_run_begins(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """A middleware trims the history at the beginning of each run: the counts go on."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search", "search"], "done", ["search", "search"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
+            ForgetHistory(),
+        ),
+    )
+
+    for _ in range(2):
+        await scene.turn()
+        scene.check()
+
+    assert scene.ran == ["search"] * 3
+
+
+@modes
+@orders(3)
+async def test_messages_summarized(mode: Mode, order: Order, signals: Signals) -> None:
+    """Summarization replaces old messages: counts go on, and its own calls are not counted."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], "done"] * 3,
+        in_order(
+            order,
+            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
+            SummarizationMiddleware(
+                ScriptedChatModel(script=lambda messages: "a summary"),
+                trigger=("messages", 4),
+                keep=("messages", 2),
+            ),
+        ),
+    )
+
+    for _ in range(3):
+        await scene.turn()
+        scene.check()
+
+    assert scene.ran == ["search"] * 2
+    assert "a summary" in str(scene.model.calls[-1].messages)

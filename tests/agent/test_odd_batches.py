@@ -1,0 +1,304 @@
+"""Batches of tool calls as models should not make them, and clients that hang up."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import AgentMiddleware
+from langchain_core.messages import AIMessage, HumanMessage, InvalidToolCall, ToolCall
+from langchain_core.tools import BaseTool, StructuredTool
+
+from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
+from langchain_quota.testing import captured_decisions
+from tests.agent.rules import Mode, Order, Scene, cancel_at, check_history, in_order, modes, orders
+from tests.conftest import Signals
+
+
+def call(tool: str, call_id: str | None) -> ToolCall:
+    return ToolCall(name=tool, args={}, id=call_id, type="tool_call")
+
+
+@modes
+@orders(2)
+@pytest.mark.parametrize("exit_behavior", ["continue", "end"])
+async def test_duplicate_ids_of_which_one_is_refused(
+    mode: Mode, order: Order, exit_behavior: Any, signals: Signals
+) -> None:
+    """Two calls with one id, one over the limit: the id is refused, answered once, uncharged."""
+    scene = Scene(
+        mode,
+        signals,
+        [[call("search", "same"), call("search", "same")], "done", ["search"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(
+                tool_name="search",
+                run_limit=1,
+                exit_behavior=exit_behavior,
+                telemetry=signals.telemetry,
+            ),
+            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+
+    assert scene.ran == []
+    assert scene.answers() == [("search", "error")]
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_duplicate_ids_over_two_tools(mode: Mode, order: Order, signals: Signals) -> None:
+    """Two tools called with one id, one of them forbidden: neither runs, one answer."""
+    scene = Scene(
+        mode,
+        signals,
+        [[call("search", "same"), call("calc", "same"), call("calc", "other")], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(tool_name="calc", run_limit=9, telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+
+    assert scene.ran == ["calc"]
+    scene.check()
+
+
+@modes
+async def test_duplicate_ids_that_run(mode: Mode, signals: Signals) -> None:
+    """Two calls with one id, both within the limit: charged as often as LangChain runs them."""
+    scene = Scene(
+        mode,
+        signals,
+        [[call("search", "same"), call("search", "same")], "done"],
+        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+    )
+
+    await scene.turn()
+
+    assert scene.state()["langchain_quota"]["run_tools"] == {"__all__": len(scene.ran)}
+    assert scene.state()["thread_tool_call_count"] == {"__all__": len(scene.ran)}
+
+
+@modes
+async def test_an_id_used_again(mode: Mode, signals: Signals) -> None:
+    """A model that gives every call the same id, message after message: each is judged."""
+    scene = Scene(
+        mode,
+        signals,
+        [[call("search", "same")], [call("search", "same")], [call("search", "same")], "done"],
+        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+    )
+
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 2
+    scene.check()
+
+
+@pytest.mark.parametrize("form", ["sync", "async"])
+async def test_ids_of_none(form: Mode, signals: Signals) -> None:
+    """A call without an id cannot be answered: it is left to LangChain, uncharged."""
+    limiter = ToolCallLimitMiddleware[Any, Any](run_limit=1, telemetry=signals.telemetry)
+    batch = [call("search", None), call("search", "a"), call("search", "b")]
+    state: Any = {"messages": [HumanMessage("hi"), AIMessage("", tool_calls=batch, id="m")]}
+    runtime: Any = None
+
+    update = (
+        limiter.after_model(state, runtime)
+        if form == "sync"
+        else await limiter.aafter_model(state, runtime)
+    )
+
+    assert update is not None
+    assert update["thread_tool_call_count"] == {"__all__": 1}
+    assert [each.tool_call_id for each in update["messages"]] == ["b"]
+
+
+@modes
+async def test_ids_of_none_in_an_agent(mode: Mode, signals: Signals) -> None:
+    """Where LangChain itself fails on a call without an id, ours charges nothing for it."""
+    scene = Scene(
+        mode,
+        signals,
+        [[call("search", None)], "done"],
+        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
+    )
+
+    with pytest.raises((TypeError, ValueError), match=r"search|tool_call_id"):
+        await scene.turn()
+
+    assert scene.state().get("thread_tool_call_count", {}) == {}
+    assert scene.metric("tool:*", "allowed") == 0
+
+
+@modes
+async def test_invalid_tool_calls(mode: Mode, signals: Signals) -> None:
+    """A call that could not be parsed is not charged; the valid one beside it is."""
+    broken = InvalidToolCall(
+        name="search", args="{", id="broken", error="no JSON", type="invalid_tool_call"
+    )
+    scene = Scene(
+        mode,
+        signals,
+        [
+            AIMessage("", tool_calls=[call("search", "a")], invalid_tool_calls=[broken]),
+            "done",
+            "done",
+        ],
+        [
+            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+        ],
+    )
+
+    await scene.turn()
+
+    assert scene.ran == ["search"]
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
+    assert scene.metric("tool:*", "allowed") == 1
+
+
+@modes
+async def test_only_invalid_tool_calls(mode: Mode, signals: Signals) -> None:
+    """A message with nothing but a broken call is not charged; the next turn is a valid one."""
+    broken = InvalidToolCall(
+        name="search", args="{", id="broken", error="no JSON", type="invalid_tool_call"
+    )
+    scene = Scene(
+        mode,
+        signals,
+        [AIMessage("", invalid_tool_calls=[broken]), "done"],
+        [ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry)],
+    )
+
+    await scene.turn()
+    await scene.turn()
+
+    assert scene.state().get("thread_tool_call_count", {}) == {}
+    assert scene.metric("tool:*", "allowed") == 0
+
+
+@modes
+async def test_an_unknown_tool(mode: Mode, signals: Signals) -> None:
+    """A tool that the agent does not have: let through, charged, answered by LangChain once."""
+    scene = Scene(
+        mode,
+        signals,
+        [["invented", "invented"], "done"],
+        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
+    )
+
+    await scene.turn()
+
+    assert scene.answers() == [("invented", "error")] * 2
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
+    check_history(scene.state()["messages"])
+    scene.check_requests()
+
+
+@modes
+async def test_arguments_that_fail_validation(mode: Mode, signals: Signals) -> None:
+    """Arguments that the tool rejects: let through, charged, answered by LangChain once."""
+    ran: list[str] = []
+    scene = Scene(
+        mode,
+        signals,
+        [[("square", {"number": "x"})], [("square", {"number": 2})], ["square"], "done"],
+        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+        tools=[_square(ran)],
+        ran=ran,
+    )
+
+    await scene.turn()
+
+    assert ran == ["square"]
+    assert scene.answers() == [("square", "error"), ("square", "success"), ("square", "error")]
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 2}
+    check_history(scene.state()["messages"])
+
+
+class Gate(AgentMiddleware[Any, Any, Any]):
+    """Waits, after the limiters, for a client that has hung up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+        self.closed = True
+
+    async def aafter_model(self, state: Any, runtime: Any) -> None:
+        self.reached.set()
+        if self.closed:
+            await asyncio.Event().wait()
+
+
+async def test_cancelled_between_admission_and_tool(signals: Signals) -> None:
+    """Cancelled after admission: nothing ran, the call stays charged, the next turn is whole."""
+    gate = Gate()
+    scene = Scene(
+        "async",
+        signals,
+        [["search"], ["search"], "done"],
+        [gate, ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+    )
+
+    await cancel_at(gate.reached, scene.turn())
+    gate.closed = False
+    await scene.turn()
+
+    assert scene.ran == ["search"]
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 2}
+    assert scene.state()["langchain_quota"]["run_tools"] == {"__all__": 1}
+    check_history(scene.state()["messages"])
+    scene.check_requests()
+
+
+async def test_cancelled_and_resumed(signals: Signals) -> None:
+    """Cancelled after admission and resumed: the call runs, charged once."""
+    gate = Gate()
+    scene = Scene(
+        "async",
+        signals,
+        [["search"], "done"],
+        [gate, ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+    )
+
+    await cancel_at(gate.reached, scene.turn())
+    gate.closed = False
+    await scene.go_on()
+
+    assert scene.ran == ["search"]
+    scene.check()
+
+
+async def test_cancelled_before_admission(signals: Signals) -> None:
+    """Cancelled before the limiter judged: nothing is charged, and the next turn is whole."""
+    gate = Gate()
+    scene = Scene(
+        "async",
+        signals,
+        [["search"], "done"],
+        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry), gate],
+    )
+
+    await cancel_at(gate.reached, scene.turn())
+    gate.closed = False
+    with captured_decisions() as decisions:
+        await scene.turn()
+
+    assert decisions == []
+    assert scene.ran == []
+    scene.check()
+
+
+def _square(ran: list[str]) -> BaseTool:
+    def square(number: int) -> int:
+        ran.append("square")
+        return number * number
+
+    return StructuredTool.from_function(square, description="square")

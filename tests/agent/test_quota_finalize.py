@@ -1,0 +1,435 @@
+"""`exit_behavior="finalize"`: the last admitted model call is told so, and ends the run."""
+
+from typing import Any
+
+import pytest
+from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
+from langchain_core.messages import AIMessage, HumanMessage
+from langgraph.types import interrupt
+from pydantic import BaseModel
+
+from langchain_quota import (
+    ModelCallLimit,
+    ModelCallLimitExceededError,
+    Outcome,
+    QuotaMiddleware,
+    ToolCallLimit,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.messages import FINALIZED
+from langchain_quota.testing import captured_decisions
+from tests.agent.rules import CONFIG, Mode, Scene, modes, recording
+from tests.conftest import Signals
+
+LAST = "last model call"
+
+
+class ProviderError(Exception):
+    """The model's provider fails."""
+
+
+class Weather(BaseModel):
+    """The weather."""
+
+    degrees: int
+
+
+def scene_of(mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+    quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
+    return Scene(mode, signals, script, [quota], **options)
+
+
+def told(scene: Scene) -> list[bool]:
+    """Whether each request says that it is the last."""
+    newest = [
+        [each.text for each in call.messages if isinstance(each, HumanMessage)][-1]
+        for call in scene.model.calls
+    ]
+    return [LAST in each for each in newest]
+
+
+def texts(scene: Scene) -> list[tuple[str, str]]:
+    return [(each.type, each.text) for each in scene.state()["messages"]]
+
+
+@modes
+async def test_a_run(mode: Mode, signals: Signals) -> None:
+    """The last call of a run is told so and its answer ends the run; the next run is new."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], ["search"], "all in all: fine", "hello again"],
+        ModelCallLimit(run_limit=3, exit_behavior="finalize"),
+    )
+
+    result = await scene.turn()
+
+    assert told(scene) == [False, False, True]
+    assert result["messages"][-1].content == "all in all: fine"
+    assert scene.ran == ["search", "search"]
+    assert LAST not in str(scene.state())
+    scene.check()
+
+    result = await scene.turn("and now?")
+    assert told(scene)[-1] is False
+    assert result["messages"][-1].content == "hello again"
+    assert scene.metric("model", "blocked", "run") == 0
+    scene.check()
+
+
+@modes
+async def test_a_thread(mode: Mode, signals: Signals) -> None:
+    """The last call of a thread is told so; whatever comes later is refused."""
+    scene = scene_of(
+        mode,
+        signals,
+        ["one", ["search"], "that was all"],
+        ModelCallLimit(thread_limit=3, exit_behavior="finalize"),
+    )
+
+    await scene.turn()
+    result = await scene.turn()
+    assert result["messages"][-1].content == "that was all"
+    assert told(scene) == [False, False, True]
+    scene.check()
+
+    result = await scene.turn()
+    assert result["messages"][-1].content == "Model call limits exceeded: thread limit (3/3)"
+    assert len(scene.model.calls) == 3
+    assert scene.metric("model", "blocked", "thread") == 1
+    scene.check()
+
+
+@modes
+async def test_no_tools_are_offered(mode: Mode, signals: Signals) -> None:
+    """Where the history has no tool calls the last call is offered no tools."""
+    scene = scene_of(mode, signals, ["done"], ModelCallLimit(run_limit=1, exit_behavior="finalize"))
+
+    await scene.turn()
+
+    assert scene.model.calls[0].tools == ()
+    assert told(scene) == [True]
+
+
+@modes
+async def test_tools_stay_behind_tool_calls(mode: Mode, signals: Signals) -> None:
+    """Where the history has tool calls an empty list might be refused: the tools stay."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], "done"],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+    )
+
+    await scene.turn()
+
+    assert [each.tools for each in scene.model.calls] == [("search", "calc")] * 2
+    assert told(scene) == [False, True]
+
+
+@modes
+@pytest.mark.parametrize("calls_before", [0, 1])
+async def test_a_last_answer_with_tool_calls(
+    mode: Mode, calls_before: int, signals: Signals
+) -> None:
+    """Tool calls of the last answer are answered as not run, whatever limits them; all is over."""
+    last = AIMessage(
+        "I would like to go on.",
+        tool_calls=[
+            {"name": "search", "args": {}, "id": "last_1"},
+            {"name": "calc", "args": {}, "id": "last_2"},
+        ],
+    )
+    scene = scene_of(
+        mode,
+        signals,
+        [*[["search"]] * calls_before, last, "fine"],
+        ModelCallLimit(run_limit=calls_before + 1, exit_behavior="finalize"),
+        ToolCallLimit("search", thread_limit=5, exit_behavior="error"),
+        ToolCallLimit("calc", run_limit=0, exit_behavior="error"),
+    )
+
+    with captured_decisions() as decisions:
+        await scene.turn()
+
+    assert scene.ran == ["search"] * calls_before
+    assert len(scene.model.calls) == calls_before + 1
+    assert texts(scene)[-3:] == [
+        ("ai", "I would like to go on."),
+        ("tool", FINALIZED),
+        ("tool", FINALIZED),
+    ]
+    assert [each.outcome for each in decisions[-2:]] == [Outcome.SKIPPED] * 2
+    assert scene.metric("tool:search", "allowed") == calls_before
+    skipped = {
+        tool: signals.value(
+            "langchain_quota_calls_total",
+            agent="unnamed",
+            kind="tool",
+            tool=tool,
+            decision="skipped",
+        )
+        for tool in ("search", "calc")
+    }
+    assert skipped == {"search": 1, "calc": 1}
+    scene.check()
+
+    await scene.turn()
+    assert texts(scene)[-1] == ("ai", "fine")
+    scene.check()
+
+
+@modes
+@pytest.mark.parametrize("scope", ["run_limit", "thread_limit"])
+async def test_zero(mode: Mode, scope: str, signals: Signals) -> None:
+    """A limit of 0 has no last call: the run ends with the limit's message."""
+    thresholds: Any = {scope: 0}
+    scene = scene_of(mode, signals, [], ModelCallLimit(exit_behavior="finalize", **thresholds))
+
+    result = await scene.turn()
+
+    scope_name = scope.removesuffix("_limit")
+    expected = f"Model call limits exceeded: {scope_name} limit (0/0)"
+    assert result["messages"][-1].content == expected
+    assert scene.model.calls == ()
+    scene.check()
+
+
+@modes
+async def test_a_computed_limit(mode: Mode, signals: Signals) -> None:
+    """The last call of a computed limit is told so, too."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], "done"],
+        ModelCallLimit(run_limit=lambda state, runtime: 2, exit_behavior="finalize"),
+    )
+
+    result = await scene.turn()
+
+    assert told(scene) == [False, True]
+    assert result["messages"][-1].content == "done"
+    scene.check()
+
+
+@modes
+@pytest.mark.parametrize("exit_behavior", ["end", "error"])
+async def test_beside_a_lower_limit(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+    """A lower limit that ends or raises is reached first, and no call is told that it is last."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], ["search"]],
+        ModelCallLimit(thread_limit=9, exit_behavior="finalize", name="thread"),
+        ModelCallLimit(run_limit=2, exit_behavior=exit_behavior, name="run"),
+    )
+
+    if exit_behavior == "end":
+        result = await scene.turn()
+        assert result["messages"][-1].content == "Model call limits exceeded: run limit (2/2)"
+    else:
+        with pytest.raises(ModelCallLimitExceededError):
+            await scene.turn()
+    assert told(scene) == [False, False]
+    scene.check()
+
+
+@modes
+async def test_two_that_finalize(mode: Mode, signals: Signals) -> None:
+    """Whichever limit is used up first makes a call the last."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], "one", "two"],
+        ModelCallLimit(thread_limit=3, exit_behavior="finalize", name="thread"),
+        ModelCallLimit(run_limit=2, exit_behavior="finalize", name="run"),
+    )
+
+    await scene.turn()
+    await scene.turn()
+
+    assert told(scene) == [False, True, True]
+    scene.check()
+
+
+@modes
+async def test_a_last_call_that_fails(mode: Mode, signals: Signals) -> None:
+    """A last call that raised is repeated as the last when the run goes on."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], ProviderError("overloaded"), ["search"]],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+    )
+    with pytest.raises(ProviderError):
+        await scene.turn()
+
+    await scene.go_on()
+
+    assert told(scene) == [False, True, True]
+    assert scene.ran == ["search"]
+    assert texts(scene)[-1] == ("tool", FINALIZED)
+    scene.check(models=2, models_in_run=2)
+
+
+@modes
+async def test_a_run_that_was_interrupted(mode: Mode, signals: Signals) -> None:
+    """A run that waited for a human has its last call where it would have had it."""
+    ran: list[str] = []
+    ask = recording("ask", ran, lambda: interrupt("what?"))
+    scene = scene_of(
+        mode,
+        signals,
+        [["ask"], "done"],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        tools=[ask],
+        ran=ran,
+    )
+
+    await scene.turn()
+    assert told(scene) == [False]
+    result = await scene.resume("this")
+
+    assert told(scene) == [False, True]
+    assert result["messages"][-1].content == "done"
+    scene.check()
+
+
+VALID = ("Weather", {"degrees": 20})
+INVALID = ("Weather", {"degrees": "warm"})
+
+
+@modes
+@pytest.mark.parametrize("strategy", [ToolStrategy, AutoStrategy])
+@pytest.mark.parametrize("calls_before", [0, 1])
+async def test_structured_by_a_tool(
+    mode: Mode, strategy: Any, calls_before: int, signals: Signals
+) -> None:
+    """The last call is offered the tool of the structured answer and nothing else, and gives it."""
+    scene = scene_of(
+        mode,
+        signals,
+        [*[["search"]] * calls_before, [VALID]],
+        ModelCallLimit(run_limit=calls_before + 1, exit_behavior="finalize"),
+        response_format=strategy(Weather),
+    )
+
+    result = await scene.turn()
+
+    assert scene.model.calls[-1].tools == ("Weather",)
+    assert told(scene)[-1]
+    assert result["structured_response"] == Weather(degrees=20)
+    scene.check()
+
+
+@modes
+@pytest.mark.parametrize("strategy", [ProviderStrategy, AutoStrategy])
+@pytest.mark.parametrize("calls_before", [0, 1])
+async def test_structured_by_the_provider(
+    mode: Mode, strategy: Any, calls_before: int, signals: Signals
+) -> None:
+    """A last call whose answer the provider structures gives it, with care for empty lists."""
+    scene = scene_of(
+        mode,
+        signals,
+        [*[["search"]] * calls_before, '{"degrees": 20}'],
+        ModelCallLimit(run_limit=calls_before + 1, exit_behavior="finalize"),
+        response_format=strategy(Weather),
+    )
+    scene.model.profile = {"structured_output": True}
+
+    result = await scene.turn()
+
+    # Behind tool calls an empty list might be refused.
+    assert scene.model.calls[-1].tools == (("search", "calc") if calls_before else ())
+    assert told(scene)[-1]
+    assert result["structured_response"] == Weather(degrees=20)
+    scene.check()
+
+
+@modes
+@pytest.mark.parametrize("batch", [[VALID, "search"], ["search", VALID]], ids=["before", "behind"])
+async def test_a_structured_answer_and_more(mode: Mode, batch: Any, signals: Signals) -> None:
+    """Beside the structured answer of the last call nothing else runs."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], batch],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        response_format=ToolStrategy(Weather),
+    )
+
+    result = await scene.turn()
+
+    assert result["structured_response"] == Weather(degrees=20)
+    assert scene.ran == ["search"]
+    assert scene.answers()[1:] == [("Weather", "success"), ("search", "error")]
+    scene.check()
+
+
+@modes
+async def test_an_invalid_structured_answer(mode: Mode, signals: Signals) -> None:
+    """An invalid structured answer of the last call does not take the run over its limit."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], [INVALID]],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        response_format=ToolStrategy(Weather),
+    )
+
+    result = await scene.turn()
+
+    assert result.get("structured_response") is None
+    assert len(scene.model.calls) == 2
+    assert result["messages"][-1].type == "ai"
+    scene.check()
+
+
+@modes
+async def test_a_streaming_agent(mode: Mode, signals: Signals) -> None:
+    """The words of the last answer are streamed, and nothing of what the model was told."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], "all in all fine"],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+    )
+    given: Any = {"messages": [("user", "hi")]}
+    stream_mode = ["messages", "updates"]
+
+    if mode == "sync":
+        events = list(scene.agent.stream(given, CONFIG, stream_mode=stream_mode))
+    else:
+        stream = scene.agent.astream(given, CONFIG, stream_mode=stream_mode)
+        events = [event async for event in stream]
+
+    words = [
+        event[0].text
+        for kind, event in events
+        if kind == "messages" and event[0].type == "AIMessageChunk" and event[0].text
+    ]
+    assert words == ["all", " in", " all", " fine"]
+    assert LAST not in str(events)
+    assert told(scene) == [False, True]
+    assert texts(scene)[-1] == ("ai", "all in all fine")
+    scene.check()
+
+
+@modes
+async def test_telling_and_finalizing(mode: Mode, signals: Signals) -> None:
+    """Telling and finalizing together: the last call is told that alone."""
+    quota = QuotaMiddleware(
+        [ModelCallLimit(run_limit=2, near=0.1, exit_behavior="finalize")],
+        tell_model=True,
+        hide_exhausted=True,
+        telemetry=signals.telemetry,
+    )
+    scene = Scene(mode, signals, [["search"], "done"], [quota])
+
+    await scene.turn()
+
+    first, last = [call.messages[0].text for call in scene.model.calls]
+    assert first == "hi\n\nBudget: this is model call 1 of 2."
+    assert LAST in last
+    scene.check()

@@ -1,0 +1,368 @@
+"""`on_decision`: callables that are given every decision, before the agent goes on."""
+
+import asyncio
+import functools
+import gc
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from langchain_core.messages import BaseMessage
+
+from langchain_quota import (
+    Decision,
+    ModelCallLimit,
+    ModelCallLimitExceededError,
+    QuotaMiddleware,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import captured_decisions
+from tests.agent.rules import Mode, Scene, cancel_at, modes, recording
+from tests.conftest import Signals
+
+Seen = tuple[str, str]
+
+
+class BillingError(Exception):
+    """The billing is down."""
+
+
+def scene_of(
+    mode: Mode,
+    signals: Signals,
+    script: Any,
+    limits: Sequence[Limit],
+    on_decision: Any,
+    **options: Any,
+) -> Scene:
+    quota = QuotaMiddleware(limits, on_decision=on_decision, telemetry=signals.telemetry)
+    return Scene(mode, signals, script, [quota], **options)
+
+
+def tale(decisions: Sequence[Decision]) -> list[Seen]:
+    return [(each.call.tool or "model", str(each.outcome)) for each in decisions]
+
+
+class Observers:
+    """Observers of every kind, all writing down what they see."""
+
+    def __init__(self) -> None:
+        self.seen: list[Decision] = []
+
+    def sync(self, decision: Decision) -> None:
+        self.seen.append(decision)
+
+    async def awaited(self, decision: Decision) -> None:
+        await asyncio.sleep(0)
+        self.seen.append(decision)
+
+    async def partial(self, note: str, decision: Decision) -> None:
+        await self.awaited(decision)
+
+    def returned(self, decision: Decision) -> Any:
+        """A plain function that returns something to wait for."""
+        return self.awaited(decision)
+
+    async def __call__(self, decision: Decision) -> None:
+        await self.awaited(decision)
+
+
+def observer_of(kind: str, observers: Observers) -> Any:
+    return {
+        "sync": observers.sync,
+        "async": observers.awaited,
+        "partial": functools.partial(observers.partial, "note"),
+        "object": observers,
+        "returned": observers.returned,
+    }[kind]
+
+
+ASYNC_KINDS = ["async", "partial", "object", "returned"]
+kinds = pytest.mark.parametrize(
+    ("mode", "kind"), [("sync", "sync"), ("async", "sync"), *(("async", k) for k in ASYNC_KINDS)]
+)
+
+LIMITS: list[Limit] = [
+    ModelCallLimit(run_limit=3),
+    ToolCallLimit("search", run_limit=1),
+    ToolCallLimit("calc", run_limit=1, enforce=False),
+]
+
+
+@kinds
+async def test_every_decision_once_and_in_order(mode: Mode, kind: str, signals: Signals) -> None:
+    """An observer of any kind is given what was decided about each call, once, as it was made."""
+    observers = Observers()
+    scene = scene_of(
+        mode,
+        signals,
+        [["search", "calc", "search"], ["calc", "ask"], ["calc"]],
+        LIMITS,
+        observer_of(kind, observers),
+        tools=("search", "calc", "ask"),
+    )
+
+    with captured_decisions() as decisions:
+        await scene.turn()
+
+    assert tale(observers.seen) == [
+        ("model", "allowed"),
+        ("search", "allowed"),
+        ("calc", "allowed"),
+        ("search", "blocked"),
+        ("model", "allowed"),
+        ("calc", "would_block"),
+        ("ask", "allowed"),
+        ("model", "allowed"),
+        ("calc", "would_block"),
+        ("model", "blocked"),
+    ]
+    assert all(ours is theirs for ours, theirs in zip(observers.seen, decisions, strict=True))
+
+
+@modes
+async def test_several(mode: Mode, signals: Signals) -> None:
+    """Several observers are each given a decision, in their order, before the next decision."""
+    seen: list[tuple[int, str]] = []
+
+    def observer(number: int) -> Any:
+        return lambda decision: seen.append((number, decision.call.tool or "model"))
+
+    scene = scene_of(
+        mode, signals, [["search", "calc"], "done"], LIMITS, [observer(1), observer(2)]
+    )
+
+    await scene.turn()
+
+    calls = ["model", "search", "calc", "model"]
+    assert seen == [(number, call) for call in calls for number in (1, 2)]
+
+
+async def test_sync_and_async_together(signals: Signals) -> None:
+    """On the async path observers of both kinds stand side by side."""
+    observers = Observers()
+    scene = scene_of(
+        "async", signals, [["search"], "done"], LIMITS, [observers.sync, observers.awaited]
+    )
+
+    await scene.turn()
+
+    assert [each.call.tool for each in observers.seen] == [None, None, "search", "search"] + [
+        None
+    ] * 2
+
+
+@kinds
+async def test_before_the_agent_goes_on(mode: Mode, kind: str, signals: Signals) -> None:
+    """When the model is called, or a tool runs, the observer has seen what was decided on it."""
+    observers = Observers()
+    known: list[list[Seen]] = []
+    ran: list[str] = []
+
+    def answer(_messages: Sequence[BaseMessage]) -> Any:
+        known.append(tale(observers.seen))
+        return ["search"] if len(known) == 1 else "done"
+
+    def body() -> None:
+        known.append(tale(observers.seen))
+
+    scene = scene_of(
+        mode,
+        signals,
+        answer,
+        LIMITS,
+        observer_of(kind, observers),
+        tools=[recording("search", ran, body)],
+        ran=ran,
+    )
+
+    await scene.turn()
+
+    whole = [("model", "allowed"), ("search", "allowed"), ("model", "allowed")]
+    assert known == [whole[:1], whole[:2], whole]
+
+
+@kinds
+@pytest.mark.parametrize("limited", ["tool", "model"])
+async def test_before_an_error(mode: Mode, kind: str, limited: str, signals: Signals) -> None:
+    """A refusal that raises has been observed, with all of its batch."""
+    observers = Observers()
+    limit: Limit = (
+        ModelCallLimit(run_limit=0, exit_behavior="error")
+        if limited == "model"
+        else ToolCallLimit("search", run_limit=0, exit_behavior="error")
+    )
+    scene = scene_of(mode, signals, [["calc", "search"]], [limit], observer_of(kind, observers))
+
+    with pytest.raises((ToolCallLimitExceededError, ModelCallLimitExceededError)):
+        await scene.turn()
+
+    expected = (
+        [("model", "blocked")]
+        if limited == "model"
+        else [("model", "allowed"), ("calc", "skipped"), ("search", "blocked")]
+    )
+    assert tale(observers.seen) == expected
+
+
+@kinds
+async def test_a_hook_that_runs_again(mode: Mode, kind: str, signals: Signals) -> None:
+    """A run that goes on after an error repeats the hook that raised: nothing is told twice."""
+    observers = Observers()
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"]],
+        [ToolCallLimit("search", run_limit=0, exit_behavior="error")],
+        observer_of(kind, observers),
+    )
+
+    with captured_decisions() as decisions:
+        for again in (scene.turn, scene.go_on, scene.go_on):
+            with pytest.raises(ToolCallLimitExceededError):
+                await again()
+
+    assert tale(decisions) == [("model", "allowed"), ("search", "blocked")]
+    assert tale(observers.seen) == tale(decisions)
+
+
+@modes
+async def test_a_finalized_run(mode: Mode, signals: Signals) -> None:
+    """What the last call asked for is observed as skipped."""
+    observers = Observers()
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"]],
+        [ModelCallLimit(run_limit=1, exit_behavior="finalize")],
+        observers.sync,
+    )
+
+    await scene.turn()
+
+    assert tale(observers.seen) == [("model", "allowed"), ("search", "skipped")]
+
+
+class Failing:
+    """Observers that raise."""
+
+    def sync(self, decision: Decision) -> None:
+        raise BillingError(decision.call.tool)
+
+    async def awaited(self, decision: Decision) -> None:
+        await asyncio.sleep(0)
+        raise BillingError(decision.call.tool)
+
+
+@pytest.mark.parametrize(
+    ("mode", "observer"),
+    [("sync", Failing().sync), ("async", Failing().sync), ("async", Failing().awaited)],
+    ids=["sync", "sync in async", "async"],
+)
+async def test_one_that_raises(
+    mode: Mode, observer: Any, signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What an observer raises is counted each time and logged once; agent and others go on."""
+    observers = Observers()
+    scene = scene_of(
+        mode, signals, [["search", "search"], "done"], LIMITS[1:], [observer, observers.sync]
+    )
+
+    with caplog.at_level(logging.ERROR, "langchain_quota"):
+        result = await scene.turn()
+
+    assert result["messages"][-1].content == "done"
+    assert scene.ran == ["search"]
+    assert tale(observers.seen) == [
+        ("model", "allowed"),
+        ("search", "allowed"),
+        ("search", "blocked"),
+        ("model", "allowed"),
+    ]
+    errors = signals.value(
+        "langchain_quota_errors_total", component="observer", error_type="BillingError"
+    )
+    assert errors == 4
+    (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert record.name == "langchain_quota"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], BillingError)
+    assert scene.metric("tool:search", "blocked", "run") == 1
+
+
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+@pytest.mark.parametrize("others", [0, 1])
+async def test_an_async_one_under_invoke(kind: str, others: int, signals: Signals) -> None:
+    """Under the sync path an async observer is refused at the first call, before anything runs."""
+    observers = Observers()
+    scene = scene_of(
+        "sync",
+        signals,
+        [["search"], "done"],
+        LIMITS,
+        [*[lambda _decision: None] * others, observer_of(kind, observers)],
+    )
+
+    with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with"):
+        await scene.turn()
+    gc.collect()  # a coroutine that was never awaited warns here, and warnings are errors
+
+    assert scene.model.calls == ()
+    assert scene.ran == []
+    assert observers.seen == []
+
+
+async def test_a_cancelled_run(signals: Signals) -> None:
+    """A run cancelled while an observer waits stops there; the next turn is whole."""
+    waiting = asyncio.Event()
+    patient = True
+    observers = Observers()
+
+    async def observer(decision: Decision) -> None:
+        await observers.awaited(decision)
+        if patient and decision.call.kind == "tool":
+            waiting.set()
+            await asyncio.Event().wait()
+
+    scene = scene_of(
+        "async",
+        signals,
+        [["search"], ["search"], "done"],
+        [ToolCallLimit("search", thread_limit=1), ModelCallLimit(thread_limit=9)],
+        observer,
+    )
+
+    await cancel_at(waiting, scene.turn())
+    assert scene.ran == []
+    patient = False
+    result = await scene.turn()
+
+    assert result["messages"][-1].content == "done"
+    assert scene.ran == ["search"]
+    assert scene.answers() == [("search", "error"), ("search", "success")]
+    assert scene.state()["thread_tool_call_count"] == {"search": 1}
+    assert tale(observers.seen) == [
+        ("model", "allowed"),
+        ("search", "allowed"),
+        ("model", "allowed"),
+        ("search", "allowed"),
+        ("model", "allowed"),
+    ]
+    failed = [
+        sample
+        for family in signals.registry.collect()
+        if family.name == "langchain_quota_errors"
+        for sample in family.samples
+    ]
+    assert failed == []
+    scene.check_requests()
+
+
+@pytest.mark.parametrize("given", ["print", 3, [print, 3], None], ids=repr)
+def test_what_cannot_observe(given: Any) -> None:
+    """Anything but functions is an error that shows the argument."""
+    with pytest.raises(TypeError, match="on_decision must be a function or several"):
+        QuotaMiddleware([ModelCallLimit(run_limit=1)], on_decision=given)

@@ -1,0 +1,509 @@
+"""What the model is told of its budget, and which tools it is offered: the requests themselves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, ModelRequest
+from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from pydantic import BaseModel, PrivateAttr
+
+from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ModelCall, ScriptedChatModel
+from tests.agent.rules import CONFIG, Mode, Scene, modes, recording
+from tests.conftest import Signals
+
+WEB_SEARCH = {"type": "web_search"}
+"""A tool that the provider runs."""
+
+NO_TOOLS = "No tool may be called now: every tool call will be refused."
+
+
+class Weather(BaseModel):
+    """The weather."""
+
+    degrees: int
+
+
+def scene_of(
+    mode: Mode,
+    signals: Signals,
+    script: Any,
+    *limits: Limit,
+    tell_model: bool = False,
+    hide_exhausted: bool = False,
+    **options: Any,
+) -> Scene:
+    quota = QuotaMiddleware(
+        limits, tell_model=tell_model, hide_exhausted=hide_exhausted, telemetry=signals.telemetry
+    )
+    return Scene(mode, signals, script, [quota], **options)
+
+
+def telling(mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+    return scene_of(mode, signals, script, *limits, tell_model=True, **options)
+
+
+def hiding(mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+    return scene_of(mode, signals, script, *limits, hide_exhausted=True, **options)
+
+
+def humans(messages: Sequence[BaseMessage]) -> list[str]:
+    return [each.text for each in messages if isinstance(each, HumanMessage)]
+
+
+def notes(calls: Sequence[ModelCall], said: str = "hi") -> list[str]:
+    """What each request adds to the newest human message, which says `said`."""
+    newest = [humans(each.messages)[-1] for each in calls]
+    assert all(each.startswith(said) for each in newest)
+    return [each.removeprefix(said).strip() for each in newest]
+
+
+def offered(scene: Scene) -> list[tuple[str, ...]]:
+    return [each.tools for each in scene.model.calls]
+
+
+@modes
+async def test_quiet_until_near(mode: Mode, signals: Signals) -> None:
+    """Nothing is said below the near share; then every limit, with its scarcest scope."""
+    scene = telling(
+        mode,
+        signals,
+        [["calc"], ["search"], ["search"], "done"],
+        ToolCallLimit("search", run_limit=3, thread_limit=9, near=0.6),
+        ToolCallLimit(run_limit=6),
+        ModelCallLimit(run_limit=10),
+    )
+
+    await scene.turn()
+
+    assert notes(scene.model.calls) == [
+        "",
+        "",
+        "",
+        "Budget: search: 1 of 3 left; all tools: 3 of 6 left; this is model call 4 of 10.",
+    ]
+    scene.check()
+
+
+@modes
+async def test_never_in_the_history(mode: Mode, signals: Signals) -> None:
+    """The note is in the request only: neither the state nor an earlier message has it."""
+    scene = telling(
+        mode, signals, [["search"], "done", "done"], ModelCallLimit(run_limit=2, near=0.1)
+    )
+
+    await scene.turn("one")
+    await scene.turn("two")
+
+    assert humans(scene.state()["messages"]) == ["one", "two"]
+    assert "Budget" not in str(scene.state())
+    assert [humans(each.messages) for each in scene.model.calls] == [
+        ["one\n\nBudget: this is model call 1 of 2."],
+        ["one\n\nBudget: this is model call 2 of 2."],
+        ["one", "two\n\nBudget: this is model call 1 of 2."],
+    ]
+    for call in scene.model.calls:
+        kept = {each.id: each.type for each in scene.state()["messages"]}
+        assert all(kept[each.id] == each.type for each in call.messages)
+
+
+@modes
+async def test_only_the_human_message_changes(mode: Mode, signals: Signals) -> None:
+    """The system prompt and the order of the messages are as without the note."""
+    scene = telling(
+        mode,
+        signals,
+        [["search"], "done"],
+        ToolCallLimit("search", run_limit=1),
+        system_prompt="Be brief.",
+    )
+
+    await scene.turn()
+
+    request = scene.model.calls[1].messages
+    assert [each.type for each in request] == ["system", "human", "ai", "tool"]
+    assert request[0].content == "Be brief."
+    assert request[1].content == "hi\n\nBudget: search: 0 of 1 left."
+    scene.check()
+
+
+@modes
+async def test_a_message_in_blocks(mode: Mode, signals: Signals) -> None:
+    """A human message made of blocks gets the note as a block of its own."""
+    scene = telling(mode, signals, ["done"], ModelCallLimit(run_limit=1))
+    block = {"type": "text", "text": "hi"}
+
+    await scene.invoke({"messages": [HumanMessage([dict(block)])]})
+
+    told = {"type": "text", "text": "Budget: this is model call 1 of 1."}
+    assert scene.model.calls[0].messages[0].content == [block, told]
+    assert scene.state()["messages"][0].content == [block]
+
+
+@modes
+async def test_no_human_message(mode: Mode, signals: Signals) -> None:
+    """Where nobody has spoken the note is a message of its own, at the end."""
+    scene = telling(mode, signals, ["done"], ModelCallLimit(run_limit=1))
+
+    await scene.invoke({"messages": [AIMessage("Hello!")]})
+
+    request = scene.model.calls[0].messages
+    assert [(each.type, each.text) for each in request] == [
+        ("ai", "Hello!"),
+        ("human", "Budget: this is model call 1 of 1."),
+    ]
+    assert humans(scene.state()["messages"]) == []
+
+
+@modes
+async def test_the_words_for_each_kind_of_limit(mode: Mode, signals: Signals) -> None:
+    """Several tools, all but some, and computed limits each have their words; no limit has none."""
+    scene = telling(
+        mode,
+        signals,
+        ["done"],
+        ToolCallLimit(["search", "calc"], thread_limit=7),
+        ToolCallLimit(run_limit=4, exclude=["calc"]),
+        ToolCallLimit("calc", run_limit=lambda state, runtime: 5),
+        ToolCallLimit("search", run_limit=lambda state, runtime: None),
+        ModelCallLimit(thread_limit=1),
+    )
+
+    await scene.turn()
+
+    (note,) = notes(scene.model.calls)
+    assert note.removeprefix("Budget: ").removesuffix(".").split("; ") == [
+        "calc, search: 7 of 7 left",
+        "all tools but calc: 4 of 4 left",
+        "calc: 5 of 5 left",
+        "this is model call 1 of 1",
+    ]
+
+
+@modes
+async def test_a_new_run_is_quiet_again(mode: Mode, signals: Signals) -> None:
+    """A run that used up its limit is told so; the next one begins with a new budget."""
+    scene = telling(
+        mode,
+        signals,
+        [["search"], "done", ["search"], "done"],
+        ToolCallLimit("search", run_limit=1),
+    )
+
+    await scene.turn()
+    await scene.turn()
+
+    assert notes(scene.model.calls) == ["", "Budget: search: 0 of 1 left."] * 2
+
+
+@modes
+async def test_what_a_stream_shows(mode: Mode, signals: Signals) -> None:
+    """A streaming agent streams neither note nor changed message, and the model has the note."""
+    scene = telling(mode, signals, [["search"], "all done"], ModelCallLimit(run_limit=2, near=0.1))
+    given: Any = {"messages": [("user", "hi")]}
+    stream_mode = ["messages", "updates", "values"]
+
+    if mode == "sync":
+        events = list(scene.agent.stream(given, CONFIG, stream_mode=stream_mode))
+    else:
+        stream = scene.agent.astream(given, CONFIG, stream_mode=stream_mode)
+        events = [event async for event in stream]
+
+    assert "Budget" not in str(events)
+    assert len(notes(scene.model.calls)) == 2
+    assert all(notes(scene.model.calls))
+
+
+@modes
+@pytest.mark.parametrize("options", [{}, {"hide_exhausted": True}], ids=str)
+async def test_nothing_is_said_unasked(mode: Mode, options: Any, signals: Signals) -> None:
+    """Without `tell_model` no request has a note, however little is left."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], "done"],
+        ToolCallLimit("search", run_limit=1),
+        ModelCallLimit(run_limit=2),
+        **options,
+    )
+
+    await scene.turn()
+
+    assert notes(scene.model.calls) == ["", ""]
+
+
+@modes
+async def test_exhausted_tools_are_hidden(mode: Mode, signals: Signals) -> None:
+    """A tool with nothing left is not offered, by whichever limit; in a new run it is again."""
+    scene = hiding(
+        mode,
+        signals,
+        [["search"], ["calc"], ["calc"], "done", "done"],
+        ToolCallLimit("search", run_limit=1),
+        ToolCallLimit(run_limit=3, exclude=["ask"]),
+        tools=("search", "calc", "ask"),
+    )
+
+    await scene.turn()
+    await scene.turn()
+
+    assert offered(scene) == [
+        ("search", "calc", "ask"),
+        ("calc", "ask"),
+        ("calc", "ask"),
+        ("ask",),
+        ("search", "calc", "ask"),
+    ]
+    assert notes(scene.model.calls) == [""] * 5
+    scene.check()
+
+
+@modes
+async def test_a_hidden_tool_that_is_called(mode: Mode, signals: Signals) -> None:
+    """A model that calls a tool which it was not offered is refused."""
+    scene = hiding(mode, signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
+
+    await scene.turn()
+
+    assert offered(scene) == [("calc",), ("calc",)]
+    assert scene.answers() == [("search", "error")]
+    assert scene.ran == []
+    scene.check()
+
+
+@modes
+async def test_without_hiding(mode: Mode, signals: Signals) -> None:
+    """Without `hide_exhausted` every tool is offered, and the model may be told all the same."""
+    scene = telling(mode, signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
+
+    await scene.turn()
+
+    assert offered(scene) == [("search", "calc")] * 2
+    assert notes(scene.model.calls) == ["Budget: search: 0 of 0 left."] * 2
+
+
+@modes
+async def test_nothing_left_in_a_new_history(mode: Mode, signals: Signals) -> None:
+    """Where the history has no tool calls an empty list is offered, with no note."""
+    scene = hiding(mode, signals, ["done"], ToolCallLimit(thread_limit=0))
+
+    await scene.turn()
+
+    assert offered(scene) == [()]
+    assert notes(scene.model.calls) == [""]
+
+
+@modes
+async def test_nothing_left_after_tool_calls(mode: Mode, signals: Signals) -> None:
+    """Where the history has tool calls the tools stay, the note forbids them, calls are refused."""
+    scene = hiding(mode, signals, [["search"], ["calc"], "done"], ToolCallLimit(run_limit=1))
+
+    await scene.turn()
+
+    assert offered(scene) == [("search", "calc")] * 3
+    assert notes(scene.model.calls) == ["", NO_TOOLS, NO_TOOLS]
+    assert humans(scene.state()["messages"]) == ["hi"]
+    assert scene.ran == ["search"]
+    assert scene.answers() == [("search", "success"), ("calc", "error")]
+    scene.check()
+
+
+@modes
+async def test_told_and_hidden(mode: Mode, signals: Signals) -> None:
+    """The two notes stand together, at one place."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], "done"],
+        ToolCallLimit(run_limit=1),
+        tell_model=True,
+        hide_exhausted=True,
+    )
+
+    await scene.turn()
+
+    assert notes(scene.model.calls) == ["", f"Budget: all tools: 0 of 1 left. {NO_TOOLS}"]
+
+
+class Choosing(ScriptedChatModel):
+    """Records the tool choice of each request."""
+
+    _choices: list[Any] = PrivateAttr(default_factory=list)
+
+    def _next(self, messages: Sequence[BaseMessage], kwargs: dict[str, Any]) -> AIMessage:
+        self._choices.append(kwargs.get("tool_choice"))
+        return super()._next(messages, kwargs)
+
+
+class Chooser(AgentMiddleware[Any, Any, Any]):
+    """Asks for a tool choice in each request."""
+
+    def __init__(self, choice: Any) -> None:
+        super().__init__()
+        self._choice = choice
+
+    def wrap_model_call(self, request: ModelRequest[Any], handler: Any) -> Any:
+        return handler(request.override(tool_choice=self._choice))
+
+    async def awrap_model_call(self, request: ModelRequest[Any], handler: Any) -> Any:
+        return await handler(request.override(tool_choice=self._choice))
+
+
+async def play(
+    mode: Mode,
+    signals: Signals,
+    model: ScriptedChatModel,
+    *limits: Limit,
+    tools: Sequence[Any] = ("search", "calc"),
+    before: Sequence[AgentMiddleware[Any, Any, Any]] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """One run of an agent that hides exhausted tools, with a model of the test's own."""
+    quota = QuotaMiddleware(limits, hide_exhausted=True, telemetry=signals.telemetry)
+    agent: Any = create_agent(
+        model,
+        [recording(each, []) if isinstance(each, str) else each for each in tools],
+        middleware=[*before, quota],
+        checkpointer=InMemorySaver(),
+        **options,
+    )
+    given = {"messages": [("user", "hi")]}
+    if mode == "sync":
+        return dict(agent.invoke(given, CONFIG))
+    return dict(await agent.ainvoke(given, CONFIG))
+
+
+def named(tool: str) -> dict[str, Any]:
+    """A tool choice in the form of OpenAI."""
+    return {"type": "function", "function": {"name": tool}}
+
+
+@modes
+@pytest.mark.parametrize("choice", ["any", "auto", "calc", named("calc")], ids=str)
+async def test_the_tool_choice_that_can_be_kept(mode: Mode, choice: Any, signals: Signals) -> None:
+    """With a tool hidden, a tool choice that the rest can meet stays as it was asked for."""
+    model = Choosing(script=["done"])
+
+    await play(mode, signals, model, ToolCallLimit("search", run_limit=0), before=[Chooser(choice)])
+
+    assert model.calls[0].tools == ("calc",)
+    assert model._choices == [choice]
+
+
+@modes
+@pytest.mark.parametrize("choice", ["search", named("search")], ids=str)
+async def test_the_tool_choice_of_a_hidden_tool(mode: Mode, choice: Any, signals: Signals) -> None:
+    """A tool choice that names a hidden tool is dropped: the provider would refuse it."""
+    model = Choosing(script=["done"])
+
+    await play(mode, signals, model, ToolCallLimit("search", run_limit=0), before=[Chooser(choice)])
+
+    assert model.calls[0].tools == ("calc",)
+    assert model._choices == [None]
+
+
+@modes
+@pytest.mark.parametrize("choice", ["any", "search", named("search")], ids=str)
+async def test_no_tool_choice_without_tools(mode: Mode, choice: Any, signals: Signals) -> None:
+    """Where no tool is offered, none is asked for."""
+    model = Choosing(script=["done"])
+
+    await play(mode, signals, model, ToolCallLimit(run_limit=0), before=[Chooser(choice)])
+
+    assert model.calls[0].tools == ()
+    assert model._choices == [None]
+
+
+@modes
+@pytest.mark.parametrize("choice", ["any", "search", named("search")], ids=str)
+async def test_no_tool_is_demanded_where_none_may_be_called(
+    mode: Mode, choice: Any, signals: Signals
+) -> None:
+    """Where tools stay for the provider's sake only, the model is not made to call one."""
+    model = Choosing(script=[["search"], "done"])
+
+    await play(mode, signals, model, ToolCallLimit(run_limit=1), before=[Chooser(choice)])
+
+    assert [each.tools for each in model.calls] == [("search", "calc")] * 2
+    assert notes(model.calls) == ["", NO_TOOLS]
+    assert model._choices[0] == choice
+    assert model._choices[1] in {None, "auto", "none"}
+
+
+@modes
+async def test_a_tool_of_the_provider_stays(mode: Mode, signals: Signals) -> None:
+    """What the provider runs is not ours to hide, even where no other tool is left."""
+    model = ScriptedChatModel(script=[["search"], "done"])
+
+    await play(
+        mode, signals, model, ToolCallLimit(run_limit=1), tools=["search", "calc", WEB_SEARCH]
+    )
+
+    assert [each.tools for each in model.calls] == [
+        ("search", "calc", "web_search"),
+        ("web_search",),
+    ]
+    assert notes(model.calls) == ["", ""]
+
+
+VALID = ("Weather", {"degrees": 20})
+
+
+@modes
+@pytest.mark.parametrize("strategy", [ToolStrategy, AutoStrategy])
+async def test_the_tool_of_the_structured_answer_stays(
+    mode: Mode, strategy: Any, signals: Signals
+) -> None:
+    """With no tool left the structured answer can still be given, and no note is needed."""
+    model = ScriptedChatModel(script=[["search"], [VALID]])
+
+    result = await play(
+        mode, signals, model, ToolCallLimit(run_limit=1), response_format=strategy(Weather)
+    )
+
+    assert [each.tools for each in model.calls] == [("search", "calc", "Weather"), ("Weather",)]
+    assert notes(model.calls) == ["", ""]
+    assert result["structured_response"] == Weather(degrees=20)
+
+
+@modes
+@pytest.mark.parametrize("strategy", [ProviderStrategy, AutoStrategy])
+async def test_the_provider_gives_the_structured_answer(
+    mode: Mode, strategy: Any, signals: Signals
+) -> None:
+    """Where the answer is structured without a tool, an empty list is cared for as ever."""
+    model = ScriptedChatModel(
+        script=[["search"], '{"degrees": 20}'], profile={"structured_output": True}
+    )
+
+    result = await play(
+        mode, signals, model, ToolCallLimit(run_limit=1), response_format=strategy(Weather)
+    )
+
+    assert [each.tools for each in model.calls] == [("search", "calc")] * 2
+    assert notes(model.calls) == ["", NO_TOOLS]
+    assert result["structured_response"] == Weather(degrees=20)
+
+
+class NamedModel(ScriptedChatModel):
+    """A model that LangChain knows by its name to structure answers itself."""
+
+    model_name: str = "gpt-4.1"
+
+
+@modes
+async def test_a_provider_known_by_name(mode: Mode, signals: Signals) -> None:
+    """A model without a profile that LangChain knows by name is cared for in the same way."""
+    model = NamedModel(script=[["search"], '{"degrees": 20}'])
+
+    result = await play(
+        mode, signals, model, ToolCallLimit(run_limit=1), response_format=AutoStrategy(Weather)
+    )
+
+    assert [each.tools for each in model.calls] == [("search", "calc")] * 2
+    assert result["structured_response"] == Weather(degrees=20)

@@ -1,0 +1,141 @@
+"""Reading and resetting what a thread has used."""
+
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import interrupt
+
+from langchain_quota import (
+    ModelCallLimit,
+    QuotaMiddleware,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+    usage,
+)
+from langchain_quota.testing import ScriptedChatModel
+from tests.agent.rules import Mode, modes
+from tests.conftest import Signals
+
+CONFIG: RunnableConfig = {"configurable": {"thread_id": "7"}}
+ASK: Any = {"messages": [("user", "go on")]}
+
+
+@tool
+def search() -> str:
+    """Search."""
+    return "found"
+
+
+@tool(return_direct=True)
+def report() -> str:
+    """Report at once."""
+    return "reported"
+
+
+@tool
+def ask() -> str:
+    """Ask a human."""
+    return str(interrupt("what?"))
+
+
+def agent_and_quota(signals: Signals, script: Any, **search_limit: Any) -> tuple[Any, Any]:
+    quota = QuotaMiddleware(
+        [
+            ModelCallLimit(thread_limit=9),
+            ToolCallLimit("search", **(search_limit or {"thread_limit": 2})),
+            ToolCallLimit(thread_limit=9),
+        ],
+        telemetry=signals.telemetry,
+    )
+    agent = create_agent(
+        ScriptedChatModel(script=script),
+        [search, report, ask],
+        middleware=[quota],
+        checkpointer=InMemorySaver(),
+    )
+    return agent, quota
+
+
+async def run(mode: Mode, agent: Any) -> None:
+    await agent.ainvoke(ASK, CONFIG) if mode == "async" else agent.invoke(ASK, CONFIG)
+
+
+async def reset(mode: Mode, agent: Any, quota: Any) -> None:
+    await quota.areset(agent, CONFIG) if mode == "async" else quota.reset(agent, CONFIG)
+
+
+@modes
+async def test_usage_is_what_ran(mode: Mode, signals: Signals) -> None:
+    """`usage` tells the calls of a thread and of its newest run; nothing of a fresh thread."""
+    agent, _ = agent_and_quota(signals, [["search"], "done", ["search", "search"], "done"])
+    assert usage(agent.get_state(CONFIG)).model == 0
+
+    await run(mode, agent)
+    await run(mode, agent)
+
+    used = usage(agent.get_state(CONFIG))
+    assert (used.model, dict(used.tools)) == (4, {"search": 2, "__all__": 2})
+    assert (used.run_model, dict(used.run_tools)) == (2, {"search": 1, "__all__": 1})
+
+
+@modes
+async def test_reset_gives_the_quota_back(mode: Mode, signals: Signals) -> None:
+    """After a reset the thread can use its whole limit again, and no run is pending."""
+    agent, quota = agent_and_quota(signals, [["search", "search"], "done", ["search"], "done"])
+    await run(mode, agent)
+    messages = len(agent.get_state(CONFIG).values["messages"])
+
+    await reset(mode, agent, quota)
+
+    snapshot = agent.get_state(CONFIG)
+    assert (usage(snapshot).model, dict(usage(snapshot).tools)) == (0, {})
+    assert (snapshot.next, len(snapshot.values["messages"])) == ((), messages)
+    await run(mode, agent)
+    assert dict(usage(agent.get_state(CONFIG)).tools) == {"search": 1, "__all__": 1}
+
+
+@modes
+async def test_reset_after_a_direct_return(mode: Mode, signals: Signals) -> None:
+    """A reset does not wake a thread whose run ended with a tool's answer."""
+    agent, quota = agent_and_quota(signals, [["report"], "done"])
+    await run(mode, agent)
+
+    await reset(mode, agent, quota)
+
+    assert agent.get_state(CONFIG).next == ()
+    assert usage(agent.get_state(CONFIG)).model == 0
+
+
+@modes
+async def test_reset_of_a_fresh_thread(mode: Mode, signals: Signals) -> None:
+    """A thread without a state is refused."""
+    agent, quota = agent_and_quota(signals, [])
+    with pytest.raises(RuntimeError, match="thread '7' has no state"):
+        await reset(mode, agent, quota)
+
+
+@modes
+async def test_reset_in_mid_run(mode: Mode, signals: Signals) -> None:
+    """A thread that waits for a human is refused, and keeps its counts."""
+    agent, quota = agent_and_quota(signals, [["search", "ask"], "done"])
+    await run(mode, agent)
+
+    with pytest.raises(RuntimeError, match="waits in mid-run before tools"):
+        await reset(mode, agent, quota)
+    assert usage(agent.get_state(CONFIG)).model == 1
+
+
+@modes
+async def test_reset_of_a_failed_run(mode: Mode, signals: Signals) -> None:
+    """A thread whose run was ended by an exception is refused."""
+    agent, quota = agent_and_quota(
+        signals, [["search"], "done"], thread_limit=0, exit_behavior="error"
+    )
+    with pytest.raises(ToolCallLimitExceededError):
+        await run(mode, agent)
+    with pytest.raises(RuntimeError, match="waits in mid-run"):
+        await reset(mode, agent, quota)

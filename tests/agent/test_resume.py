@@ -1,0 +1,348 @@
+"""Runs that stop and go on: the budget goes on with them, and a new turn has a new one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain.agents import middleware as langchain_middleware
+from langchain.agents.middleware import HumanInTheLoopMiddleware
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import interrupt
+
+from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
+from tests.agent.rules import (
+    CONFIG,
+    Mode,
+    Order,
+    Scene,
+    check_history,
+    in_order,
+    modes,
+    orders,
+    recording,
+)
+from tests.conftest import Signals
+
+APPROVE = {"decisions": [{"type": "approve"}]}
+
+
+@modes
+@orders(3)
+async def test_human_approval(mode: Mode, order: Order, signals: Signals) -> None:
+    """Each call is approved by a person: the run's limits hold over all the resumes."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: ["search"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+            HumanInTheLoopMiddleware({"search": True}),
+        ),
+    )
+
+    for turn in (1, 2):
+        result = await scene.turn()
+        while "__interrupt__" in result:
+            result = await scene.resume(APPROVE)
+        assert scene.ran == ["search"] * 2 * turn
+        assert len(scene.model.calls) == 3 * turn
+        scene.check()
+
+
+@modes
+async def test_model_limit_over_approvals(mode: Mode, signals: Signals) -> None:
+    """A run of approvals is one run to the model limiter too."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: ["search"],
+        [
+            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            HumanInTheLoopMiddleware({"search": True}),
+        ],
+    )
+
+    result = await scene.turn()
+    while "__interrupt__" in result:
+        result = await scene.resume(APPROVE)
+
+    assert len(scene.model.calls) == 3
+    scene.check()
+
+
+@modes
+async def test_interrupt_in_a_tool(mode: Mode, signals: Signals) -> None:
+    """A tool that interrupts is charged once, and the run's limit holds over the resumes."""
+    ran: list[str] = []
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: ["ask"],
+        [
+            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+        ],
+        tools=[recording("ask", ran, lambda: interrupt("what?"))],
+        ran=ran,
+    )
+
+    for turn in (1, 2):
+        result = await scene.turn()
+        while "__interrupt__" in result:
+            result = await scene.resume("that")
+        assert ran == ["ask"] * 2 * turn
+        scene.check()
+
+
+@modes
+@pytest.mark.parametrize("where", ["interrupt_before", "interrupt_after"])
+@pytest.mark.parametrize("node", ["tools", "model"])
+async def test_breakpoints(mode: Mode, where: str, node: str, signals: Signals) -> None:
+    """A run that stops at breakpoints and goes on keeps its budget; the next has a new one."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: ["search"],
+        [
+            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+        ],
+        **{where: [node]},
+    )
+
+    for turn in (1, 2):
+        await scene.turn()
+        while scene.agent.get_state(CONFIG).next:
+            await scene.go_on()
+        assert scene.ran == ["search"] * 2 * turn
+        scene.check()
+
+
+@modes
+async def test_a_crashed_tool(mode: Mode, signals: Signals) -> None:
+    """A tool crashes and runs when the run goes on: it is charged once, in the same budget."""
+    ran: list[str] = []
+    scene = Scene(
+        mode,
+        signals,
+        [["flaky"], ["flaky"], ["flaky"], "done"],
+        [
+            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+        ],
+        tools=[recording("flaky", ran, _failing_once())],
+        ran=ran,
+    )
+
+    with pytest.raises(ConnectionError):
+        await scene.turn()
+    await scene.go_on()
+
+    assert ran == ["flaky"] * 2
+    scene.check()
+
+
+@modes
+async def test_a_crashed_model(mode: Mode, signals: Signals) -> None:
+    """A model call raises and is made again when the run goes on: it is charged once."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], ConnectionError("model"), ["search"], "done"],
+        [
+            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        ],
+    )
+
+    with pytest.raises(ConnectionError):
+        await scene.turn()
+    await scene.go_on()
+
+    assert len(scene.model.calls) == 4
+    scene.check(models=3, models_in_run=3)
+
+
+@modes
+async def test_a_crashed_model_and_a_new_turn(mode: Mode, signals: Signals) -> None:
+    """A model call raises and the user asks anew: the call that failed is charged nowhere."""
+    scene = Scene(
+        mode,
+        signals,
+        [ConnectionError("model"), "done"],
+        [ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry)],
+    )
+
+    with pytest.raises(ConnectionError):
+        await scene.turn()
+    await scene.turn()
+
+    scene.check(models=1, models_in_run=1)
+
+
+@modes
+@orders(2)
+async def test_a_new_turn_has_a_new_budget(mode: Mode, order: Order, signals: Signals) -> None:
+    """Run counts begin anew with each turn; thread counts go on until they are used up."""
+    scene = Scene(
+        mode,
+        signals,
+        lambda messages: ["search"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(thread_limit=6, run_limit=2, telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(thread_limit=9, run_limit=4, telemetry=signals.telemetry),
+        ),
+    )
+
+    for ran, models in ((2, 4), (4, 8), (5, 9), (5, 9)):
+        await scene.turn()
+        assert (len(scene.ran), len(scene.model.calls)) == (ran, models)
+        scene.check()
+
+
+@modes
+async def test_a_thread_begun_under_langchains_limiters(mode: Mode, signals: Signals) -> None:
+    """A thread begun under LangChain's limiters goes on under ours with its thread counts."""
+    saver = InMemorySaver()
+    script: Callable[[Any], Any] = lambda messages: ["search"]  # noqa: E731 - shared by two
+    before = Scene(
+        mode,
+        signals,
+        script,
+        [
+            langchain_middleware.ToolCallLimitMiddleware(thread_limit=9, run_limit=2),
+            langchain_middleware.ModelCallLimitMiddleware(thread_limit=9, run_limit=3),
+        ],
+        checkpointer=saver,
+    )
+    await before.turn()
+    assert before.ran == ["search"] * 2
+
+    scene = Scene(
+        mode,
+        signals,
+        script,
+        [
+            ToolCallLimitMiddleware(thread_limit=3, run_limit=2, telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(thread_limit=5, run_limit=3, telemetry=signals.telemetry),
+        ],
+        checkpointer=saver,
+    )
+    for _ in range(2):
+        await scene.turn()
+        scene.check(before={"__all__": 2, "model": 3})
+
+    assert scene.ran == ["search"]
+    assert len(scene.model.calls) == 2
+
+
+class Forgetful(ToolCallLimitMiddleware[Any, Any]):
+    """Begins runs in its own way, and forgets `super()`."""
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return None
+
+
+class ForgetfulInAsync(ToolCallLimitMiddleware[Any, Any]):
+    """The same, with the async form only."""
+
+    async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return None
+
+
+class ForgetfulInBoth(ToolCallLimitMiddleware[Any, Any]):
+    """The same, with both forms, and an update of its own."""
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return {"messages": [("user", "by the way")]}
+
+    async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return {"messages": [("user", "by the way")]}
+
+
+class Dutiful(ToolCallLimitMiddleware[Any, Any]):
+    """Begins runs in its own way, and calls `super()`."""
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return super().before_agent(state, runtime)
+
+
+class Heir(Forgetful):
+    """Inherits a forgetful beginning, and forgets once more."""
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return super().before_agent(state, runtime)
+
+
+class Start:
+    """A mixin that begins runs in its own way."""
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return None
+
+
+class AsyncStart:
+    """The same, in the async form."""
+
+    async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return None
+
+
+class ForgetfulByMixin(Start, AsyncStart, ToolCallLimitMiddleware[Any, Any]):
+    """Gets its forgetful beginning from mixins."""
+
+
+@modes
+@pytest.mark.parametrize(
+    "limiter", [Forgetful, ForgetfulInAsync, ForgetfulInBoth, ForgetfulByMixin, Dutiful, Heir]
+)
+async def test_a_subclass_that_forgets_super(
+    mode: Mode, limiter: type[ToolCallLimitMiddleware[Any, Any]], signals: Signals
+) -> None:
+    """A subclass with its own before_agent gets a new budget each turn, super() or not."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search", "search"], "done"] * 2,
+        [limiter(run_limit=1, telemetry=signals.telemetry)],
+    )
+
+    for turn in (1, 2):
+        await scene.turn()
+        assert scene.ran == ["search"] * turn
+        scene.check()
+
+
+@modes
+async def test_a_forgetful_subclass_is_repaired(mode: Mode, signals: Signals) -> None:
+    """A beginning with messages of its own does not displace the repair of the history."""
+    ran: list[str] = []
+    scene = Scene(
+        mode,
+        signals,
+        [["flaky"], "done"],
+        [ForgetfulInBoth(run_limit=1, telemetry=signals.telemetry)],
+        tools=[recording("flaky", ran, _failing_once())],
+        ran=ran,
+    )
+
+    with pytest.raises(ConnectionError):
+        await scene.turn()
+    result = await scene.turn()
+
+    check_history(result["messages"])
+    scene.check_requests()
+    assert [each.content for each in result["messages"]].count("by the way") == 2
+
+
+def _failing_once() -> Callable[[], None]:
+    failures = [ConnectionError("once")]
+
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    return fail

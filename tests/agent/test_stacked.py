@@ -1,0 +1,437 @@
+"""Several limiters on overlapping tools."""
+
+from typing import Any
+
+import pytest
+from langchain.agents import middleware as langchain_middleware
+from langchain_core.messages import AIMessage
+
+from langchain_quota import (
+    ModelCallLimitMiddleware,
+    ToolCallLimitExceededError,
+    ToolCallLimitMiddleware,
+)
+from tests.agent.rules import Mode, Order, Scene, check_history, in_order, modes, orders
+from tests.conftest import Signals
+
+
+class OtherToolLimit(ToolCallLimitMiddleware[Any, Any]):
+    """A second limiter on an agent, told apart by its class."""
+
+
+class OtherModelLimit(ModelCallLimitMiddleware[Any, Any]):
+    """A second limiter on an agent, told apart by its class."""
+
+
+@modes
+@orders(2)
+async def test_refused_by_one_is_charged_to_none(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """Two limiters: a call refused by one is answered once and taken back from the other."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search", "search", "calc", "calc"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+
+    # The last of the list judges first. What it refused, a later refund does not revive.
+    all_tools_first = order == (1, 0)
+    assert sorted(scene.ran) == (["search"] if all_tools_first else ["calc", "search"])
+    assert scene.metric("tool:*", "refunded") == (1 if all_tools_first else 0)
+    assert scene.metric("tool:search", "blocked", "run") == 1
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_a_refused_call_leaves_room_on_the_thread(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """Thread limits of 2 for all and 1 for search: after a refused search, calc still runs."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search", "search"], "done", ["calc"], "done", ["calc", "search"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(
+                tool_name="search", thread_limit=1, telemetry=signals.telemetry
+            ),
+        ),
+    )
+
+    for _ in range(3):
+        await scene.turn()
+        scene.check()
+
+    assert scene.ran == ["search", "calc"]
+
+
+@modes
+@orders(3)
+async def test_three_limiters(mode: Mode, order: Order, signals: Signals) -> None:
+    """Three limiters on overlapping tools keep the rules over two turns, in every order."""
+    batch = ["search", "calc", "search", "calc", "mail"]
+    scene = Scene(
+        mode,
+        signals,
+        [batch, batch, "done", batch, "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(thread_limit=5, run_limit=3, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(
+                tool_name="search", thread_limit=2, run_limit=1, telemetry=signals.telemetry
+            ),
+            ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
+        ),
+        tools=("search", "calc", "mail"),
+    )
+
+    for _ in range(2):
+        await scene.turn()
+        scene.check()
+
+    assert scene.ran.count("search") == 2
+    assert len(scene.answers()) == 15
+
+
+@modes
+@orders(3)
+async def test_refused_by_two(mode: Mode, order: Order, signals: Signals) -> None:
+    """A call over the limit of two limiters is answered once, and taken back from the third."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(
+                run_limit=5, limit_name="generous", telemetry=signals.telemetry
+            ),
+        ),
+    )
+
+    await scene.turn()
+
+    assert scene.answers() == [("search", "error")]
+    assert scene.metric("generous", "refunded") == (1 if order[-1] == 2 else 0)
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_end_beside_continue(mode: Mode, order: Order, signals: Signals) -> None:
+    """`end` beside `continue`: what did not run is charged nowhere and answered once."""
+    scene = Scene(
+        mode,
+        signals,
+        [["calc", "search", "search", "calc"], ["calc"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(
+                tool_name="search",
+                run_limit=1,
+                exit_behavior="end",
+                telemetry=signals.telemetry,
+            ),
+        ),
+    )
+
+    result = await scene.turn()
+    scene.check()
+    assert scene.ran == []
+    assert isinstance(result["messages"][-1], AIMessage)
+    assert "'search' tool call limit reached" in result["messages"][-1].content
+    assert len(scene.answers()) == 4
+
+    await scene.turn()
+    scene.check()
+    assert scene.ran == ["calc"]
+
+
+@modes
+@orders(2)
+async def test_end_beside_end(mode: Mode, order: Order, signals: Signals) -> None:
+    """Two limiters that both would end the run: one final message, one answer for each call."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search", "calc"], "done"],
+        in_order(
+            order,
+            *(
+                ToolCallLimitMiddleware(
+                    tool_name=tool,
+                    run_limit=0,
+                    exit_behavior="end",
+                    telemetry=signals.telemetry,
+                )
+                for tool in ("search", "calc")
+            ),
+        ),
+    )
+
+    result = await scene.turn()
+
+    assert sorted(scene.answers()) == [("calc", "error"), ("search", "error")]
+    assert len(result["messages"]) == 5
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_end_beside_error(mode: Mode, order: Order, signals: Signals) -> None:
+    """`end` beside `error`: whichever judges first decides, and neither charges anything."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search", "calc"], "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(
+                tool_name="search",
+                run_limit=0,
+                exit_behavior="end",
+                telemetry=signals.telemetry,
+            ),
+            ToolCallLimitMiddleware(
+                tool_name="calc",
+                run_limit=0,
+                exit_behavior="error",
+                telemetry=signals.telemetry,
+            ),
+        ),
+    )
+
+    if order[-1] == 0:
+        await scene.turn()
+        scene.check()
+    else:
+        with pytest.raises(ToolCallLimitExceededError):
+            await scene.turn()
+        scene.check(answered=False)
+    await scene.turn()
+    scene.check()
+    assert scene.ran == []
+
+
+@modes
+@orders(2)
+@pytest.mark.parametrize("exit_behavior", ["continue", "end"])
+async def test_langchains_tool_limiter_beside_ours(
+    mode: Mode, order: Order, exit_behavior: Any, signals: Signals
+) -> None:
+    """LangChain's own tool limiter in the same agent does not spoil our run counts."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], ["search"], ["search"], "done", ["search"], ["search"], "done"],
+        in_order(
+            order,
+            langchain_middleware.ToolCallLimitMiddleware(run_limit=9),
+            ToolCallLimitMiddleware(
+                tool_name="search",
+                run_limit=2,
+                exit_behavior=exit_behavior,
+                telemetry=signals.telemetry,
+            ),
+        ),
+    )
+
+    await scene.turn()
+    scene.check()
+    assert scene.ran == ["search"] * 2
+
+    await scene.turn()
+    scene.check()
+    # `end` stopped at the third batch: the next turn got the "done" behind it.
+    assert scene.ran == ["search"] * (2 if exit_behavior == "end" else 4)
+
+
+@modes
+@orders(2)
+async def test_langchains_limiter_on_the_same_counter(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """LangChain's limiter on the very tool that ours limits does not spoil our run counts."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], ["search"], ["search", "calc"], "done", ["search"], "done"],
+        in_order(
+            order,
+            _LangChainsToolLimit(tool_name="search", run_limit=9),
+            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+    assert scene.ran == ["search", "search", "calc"]
+    assert scene.state()["langchain_quota"]["run_tools"] == {"search": 2}
+    check_history(scene.state()["messages"])
+
+    await scene.turn()
+    assert scene.ran[3:] == ["search"]
+    assert scene.state()["langchain_quota"]["run_tools"] == {"search": 1}
+
+
+@modes
+@orders(2)
+async def test_langchains_model_limiter_beside_ours(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """LangChain's own model limiter in the same agent does not spoil our run counts."""
+    scene = Scene(
+        mode,
+        signals,
+        [["calc"], ["calc"], ["calc"], "done"],
+        in_order(
+            order,
+            _LangChainsModelLimit(run_limit=9),
+            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        ),
+    )
+
+    for calls in (2, 4):
+        await scene.turn()
+        assert len(scene.model.calls) == calls
+        assert scene.state()["langchain_quota"]["run_model"] == 2
+        check_history(scene.state()["messages"])
+
+
+class _LangChainsToolLimit(langchain_middleware.ToolCallLimitMiddleware[Any, Any]):
+    pass
+
+
+class _LangChainsModelLimit(langchain_middleware.ModelCallLimitMiddleware[Any, Any]):
+    pass
+
+
+@modes
+@orders(2)
+async def test_two_thresholds_on_one_tool(mode: Mode, order: Order, signals: Signals) -> None:
+    """Two limiters on one tool, told apart by limit_name, are two thresholds over one count."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"] * 3, "done", ["search"] * 3, "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
+            ToolCallLimitMiddleware(
+                tool_name="search",
+                thread_limit=3,
+                limit_name="search per thread",
+                telemetry=signals.telemetry,
+            ),
+        ),
+    )
+
+    for ran in (2, 3):
+        await scene.turn()
+        assert scene.ran == ["search"] * ran
+        scene.check()
+
+
+@modes
+@orders(2)
+async def test_two_tool_limiters_by_subclass(mode: Mode, order: Order, signals: Signals) -> None:
+    """A limiter and its subclass with limits 4 and 6 on one counter let 4 calls run."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"] * 3, ["search"] * 3, "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry),
+            OtherToolLimit(run_limit=6, limit_name="other", telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 4
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_two_unnamed_tool_limiters_by_subclass(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """Two limiters of one limit name: the counts are still exact, and answers are single."""
+    scene = Scene(
+        mode,
+        signals,
+        [["search"] * 3, ["search"] * 3, "done"],
+        in_order(
+            order,
+            ToolCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry),
+            OtherToolLimit(run_limit=6, telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 4
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 4}
+    assert scene.state()["langchain_quota"]["run_tools"] == {"__all__": 4}
+    check_history(scene.state()["messages"])
+
+
+@modes
+@orders(2)
+async def test_two_model_limiters(mode: Mode, order: Order, signals: Signals) -> None:
+    """Two model limiters on one agent count each call once, and the smaller limit holds."""
+    scene = Scene(
+        mode,
+        signals,
+        [["calc"], ["calc"], ["calc"], "done"],
+        in_order(
+            order,
+            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            OtherModelLimit(thread_limit=6, limit_name="thread", telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+
+    assert len(scene.model.calls) == 3
+    scene.check()
+
+
+@modes
+@orders(2)
+async def test_two_model_limiters_where_the_inner_refuses(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """A model call admitted by one limiter and refused by another is charged to neither."""
+    scene = Scene(
+        mode,
+        signals,
+        [["calc"], ["calc"], "done"],
+        in_order(
+            order,
+            ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+            ModelCallLimitMiddleware(
+                run_limit=9, limit_name="generous", telemetry=signals.telemetry
+            ),
+        ),
+    )
+
+    await scene.turn()
+
+    assert len(scene.model.calls) == 1
+    scene.check()

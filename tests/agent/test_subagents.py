@@ -1,0 +1,189 @@
+"""Agents inside the tools of agents, and limits that nothing can remember."""
+
+import warnings
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.tools import BaseTool, StructuredTool
+
+from langchain_quota import ModelCallLimitMiddleware, QuotaWarning, ToolCallLimitMiddleware
+from langchain_quota.testing import ScriptedChatModel
+from tests.agent.rules import Middleware, Mode, Scene, modes, recording
+from tests.conftest import Signals
+
+
+def delegate(child: Any) -> BaseTool:
+    """A tool that asks another agent."""
+    asked = {"messages": [("user", "do it")]}
+
+    def ask() -> str:
+        return str(child.invoke(asked)["messages"][-1].content)
+
+    async def aask() -> str:
+        return str((await child.ainvoke(asked))["messages"][-1].content)
+
+    return StructuredTool.from_function(ask, aask, name="delegate", description="delegate")
+
+
+def child_of(ran: list[str], *middleware: Middleware, name: str | None = None) -> Any:
+    """An agent that searches twice each time it is asked."""
+    return create_agent(
+        ScriptedChatModel(
+            script=lambda messages: "found" if len(messages) > 1 else ["search", "search"]
+        ),
+        tools=[recording("search", ran)],
+        middleware=middleware,
+        name=name,
+    )
+
+
+def threads(signals: Signals, limit: str) -> dict[str, float]:
+    """What is exported as used by threads of a limit, by agent."""
+    return {
+        sample.labels["agent"]: sample.value
+        for metric in signals.registry.collect()
+        for sample in metric.samples
+        if sample.name == "langchain_quota_thread_used" and sample.labels["limit"] == limit
+    }
+
+
+@modes
+@pytest.mark.parametrize("name", [None, "researcher"])
+async def test_a_childs_thread_limit(mode: Mode, name: str | None, signals: Signals) -> None:
+    """A child's thread limit lasts one invocation: it warns once, over many invocations."""
+    ran: list[str] = []
+    child = child_of(
+        ran,
+        ToolCallLimitMiddleware(tool_name="search", thread_limit=1, telemetry=signals.telemetry),
+        name=name,
+    )
+    scene = Scene(
+        mode,
+        signals,
+        [["delegate"], ["delegate"], "done"],
+        [ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry)],
+        tools=[delegate(child)],
+    )
+
+    with pytest.warns(QuotaWarning, match="thread limit") as caught:
+        await scene.turn()
+
+    assert len(caught) == 1
+    assert ran == ["search"] * 2  # one for each invocation
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 2}
+    assert threads(signals, "tool:*") == {"unnamed": 2}
+
+
+@modes
+@pytest.mark.parametrize("parent", [None, "boss"])
+async def test_an_unnamed_child_writes_no_thread_series(
+    mode: Mode, parent: str | None, signals: Signals
+) -> None:
+    """An unnamed child carries its parent's name and thread: it writes no thread series."""
+    ran: list[str] = []
+    child = child_of(
+        ran,
+        ToolCallLimitMiddleware(tool_name="search", run_limit=9, telemetry=signals.telemetry),
+        ToolCallLimitMiddleware(
+            tool_name="search",
+            thread_limit=9,
+            limit_name="child",
+            telemetry=signals.telemetry,
+        ),
+        ModelCallLimitMiddleware(
+            thread_limit=9, limit_name="child model", telemetry=signals.telemetry
+        ),
+    )
+    scene = Scene(
+        mode,
+        signals,
+        [["delegate"], "done"],
+        [ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry)],
+        tools=[delegate(child)],
+        name=parent,
+    )
+
+    with pytest.warns(QuotaWarning):
+        await scene.turn()
+
+    assert ran == ["search"] * 2
+    assert threads(signals, "tool:*") == {parent or "unnamed": 1}
+    assert threads(signals, "child") == {}
+    assert threads(signals, "child model") == {}
+
+
+@modes
+async def test_a_named_child_writes_thread_series(mode: Mode, signals: Signals) -> None:
+    """A named child writes thread series under its own name."""
+    child = child_of(
+        [],
+        ToolCallLimitMiddleware(thread_limit=9, limit_name="child", telemetry=signals.telemetry),
+        name="researcher",
+    )
+    scene = Scene(
+        mode,
+        signals,
+        [["delegate"], "done"],
+        [ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry)],
+        tools=[delegate(child)],
+        name="boss",
+    )
+
+    with pytest.warns(QuotaWarning):
+        await scene.turn()
+
+    assert threads(signals, "tool:*") == {"boss": 1}
+    assert threads(signals, "child") == {"researcher": 2}
+
+
+@modes
+async def test_a_childs_run_limit(mode: Mode, signals: Signals) -> None:
+    """A child's run limit holds in each of its invocations, and needs no warning."""
+    ran: list[str] = []
+    child = child_of(ran, ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry))
+    scene = Scene(
+        mode,
+        signals,
+        [["delegate", "delegate"], "done"],
+        [ToolCallLimitMiddleware(tool_name="delegate", run_limit=2, telemetry=signals.telemetry)],
+        tools=[delegate(child)],
+    )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await scene.turn()
+
+    assert ran == ["search"] * 2
+    assert scene.state()["thread_tool_call_count"] == {"delegate": 2}
+
+
+@modes
+@pytest.mark.parametrize("kind", ["tool", "model"])
+async def test_a_thread_limit_without_a_checkpointer(
+    mode: Mode, kind: str, signals: Signals
+) -> None:
+    """A thread limit on an agent without a checkpointer warns, once for all runs."""
+    limiter: Middleware = (
+        ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)
+        if kind == "tool"
+        else ModelCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)
+    )
+    scene = Scene(mode, signals, ["done", "done"], [limiter], checkpointer=None)
+
+    with pytest.warns(QuotaWarning, match="checkpointer"):
+        await scene.turn()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await scene.turn()
+
+
+@modes
+async def test_no_warning_with_a_checkpointer(mode: Mode, signals: Signals) -> None:
+    """A thread limit on an agent with a checkpointer does not warn."""
+    limiter = ToolCallLimitMiddleware[Any, Any](thread_limit=2, telemetry=signals.telemetry)
+    scene = Scene(mode, signals, ["done"], [limiter])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await scene.turn()

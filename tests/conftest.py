@@ -1,0 +1,40 @@
+"""Fixtures for all tests: telemetry of each test's own, so that tests cannot see each other."""
+
+from dataclasses import dataclass
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import Telemetry
+
+
+@dataclass(frozen=True)
+class Signals:
+    """A Telemetry, and what it made visible."""
+
+    telemetry: Telemetry
+    registry: CollectorRegistry
+    provider: TracerProvider
+    exporter: InMemorySpanExporter
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The value of one sample, if it exists."""
+        return self.registry.get_sample_value(name, labels)
+
+    def spans(self) -> list[ReadableSpan]:
+        """The finished spans, in order."""
+        return list(self.exporter.get_finished_spans())
+
+
+@pytest.fixture
+def signals() -> Signals:
+    """Telemetry on a fresh registry and tracer provider."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    return Signals(telemetry, registry, provider, exporter)

@@ -1,0 +1,215 @@
+"""The command line's arguments, and the numbers and pictures of the demo."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from langchain_quota import Call, Decision, Level, ModelCallLimit, ToolCallLimit, __version__
+from langchain_quota.cli import main
+from langchain_quota.cli.demo_board import Board, Row, Use
+from langchain_quota.cli.demo_view import PlainLines, gauge, line, table
+from langchain_quota.engine import Used, judge
+from langchain_quota.limits import Limit
+
+SEARCH = ToolCallLimit("search", thread_limit=5, run_limit=3)
+ALL_TOOLS = ToolCallLimit(thread_limit=10)
+MODEL = ModelCallLimit(thread_limit=4)
+
+
+def board(*threads: str) -> Board:
+    return Board(threads, (SEARCH, ALL_TOOLS, MODEL), near=0.8)
+
+
+def search(number: int, thread: str = "ann") -> Call:
+    return Call("tool", "search", f"call-{number}", thread_id=thread)
+
+
+def decide(limit: Limit, used: int, *calls: Call) -> tuple[Decision, ...]:
+    return judge([limit], {limit.counter: Used(used, 0)}, calls).decisions
+
+
+def row(thread: str = "ann", used: int = 3, last_refusal: str = "") -> Row:
+    use = Use("search", used, 8, Level.OK)
+    return Row(thread, (use,), allowed=used, blocked=1, last_refusal=last_refusal)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version prints the version, and succeeds."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"langchain-quota {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--threads", "0"),
+        ("--threads", "101"),
+        ("--threads", "many"),
+        ("--seconds", "0"),
+        ("--seconds", "-1"),
+        ("--seconds", "1.5"),
+        ("--port", "70000"),
+        ("--port", "-1"),
+    ],
+)
+def test_wrong_value(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value out of bounds is refused with code 2, naming the option and the value."""
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", option, value])
+    assert ended.value.code == 2
+    reason = capsys.readouterr().err.splitlines()[-1]
+    assert option in reason
+    assert repr(value) in reason
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command nothing runs, and the code is 2."""
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "required: command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["rich", "langgraph.checkpoint.sqlite", "opentelemetry.sdk"])
+def test_extra_is_missing(package: str) -> None:
+    """The command line works without the extra; the demo then says how to install it."""
+    # None in sys.modules is how Python marks a module that cannot be imported.
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; "
+        "from langchain_quota.cli import main; sys.exit(main(['demo']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (reason,) = ended.stderr.splitlines()
+    assert package in reason
+    assert reason.endswith('pip install "langchain-quota[demo]"')
+
+
+def test_decisions_make_a_row() -> None:
+    """Decisions give a thread's use of each limit, its allowed and blocked calls."""
+    one = board("ann", "bob")
+    one.take(decide(SEARCH, 0, *(search(number) for number in range(4))))
+    one.take(decide(MODEL, 3, Call("model", thread_id="ann")))
+    ann, bob = one.rows()
+    assert [(use.title, use.used, use.limit, use.level) for use in ann.uses] == [
+        ("search", 3, 5, Level.OK),
+        ("tools", 0, 10, Level.OK),
+        ("model", 4, 4, Level.EXHAUSTED),
+    ]
+    assert (ann.allowed, ann.blocked, ann.last_refusal) == (4, 1, "search (run)")
+    assert ann.level is Level.EXHAUSTED
+    assert (bob.allowed, bob.blocked, bob.level) == (0, 0, Level.OK)
+
+
+@pytest.mark.parametrize("first", [SEARCH, ALL_TOOLS])
+def test_call_judged_twice(first: ToolCallLimit) -> None:
+    """A tool call that one of two limiters refuses is one blocked call, in both orders."""
+    admits, refuses = decide(SEARCH, 0, search(1)), decide(ALL_TOOLS, 10, search(1))
+    one = board("ann")
+    for decisions in (admits, refuses) if first is SEARCH else (refuses, admits):
+        one.take(decisions)
+    (ann,) = one.rows()
+    assert (ann.allowed, ann.blocked) == (0, 1)
+
+
+def test_state_has_the_last_word() -> None:
+    """A charge that another limiter's refusal took back is gone once the state is read."""
+    one = board("ann")
+    one.settle("ann", {})
+    one.take((*decide(SEARCH, 0, search(1)), *decide(ALL_TOOLS, 10, search(1))))
+    one.settle("ann", {"tool:*": 10})
+    (ann,) = one.rows()
+    assert [use.used for use in ann.uses] == [0, 10, 0]
+
+
+def test_totals() -> None:
+    """Totals tell what was carried over from what this run let through, and count threads."""
+    one = board("ann", "bob")
+    one.settle("ann", {"tool:search": 2})
+    one.settle("bob", {})
+    one.take(decide(SEARCH, 2, *(search(number) for number in range(4))))
+    one.take(decide(SEARCH, 3, search(1, thread="bob")))
+    searches, tools, model = one.totals()
+    assert (searches.limit, searches.carried_over) == ("tool:search", 2)
+    assert (searches.allowed, searches.blocked) == (7, 1)
+    assert searches.levels == {Level.EXHAUSTED: 1, Level.NEAR: 1}
+    assert (tools.allowed, model.allowed) == (0, 0)
+    assert one.carried_over == 1
+
+
+@pytest.mark.parametrize(
+    ("used", "limit", "expected"),
+    [
+        (0, 8, "search 0/8 ________"),
+        (1, 80, "search 1/80  ▇_______"),
+        (3, 8, "search 3/8 ▇▇▇_____"),
+        (79, 80, "search 79/80 ▇▇▇▇▇▇▇_"),
+        (8, 8, "search 8/8 ▇▇▇▇▇▇▇▇"),
+        (9, 8, "search 9/8 ▇▇▇▇▇▇▇▇"),
+        (0, 0, "search 0/0 ▇▇▇▇▇▇▇▇"),
+    ],
+)
+def test_gauge(used: int, limit: int, expected: str) -> None:
+    """A bar is empty only at 0, full only from the limit on, and never longer."""
+    assert gauge(Use("search", used, limit, Level.OK), 8) == expected
+
+
+def test_line() -> None:
+    """A line says all of a thread: its limits, its calls, its state, its last refusal."""
+    text = line(row(last_refusal="search (run)"))
+    assert text.startswith("ann  search 3/8 ")
+    assert text.endswith("allowed 3  blocked 1  ok  last refusal: search (run)")
+
+
+def test_plain_lines_show_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A thread is printed again only when it changed."""
+    lines = PlainLines()
+    for rows in ([row(), row("bob")], [row(), row("bob")], [row(), row("bob", used=4)]):
+        lines.show(rows)
+    printed = capsys.readouterr().out.splitlines()
+    assert [text.split()[0] for text in printed] == ["ann", "bob", "bob"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_fits(width: int) -> None:
+    """The table of the demo's limits fits a terminal of 80 columns, and uses a wider one."""
+    uses = (
+        Use("search", 8, 8, Level.EXHAUSTED),
+        Use("tools", 13, 16, Level.NEAR),
+        Use("model", 20, 20, Level.EXHAUSTED),
+    )
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table([Row("customer-1", uses, 27, 12, "search (thread)")], console))
+    assert isinstance(console.file, io.StringIO)
+    heading, text = console.file.getvalue().splitlines()
+    assert "blocked" in heading
+    for use in uses:
+        assert f"{use.title} {use.used}/{use.limit}" in text
+    assert ("search (thread)" in text) == (width > 80)
+
+
+def test_markup_in_a_name_is_text() -> None:
+    """A thread's name and a refusal are shown as they are, even where rich would read markup."""
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table([row("[/red]ann[bold]", last_refusal="[/] (run)")], console))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "[/red]ann[bold]" in shown
+    assert "[/] (run)" in shown
+
+
+def test_bars_in_ascii() -> None:
+    """Where the output cannot encode the bar's character, the bar is made of ASCII."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=file, width=80)
+    console.print(table([row()], console))
+    file.flush()
+    assert b"search 3/8 ####" in file.buffer.getvalue()

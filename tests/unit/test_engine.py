@@ -1,0 +1,676 @@
+"""The judge: examples first, then what must hold for every batch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from langchain_quota import Call, Decision, ModelCallLimit, Outcome, ToolCallLimit
+from langchain_quota.engine import Used, charge, exhausted_scope, judge, stops
+from langchain_quota.limits import Exit, Limit, ModelExitBehavior, Terms, ToolExitBehavior
+
+TOOLS = ("search", "calc", "fetch")
+RUNS = {Outcome.ALLOWED, Outcome.WOULD_BLOCK}
+
+
+def calls(*tools: str, amount: int = 1) -> list[Call]:
+    return [Call("tool", tool, f"call-{index}", amount) for index, tool in enumerate(tools)]
+
+
+def outcomes(decisions: Sequence[Decision]) -> list[str]:
+    return [decision.outcome.value for decision in decisions]
+
+
+def test_calls_within_the_limit_are_charged() -> None:
+    """Calls that fit are allowed, and the usage grows by them in both scopes."""
+    limit = ToolCallLimit("search", thread_limit=5, run_limit=2)
+    verdict = judge([limit], {"search": Used(1, 0)}, calls("search", "search"))
+    assert outcomes(verdict.decisions) == ["allowed", "allowed"]
+    assert verdict.usage == {"search": Used(3, 2)}
+    assert verdict.exit is None
+    assert verdict.breaches == ()
+
+
+def test_calls_are_judged_on_what_the_ones_before_left() -> None:
+    """Of three parallel calls at a run limit of 1, the first runs."""
+    verdict = judge([ToolCallLimit(run_limit=1)], {}, calls("search", "calc", "search"))
+    assert outcomes(verdict.decisions) == ["allowed", "blocked", "blocked"]
+    assert verdict.usage == {"__all__": Used(1, 1)}
+    assert verdict.exit == "continue"
+
+
+def test_a_standing_tells_before_and_after() -> None:
+    """Each decision shows the counts that it found and left."""
+    limit = ToolCallLimit("search", thread_limit=9, run_limit=2)
+    first, _, third = judge([limit], {"search": Used(4, 0)}, calls(*["search"] * 3)).decisions
+    (standing,) = first.standings
+    assert (standing.thread_before, standing.thread_used, standing.thread_limit) == (4, 5, 9)
+    assert (standing.run_before, standing.run_used, standing.run_limit) == (0, 1, 2)
+    assert (standing.charged, standing.refused, standing.scope) == (True, False, None)
+    (standing,) = third.standings
+    assert (standing.run_before, standing.run_used) == (2, 2)
+    assert (standing.charged, standing.refused, standing.scope) == (False, True, "run")
+
+
+def test_the_thread_is_named_before_the_run() -> None:
+    """Where both thresholds are exhausted, the refusal is attributed to the thread."""
+    terms = Terms.of(ToolCallLimit(thread_limit=2, run_limit=2))
+    assert exhausted_scope(terms, Used(2, 2), 1) == "thread"
+    assert exhausted_scope(terms, Used(1, 2), 1) == "run"
+    assert exhausted_scope(terms, Used(1, 1), 1) is None
+
+
+def test_a_call_refused_by_one_limit_is_charged_to_none() -> None:
+    """With search=1 and all=2 a blocked search leaves room for another tool."""
+    limits = [ToolCallLimit("search", run_limit=1), ToolCallLimit(run_limit=2)]
+    verdict = judge(limits, {}, calls("search", "search", "calc"))
+    assert outcomes(verdict.decisions) == ["allowed", "blocked", "allowed"]
+    assert verdict.usage == {"search": Used(1, 1), "__all__": Used(2, 2)}
+    blocked = verdict.decisions[1]
+    assert [standing.limit for standing in blocked.refused_by] == ["tool:search"]
+    assert [standing.charged for standing in blocked.standings] == [False, False]
+
+
+def test_two_limits_on_one_tool_count_once() -> None:
+    """Two thresholds over one counter charge a call once, and the lower one refuses."""
+    limits = [
+        ToolCallLimit("search", run_limit=4, name="hard"),
+        ToolCallLimit("search", run_limit=2, name="soft"),
+    ]
+    verdict = judge(limits, {}, calls("search", "search", "search"))
+    assert verdict.usage == {"search": Used(2, 2)}
+    assert [standing.limit for standing in verdict.decisions[2].refused_by] == ["soft"]
+
+
+def test_calls_that_no_limit_matches_are_allowed() -> None:
+    """A call without a limit is allowed and has no standings."""
+    verdict = judge([ModelCallLimit(run_limit=0)], {}, calls("search"))
+    assert outcomes(verdict.decisions) == ["allowed"]
+    assert verdict.decisions[0].standings == ()
+
+
+def test_usage_has_only_the_counters_of_the_limits() -> None:
+    """Counts of things that are not limited are neither returned nor invented."""
+    verdict = judge([ToolCallLimit("search", run_limit=1)], {"calc": Used(5, 5)}, calls("calc"))
+    assert verdict.usage == {"search": Used(0, 0)}
+
+
+def test_no_calls() -> None:
+    """An empty batch is judged to nothing and changes nothing."""
+    verdict = judge([ToolCallLimit(run_limit=1)], {"__all__": Used(3, 1)}, [])
+    assert verdict.decisions == ()
+    assert verdict.usage == {"__all__": Used(3, 1)}
+    assert verdict.exit is None
+
+
+def test_amounts_are_charged_whole_or_not_at_all() -> None:
+    """A call that costs more than is left is refused; a cheaper one behind it still fits."""
+    batch = [
+        Call("tool", "search", "a", 3),
+        Call("tool", "search", "b", 3),
+        Call("tool", "search", "c", 2),
+    ]
+    verdict = judge([ToolCallLimit(run_limit=5)], {}, batch)
+    assert outcomes(verdict.decisions) == ["allowed", "blocked", "allowed"]
+    assert verdict.usage == {"__all__": Used(5, 5)}
+    assert verdict.breaches[0].run_count == 8
+
+
+@pytest.mark.parametrize(
+    ("behaviors", "expected"),
+    [
+        (["continue", "continue"], "continue"),
+        (["continue", "end"], "end"),
+        (["end", "error"], "error"),
+        (["error", "continue"], "error"),
+    ],
+)
+def test_the_strongest_exit_wins(behaviors: list[ToolExitBehavior], expected: Exit) -> None:
+    """Where several limits refuse, error goes before end, and end before continue."""
+    for order in (behaviors, behaviors[::-1]):
+        limits = [
+            ToolCallLimit("search", run_limit=0, exit_behavior=behavior, name=behavior + str(index))
+            for index, behavior in enumerate(order)
+        ]
+        assert judge(limits, {}, calls("search")).exit == expected
+
+
+@pytest.mark.parametrize(("other", "expected"), [("continue", "finalize"), ("error", "error")])
+def test_to_finalize_is_as_strong_as_to_end(other: ToolExitBehavior, expected: Exit) -> None:
+    """A model limit that finalizes goes before continue and behind error, in either order."""
+    limits: list[Limit] = [
+        ToolCallLimit(run_limit=0, exit_behavior=other),
+        ModelCallLimit(run_limit=0, exit_behavior="finalize"),
+    ]
+    for order in (limits, limits[::-1]):
+        assert judge(order, {}, [*calls("search"), Call("model")]).exit == expected
+
+
+def test_a_limit_that_does_not_refuse_has_no_say() -> None:
+    """An unbreached `error` limit does not turn another limit's `continue` into an exception."""
+    limits = [
+        ToolCallLimit("search", run_limit=0),
+        ToolCallLimit(run_limit=9, exit_behavior="error"),
+    ]
+    verdict = judge(limits, {}, calls("search", "calc"))
+    assert verdict.exit == "continue"
+    assert [breach.limit.name for breach in verdict.breaches] == ["tool:search"]
+
+
+@pytest.mark.parametrize("behavior", ["end", "error"])
+def test_a_stopped_batch_is_charged_to_none(behavior: ToolExitBehavior) -> None:
+    """What was admitted before the breach is skipped, and the usage is as before the batch."""
+    limits = [
+        ToolCallLimit("search", thread_limit=2, exit_behavior=behavior),
+        ToolCallLimit(run_limit=9),
+    ]
+    usage = {"search": Used(1, 0), "__all__": Used(4, 0)}
+    verdict = judge(limits, usage, calls("search", "search", "calc"))
+    assert outcomes(verdict.decisions) == ["skipped", "blocked", "skipped"]
+    assert verdict.usage == usage
+    standings = [standing for each in verdict.decisions for standing in each.standings]
+    assert not any(standing.charged for standing in standings)
+    assert all(standing.thread_used == standing.thread_before for standing in standings)
+    assert all(standing.run_used == standing.run_before for standing in standings)
+    assert [standing.limit for standing in verdict.decisions[1].refused_by] == ["tool:search"]
+
+
+@pytest.mark.parametrize("behavior", ["end", "error"])
+def test_a_batch_that_may_not_be_stopped_goes_on(behavior: ToolExitBehavior) -> None:
+    """With `may_stop=False` every refusal acts as `continue`, and the rest is charged."""
+    limit = ToolCallLimit(run_limit=1, exit_behavior=behavior)
+    verdict = judge([limit], {}, calls("search", "calc"), may_stop=False)
+    assert outcomes(verdict.decisions) == ["allowed", "blocked"]
+    assert verdict.usage == {"__all__": Used(1, 1)}
+    assert verdict.exit == "continue"
+    assert len(verdict.breaches) == 1
+
+
+@pytest.mark.parametrize("behavior", ["continue", "end", "error"])
+def test_breaches_count_as_if_the_refused_calls_had_run(behavior: ToolExitBehavior) -> None:
+    """Three calls on a count of 1 are told as 4, whatever the refusal does."""
+    limit = ToolCallLimit(thread_limit=3, run_limit=2, exit_behavior=behavior)
+    verdict = judge([limit], {"__all__": Used(1, 0)}, calls("a", "b", "c"))
+    (breach,) = verdict.breaches
+    assert (breach.thread_count, breach.run_count) == (4, 3)
+    assert breach.limit is limit
+    assert breach.decision.call.id == "call-2"
+
+
+def test_breaches_stand_in_the_order_of_the_limits() -> None:
+    """The final message names the limits in the user's order, not in that of the calls."""
+    limits = [ToolCallLimit("calc", run_limit=0), ToolCallLimit("search", run_limit=0)]
+    verdict = judge(limits, {}, calls("search", "calc"))
+    assert [breach.limit.name for breach in verdict.breaches] == ["tool:calc", "tool:search"]
+
+
+def test_a_refused_id_is_refused_everywhere() -> None:
+    """Calls that share an id are one call: if one is refused all are, and none is charged."""
+    batch = [
+        Call("tool", "calc", "twin"),
+        Call("tool", "search", "twin"),
+        Call("tool", "calc", "single"),
+    ]
+    limits = [ToolCallLimit("search", run_limit=0), ToolCallLimit("calc", run_limit=1)]
+    verdict = judge(limits, {}, batch)
+    assert outcomes(verdict.decisions) == ["blocked", "blocked", "allowed"]
+    assert verdict.usage == {"search": Used(0, 0), "calc": Used(1, 1)}
+
+
+def test_calls_without_an_id_are_not_one_call() -> None:
+    """A missing id is no id: two calls without one are judged one by one."""
+    batch = [Call("tool", "search"), Call("tool", "search")]
+    verdict = judge([ToolCallLimit(run_limit=1)], {}, batch)
+    assert outcomes(verdict.decisions) == ["allowed", "blocked"]
+
+
+@pytest.mark.parametrize("behavior", ["continue", "end", "error"])
+def test_a_refused_id_names_the_limit_that_refused_it(behavior: ToolExitBehavior) -> None:
+    """Two calls of one id over a limit of 1 are a breach of that limit like any other."""
+    limit = ToolCallLimit(run_limit=1, exit_behavior=behavior)
+    verdict = judge([limit], {}, [Call("tool", "search", "a"), Call("tool", "search", "a")])
+    assert outcomes(verdict.decisions) == ["blocked", "blocked"]
+    assert any(decision.refused_by for decision in verdict.decisions)
+    assert [breach.limit for breach in verdict.breaches] == [limit]
+    assert verdict.exit == behavior
+
+
+def test_a_call_can_be_charged_later() -> None:
+    """Judged without charging, a call that fits is allowed, shown, and charged to no limit."""
+    limit = ModelCallLimit(thread_limit=5, run_limit=1)
+    used = {"model": Used(3, 0)}
+    (decision,) = judge([limit], used, [Call("model")], charging=False).decisions
+    assert decision.outcome is Outcome.ALLOWED
+    assert [standing.charged for standing in decision.standings] == [False]
+    full = judge([limit], {"model": Used(3, 1)}, [Call("model")], charging=False)
+    assert outcomes(full.decisions) == ["blocked"]
+
+
+def test_a_charge_after_the_fact() -> None:
+    """What judging would have charged is charged later, past the limit if it must be."""
+    limit = ModelCallLimit(thread_limit=5, run_limit=1)
+    (decision,) = judge([limit], {"model": Used(3, 0)}, [Call("model")]).decisions
+    assert charge(limit, Used(3, 0), 1) == decision.standings[0]
+    over = charge(limit, Used(5, 1), 1)
+    assert (over.thread_used, over.run_used, over.charged, over.refused) == (6, 2, True, False)
+
+
+def test_a_deferred_call_is_kept_as_it_was() -> None:
+    """What is let through and counted later leaves the kept count where it is."""
+    limit = ModelCallLimit(thread_limit=5)
+    (decision,) = judge([limit], {"model": Used(3, 0)}, [Call("model")], charging=False).decisions
+    (standing,) = decision.standings
+    assert (standing.deferred, standing.thread_count, standing.thread_used) == (True, 3, 4)
+
+
+def test_a_limit_on_trial_lets_calls_run() -> None:
+    """What it would refuse runs, is counted, is not charged to it, and crosses nothing."""
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="error", enforce=False)
+    verdict = judge([limit], {}, calls("search", "search", "search"))
+    assert outcomes(verdict.decisions) == ["allowed", "would_block", "would_block"]
+    assert verdict.usage == {"search": Used(3, 3)}
+    assert (verdict.exit, verdict.breaches) == (None, ())
+    standings = [decision.standings[0] for decision in verdict.decisions]
+    assert [each.charged for each in standings] == [True, False, False]
+    assert [each.scope for each in standings] == [None, "run", "run"]
+    assert [(each.run_before, each.run_used) for each in standings] == [(0, 1), (1, 2), (2, 3)]
+    assert [each.crossed("run", 0.8) for each in standings] == [None] * 3
+    assert not any(each.enforced for each in standings)
+
+
+def test_a_limit_on_trial_beside_an_enforced_one() -> None:
+    """Both are judged on one count: the trial would block from 2 on, the enforced blocks at 3."""
+    limits = [
+        ToolCallLimit("search", run_limit=2, name="hard"),
+        ToolCallLimit("search", run_limit=1, name="trial", enforce=False),
+    ]
+    verdict = judge(limits, {}, calls("search", "search", "search"))
+    assert outcomes(verdict.decisions) == ["allowed", "would_block", "blocked"]
+    assert verdict.usage == {"search": Used(2, 2)}
+    charged = [[each.charged for each in decision.standings] for decision in verdict.decisions]
+    assert charged == [[True, True], [True, False], [False, False]]
+    refused = [[each.limit for each in decision.refused_by] for decision in verdict.decisions]
+    assert refused == [[], ["trial"], ["hard", "trial"]]
+    assert [breach.limit.name for breach in verdict.breaches] == ["hard"]
+
+
+def test_what_would_block_is_skipped_with_its_batch() -> None:
+    """A batch that an enforced limit stops does not run what a limit on trial let through."""
+    limits = [
+        ToolCallLimit("search", run_limit=0, enforce=False),
+        ToolCallLimit("calc", run_limit=0, exit_behavior="end"),
+    ]
+    verdict = judge(limits, {}, calls("search", "calc"))
+    assert outcomes(verdict.decisions) == ["skipped", "blocked"]
+    assert verdict.usage == {"search": Used(), "calc": Used()}
+
+
+def test_a_standing_carries_what_its_limit_says() -> None:
+    """A limit's own near share, whether it is enforced, and what was computed reach telemetry."""
+    limit = ToolCallLimit(thread_limit=lambda *_: 5, run_limit=2, near=0.5, enforce=False)
+    terms = Terms.of(limit, thread_limit=5)
+    (standing,) = judge([terms], {}, calls("search")).decisions[0].standings
+    assert (standing.near, standing.enforced, standing.computed) == (0.5, False, ("thread",))
+    assert (standing.thread_limit, standing.run_limit) == (5, 2)
+    (standing,) = judge([ToolCallLimit(run_limit=1)], {}, calls("search")).decisions[0].standings
+    assert (standing.near, standing.enforced, standing.computed) == (None, True, ())
+
+
+@pytest.mark.parametrize("computed", [0, 2, None])
+def test_a_computed_limit_is_judged_by_its_number(computed: int | None) -> None:
+    """A limit that is a function holds at the number of this moment; without one all runs."""
+    terms = Terms.of(ToolCallLimit(run_limit=lambda *_: 99), run_limit=computed)
+    verdict = judge([terms], {}, calls("search", "search", "search"))
+    allowed = 3 if computed is None else computed
+    assert outcomes(verdict.decisions) == ["allowed"] * allowed + ["blocked"] * (3 - allowed)
+
+
+def test_a_limit_of_several_tools_counts_them_together() -> None:
+    """Two tools under one limit share its count; a third one is not concerned."""
+    verdict = judge(
+        [ToolCallLimit(("search", "fetch"), run_limit=2)],
+        {},
+        calls("search", "calc", "fetch", "search"),
+    )
+    assert outcomes(verdict.decisions) == ["allowed", "allowed", "allowed", "blocked"]
+    assert verdict.usage == {"fetch,search": Used(2, 2)}
+
+
+def test_an_excluded_tool_is_not_counted() -> None:
+    """All tools but one: that one runs past the limit, and is not counted."""
+    verdict = judge(
+        [ToolCallLimit(run_limit=1, exclude=("calc",))],
+        {},
+        calls("calc", "search", "calc", "fetch"),
+    )
+    assert outcomes(verdict.decisions) == ["allowed", "allowed", "allowed", "blocked"]
+    assert list(verdict.usage.values()) == [Used(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("exit_behavior", "expected"),
+    [(None, False), ("continue", False), ("finalize", True), ("end", True), ("error", True)],
+)
+def test_which_exits_stop_the_batch(exit_behavior: Exit | None, expected: bool) -> None:  # noqa: FBT001 - a row of the table
+    """Only no refusal, and one that continues, let the rest of the batch run."""
+    assert stops(exit_behavior) is expected
+
+
+def test_ending_terms_end() -> None:
+    """A limit whose terms were made to end the run stops its batch with the same numbers."""
+    limit = ToolCallLimit(run_limit=1)
+    verdict = judge([Terms.of(limit).ending()], {}, calls("search", "search"))
+    assert outcomes(verdict.decisions) == ["skipped", "blocked"]
+    assert verdict.exit == "end"
+    assert verdict.decisions[1].standings[0].exit_behavior == "end"
+
+
+def test_each_breach_tells_how_often_it_refused() -> None:
+    """Refusals are counted by limit, for those that give up after some."""
+    limits = [ToolCallLimit("search", run_limit=1), ToolCallLimit(run_limit=2)]
+    verdict = judge(limits, {}, calls("search", "search", "calc", "search", "calc"))
+    assert {breach.limit.name: breach.refusals for breach in verdict.breaches} == {
+        "tool:search": 2,
+        "tool:*": 2,
+    }
+
+
+TWINS = [
+    Call("tool", "calc", "b"),
+    Call("tool", "search", "a"),
+    Call("tool", "search", "b"),
+    Call("tool", "calc", "a"),
+]
+"""Each id is admitted for one tool and refused for the other; once one is out, the other fits."""
+
+
+def test_twins_of_other_tools_are_blocked_together() -> None:
+    """Where each id takes what the other one lacks, both are blocked, and nothing is charged."""
+    limits = [ToolCallLimit("search", run_limit=1), ToolCallLimit("calc", run_limit=1)]
+    verdict = judge(limits, {}, TWINS)
+    assert outcomes(verdict.decisions) == ["blocked"] * 4
+    assert verdict.usage == {"search": Used(), "calc": Used()}
+    refused = [[each.limit for each in decision.refused_by] for decision in verdict.decisions]
+    assert refused == [[], [], ["tool:search"], ["tool:calc"]]
+    assert [breach.limit.name for breach in verdict.breaches] == ["tool:search", "tool:calc"]
+
+
+def test_a_twin_is_blocked_whatever_is_on_trial() -> None:
+    """A limit on trial refuses no twin: only the one that an enforced limit refuses tears it."""
+    limits = [
+        ToolCallLimit("calc", run_limit=0, enforce=False),
+        ToolCallLimit("search", run_limit=0),
+    ]
+    batch = [
+        Call("tool", "calc", "x"),
+        Call("tool", "calc", "twin"),
+        Call("tool", "search", "twin"),
+    ]
+    verdict = judge(limits, {}, batch)
+    assert outcomes(verdict.decisions) == ["would_block", "blocked", "blocked"]
+    assert verdict.usage == {"calc": Used(1, 1), "search": Used()}
+
+
+def test_used_is_charged_and_taken_back() -> None:
+    """A charge and a refund of the same amount leave the counts as they were."""
+    assert Used(3, 1).plus(2) == Used(5, 3)
+    assert Used(3, 1).plus(2).plus(-2) == Used(3, 1)
+
+
+THRESHOLD = st.none() | st.integers(0, 6)
+
+
+@st.composite
+def limit_lists(draw: st.DrawFn) -> list[Limit]:
+    """One to four limits with names of their own, often on the same tools, some not enforced."""
+    limits: list[Limit] = []
+    for index in range(draw(st.integers(1, 4))):
+        thread, run = draw(THRESHOLD), draw(THRESHOLD)
+        assume(thread is not None or run is not None)
+        name, enforce = f"limit-{index}", draw(st.integers(0, 3)) > 0
+        if draw(st.integers(0, 4)) == 0:
+            endings = ["end", "error", *(["finalize"] if enforce else [])]
+            ending: ModelExitBehavior = draw(st.sampled_from(endings))
+            limits.append(
+                ModelCallLimit(
+                    thread_limit=thread,
+                    run_limit=run,
+                    exit_behavior=ending,
+                    name=name,
+                    enforce=enforce,
+                )
+            )
+            continue
+        if thread is not None and run is not None:
+            run = min(run, thread)
+        behavior: ToolExitBehavior = draw(st.sampled_from(["continue", "end", "error"]))
+        tools = draw(st.none() | st.sampled_from(TOOLS) | st.just(("search", "calc")))
+        excluded = draw(st.sampled_from([(), (), ("calc",)])) if tools is None else ()
+        limits.append(
+            ToolCallLimit(
+                tools,
+                exclude=excluded,
+                thread_limit=thread,
+                run_limit=run,
+                exit_behavior=behavior,
+                name=name,
+                enforce=enforce,
+            )
+        )
+    return limits
+
+
+USAGES = st.dictionaries(
+    st.sampled_from([*TOOLS, "calc,search", "__all__", "__all__-calc", "model"]),
+    st.builds(Used, st.integers(0, 8), st.integers(0, 8)),
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, unique: bool = False) -> list[Call]:
+    """Up to eight calls of tools and model, of amounts from 1, some of them sharing an id."""
+    batch = []
+    for index in range(draw(st.integers(0, 8))):
+        amount = draw(st.integers(1, 3))
+        tool = draw(st.sampled_from([*TOOLS, None]))
+        if tool is None:
+            batch.append(Call("model", amount=amount))
+            continue
+        id_ = index if unique else draw(st.integers(0, index))
+        batch.append(Call("tool", tool, f"call-{id_}", amount))
+    return batch
+
+
+ANY = given(limits=limit_lists(), usage=USAGES, batch=batches())
+
+
+@ANY
+def test_one_decision_for_each_call(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """Every call has exactly one decision, in order, with a standing for each limit matching it."""
+    verdict = judge(limits, usage, batch)
+    assert [decision.call for decision in verdict.decisions] == batch
+    for decision in verdict.decisions:
+        matching = [limit.name for limit in limits if limit.matches(decision.call)]
+        assert [standing.limit for standing in decision.standings] == matching
+
+
+@ANY
+def test_no_limit_is_exceeded(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """Whatever is admitted, no count passes an enforced threshold that it had not passed before."""
+    verdict = judge(limits, usage, batch)
+    for terms in (Terms.of(limit) for limit in limits if limit.enforce):
+        counter = terms.limit.counter
+        before, after = usage.get(counter, Used()), verdict.usage[counter]
+        if terms.thread_limit is not None:
+            assert after.thread <= max(terms.thread_limit, before.thread)
+        if terms.run_limit is not None:
+            assert after.run <= max(terms.run_limit, before.run)
+
+
+@ANY
+def test_usage_grows_by_what_runs(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """The counts afterwards are those before plus the amounts of the calls that run, once each."""
+    verdict = judge(limits, usage, batch)
+    for limit in limits:
+        ran = sum(
+            decision.call.amount
+            for decision in verdict.decisions
+            if decision.outcome in RUNS and limit.matches(decision.call)
+        )
+        assert verdict.usage[limit.counter] == usage.get(limit.counter, Used()).plus(ran)
+
+
+@ANY
+def test_charged_means_run_and_not_refused(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """A call that runs is charged to every limit that does not refuse it; any other to none."""
+    for decision in judge(limits, usage, batch).decisions:
+        runs = decision.outcome in RUNS
+        for standing in decision.standings:
+            assert standing.charged == (runs and not standing.refused)
+            assert standing.refused == (standing.scope is not None)
+            assert not standing.deferred
+            grown = decision.call.amount if runs else 0
+            assert standing.thread_used == standing.thread_before + grown
+            assert standing.run_used == standing.run_before + grown
+        if decision.outcome is not Outcome.BLOCKED:
+            assert not any(standing.enforced for standing in decision.refused_by)
+        if runs:
+            would_block = decision.outcome is Outcome.WOULD_BLOCK
+            assert would_block == (decision.refused_by != ())
+
+
+@ANY
+def test_nothing_is_charged_where_it_is_deferred(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """Without charging, the same is decided, and what is let through is deferred, not charged."""
+    verdict = judge(limits, usage, batch)
+    later = judge(limits, usage, batch, charging=False)
+    assert outcomes(later.decisions) == outcomes(verdict.decisions)
+    assert later.exit == verdict.exit
+    for decision in later.decisions:
+        for standing in decision.standings:
+            assert not standing.charged
+            assert standing.deferred == (decision.outcome in RUNS)
+
+
+@ANY
+def test_a_limit_on_trial_changes_nothing(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """With or without limits that are not enforced the same calls run, and it ends the same."""
+    verdict = judge(limits, usage, batch)
+    without = judge([limit for limit in limits if limit.enforce], usage, batch)
+    ran = [decision.outcome in RUNS for decision in verdict.decisions]
+    assert ran == [decision.outcome in RUNS for decision in without.decisions]
+    assert {counter: verdict.usage[counter] for counter in without.usage} == without.usage
+    assert verdict.exit == without.exit
+    names = [breach.limit.name for breach in verdict.breaches]
+    assert names == [breach.limit.name for breach in without.breaches]
+
+
+@ANY
+def test_limits_are_judged_by_their_terms(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """A limit with fixed numbers and its terms are judged alike."""
+    assert judge(limits, usage, batch) == judge([Terms.of(each) for each in limits], usage, batch)
+
+
+@ANY
+def test_an_id_has_one_outcome(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """Calls that share an id run together or not at all; one of them may be told it would not."""
+    verdict = judge(limits, usage, batch)
+    by_id: dict[str, set[Outcome]] = {}
+    for decision in verdict.decisions:
+        if decision.call.id is not None:
+            by_id.setdefault(decision.call.id, set()).add(decision.outcome)
+    assert all(len(found) == 1 or found == RUNS for found in by_id.values())
+
+
+@ANY
+def test_what_is_blocked_is_refused_by_a_limit(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """A blocked id has a limit that refused it, so the breach is counted and acted upon."""
+    verdict = judge(limits, usage, batch)
+    for decision in verdict.decisions:
+        if decision.outcome is Outcome.BLOCKED:
+            twins = [
+                each
+                for each in verdict.decisions
+                if each is decision
+                or (each.call.id is not None and each.call.id == decision.call.id)
+            ]
+            assert any(standing.enforced for twin in twins for standing in twin.refused_by)
+    blocked = any(decision.outcome is Outcome.BLOCKED for decision in verdict.decisions)
+    assert blocked == bool(verdict.breaches) == (verdict.exit is not None)
+
+
+@ANY
+def test_a_stopped_batch_allows_nothing(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """Calls are skipped where a refusal stops the batch, and then nothing of it runs."""
+    verdict = judge(limits, usage, batch)
+    found = Counter(decision.outcome for decision in verdict.decisions)
+    if verdict.exit in {"finalize", "end", "error"}:
+        assert found[Outcome.ALLOWED] == found[Outcome.WOULD_BLOCK] == 0
+        assert found[Outcome.BLOCKED] > 0
+    else:
+        assert found[Outcome.SKIPPED] == 0
+
+
+@given(limits=limit_lists(), usage=USAGES, batch=batches(), data=st.data())
+def test_the_order_of_limits_changes_nothing(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call], data: st.DataObject
+) -> None:
+    """Which calls run, what is counted and how it ends do not depend on the order of limits."""
+    verdict = judge(limits, usage, batch)
+    shuffled = judge(data.draw(st.permutations(limits)), usage, batch)
+    assert outcomes(shuffled.decisions) == outcomes(verdict.decisions)
+    assert shuffled.usage == verdict.usage
+    # To finalize is as strong as to end: both end the run here, and the first one is told.
+    both = {verdict.exit, shuffled.exit}
+    assert len(both) == 1 or both == {"end", "finalize"}
+
+
+@given(tool=st.none() | st.sampled_from(TOOLS), usage=USAGES, batch=batches())
+def test_a_limit_of_0_forbids(tool: str | None, usage: dict[str, Used], batch: list[Call]) -> None:
+    """Under a limit of 0 no call that it matches is allowed, whatever was used."""
+    limit = ToolCallLimit(tool, run_limit=0)
+    for decision in judge([limit], usage, batch).decisions:
+        if limit.matches(decision.call):
+            assert decision.outcome is Outcome.BLOCKED
+
+
+@given(limits=limit_lists(), usage=USAGES, batch=batches(unique=True), length=st.integers(0, 8))
+def test_later_calls_do_not_change_earlier_ones(
+    limits: list[Limit], usage: dict[str, Used], batch: list[Call], length: int
+) -> None:
+    """With ids of their own and no stop, calls are judged first come, first served."""
+    whole = judge(limits, usage, batch, may_stop=False)
+    prefix = judge(limits, usage, batch[:length], may_stop=False)
+    assert whole.decisions[:length] == prefix.decisions
+
+
+@ANY
+def test_judging_reads_only(limits: list[Limit], usage: dict[str, Used], batch: list[Call]) -> None:
+    """Judging changes none of its arguments and gives the same verdict again."""
+    usage_before, batch_before = dict(usage), [replace(call) for call in batch]
+    first = judge(limits, usage, batch)
+    assert (usage, batch) == (usage_before, batch_before)
+    assert judge(limits, usage, batch) == first

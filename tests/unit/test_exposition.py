@@ -1,0 +1,469 @@
+"""/metrics over real HTTP: the server on loopback, and the ASGI app as a route."""
+
+import asyncio
+import errno
+import gzip
+import logging
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from blockbuster import BlockingError, blockbuster_ctx
+from prometheus_client import CollectorRegistry, Counter, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from langchain_quota import metrics_app, start_metrics_server
+from langchain_quota.exposition import ADDR_VARIABLE
+from tests.servers.programs import required_program
+from tests.servers.prometheus import parse_openmetrics
+
+get = partial(httpx.get, trust_env=False)  # no proxy
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+ENOUGH = 10.0
+"""Seconds until something that should happen counts as not happening."""
+
+
+@pytest.fixture(autouse=True)
+def no_address_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the test run does not choose the address."""
+    monkeypatch.delenv(ADDR_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    """A registry with two counters: apples and pears."""
+    registry = CollectorRegistry()
+    Counter("apples", "Apples.", registry=registry).inc(3, exemplar={"trace_id": "abc"})
+    Counter("pears", "Pears.", registry=registry).inc(4)
+    return registry
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A self-signed certificate and its key, in PEM files."""
+
+    certfile: str
+    keyfile: str
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certificate]:
+    """Self-signed certificates for a server on 127.0.0.1, for a client, and for a stranger."""
+    openssl = required_program("openssl", "openssl")
+    directory = tmp_path_factory.mktemp("certificates")
+    return {name: _certificate(openssl, directory, name) for name in ("server", "client", "other")}
+
+
+def _certificate(openssl: str, directory: Path, name: str) -> Certificate:
+    certfile, keyfile = directory / f"{name}.pem", directory / f"{name}.key"
+    command = [openssl, "req", "-x509", "-nodes", "-days", "1", "-subj", f"/CN={name}"]
+    command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(keyfile), "-out", str(certfile)]
+    subprocess.run(command, check=True, capture_output=True)
+    return Certificate(str(certfile), str(keyfile))
+
+
+def trusting(server: Certificate, client: Certificate | None = None) -> ssl.SSLContext:
+    """What a client needs that trusts the server, and shows a certificate if it has one."""
+    context = ssl.create_default_context(cafile=server.certfile)
+    if client is not None:
+        context.load_cert_chain(client.certfile, client.keyfile)
+    return context
+
+
+class TestServer:
+    """start_metrics_server()."""
+
+    def test_serves_the_metrics(self, registry: CollectorRegistry) -> None:
+        """The url answers with the registry's metrics."""
+        with start_metrics_server(port=0, registry=registry) as server:
+            response = get(server.url)
+        assert response.status_code == 200
+        assert "apples_total 3.0" in response.text.splitlines()
+
+    def test_binds_loopback_by_default(self, registry: CollectorRegistry) -> None:
+        """Without an address only this machine can read the ids of threads."""
+        with start_metrics_server(port=0, registry=registry) as server:
+            assert server.addr == "127.0.0.1"
+            assert server.url == f"http://127.0.0.1:{server.port}/metrics"
+
+    def test_port_0_takes_a_free_port(self, registry: CollectorRegistry) -> None:
+        """Two servers with port 0 get two real ports."""
+        with (
+            start_metrics_server(port=0, registry=registry) as one,
+            start_metrics_server(port=0, registry=registry) as two,
+        ):
+            assert 0 not in {one.port, two.port}
+            assert one.port != two.port
+
+    def test_address_from_the_environment(
+        self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """LANGCHAIN_QUOTA_METRICS_ADDR is bound when no address is given."""
+        monkeypatch.setenv("LANGCHAIN_QUOTA_METRICS_ADDR", "127.0.0.2")
+        with start_metrics_server(port=0, registry=registry) as server:
+            assert server.addr == "127.0.0.2"
+            assert get(server.url).status_code == 200
+            with pytest.raises(httpx.ConnectError):
+                get(f"http://127.0.0.1:{server.port}/metrics")
+
+    def test_address_argument_wins(
+        self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An address that the code gives is bound whatever the environment says."""
+        monkeypatch.setenv("LANGCHAIN_QUOTA_METRICS_ADDR", "127.0.0.2")
+        with start_metrics_server(port=0, addr="127.0.0.3", registry=registry) as server:
+            assert server.addr == "127.0.0.3"
+            assert get(server.url).status_code == 200
+
+    def test_taken_port_is_named(self, registry: CollectorRegistry) -> None:
+        """A port in use is an OSError that names the address and the port."""
+        with start_metrics_server(port=0, registry=registry) as server:
+            with pytest.raises(
+                OSError, match=f"127.0.0.1:{server.port}: the port is taken"
+            ) as taken:
+                start_metrics_server(port=server.port, registry=registry)
+            assert taken.value.errno == errno.EADDRINUSE
+            assert get(server.url).status_code == 200
+
+    @pytest.mark.parametrize("addr", ["192.0.2.1", "no.such.host.invalid"])
+    def test_foreign_address_is_named(self, registry: CollectorRegistry, addr: str) -> None:
+        """An address that is not of this machine is an OSError that names it."""
+        with pytest.raises(OSError, match=f"cannot serve metrics on {addr}:0: "):
+            start_metrics_server(port=0, addr=addr, registry=registry)
+
+    def test_close_frees_the_port(self, registry: CollectorRegistry) -> None:
+        """After close() nobody answers, and the port can be bound again at once."""
+        server = start_metrics_server(port=0, registry=registry)
+        assert get(server.url).status_code == 200
+        server.close()
+        with pytest.raises(httpx.ConnectError):
+            get(server.url)
+        with start_metrics_server(port=server.port, registry=registry) as again:
+            assert get(again.url).status_code == 200
+
+    def test_close_ends_its_thread(self, registry: CollectorRegistry) -> None:
+        """The server leaves no thread behind."""
+        before = set(threading.enumerate())
+        server = start_metrics_server(port=0, registry=registry)
+        [thread] = set(threading.enumerate()) - before
+        assert thread.daemon
+        server.close()
+        assert not thread.is_alive()
+
+    def test_close_twice(self, registry: CollectorRegistry) -> None:
+        """A server closed by hand inside its `with` is closed without complaint."""
+        with start_metrics_server(port=0, registry=registry) as server:
+            server.close()
+
+    def test_logs_where_it_is(
+        self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The log names the address bound and, on loopback, how to bind in a container."""
+        caplog.set_level(logging.INFO, logger="langchain_quota")
+        with start_metrics_server(port=0, registry=registry) as server:
+            [record] = caplog.records
+            assert (record.name, record.levelno) == ("langchain_quota", logging.INFO)
+            message = record.getMessage()
+        assert server.url in message
+        assert "LANGCHAIN_QUOTA_METRICS_ADDR" in message
+        assert "0.0.0.0" in message  # noqa: S104 - in a text
+
+    def test_logs_no_hint_elsewhere(
+        self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Bound to all addresses, the log names that and has no hint about containers."""
+        caplog.set_level(logging.INFO, logger="langchain_quota")
+        with start_metrics_server(
+            port=0,
+            addr="0.0.0.0",  # noqa: S104 - the address that containers need
+            registry=registry,
+        ) as server:
+            [record] = caplog.records
+            assert server.url in record.getMessage()
+            assert "container" not in record.getMessage()
+
+
+class TestTls:
+    """start_metrics_server() with certificates."""
+
+    def test_serves_https(
+        self, registry: CollectorRegistry, certificates: dict[str, Certificate]
+    ) -> None:
+        """With a certificate it speaks TLS, as that certificate, and nothing else."""
+        own = certificates["server"]
+        with start_metrics_server(
+            port=0, certfile=own.certfile, keyfile=own.keyfile, registry=registry
+        ) as server:
+            assert server.url == f"https://127.0.0.1:{server.port}/metrics"
+            response = get(server.url, verify=trusting(own))
+            assert "apples_total 3.0" in response.text.splitlines()
+            with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+                get(server.url, verify=trusting(certificates["other"]))
+            with pytest.raises(httpx.TransportError):
+                get(server.url.replace("https", "http"))
+
+    def test_clients_must_show_a_certificate(
+        self, registry: CollectorRegistry, certificates: dict[str, Certificate]
+    ) -> None:
+        """With client_cafile only clients that it knows get an answer."""
+        own, client = certificates["server"], certificates["client"]
+        with start_metrics_server(
+            port=0,
+            certfile=own.certfile,
+            keyfile=own.keyfile,
+            client_cafile=client.certfile,
+            registry=registry,
+        ) as server:
+            assert get(server.url, verify=trusting(own, client)).status_code == 200
+            for refused in (None, certificates["other"]):
+                with pytest.raises(httpx.TransportError):
+                    get(server.url, verify=trusting(own, refused))
+            assert get(server.url, verify=trusting(own, client)).status_code == 200
+
+    def test_a_silent_client_keeps_nobody_waiting(
+        self, registry: CollectorRegistry, certificates: dict[str, Certificate]
+    ) -> None:
+        """A client that connects and never begins the handshake does not stop the others."""
+        own = certificates["server"]
+        with start_metrics_server(
+            port=0, certfile=own.certfile, keyfile=own.keyfile, registry=registry
+        ) as server:
+            silent = socket.create_connection((server.addr, server.port))
+            with silent:  # closed before the server, which may be waiting for it
+                response = get(server.url, verify=trusting(own), timeout=ENOUGH)
+            assert response.status_code == 200
+
+    @pytest.mark.parametrize("given", ["certfile", "keyfile", "client_cafile"])
+    def test_arguments_that_need_others(self, registry: CollectorRegistry, given: str) -> None:
+        """A certificate without key, a key or client authorities alone: ValueError, naming it."""
+        with pytest.raises(ValueError, match=f"{given}=some.pem"):
+            start_metrics_server(port=0, registry=registry, **{given: "some.pem"})
+
+    @pytest.mark.parametrize("broken", ["certfile", "keyfile", "client_cafile"])
+    @pytest.mark.parametrize("content", [None, "no certificate"])
+    def test_unusable_file_is_named(
+        self,
+        registry: CollectorRegistry,
+        certificates: dict[str, Certificate],
+        tmp_path: Path,
+        broken: str,
+        content: str | None,
+    ) -> None:
+        """A file that is missing or no certificate is an OSError naming it; no port is held."""
+        with start_metrics_server(port=0, registry=registry) as server:
+            port = server.port
+        own = certificates["server"]
+        files = {"certfile": own.certfile, "keyfile": own.keyfile, "client_cafile": own.certfile}
+        path = tmp_path / "broken.pem"
+        if content is not None:
+            path.write_text(content)
+        files[broken] = str(path)
+        with pytest.raises(OSError, match=r"broken\.pem") as refused:
+            start_metrics_server(port, registry=registry, **files)
+        assert "the port is taken" not in str(refused.value)
+        with start_metrics_server(port, registry=registry) as server:
+            assert get(server.url).status_code == 200
+
+
+class OnCollect(Collector):
+    """A collector that does something whenever it is rendered, and gives what that returns."""
+
+    def __init__(self, action: Callable[[], float]) -> None:
+        self._action = action
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("on_collect", "What the action returned.", self._action())
+
+    def describe(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("on_collect", "What the action returned.")
+
+
+@pytest.fixture
+def client(registry: CollectorRegistry) -> httpx.AsyncClient:
+    """A client of a Starlette application with the app as a route."""
+    app = Starlette(routes=[Route("/metrics", metrics_app(registry))])
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+class TestApp:
+    """metrics_app()."""
+
+    async def test_text_by_default(self, client: httpx.AsyncClient) -> None:
+        """Without a preference the answer is the text format, straight at /metrics."""
+        response = await client.get("/metrics", headers={"accept": "*/*"})
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        families = {family.name: family for family in parse_text(response.text)}
+        assert families["apples"].samples[0].value == 3
+
+    async def test_openmetrics_when_accepted(self, client: httpx.AsyncClient) -> None:
+        """Who accepts OpenMetrics gets it, with exemplars."""
+        response = await client.get("/metrics", headers={"accept": OPENMETRICS})
+        assert response.headers["content-type"].startswith(OPENMETRICS)
+        families = {family.name: family for family in parse_openmetrics(response.text)}
+        exemplar = families["apples"].samples[0].exemplar
+        assert exemplar is not None
+        assert exemplar.labels == {"trace_id": "abc"}
+
+    async def test_gzip_when_accepted(self, client: httpx.AsyncClient) -> None:
+        """Who accepts gzip gets it; who does not gets plain bytes."""
+        async with client.stream(
+            "GET", "/metrics", headers={"accept-encoding": "gzip"}
+        ) as response:
+            assert response.headers["content-encoding"] == "gzip"
+            raw = b"".join([chunk async for chunk in response.aiter_raw()])
+            assert b"apples_total 3.0\n" in gzip.decompress(raw)
+        response = await client.get("/metrics", headers={"accept-encoding": "identity"})
+        assert "content-encoding" not in response.headers
+        assert "apples_total 3.0" in response.text
+
+    async def test_names_can_be_chosen(self, client: httpx.AsyncClient) -> None:
+        """name[] restricts the answer to the metrics named."""
+        response = await client.get("/metrics", params={"name[]": "pears_total"})
+        samples = {sample.name for family in parse_text(response.text) for sample in family.samples}
+        assert "pears_total" in samples
+        assert not any(name.startswith("apples") for name in samples)
+
+    async def test_head(self, client: httpx.AsyncClient) -> None:
+        """HEAD answers as GET does, without the body."""
+        response = await client.head("/metrics")
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain")
+        assert response.content == b""
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+    async def test_other_methods(self, client: httpx.AsyncClient, method: str) -> None:
+        """Metrics are only read: other methods are refused, with those that are not."""
+        response = await client.request(method, "/metrics")
+        assert response.status_code == 405
+        assert response.headers["allow"] == "GET, HEAD"
+        assert response.content == b""
+
+    async def test_add_route(self, registry: CollectorRegistry) -> None:
+        """It can be added with add_route, as FastAPI's and Starlette's users do."""
+        app = Starlette()
+        app.add_route("/metrics", metrics_app(registry))  # type: ignore[arg-type]  # an ASGI app is taken too
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            response = await client.get("/metrics")
+        assert (response.status_code, response.history) == (200, [])
+
+    async def test_only_http(self, registry: CollectorRegistry) -> None:
+        """A websocket is refused, not answered with half a response."""
+
+        async def unused(*_: object) -> dict[str, object]:
+            raise AssertionError
+
+        with pytest.raises(ValueError, match="websocket"):
+            await metrics_app(registry)({"type": "websocket"}, unused, unused)  # type: ignore[arg-type]  # never called
+
+
+class TestAppOffTheLoop:
+    """metrics_app() renders beside the event loop, not on it."""
+
+    async def test_renders_in_another_thread(
+        self, registry: CollectorRegistry, client: httpx.AsyncClient
+    ) -> None:
+        """The collectors run in a thread that is not the event loop's."""
+        threads: list[int] = []
+
+        def note_thread() -> float:
+            threads.append(threading.get_ident())
+            return 1
+
+        registry.register(OnCollect(note_thread))
+        await client.get("/metrics")
+        assert threads
+        assert threading.get_ident() not in threads
+
+    async def test_the_loop_goes_on_meanwhile(
+        self, registry: CollectorRegistry, client: httpx.AsyncClient
+    ) -> None:
+        """While metrics are rendered the event loop does other work: here, what ends rendering."""
+        loop = asyncio.get_running_loop()
+        began, released = asyncio.Event(), threading.Event()
+
+        def wait_for_the_loop() -> float:
+            loop.call_soon_threadsafe(began.set)
+            return released.wait(ENOUGH)
+
+        async def release() -> None:
+            await began.wait()
+            released.set()
+
+        registry.register(OnCollect(wait_for_the_loop))
+        response, _ = await asyncio.gather(client.get("/metrics"), release())
+        assert "on_collect 1.0" in response.text.splitlines()
+
+    async def test_collectors_may_block(
+        self, registry: CollectorRegistry, client: httpx.AsyncClient
+    ) -> None:
+        """A collector that blocks is no blocking call on an event loop."""
+
+        def block() -> float:
+            time.sleep(0.001)
+            return 1
+
+        registry.register(OnCollect(block))
+        with blockbuster_ctx():
+            response = await client.get("/metrics")
+        assert "on_collect 1.0" in response.text.splitlines()
+
+    async def test_blocking_on_the_loop_would_be_seen(self, registry: CollectorRegistry) -> None:
+        """The test above can fail: the same collector rendered on the loop is caught."""
+
+        def block() -> float:
+            time.sleep(0.001)
+            return 1
+
+        registry.register(OnCollect(block))
+        with blockbuster_ctx(), pytest.raises(BlockingError, match=r"time\.sleep"):
+            registry.get_sample_value("on_collect")
+
+    async def test_no_loop_runs_where_collectors_do(
+        self, registry: CollectorRegistry, client: httpx.AsyncClient
+    ) -> None:
+        """A collector may use asyncio.run, as under any other server: no loop runs there yet."""
+
+        def without_loop() -> float:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                return 1
+            return 0
+
+        registry.register(OnCollect(without_loop))
+        response = await client.get("/metrics")
+        assert "on_collect 1.0" in response.text.splitlines()
+
+    async def test_concurrent_scrapes(self, client: httpx.AsyncClient) -> None:
+        """Twenty scrapes at once get twenty whole answers."""
+        responses = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
+        assert {response.status_code for response in responses} == {200}
+        assert len({response.text for response in responses}) == 1
+
+    async def test_a_failing_collector(
+        self, registry: CollectorRegistry, client: httpx.AsyncClient
+    ) -> None:
+        """What a collector raises reaches the application's error handling."""
+
+        def fail() -> float:
+            raise LookupError("no such thing")
+
+        registry.register(OnCollect(fail))
+        with pytest.raises(LookupError, match="no such thing"):
+            await client.get("/metrics")

@@ -1,0 +1,395 @@
+"""Limits are validated once, when they are made."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from langchain_quota import Call, ModelCallLimit, ToolCallLimit
+from langchain_quota.limits import Limit, Terms
+
+BOTH = pytest.mark.parametrize("make", [ToolCallLimit, ModelCallLimit])
+THRESHOLDS = pytest.mark.parametrize("argument", ["thread_limit", "run_limit"])
+
+Make = Callable[..., Limit]
+
+
+@BOTH
+@THRESHOLDS
+@pytest.mark.parametrize("value", [True, False, 2.5, 2.0, "3", float("nan"), [3]])
+def test_a_threshold_of_a_wrong_type_is_refused(make: Make, argument: str, value: object) -> None:
+    """What is no whole number is a TypeError that names the argument and the value."""
+    with pytest.raises(TypeError) as caught:
+        make(**{argument: value})
+    assert argument in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+@THRESHOLDS
+def test_a_negative_threshold_is_refused(make: Make, argument: str) -> None:
+    """A limit below 0 is a ValueError that names the argument and the value."""
+    with pytest.raises(ValueError, match=rf"{argument} .*-1"):
+        make(**{argument: -1})
+
+
+@BOTH
+@THRESHOLDS
+@pytest.mark.parametrize("value", [0, 1, 10**30])
+def test_whole_numbers_from_0_are_thresholds(make: Make, argument: str, value: int) -> None:
+    """0, which forbids, and any larger whole number are kept as given."""
+    assert getattr(make(**{argument: value}), argument) == value
+
+
+@BOTH
+def test_a_limit_needs_a_threshold(make: Make) -> None:
+    """Without a thread limit and a run limit there is nothing to hold to."""
+    with pytest.raises(ValueError, match="At least one limit must be specified"):
+        make()
+
+
+def test_a_tools_run_limit_is_at_most_its_thread_limit() -> None:
+    """A run is part of a thread: a larger run limit could never be reached."""
+    with pytest.raises(ValueError, match=r"run_limit \(5\) cannot exceed thread_limit \(3\)"):
+        ToolCallLimit(thread_limit=3, run_limit=5)
+    assert ToolCallLimit(thread_limit=3, run_limit=3).run_limit == 3
+
+
+def test_a_models_run_limit_may_exceed_its_thread_limit() -> None:
+    """LangChain's model limiter accepts it, so a drop-in does too."""
+    assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5
+
+
+@pytest.mark.parametrize("value", [5, b"search", {"search"}, True])
+def test_a_tool_name_of_a_wrong_type_is_refused(value: Any) -> None:
+    """A tool name that is no string is a TypeError that names the value."""
+    with pytest.raises(TypeError) as caught:
+        ToolCallLimit(value, run_limit=1)
+    assert "tool_name" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", "__all__"])
+def test_a_tool_name_that_names_no_tool_is_refused(value: str) -> None:
+    """The empty name, and the key under which all tools are counted, name no tool."""
+    with pytest.raises(ValueError, match=f"tool_name .*'{value}'"):
+        ToolCallLimit(value, run_limit=1)
+    with pytest.raises(ValueError, match=f"tool_name .*'{value}'"):
+        ToolCallLimit(["search", value], run_limit=1)
+    with pytest.raises(ValueError, match=f"exclude .*'{value}'"):
+        ToolCallLimit(exclude=["search", value], run_limit=1)
+
+
+@pytest.mark.parametrize("value", [[], ()])
+def test_no_tools_are_not_all_tools(value: Any) -> None:
+    """An empty list of tools, which a setting may turn out to be, does not limit all of them."""
+    with pytest.raises(ValueError, match="tool_name must name a tool"):
+        ToolCallLimit(value, run_limit=1)
+
+
+@pytest.mark.parametrize("value", [["search", 5], ("search", None), [b"search"]])
+def test_names_of_a_wrong_type_are_refused(value: Any) -> None:
+    """Each of several tools is a string; the error names the argument and what is none."""
+    for arguments in ({"tool_name": value}, {"exclude": value}):
+        (argument,) = arguments
+        with pytest.raises(TypeError, match=argument) as caught:
+            ToolCallLimit(run_limit=1, **arguments)
+        assert repr(value[-1]) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [5, {"search"}, True])
+def test_an_exclude_of_a_wrong_type_is_refused(value: Any) -> None:
+    """What is no sequence of names is a TypeError that names the argument and the value."""
+    with pytest.raises(TypeError, match="exclude") as caught:
+        ToolCallLimit(exclude=value, run_limit=1)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("tools", ["search", ["search", "calc"]])
+def test_what_is_named_excludes_nothing(tools: Any) -> None:
+    """Tools can be excluded from all tools only; the error names what was excluded."""
+    with pytest.raises(ValueError, match=r"exclude=.*'fetch'"):
+        ToolCallLimit(tools, exclude=["fetch"], run_limit=1)
+
+
+def test_nothing_excluded() -> None:
+    """An empty list of exclusions leaves all tools limited, under the usual name and counter."""
+    limit = ToolCallLimit(exclude=[], run_limit=1)
+    assert (limit.exclude, limit.name, limit.counter) == ((), "tool:*", "__all__")
+
+
+@BOTH
+@pytest.mark.parametrize("value", ["0.8", True, [0.8]])
+def test_a_near_of_a_wrong_type_is_refused(make: Make, value: object) -> None:
+    """A share that is no number is a TypeError that names the value."""
+    with pytest.raises(TypeError, match="near") as caught:
+        make(run_limit=1, near=value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+@pytest.mark.parametrize("value", [0, -0.1, 1.1, float("nan")])
+def test_a_near_out_of_bounds_is_refused(make: Make, value: float) -> None:
+    """A share is above 0 and at most 1; the error names the value."""
+    with pytest.raises(ValueError, match="near") as caught:
+        make(run_limit=1, near=value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+@pytest.mark.parametrize("value", [None, 0.01, 0.5, 1])
+def test_a_near_share_is_kept(make: Make, value: float | None) -> None:
+    """A share within the bounds is kept as given; none leaves it to the telemetry."""
+    assert make(run_limit=1, near=value).near == value
+
+
+@BOTH
+@pytest.mark.parametrize("value", [1, 0, None, "no"])
+def test_an_enforce_of_a_wrong_type_is_refused(make: Make, value: object) -> None:
+    """Whether a limit holds is True or False: anything else is a TypeError with the value."""
+    with pytest.raises(TypeError, match="enforce") as caught:
+        make(run_limit=1, enforce=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "3"])
+def test_a_give_up_of_a_wrong_type_is_refused(value: Any) -> None:
+    """What is no whole number is a TypeError that names the argument and the value."""
+    with pytest.raises(TypeError, match="give_up_after") as caught:
+        ToolCallLimit(run_limit=1, give_up_after=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_giving_up_needs_a_refusal(value: int) -> None:
+    """A limit gives up after one refusal at the earliest."""
+    with pytest.raises(ValueError, match=f"give_up_after .*{value}"):
+        ToolCallLimit(run_limit=1, give_up_after=value)
+    assert ToolCallLimit(run_limit=1, give_up_after=1).give_up_after == 1
+
+
+@pytest.mark.parametrize(
+    "others", [{"exit_behavior": "end"}, {"exit_behavior": "error"}, {"enforce": False}], ids=str
+)
+def test_only_what_continues_gives_up(others: dict[str, Any]) -> None:
+    """A limit that ends at its first refusal, or that refuses nothing, cannot give up."""
+    with pytest.raises(ValueError, match="give_up_after=3 goes with exit_behavior='continue'"):
+        ToolCallLimit(run_limit=1, give_up_after=3, **others)
+
+
+def test_only_what_holds_finalizes() -> None:
+    """A model limit on trial cannot tell a call that it is the last."""
+    with pytest.raises(ValueError, match="exit_behavior='finalize' goes with enforce=True"):
+        ModelCallLimit(run_limit=1, exit_behavior="finalize", enforce=False)
+    assert ModelCallLimit(run_limit=1, exit_behavior="finalize").exit_behavior == "finalize"
+
+
+def number(state: object, runtime: object) -> int:
+    return 5
+
+
+@BOTH
+@THRESHOLDS
+def test_a_function_is_a_threshold(make: Make, argument: str) -> None:
+    """A limit may be a function alone, and it is kept uncalled."""
+    limit = make(**{argument: number})
+    assert getattr(limit, argument) is number
+
+
+def test_a_function_is_not_compared() -> None:
+    """Only two numbers can be seen to contradict each other."""
+    assert ToolCallLimit(thread_limit=number, run_limit=99).run_limit == 99
+    assert ToolCallLimit(thread_limit=3, run_limit=number).thread_limit == 3
+
+
+@BOTH
+def test_arguments_are_given_by_name(make: Make) -> None:
+    """Only the tool goes without a name: two numbers in a row could be swapped unseen."""
+    with pytest.raises(TypeError):
+        make("search", 3)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        ToolCallLimit("search", thread_limit=3, run_limit=1, exit_behavior="end"),
+        ToolCallLimit(thread_limit=3),
+        ModelCallLimit(run_limit=0, exit_behavior="finalize"),
+    ],
+)
+def test_the_terms_of_fixed_numbers(limit: Limit) -> None:
+    """The terms of a limit without functions are its own numbers and exit behaviour."""
+    terms = Terms.of(limit)
+    assert terms.limit is limit
+    assert (terms.thread_limit, terms.run_limit) == (limit.thread_limit, limit.run_limit)
+    assert terms.exit_behavior == limit.exit_behavior
+    assert terms.threshold("thread") == limit.thread_limit
+    assert terms.threshold("run") == limit.run_limit
+
+
+def test_the_terms_of_computed_numbers() -> None:
+    """A computed number stands for its function, none of them called; fixed ones stay."""
+
+    def never(state: object, runtime: object) -> int:
+        raise AssertionError
+
+    limit = ToolCallLimit(thread_limit=never, run_limit=2)
+    assert Terms.of(limit, thread_limit=7) == Terms(limit, 7, 2, "continue")
+    assert Terms.of(limit, thread_limit=None) == Terms(limit, None, 2, "continue")
+
+
+def test_terms_need_every_number() -> None:
+    """A function that was not computed is a TypeError that names the argument and the limit."""
+    with pytest.raises(TypeError, match=r"run_limit of limit 'tool:\*'"):
+        Terms.of(ToolCallLimit(run_limit=number))
+
+
+@pytest.mark.parametrize("value", [True, 2.5, "3"])
+def test_a_computed_number_of_a_wrong_type_is_refused(value: Any) -> None:
+    """What a function gives is checked like what a user gives; the error names the limit."""
+    with pytest.raises(TypeError, match="run_limit of limit 'mine'") as caught:
+        Terms.of(ToolCallLimit(run_limit=number, name="mine"), run_limit=value)
+    assert repr(value) in str(caught.value)
+
+
+def test_a_negative_computed_number_is_refused() -> None:
+    """A function that gives less than 0 is a ValueError that names the limit and the value."""
+    with pytest.raises(ValueError, match=r"thread_limit of limit 'model' .*-1"):
+        Terms.of(ModelCallLimit(thread_limit=number), thread_limit=-1)
+
+
+def test_ending_terms_have_the_same_numbers() -> None:
+    """Terms that were made to end differ in the exit behaviour alone."""
+    limit = ToolCallLimit(thread_limit=3, run_limit=2)
+    assert Terms.of(limit).ending() == Terms(limit, 3, 2, "end")
+    assert Terms.of(limit).exit_behavior == "continue"
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (ToolCallLimit, "stop"),
+        (ToolCallLimit, None),
+        (ModelCallLimit, "continue"),
+        (ModelCallLimit, ["end"]),
+    ],
+)
+def test_an_unknown_exit_behavior_is_refused(make: Make, value: object) -> None:
+    """The message begins as LangChain's does and names the value; models cannot continue."""
+    with pytest.raises(ValueError, match=r"^Invalid exit_behavior") as caught:
+        make(run_limit=1, exit_behavior=value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+@pytest.mark.parametrize("value", [5, ["no"], b"no"])
+def test_a_message_of_a_wrong_type_is_refused(make: Make, value: object) -> None:
+    """A message that is neither text nor function is a TypeError that names the value."""
+    with pytest.raises(TypeError) as caught:
+        make(run_limit=1, message=value)
+    assert "message" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+@pytest.mark.parametrize("value", [5, 0, b"mine"])
+def test_a_name_of_a_wrong_type_is_refused(make: Make, value: object) -> None:
+    """A name that is no string is a TypeError that names the value."""
+    with pytest.raises(TypeError) as caught:
+        make(run_limit=1, name=value)
+    assert "name" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+@pytest.mark.parametrize("value", ["n" * 65, "two\nlines", "\ud800", "\x00"])
+def test_a_name_that_cannot_be_a_label_is_refused(make: Make, value: str) -> None:
+    """A name is a metric label unchanged: long or unprintable ones are a ValueError."""
+    with pytest.raises(ValueError, match="name must have 1 to 64 printable") as caught:
+        make(run_limit=1, name=value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+def test_a_name_of_64_characters_is_kept(make: Make) -> None:
+    """The longest name that fits a label is kept as given."""
+    assert make(run_limit=1, name="n" * 64).name == "n" * 64
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [
+        (ToolCallLimit("search", run_limit=1), "tool:search"),
+        (ToolCallLimit(["search", "calc", "search"], run_limit=1), "tool:calc,search"),
+        (ToolCallLimit(run_limit=1), "tool:*"),
+        (ToolCallLimit(exclude="calc", run_limit=1), "tool:*-calc"),
+        (ToolCallLimit(exclude=("fetch", "calc"), run_limit=1), "tool:*-calc,fetch"),
+        (ModelCallLimit(run_limit=1), "model"),
+        (ModelCallLimit(run_limit=1, name=""), "model"),
+    ],
+)
+def test_default_names(limit: Limit, name: str) -> None:
+    """A limit that is given no name is named after what it limits."""
+    assert limit.name == name
+
+
+@pytest.mark.parametrize("limit", [ToolCallLimit(run_limit=1), ModelCallLimit(run_limit=1)])
+def test_limits_are_frozen(limit: Limit) -> None:
+    """A limit cannot be loosened after it was made."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        limit.run_limit = 2  # type: ignore[misc]  # what is tested
+
+
+@pytest.mark.parametrize(
+    ("limit", "matching"),
+    [
+        (ToolCallLimit("search", run_limit=1), ["search"]),
+        (ToolCallLimit(["search", "fetch"], run_limit=1), ["search", "fetch"]),
+        (ToolCallLimit(run_limit=1), ["search", "calc", "fetch"]),
+        (ToolCallLimit(exclude=["calc", "unknown"], run_limit=1), ["search", "fetch"]),
+        (ModelCallLimit(run_limit=1), [None]),
+    ],
+)
+def test_a_limit_matches_what_it_names(limit: Limit, matching: list[str | None]) -> None:
+    """A tool's limit matches that tool, one without a name all but the excluded, the model's it."""
+    tools = ["search", "calc", "fetch"]
+    calls = [*(Call("tool", tool) for tool in tools), Call("model")]
+    assert [call.tool for call in calls if limit.matches(call)] == matching
+
+
+def test_limits_on_one_tool_share_a_counter() -> None:
+    """Two limits on one tool are two thresholds over one count, all tools are another."""
+    soft = ToolCallLimit("search", run_limit=1, name="soft")
+    hard = ToolCallLimit("search", run_limit=2, name="hard")
+    everything = ToolCallLimit(run_limit=3)
+    assert (soft.counter, hard.counter, everything.counter) == ("search", "search", "__all__")
+    assert (soft.tools, everything.tools) == (("search",), ())
+
+
+def test_the_same_tools_share_a_counter() -> None:
+    """A set of tools is one thing counted, in whatever order and how often they are named."""
+    first = ToolCallLimit(["search", "calc"], run_limit=1, name="first")
+    second = ToolCallLimit(("calc", "search", "calc"), run_limit=2, name="second")
+    assert first.counter == second.counter
+    assert first.tools == second.tools == ("calc", "search")
+    but = ToolCallLimit(exclude=["search", "calc"], run_limit=1)
+    as_well = ToolCallLimit(exclude=("calc", "search"), run_limit=2, name="as well")
+    assert but.counter == as_well.counter
+
+
+def test_different_tools_have_counters_of_their_own() -> None:
+    """No two limits that match different calls share a count, whatever the tools are called."""
+    limits: list[Limit] = [
+        ToolCallLimit("search", run_limit=1),
+        ToolCallLimit("calc", run_limit=1),
+        ToolCallLimit(["calc", "search"], run_limit=1),
+        ToolCallLimit(run_limit=1),
+        ToolCallLimit(exclude=["calc"], run_limit=1),
+        ToolCallLimit(exclude=["calc", "search"], run_limit=1),
+        ToolCallLimit(exclude=["calc-search"], run_limit=1),
+        ModelCallLimit(run_limit=1),
+        ToolCallLimit("model", run_limit=1),
+    ]
+    counters = [(limit.kind, limit.counter) for limit in limits]
+    assert len(set(counters)) == len(counters)

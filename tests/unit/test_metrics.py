@@ -1,0 +1,435 @@
+"""The Prometheus metrics: names, labels, and what each decision adds to them."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from langchain_quota import (
+    Call,
+    Decision,
+    Level,
+    ModelCallLimit,
+    Outcome,
+    ToolCallLimit,
+    __version__,
+)
+from langchain_quota.decision import Refund
+from langchain_quota.engine import Used, judge
+from langchain_quota.limits import Limit, Terms
+from langchain_quota.telemetry.metrics import Metrics
+from tests.conftest import Signals
+
+CALLS = "langchain_quota_calls_total"
+LIMIT_DECISIONS = "langchain_quota_limit_decisions_total"
+TABLE = {
+    "langchain_quota_calls": ("counter", {"agent", "kind", "tool", "decision"}),
+    "langchain_quota_limit_decisions": ("counter", {"agent", "limit", "scope", "decision"}),
+    "langchain_quota_near_limit": ("counter", {"agent", "limit", "scope"}),
+    "langchain_quota_exhausted": ("counter", {"agent", "limit", "scope"}),
+    "langchain_quota_limit": ("gauge", {"agent", "limit", "scope"}),
+    "langchain_quota_subjects": ("gauge", {"agent", "limit", "scope", "state"}),
+    "langchain_quota_thread_used": ("gauge", {"agent", "limit", "thread_id"}),
+    "langchain_quota_thread_limit": ("gauge", {"agent", "limit", "thread_id"}),
+    "langchain_quota_thread_blocked": ("counter", {"agent", "limit", "thread_id"}),
+    "langchain_quota_thread_last_decision_timestamp_seconds": ("gauge", {"agent", "thread_id"}),
+    "langchain_quota_threads_hidden": ("gauge", {"state"}),
+    "langchain_quota_errors": ("counter", {"component", "error_type"}),
+    "langchain_quota_build_info": ("gauge", {"version"}),
+}
+"""Every metric that is promised, by family (a counter's samples end in `_total`)."""
+
+
+def decide(limit: Limit | Terms, used: int, *tools: str) -> tuple[Decision, ...]:
+    """What the judge decides about calls of a thread and run that have used so much."""
+    counter = limit.limit.counter if isinstance(limit, Terms) else limit.counter
+    batch = [
+        Call("tool", tool, str(index), agent="boss", thread_id="t1")
+        for index, tool in enumerate(tools)
+    ]
+    return judge([limit], {counter: Used(used, used)}, batch).decisions
+
+
+def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
+    """The samples of one name by the values of their labels."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_names_types_and_labels(signals: Signals) -> None:
+    """After one of everything, the metrics are those promised, with exactly their labels."""
+    limit = ToolCallLimit("search", thread_limit=1, run_limit=1)
+    decisions = decide(limit, 0, "search", "search")
+    signals.telemetry.emit(decisions, started=0)
+    signals.telemetry.refund([Refund(decisions[0].call, limit.name)])
+    signals.telemetry._signals.errors.failed("metrics", OSError("disk full"))
+    found = {
+        family.name: (
+            family.type,
+            {
+                frozenset(sample.labels)
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            },
+        )
+        for family in signals.registry.collect()
+    }
+    assert found == {name: (type_, {frozenset(labels)}) for name, (type_, labels) in TABLE.items()}
+
+
+def test_every_metric_is_explained(signals: Signals) -> None:
+    """Every family has a help text of its own."""
+    texts = [family.documentation for family in signals.registry.collect()]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)
+
+
+def test_build_info_names_the_version(signals: Signals) -> None:
+    """A process that has decided nothing yet is seen to be up."""
+    assert signals.value("langchain_quota_build_info", version=__version__) == 1
+
+
+def test_gauges_can_be_merged_over_processes() -> None:
+    """Gauges say how several processes of one server are merged."""
+    registry = CollectorRegistry()
+    Metrics(registry)
+    modes = {
+        each._name: each._multiprocess_mode
+        for each in registry._collector_to_names
+        if isinstance(each, Gauge)
+    }
+    assert modes == {
+        "langchain_quota_limit": "mostrecent",
+        "langchain_quota_build_info": "max",
+    }
+
+
+def test_each_decision_of_a_call_is_there_from_the_first(signals: Signals) -> None:
+    """When a tool is first seen, all its decisions exist: 1 for this one, 0 for the others."""
+    signals.telemetry.emit(decide(ToolCallLimit(run_limit=0), 0, "search"), started=0)
+    assert samples(signals.registry, CALLS) == {
+        ("boss", "tool", "search", "allowed"): 0,
+        ("boss", "tool", "search", "blocked"): 1,
+        ("boss", "tool", "search", "skipped"): 0,
+        ("boss", "tool", "search", "would_block"): 0,
+    }
+
+
+def test_all_series_of_a_limit_are_there_from_the_first(signals: Signals) -> None:
+    """When a limit is first met, each decision and each configured scope exists at 0."""
+    limit = ToolCallLimit("search", thread_limit=20, run_limit=10)
+    signals.telemetry.emit(decide(limit, 0, "search"), started=0)
+    assert samples(signals.registry, LIMIT_DECISIONS) == {
+        ("boss", "tool:search", "none", "allowed"): 1,
+        ("boss", "tool:search", "none", "refunded"): 0,
+        ("boss", "tool:search", "thread", "blocked"): 0,
+        ("boss", "tool:search", "thread", "would_block"): 0,
+        ("boss", "tool:search", "run", "blocked"): 0,
+        ("boss", "tool:search", "run", "would_block"): 0,
+    }
+    for name in ("langchain_quota_near_limit_total", "langchain_quota_exhausted_total"):
+        assert samples(signals.registry, name) == {
+            ("boss", "tool:search", "thread"): 0,
+            ("boss", "tool:search", "run"): 0,
+        }
+
+
+def test_a_scope_without_a_limit_has_no_series(signals: Signals) -> None:
+    """A limit for runs only has neither a thread's limit (never +Inf) nor its refusals."""
+    signals.telemetry.emit(decide(ToolCallLimit(run_limit=3), 0, "search"), started=0)
+    assert samples(signals.registry, "langchain_quota_limit") == {("boss", "tool:*", "run"): 3}
+    assert {key[2] for key in samples(signals.registry, LIMIT_DECISIONS)} == {"none", "run"}
+
+
+def test_the_limit_is_shown(signals: Signals) -> None:
+    """The gauge is the configured limit of each scope, 0 included."""
+    forbidden = ToolCallLimit("calc", run_limit=0)
+    limit = ToolCallLimit("search", thread_limit=20, run_limit=3)
+    signals.telemetry.emit(decide(limit, 0, "search"), started=0)
+    signals.telemetry.emit(decide(forbidden, 0, "calc"), started=0)
+    assert samples(signals.registry, "langchain_quota_limit") == {
+        ("boss", "tool:search", "thread"): 20,
+        ("boss", "tool:search", "run"): 3,
+        ("boss", "tool:calc", "run"): 0,
+    }
+
+
+def test_a_refund_of_an_untouched_limit_has_its_siblings(signals: Signals) -> None:
+    """After a restart a refund can come first: what was charged is there, at 0, to subtract it."""
+    call = Call("tool", "search", "a", agent="boss", thread_id="t1")
+    signals.telemetry.refund([Refund(call, "tool:search")])
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert found["boss", "tool:search", "none", "refunded"] == 1
+    assert found.get(("boss", "tool:search", "none", "allowed")) == 0
+
+
+def test_charged_refused_and_refunded(signals: Signals) -> None:
+    """A limit counts what was charged to it, what it refused by scope, and what was taken back."""
+    limit = ToolCallLimit("search", thread_limit=20, run_limit=3)
+    decisions = decide(limit, 1, "search", "search", "search")
+    signals.telemetry.emit(decisions, started=0)
+    signals.telemetry.emit(decide(limit, 20, "search"), started=0)
+    signals.telemetry.refund([Refund(decisions[0].call, limit.name)])
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2:]: value for key, value in found.items() if value} == {
+        ("none", "allowed"): 2,
+        ("run", "blocked"): 1,
+        ("thread", "blocked"): 1,
+        ("none", "refunded"): 1,
+    }
+
+
+def test_a_call_refused_by_one_limit_is_counted_by_no_other(signals: Signals) -> None:
+    """A limit that would have admitted the call counts neither a charge nor a refusal."""
+    limits = [ToolCallLimit("search", run_limit=0), ToolCallLimit(run_limit=9)]
+    verdict = judge(limits, {}, [Call("tool", "search", "a", agent="boss")])
+    signals.telemetry.emit(verdict.decisions, started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key: value for key, value in found.items() if value} == {
+        ("boss", "tool:search", "run", "blocked"): 1
+    }
+    assert found["boss", "tool:*", "none", "allowed"] == 0
+
+
+def test_skipped_calls_are_counted_as_skipped_only(signals: Signals) -> None:
+    """Calls of a stopped batch are judged calls, and charged to and refused by no limit."""
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="end")
+    signals.telemetry.emit(decide(limit, 0, "search", "search", "calc"), started=0)
+    calls = samples(signals.registry, CALLS)
+    assert {key[2:]: value for key, value in calls.items() if value} == {
+        ("search", "skipped"): 1,
+        ("search", "blocked"): 1,
+        ("calc", "skipped"): 1,
+    }
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2:]: value for key, value in found.items() if value} == {("run", "blocked"): 1}
+
+
+def test_a_call_without_a_limit_is_counted(signals: Signals) -> None:
+    """A call that no limit matches is allowed, and no limit knows of it."""
+    decision = Decision(Call("tool", "calc", "a", agent="boss"), Outcome.ALLOWED)
+    signals.telemetry.emit([decision], started=0)
+    value = signals.value(CALLS, agent="boss", kind="tool", tool="calc", decision="allowed")
+    assert value == 1
+    assert samples(signals.registry, LIMIT_DECISIONS) == {}
+
+
+def test_a_call_that_would_be_blocked(signals: Signals) -> None:
+    """A limit on trial counts its refusal apart, and is charged nothing for it."""
+    limit = ToolCallLimit("search", run_limit=0, enforce=False)
+    signals.telemetry.emit(decide(limit, 0, "search"), started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2:]: value for key, value in found.items() if value} == {("run", "would_block"): 1}
+    calls = samples(signals.registry, CALLS)
+    assert {key[3]: value for key, value in calls.items() if value} == {"would_block": 1}
+
+
+def test_a_limit_on_trial_is_charged_what_it_admits(signals: Signals) -> None:
+    """Its charges and what it would refuse are told like an enforced limit's, by scope."""
+    limit = ToolCallLimit("search", thread_limit=20, run_limit=2, enforce=False)
+    signals.telemetry.emit(decide(limit, 0, *["search"] * 5), started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2:]: value for key, value in found.items() if value} == {
+        ("none", "allowed"): 2,
+        ("run", "would_block"): 3,
+    }
+    calls = samples(signals.registry, CALLS)
+    assert {key[3]: value for key, value in calls.items() if value} == {
+        "allowed": 2,
+        "would_block": 3,
+    }
+    assert samples(signals.registry, "langchain_quota_limit") == {
+        ("boss", "tool:search", "thread"): 20,
+        ("boss", "tool:search", "run"): 2,
+    }
+
+
+def test_a_limit_on_trial_crosses_nothing(signals: Signals) -> None:
+    """What is only tried out alarms nobody: it is never near and never exhausted."""
+    limit = ToolCallLimit("search", thread_limit=10, run_limit=10, enforce=False)
+    signals.telemetry.emit(decide(limit, 0, *["search"] * 12), started=0)
+    assert crossings(signals) == (0, 0)
+
+
+def test_a_call_that_an_enforced_limit_blocks_beside_a_trial(signals: Signals) -> None:
+    """The call is blocked; the limit on trial tells that it would have refused it, too."""
+    limits = [
+        ToolCallLimit("search", run_limit=0),
+        ToolCallLimit(run_limit=0, enforce=False, name="trial"),
+    ]
+    verdict = judge(limits, {}, [Call("tool", "search", "a", agent="boss")])
+    signals.telemetry.emit(verdict.decisions, started=0)
+    calls = samples(signals.registry, CALLS)
+    assert {key[3]: value for key, value in calls.items() if value} == {"blocked": 1}
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[1:]: value for key, value in found.items() if value} == {
+        ("tool:search", "run", "blocked"): 1,
+        ("trial", "run", "would_block"): 1,
+    }
+
+
+def computed(run_limit: int | None) -> Terms:
+    limit = ToolCallLimit("search", thread_limit=20, run_limit=lambda *_: 0)
+    return Terms.of(limit, run_limit=run_limit)
+
+
+def test_a_computed_limit_has_no_gauge(signals: Signals) -> None:
+    """What differs from call to call is no configuration; the fixed scope beside it is shown."""
+    signals.telemetry.emit(decide(computed(3), 0, "search"), started=0)
+    assert samples(signals.registry, "langchain_quota_limit") == {
+        ("boss", "tool:search", "thread"): 20
+    }
+
+
+def test_a_computed_limit_is_counted_like_any_other(signals: Signals) -> None:
+    """Refusals and crossings of a scope that is computed go to one series, whatever the number."""
+    for number in (1, 2):
+        decisions = decide(computed(number), 0, *["search"] * (number + 1))
+        signals.telemetry.emit(decisions, started=0)
+    labels = {"agent": "boss", "limit": "tool:search", "scope": "run"}
+    name = "langchain_quota_limit_decisions_total"
+    assert signals.value(name, **labels, decision="blocked") == 2
+    assert signals.value("langchain_quota_exhausted_total", **labels) == 2
+
+
+def test_a_computed_limit_takes_no_memory_for_each_number() -> None:
+    """A function that gives another number at each call leaves one set of series behind."""
+    metrics = Metrics(CollectorRegistry())
+    for number in range(50):
+        for decision in decide(computed(number), 0, "search"):
+            metrics.record(decision, "boss", "search", None)
+    assert len(metrics._limits) == 1
+
+
+def test_a_computed_scope_without_a_number_has_no_series(signals: Signals) -> None:
+    """Where the function gives no limit the scope is as if there were none, until it gives one."""
+    signals.telemetry.emit(decide(computed(None), 0, "search"), started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2] for key in found} == {"none", "thread"}
+    signals.telemetry.emit(decide(computed(3), 0, "search"), started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2] for key in found} == {"none", "thread", "run"}
+    assert found["boss", "tool:search", "none", "allowed"] == 2
+
+
+def test_a_limits_own_near_is_counted(signals: Signals) -> None:
+    """A limit with a near share of its own crosses there, once."""
+    limit = ToolCallLimit("search", run_limit=10, near=0.5)
+    seen = []
+    for used in range(9):
+        signals.telemetry.emit(decide(limit, used, "search"), started=0)
+        seen.append(crossings(signals))
+    assert seen == [*[(0, 0)] * 4, *[(1, 0)] * 5]
+
+
+def test_model_calls_have_no_tool(signals: Signals) -> None:
+    """A model call of an agent without a name is labelled `none` and `unnamed`, never empty."""
+    limit = ModelCallLimit(run_limit=5)
+    signals.telemetry.emit(judge([limit], {}, [Call("model")]).decisions, started=0)
+    labels = {"agent": "unnamed", "kind": "model", "tool": "none", "decision": "allowed"}
+    assert signals.value(CALLS, **labels) == 1
+    labels = {"agent": "unnamed", "limit": "model", "scope": "none", "decision": "allowed"}
+    assert signals.value(LIMIT_DECISIONS, **labels) == 1
+
+
+def test_amounts_are_charged(signals: Signals) -> None:
+    """A call that costs 3 is one judged call and 3 charged."""
+    limit = ToolCallLimit(run_limit=9)
+    call = Call("tool", "search", "a", amount=3, agent="boss")
+    signals.telemetry.emit(judge([limit], {}, [call]).decisions, started=0)
+    signals.telemetry.refund([Refund(call, limit.name)])
+    assert sum(samples(signals.registry, CALLS).values()) == 1
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert found["boss", "tool:*", "none", "allowed"] == 3
+    assert found["boss", "tool:*", "none", "refunded"] == 3
+
+
+def crossings(signals: Signals) -> tuple[float, float]:
+    return (
+        sum(samples(signals.registry, "langchain_quota_near_limit_total").values()),
+        sum(samples(signals.registry, "langchain_quota_exhausted_total").values()),
+    )
+
+
+def test_thresholds_are_counted_when_crossed(signals: Signals) -> None:
+    """Of ten calls at a limit of 10, the eighth is near and the tenth exhausts; refusals do not."""
+    limit = ToolCallLimit("search", run_limit=10)
+    seen = []
+    for used in range(12):
+        signals.telemetry.emit(decide(limit, min(used, 10), "search"), started=0)
+        seen.append(crossings(signals))
+    assert seen == [*[(0, 0)] * 7, *[(1, 0)] * 2, *[(1, 1)] * 3]
+
+
+def test_near_is_counted_only_below_the_limit(signals: Signals) -> None:
+    """A call that goes past near to the limit itself is exhausted, not near."""
+    signals.telemetry.emit(decide(ToolCallLimit("search", run_limit=1), 0, "search"), started=0)
+    assert crossings(signals) == (0, 1)
+
+
+def test_crossings_are_counted_by_scope(signals: Signals) -> None:
+    """A run at its limit in a thread that is near counts for each of them."""
+    limit = ToolCallLimit("search", thread_limit=10, run_limit=1)
+    batch = [Call("tool", "search", "a", agent="boss")]
+    verdict = judge([limit], {"search": Used(7, 0)}, batch)
+    signals.telemetry.emit(verdict.decisions, started=0)
+    labels = {"agent": "boss", "limit": "tool:search"}
+    assert signals.value("langchain_quota_near_limit_total", **labels, scope="thread") == 1
+    assert signals.value("langchain_quota_exhausted_total", **labels, scope="run") == 1
+    assert crossings(signals) == (1, 1)
+
+
+def test_series_are_made_once() -> None:
+    """A limit met again adds to its series; the same name with another threshold shows that."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    for limit in (ToolCallLimit("search", run_limit=3), ToolCallLimit("search", run_limit=4)):
+        for decision in decide(limit, 0, "search"):
+            metrics.record(decision, "boss", "search", None)
+    found = samples(registry, LIMIT_DECISIONS)
+    assert found["boss", "tool:search", "none", "allowed"] == 2
+    assert samples(registry, "langchain_quota_limit") == {("boss", "tool:search", "run"): 4}
+
+
+def exemplars(registry: CollectorRegistry) -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if sample.exemplar:
+                found.setdefault(sample.name, []).append(dict(sample.exemplar.labels))
+    return found
+
+
+def test_exemplars_are_on_the_first_two_counters() -> None:
+    """A call and what its limit did are linked to the trace; crossings and gauges are not."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    link = {"trace_id": "1" * 32, "span_id": "2" * 16}
+    allowed, blocked = decide(ToolCallLimit("search", run_limit=1), 0, "search", "search")
+    for decision in (allowed, blocked):
+        metrics.record(decision, "boss", "search", link)
+    metrics.crossed("boss", allowed.standings[0], "run", Level.EXHAUSTED)
+    assert exemplars(registry) == {CALLS: [link, link], LIMIT_DECISIONS: [link, link]}
+
+
+def test_without_a_trace_there_is_no_exemplar() -> None:
+    """A decision outside of a sampled trace is counted all the same."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    for decision in decide(ToolCallLimit("search", run_limit=1), 0, "search"):
+        metrics.record(decision, "boss", "search", None)
+    assert exemplars(registry) == {}
+    assert sum(samples(registry, CALLS).values()) == 1
+
+
+def test_all_metrics_are_of_one_registry() -> None:
+    """Two registries do not share counts."""
+    first, second = CollectorRegistry(), CollectorRegistry()
+    metrics = Metrics(first)
+    Metrics(second)
+    for decision in decide(ToolCallLimit("search", run_limit=1), 0, "search"):
+        metrics.record(decision, "boss", "search", None)
+    assert sum(samples(first, CALLS).values()) == 1
+    assert samples(second, CALLS) == {}
+    assert all(isinstance(each, Counter) for each in (metrics.calls, metrics.errors))

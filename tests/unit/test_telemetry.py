@@ -1,0 +1,646 @@
+"""Telemetry as a whole: it tells everything, shares its metrics, and never breaks the agent."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.trace import NoOpTracerProvider
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from langchain_quota import (
+    Call,
+    Decision,
+    ModelCallLimit,
+    Outcome,
+    Telemetry,
+    ToolCallLimit,
+    hmac_label,
+)
+from langchain_quota.decision import Refund
+from langchain_quota.engine import Used, charge, judge
+from langchain_quota.limits import Limit
+from langchain_quota.telemetry import default_telemetry
+from langchain_quota.testing import captured_decisions
+from tests.conftest import Signals
+
+LIMIT = ToolCallLimit("search", thread_limit=10, run_limit=10)
+LOGGER = "langchain_quota"
+
+
+def decide(
+    used: int = 0,
+    calls: int = 1,
+    *,
+    limit: Limit = LIMIT,
+    thread: object = "t1",
+    agent: Any = "boss",
+) -> Sequence[Decision]:
+    """What the judge decides about calls on a thread, and a run, that have used so much."""
+    tool = None if limit.kind == "model" else "search"
+    batch = [
+        Call(limit.kind, tool, f"call-{index}", agent=agent, thread_id=thread)
+        for index in range(calls)
+    ]
+    return judge([limit], {limit.counter: Used(used, used)}, batch).decisions
+
+
+def quiet(registry: CollectorRegistry | None = None, **options: Any) -> Telemetry:
+    """A Telemetry without spans on a registry of its own."""
+    return Telemetry(
+        registry=registry or CollectorRegistry(), tracer_provider=NoOpTracerProvider(), **options
+    )
+
+
+def calls_total(registry: CollectorRegistry) -> float:
+    return sum(
+        sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "langchain_quota_calls_total"
+    )
+
+
+def errors(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    return {
+        (sample.labels["component"], sample.labels["error_type"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "langchain_quota_errors_total"
+    }
+
+
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+class RaisingProcessor(SpanProcessor):
+    """Fails when a span starts, as a broken exporter's processor may."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        raise RuntimeError("no exporter")
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise RuntimeError("no exporter")
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_a_failing_tracer_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A span processor that raises is counted and logged once; counters and threads go on."""
+    provider, registry = TracerProvider(), CollectorRegistry()
+    provider.add_span_processor(RaisingProcessor())
+    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    for used in range(3):
+        telemetry.emit(decide(used), started=0)
+    assert errors(registry) == {("tracing", "RuntimeError"): 3}
+    assert len(logged_errors(caplog)) == 1
+    assert calls_total(registry) == 3
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert registry.get_sample_value("langchain_quota_thread_used", labels) == 3
+
+
+def test_a_failing_thread_label_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A `thread_label` that raises costs the thread its series, and the id is shown nowhere."""
+
+    def broken(thread_id: object) -> str:
+        raise KeyError(thread_id)
+
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, thread_label=broken)
+    for used in range(3):
+        telemetry.emit(decide(used, thread="ada@example.org"), started=0)
+    assert errors(registry) == {("thread_label", "KeyError"): 3}
+    assert len(logged_errors(caplog)) == 1
+    assert calls_total(registry) == 3
+    assert "ada@example.org" not in generate_latest(registry).decode()
+
+
+def test_a_failing_metric_changes_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: Signals
+) -> None:
+    """A metric that raises is counted and logged once; spans and threads go on."""
+
+    def broken(*labels: str) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(signals.telemetry._signals.metrics.calls, "labels", broken)
+    for used in range(3):
+        signals.telemetry.emit(decide(used), started=0)
+    assert errors(signals.registry) == {("metrics", "OSError"): 3}
+    assert len(logged_errors(caplog)) == 1
+    assert len(signals.spans()) == 3
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 3
+
+
+def test_a_failing_thread_table_changes_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: Signals
+) -> None:
+    """A table that raises is counted and logged once, at decisions, charges and refunds alike."""
+
+    def broken(*args: object) -> None:
+        raise MemoryError
+
+    for method in ("record", "refund"):
+        monkeypatch.setattr(signals.telemetry._signals.threads, method, broken)
+    (decision,) = decide()
+    signals.telemetry.emit([decision], started=0)
+    signals.telemetry.charge(decision.call, decision.standings[0])
+    signals.telemetry.refund([Refund(decision.call, LIMIT.name)])
+    assert errors(signals.registry) == {("threads", "MemoryError"): 3}
+    assert len(logged_errors(caplog)) == 1
+    assert calls_total(signals.registry) == 1
+
+
+def test_failures_of_what_users_hang_in_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """An observer or a limit's function that raises is counted each time, logged once per kind."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry)
+    for _ in range(3):
+        telemetry.failed("observer", KeyError("x"))
+    telemetry.failed("dynamic_limit", KeyError("x"))
+    assert errors(registry) == {("observer", "KeyError"): 3, ("dynamic_limit", "KeyError"): 1}
+    records = logged_errors(caplog)
+    assert [record.getMessage().split()[0] for record in records] == ["observer", "dynamic_limit"]
+
+
+def test_a_failing_counter_of_errors_changes_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every metric fails, a full disk under multi-process metrics, the agent goes on."""
+
+    def broken(*labels: str) -> None:
+        raise OSError("disk full")
+
+    telemetry = quiet()
+    metrics = telemetry._signals.metrics
+    for each in (metrics.calls, metrics.limit_decisions, metrics.errors):
+        monkeypatch.setattr(each, "labels", broken)
+    (decision,) = decide()
+    telemetry.emit([decision], started=0)
+    telemetry.charge(decision.call, decision.standings[0])
+    telemetry.refund([Refund(decision.call, LIMIT.name)])
+    telemetry.failed("observer", OSError("disk full"))
+    assert logged_errors(caplog)
+
+
+def test_a_failing_log_handler_changes_nothing() -> None:
+    """A logging filter of the application that raises does not reach the agent."""
+
+    def broken(record: logging.LogRecord) -> bool:
+        raise RuntimeError("bad filter")
+
+    logger = logging.getLogger(LOGGER)
+    logger.addFilter(broken)
+    registry = CollectorRegistry()
+    try:
+        quiet(registry).emit(decide(9), started=0)
+    finally:
+        logger.removeFilter(broken)
+    assert calls_total(registry) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Unprintable, lambda: "\ud800", lambda: ""],
+    ids=["unprintable", "a lone surrogate", "empty"],
+)
+def test_a_thread_without_a_text(make: Callable[[], object], signals: Signals) -> None:
+    """An id that cannot be printed, encoded or seen neither raises nor breaks the scrape."""
+    (decision,) = decide(thread=make())
+    signals.telemetry.emit([decision], started=0)
+    signals.telemetry.charge(decision.call, decision.standings[0])
+    signals.telemetry.refund([Refund(decision.call, LIMIT.name)])
+    assert generate_latest(signals.registry)
+    assert len(signals.spans()) == 1
+
+
+def test_an_unprintable_thread_id_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """An id whose text raises is a failed thread label, counted each time, logged once."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry)
+    for used in range(2):
+        telemetry.emit(decide(used, thread=Unprintable()), started=0)
+    assert errors(registry) == {("thread_label", "ValueError"): 2}
+    assert len(logged_errors(caplog)) == 1
+    assert calls_total(registry) == 2
+
+
+def test_an_unprintable_agent_name_changes_nothing() -> None:
+    """A caller's metadata can hold any object as the agent's name: it is no reason to fail."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry)
+    (decision,) = decide(agent=Unprintable())
+    telemetry.emit([decision], started=0)
+    telemetry.charge(decision.call, decision.standings[0])
+    telemetry.refund([Refund(decision.call, LIMIT.name)])
+    assert sum(errors(registry).values()) > 0
+
+
+def test_each_kind_of_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Failures of two kinds are two log lines, each with its traceback."""
+
+    def broken(thread_id: object) -> str:
+        raise (KeyError if thread_id == "t1" else TypeError)(thread_id)
+
+    telemetry = quiet(thread_label=broken)
+    for thread in ("t1", "t2", "t1", "t2"):
+        telemetry.emit(decide(thread=thread), started=0)
+    records = logged_errors(caplog)
+    assert [record.exc_info and record.exc_info[0] for record in records] == [KeyError, TypeError]
+    assert all("thread_label" in record.getMessage() for record in records)
+
+
+def test_a_failure_that_is_no_error_is_not_swallowed() -> None:
+    """Telemetry does not stand in the way of an interrupt."""
+
+    def interrupted(thread_id: object) -> str:
+        raise KeyboardInterrupt
+
+    telemetry = quiet(thread_label=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        telemetry.emit(decide(), started=0)
+
+
+HOSTILE = [17, b"bytes", "", "x" * 10_000, 'quo"te\\', "two\nlines", "\ud800", "\x00", None, "~"]
+
+
+def test_a_hostile_scrape_stays_whole(signals: Signals) -> None:
+    """Whatever thread ids and tool names come, both formats render, with bounded labels."""
+    for value in HOSTILE:
+        name = str(value)
+        call = Call("tool", name, name, agent=name, thread_id=value)
+        limit = ToolCallLimit(thread_limit=5)
+        signals.telemetry.emit(judge([limit], {}, [call]).decisions, started=0)
+    text = generate_latest(signals.registry).decode()
+    values = [
+        value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        for value in sample.labels.values()
+    ]
+    assert max(len(value) for value in values) <= 64
+    assert all(value.isprintable() and value for value in values)
+    rendered: bytes = generate_openmetrics(signals.registry)  # type: ignore[no-untyped-call]
+    assert rendered.endswith(b"# EOF\n")
+    assert errors(signals.registry) == {}
+
+
+@pytest.mark.parametrize("tool", ["s" * 200, "\ud800", "two\nlines"], ids=["long", "bad", "lines"])
+def test_the_name_of_a_limit_is_a_safe_label(tool: str, signals: Signals) -> None:
+    """A limit named after its tool is a bounded, printable label, whatever the tool's name."""
+    limit = ToolCallLimit(tool, thread_limit=5)
+    signals.telemetry.watch([limit])
+    call = Call("tool", tool, "a", agent="boss", thread_id="t1")
+    decisions = judge([limit], {}, [call]).decisions
+    signals.telemetry.emit(decisions, started=0)
+    signals.telemetry.refund([Refund(call, limit.name)])
+    values = [
+        value
+        for family in signals.registry.collect()
+        for sample in family.samples
+        for value in sample.labels.values()
+    ]
+    assert [value for value in values if len(value) > 64 or not value.isprintable()] == []
+    assert generate_latest(signals.registry)
+    (span,) = signals.spans()
+    limit_label = (span.attributes or {})["langchain_quota.limit"]
+    assert str(limit_label).encode()
+
+
+def test_an_enormous_limit_is_no_failure(signals: Signals) -> None:
+    """A limit meant as none, as large as a machine word, is counted like any other."""
+    limit = ToolCallLimit("search", thread_limit=sys.maxsize)
+    signals.telemetry.emit(decide(limit=limit), started=0)
+    signals.telemetry.emit(decide(1, limit=limit), started=0)
+    labels = {"agent": "boss", "limit": "tool:search", "scope": "none", "decision": "allowed"}
+    assert signals.value("langchain_quota_limit_decisions_total", **labels) == 2
+    assert errors(signals.registry) == {}
+
+
+def test_invented_tools_are_bounded() -> None:
+    """A model that invents names by the thousand makes no more series than the bound."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, max_tools=3)
+    telemetry.watch([ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=1)])
+    for tool in [*(f"invented-{index}" for index in range(1000)), "search"]:
+        call = Call("tool", tool, "a", agent="boss")
+        telemetry.emit([Decision(call, Outcome.ALLOWED)], started=0)
+    tools = {
+        sample.labels["tool"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "langchain_quota_calls_total"
+    }
+    assert tools == {"invented-0", "invented-1", "invented-2", "_other", "search"}
+    assert calls_total(registry) == 1001
+
+
+def test_a_thread_has_series(signals: Signals) -> None:
+    """What a thread has used, of how much, is read under its id."""
+    signals.telemetry.emit(decide(9, 2), started=0)
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 10
+    assert signals.value("langchain_quota_thread_limit", **labels) == 10
+    assert signals.value("langchain_quota_thread_blocked_total", **labels) == 1
+
+
+def test_a_call_without_a_thread_has_none(signals: Signals) -> None:
+    """Without a thread's id there is a count and no thread series."""
+    signals.telemetry.emit(decide(thread=None), started=0)
+    assert calls_total(signals.registry) == 1
+    assert "thread_id=" not in generate_latest(signals.registry).decode()
+
+
+def test_a_thread_label_hides_ids() -> None:
+    """With a keyed label the series can be found by whoever has the key, and the id is unseen."""
+    registry, hide = CollectorRegistry(), hmac_label("0123456789abcdef")
+    telemetry = quiet(registry, thread_label=hide)
+    telemetry.emit(decide(thread="ada@example.org"), started=0)
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": hide("ada@example.org")}
+    assert registry.get_sample_value("langchain_quota_thread_used", labels) == 1
+    assert "ada@example.org" not in generate_latest(registry).decode()
+
+
+def test_a_thread_label_is_given_the_raw_id_and_bounded() -> None:
+    """The function sees the id as the caller gave it, and what it returns is a safe label."""
+    seen: list[object] = []
+
+    def long(thread_id: object) -> str:
+        seen.append(thread_id)
+        return "y" * 1000
+
+    registry = CollectorRegistry()
+    quiet(registry, thread_label=long).emit(decide(thread=17), started=0)
+    assert seen == [17]
+    assert "y" * 65 not in generate_latest(registry).decode()
+
+
+def test_a_refund_is_told(signals: Signals) -> None:
+    """A charge taken back is counted and lowers what its thread has used."""
+    decisions = decide(4)
+    signals.telemetry.emit(decisions, started=0)
+    signals.telemetry.refund([Refund(decisions[0].call, LIMIT.name)])
+    labels = {"agent": "boss", "limit": "tool:search", "scope": "none", "decision": "refunded"}
+    assert signals.value("langchain_quota_limit_decisions_total", **labels) == 1
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 4
+    assert len(signals.spans()) == 1
+
+
+def test_a_charge_after_the_fact_is_told(
+    signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call charged when it returned counts as charged, crosses thresholds, has no new span."""
+    caplog.set_level(logging.INFO, LOGGER)
+    limit = ModelCallLimit(thread_limit=10)
+    call = Call("model", agent="boss", thread_id="t1")
+    judged = judge([limit], {"model": Used(9, 9)}, [call], charging=False)
+    signals.telemetry.emit(judged.decisions, started=0)
+    labels = {"agent": "boss", "limit": "model", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 9
+    assert caplog.records == []
+    signals.telemetry.charge(call, charge(limit, Used(9, 9), 1))
+    assert signals.value("langchain_quota_thread_used", **labels) == 10
+    assert calls_total(signals.registry) == 1
+    labels = {"agent": "boss", "limit": "model", "scope": "none", "decision": "allowed"}
+    assert signals.value("langchain_quota_limit_decisions_total", **labels) == 1
+    labels = {"agent": "boss", "limit": "model", "scope": "thread"}
+    assert signals.value("langchain_quota_exhausted_total", **labels) == 1
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert len(signals.spans()) == 1
+
+
+def test_a_rerun_tells_nothing_again(signals: Signals) -> None:
+    """A task that runs again (a failed node, resumed) has told its decisions already."""
+    (decision,) = decide()
+    with captured_decisions() as captured:
+        for _ in range(2):
+            signals.telemetry.emit([decision], started=0, task_id="task")
+            signals.telemetry.charge(decision.call, decision.standings[0], task_id="task/model")
+        signals.telemetry.emit([decision], started=0, task_id="other")
+    assert calls_total(signals.registry) == 2
+    assert len(signals.spans()) == len(captured) == 2
+    labels = {"agent": "boss", "limit": "tool:search", "scope": "none", "decision": "allowed"}
+    assert signals.value("langchain_quota_limit_decisions_total", **labels) == 3
+
+
+def test_tasks_without_an_id_are_all_told(signals: Signals) -> None:
+    """Hooks that are called directly have no task, and each call tells."""
+    for _ in range(2):
+        signals.telemetry.emit(decide(), started=0, task_id=None)
+    assert calls_total(signals.registry) == 2
+
+
+def test_nothing_decided_is_nothing_told(signals: Signals) -> None:
+    """An empty batch makes neither series nor spans."""
+    signals.telemetry.emit([], started=0)
+    signals.telemetry.refund([])
+    assert calls_total(signals.registry) == 0
+    assert signals.spans() == []
+
+
+def test_two_telemetries_share_a_registry() -> None:
+    """A second Telemetry with the same options counts into the same metrics."""
+    registry = CollectorRegistry()
+    first = quiet(registry, thread_label=hmac_label("0123456789abcdef"))
+    second = quiet(registry, thread_label=hmac_label("0123456789abcdef"), spans="off")
+    first.emit(decide(), started=0)
+    second.emit(decide(1), started=0)
+    assert calls_total(registry) == 2
+
+
+def upper(thread_id: object) -> str:
+    return str(thread_id).upper()
+
+
+@pytest.mark.parametrize(
+    ("option", "ours", "theirs"),
+    [
+        ("near", 0.9, 0.8),
+        ("thread_label", upper, None),
+        ("max_exported_threads", 5, 500),
+        ("thread_ttl", timedelta(minutes=5), timedelta(hours=1)),
+        ("max_tools", 7, 100),
+    ],
+)
+def test_conflicting_options_are_refused(option: str, ours: Any, theirs: Any) -> None:
+    """Options that shape shared metrics must agree; the error names the option and both values."""
+    registry = CollectorRegistry()
+    quiet(registry)
+    with pytest.raises(ValueError, match=option) as caught:
+        quiet(registry, **{option: ours})
+    assert f"{option}={ours!r}" in str(caught.value)
+    assert f"{option}={theirs!r}" in str(caught.value)
+
+
+def test_the_default_is_one_object() -> None:
+    """Middlewares that are given no Telemetry share one for the process."""
+    assert default_telemetry() is default_telemetry()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("near", "0.8"),
+        ("near", True),
+        ("near", None),
+        ("thread_label", "hidden"),
+        ("thread_ttl", 3600),
+        ("thread_ttl", None),
+        ("max_exported_threads", 1.5),
+        ("max_exported_threads", True),
+        ("max_exported_threads", None),
+        ("max_tools", "100"),
+        ("max_tools", False),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused(option: str, value: Any) -> None:
+    """A TypeError names the option and the value."""
+    with pytest.raises(TypeError, match=option) as caught:
+        quiet(**{option: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("near", 0),
+        ("near", -0.1),
+        ("near", 1.1),
+        ("near", float("nan")),
+        ("spans", "some"),
+        ("spans", None),
+        ("thread_ttl", timedelta(0)),
+        ("thread_ttl", timedelta(seconds=-1)),
+        ("max_exported_threads", -1),
+        ("max_tools", -1),
+    ],
+)
+def test_an_option_out_of_bounds_is_refused(option: str, value: Any) -> None:
+    """A ValueError names the option and the value."""
+    with pytest.raises(ValueError, match=option) as caught:
+        quiet(**{option: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_a_refused_option_leaves_the_registry_alone() -> None:
+    """After an error the registry can be given to another Telemetry."""
+    registry = CollectorRegistry()
+    with pytest.raises(ValueError, match="near"):
+        quiet(registry, near=2)
+    assert list(registry.collect()) == []
+    assert quiet(registry)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"near": 1}, {"near": 0.01}, {"max_exported_threads": 0, "max_tools": 0}],
+    ids=str,
+)
+def test_the_ends_of_the_bounds_are_allowed(options: dict[str, Any]) -> None:
+    """A share of 1, and bounds of 0, are options like others."""
+    registry = CollectorRegistry()
+    quiet(registry, **options).emit(decide(), started=0)
+    assert calls_total(registry) == 1
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str, str]]:
+    """Level, event and scope of each log line."""
+    return [
+        (record.levelno, vars(record)["quota_event"], vars(record)["quota_scope"])
+        for record in caplog.records
+    ]
+
+
+def test_near_is_the_option(caplog: pytest.LogCaptureFixture) -> None:
+    """The share given is that from which a limit counts as near."""
+    caplog.set_level(logging.INFO, LOGGER)
+    quiet(near=0.5).emit(decide(4), started=0)
+    quiet(near=0.6).emit(decide(4), started=0)
+    assert events(caplog) == [(logging.INFO, "near", "thread"), (logging.INFO, "near", "run")]
+
+
+def test_crossings_and_refusals_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Near is INFO, exhausted WARNING, a refusal DEBUG; other calls are not logged."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    telemetry, limit = quiet(), ToolCallLimit("search", run_limit=10)
+    for used in (6, 7, 8, 9, 10, 10):
+        telemetry.emit(decide(used, limit=limit), started=0)
+    assert events(caplog) == [
+        (logging.INFO, "near", "run"),
+        (logging.WARNING, "exhausted", "run"),
+        (logging.DEBUG, "refused", "run"),
+        (logging.DEBUG, "refused", "run"),
+    ]
+
+
+def test_a_limit_on_trial_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """What it would refuse is DEBUG and says so; it is never near or exhausted."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    limit = ToolCallLimit("search", run_limit=2, enforce=False)
+    quiet().emit(decide(calls=3, limit=limit), started=0)
+    assert events(caplog) == [(logging.DEBUG, "would refuse", "run")]
+    assert "would refuse" in caplog.records[0].getMessage()
+
+
+def test_a_limits_own_near_goes_before_the_option(caplog: pytest.LogCaptureFixture) -> None:
+    """Of two limits on one count each is near by its own share."""
+    caplog.set_level(logging.INFO, LOGGER)
+    for near in (0.5, 0.6, None):
+        limit = ToolCallLimit("search", run_limit=10, near=near)
+        quiet(near=0.9).emit(decide(4, limit=limit), started=0)
+    assert events(caplog) == [(logging.INFO, "near", "run")]
+
+
+def test_a_log_line_can_be_read_and_queried(caplog: pytest.LogCaptureFixture) -> None:
+    """The message tells limit, agent, thread, scope and counts; `extra` has each as a field."""
+    caplog.set_level(logging.INFO, LOGGER)
+    quiet().emit(decide(7, limit=ToolCallLimit("search", thread_limit=10)), started=0)
+    (record,) = caplog.records
+    assert record.name == LOGGER
+    assert record.getMessage() == (
+        "limit 'tool:search' near: agent 'boss', thread 't1', thread 8 of 10"
+    )
+    fields = {key: value for key, value in vars(record).items() if key.startswith("quota_")}
+    assert fields == {
+        "quota_event": "near",
+        "quota_limit": "tool:search",
+        "quota_scope": "thread",
+        "quota_agent": "boss",
+        "quota_thread": "t1",
+        "quota_used": 8,
+        "quota_threshold": 10,
+    }
+
+
+def test_no_id_can_forge_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Line breaks in a thread's id, a tool's name or an agent's name stay within the line."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    forged = "x\nWARNING langchain_quota: all is well\u2028"
+    limit = ToolCallLimit(forged, thread_limit=0)
+    call = Call("tool", forged, "a", agent=forged, thread_id=forged)
+    quiet().emit(judge([limit], {}, [call]).decisions, started=0)
+    (record,) = caplog.records
+    assert len(record.getMessage().splitlines()) == 1
+
+
+def test_a_hidden_thread_is_hidden_in_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """With a `thread_label` the log has the label, never the id."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    telemetry = quiet(thread_label=hmac_label("0123456789abcdef"))
+    telemetry.emit(decide(9, 2, thread="ada@example.org"), started=0)
+    assert caplog.records
+    for record in caplog.records:
+        assert "ada@example.org" not in record.getMessage()
+        assert "ada@example.org" not in vars(record).values()

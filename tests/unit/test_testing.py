@@ -1,0 +1,270 @@
+"""The tools for users' own tests: a scripted model, and captured decisions."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolCall,
+)
+from langchain_core.tools import tool
+
+from langchain_quota import Call, Decision, Outcome
+from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.conftest import Signals
+
+
+def called(message: AIMessage) -> list[tuple[str, dict[str, Any]]]:
+    return [(call["name"], call["args"]) for call in message.tool_calls]
+
+
+def test_a_script_is_played_in_order() -> None:
+    """Each model call is answered by the next turn of the script."""
+    model = ScriptedChatModel(script=["one", ["search"], "two"])
+    assert model.invoke("hi").content == "one"
+    assert called(model.invoke("hi")) == [("search", {})]
+    assert model.invoke("hi").content == "two"
+
+
+def test_a_batch_of_tool_calls() -> None:
+    """Names, pairs and LangChain's own form make one message with calls of distinct ids."""
+    own = ToolCall(name="fetch", args={"url": "x"}, id="mine", type="tool_call")
+    message = ScriptedChatModel(script=[["search", ("calc", {"x": 1}), own]]).invoke("hi")
+    assert called(message) == [("search", {}), ("calc", {"x": 1}), ("fetch", {"url": "x"})]
+    ids = [call["id"] for call in message.tool_calls]
+    assert ids[2] == "mine"
+    assert len(set(ids)) == 3
+
+
+def test_ids_are_not_used_again() -> None:
+    """Calls of later turns have ids of their own."""
+    model = ScriptedChatModel(script=[["search"], ["search"]])
+    ids = [model.invoke("hi").tool_calls[0]["id"] for _ in range(2)]
+    assert len(set(ids)) == 2
+
+
+def test_an_exception_is_raised() -> None:
+    """An exception in the script is what the provider fails with; the script goes on behind it."""
+    model = ScriptedChatModel(script=[TimeoutError("slow"), "back"])
+    with pytest.raises(TimeoutError, match="slow"):
+        model.invoke("hi")
+    assert model.invoke("hi").content == "back"
+
+
+def test_a_message_is_given_as_it_is() -> None:
+    """An AIMessage of the script keeps all that it has, and the script's copy stays unchanged."""
+    scripted = AIMessage(
+        "hello",
+        name="boss",
+        additional_kwargs={"refusal": None},
+        usage_metadata={"input_tokens": 3, "output_tokens": 1, "total_tokens": 4},
+    )
+    before = scripted.model_copy(deep=True)
+    message = ScriptedChatModel(script=[scripted]).invoke("hi")
+    assert (message.content, message.name) == ("hello", "boss")
+    assert message.usage_metadata == scripted.usage_metadata
+    assert message.additional_kwargs == {"refusal": None}
+    assert scripted == before
+
+
+def echo(messages: Sequence[BaseMessage]) -> Any:
+    text = str(messages[-1].content)
+    return ValueError(text) if text == "fail" else [text] if text == "search" else text
+
+
+def test_a_function_answers_the_messages() -> None:
+    """A function keeps conversations apart: it may answer with any form of turn."""
+    model = ScriptedChatModel(script=echo)
+    assert model.invoke("hi").content == "hi"
+    assert called(model.invoke("search")) == [("search", {})]
+    with pytest.raises(ValueError, match="fail"):
+        model.invoke("fail")
+
+
+def test_the_script_ends() -> None:
+    """One call too many is an error that tells how long the script is, not a repeated answer."""
+    model = ScriptedChatModel(script=["only"])
+    model.invoke("hi")
+    with pytest.raises(RuntimeError, match="only 1 answers"):
+        model.invoke("hi")
+
+
+@tool
+def search(query: str) -> str:
+    """Search."""
+    return query
+
+
+def calc(x: int) -> int:
+    """Calculate."""
+    return x
+
+
+FETCH = {"type": "function", "function": {"name": "fetch", "parameters": {}}}
+ANTHROPIC = {"name": "browse", "input_schema": {}}
+BUILT_IN = {"type": "web_search"}
+
+
+def test_requests_are_recorded() -> None:
+    """The messages of each request, and the names of tools offered in whatever form."""
+    model = ScriptedChatModel(script=["one", "two"])
+    offered = model.bind_tools([search, calc, FETCH, ANTHROPIC, BUILT_IN])
+    offered.invoke([SystemMessage("be brief"), HumanMessage("hi")])
+    model.invoke("bye")
+    first, second = model.calls
+    assert [message.content for message in first.messages] == ["be brief", "hi"]
+    assert first.tools == ("search", "calc", "fetch", "browse", "web_search")
+    assert [message.content for message in second.messages] == ["bye"]
+    assert second.tools == ()
+
+
+def test_a_failed_request_is_recorded() -> None:
+    """A call that raises was received all the same."""
+    model = ScriptedChatModel(script=[TimeoutError()])
+    with pytest.raises(TimeoutError):
+        model.invoke("hi")
+    assert len(model.calls) == 1
+
+
+RICH = AIMessage(
+    [{"type": "text", "text": "so be it"}],
+    tool_calls=[ToolCall(name="search", args={"query": "x"}, id="a", type="tool_call")],
+    additional_kwargs={"refusal": None},
+    response_metadata={"finish_reason": "stop"},
+    usage_metadata={"input_tokens": 3, "output_tokens": 1, "total_tokens": 4},
+)
+TURNS = pytest.mark.parametrize(
+    "turn",
+    [
+        "three words here",
+        [("search", {"query": "x"}), ("calc", {"x": [1, {"y": None}]})],
+        AIMessage("let me see", tool_calls=RICH.tool_calls),
+        RICH,
+    ],
+    ids=["text", "calls", "text and calls", "all there is"],
+)
+
+
+def whole(chunks: Sequence[AIMessageChunk]) -> AIMessageChunk:
+    total = chunks[0]
+    for chunk in chunks[1:]:
+        total += chunk
+    return total
+
+
+def assert_same(streamed: AIMessage, answered: AIMessage) -> None:
+    assert streamed.text == answered.text
+    assert called(streamed) == called(answered)
+    assert [call["id"] for call in streamed.tool_calls] == [
+        call["id"] for call in answered.tool_calls
+    ]
+    assert streamed.usage_metadata == answered.usage_metadata
+    assert streamed.additional_kwargs == answered.additional_kwargs
+    assert streamed.response_metadata.items() >= answered.response_metadata.items()
+
+
+@TURNS
+def test_streaming_adds_up(turn: Any) -> None:
+    """Streamed, an answer comes in several chunks that add up to the same message."""
+    chunks = list(ScriptedChatModel(script=[turn]).stream("hi"))
+    assert len(chunks) > 1
+    assert_same(whole(chunks), ScriptedChatModel(script=[turn]).invoke("hi"))
+
+
+@TURNS
+async def test_async_forms_are_the_same(turn: Any) -> None:
+    """`ainvoke` and `astream` give what `invoke` gives."""
+    answered = ScriptedChatModel(script=[turn]).invoke("hi")
+    assert_same(await ScriptedChatModel(script=[turn]).ainvoke("hi"), answered)
+    model = ScriptedChatModel(script=[turn])
+    chunks = [chunk async for chunk in model.astream("hi")]
+    assert len(chunks) > 1
+    assert_same(whole(chunks), answered)
+    assert len(model.calls) == 1
+
+
+async def test_streaming_raises() -> None:
+    """An exception in the script reaches the reader of a stream, sync and async."""
+    model = ScriptedChatModel(script=[TimeoutError("slow"), TimeoutError("slow")])
+    with pytest.raises(TimeoutError, match="slow"):
+        list(model.stream("hi"))
+    with pytest.raises(TimeoutError, match="slow"):
+        [chunk async for chunk in model.astream("hi")]
+
+
+def test_an_empty_answer_streams() -> None:
+    """An answer without text and calls is still a message."""
+    assert whole(list(ScriptedChatModel(script=[""]).stream("hi"))).content == ""
+
+
+async def test_concurrent_calls_take_turns() -> None:
+    """Each turn of a script is played once, also under concurrent calls."""
+    model = ScriptedChatModel(script=[str(index) for index in range(20)])
+    answers = await asyncio.gather(*(model.ainvoke("hi") for _ in range(20)))
+    assert sorted(int(answer.text) for answer in answers) == list(range(20))
+    assert len(model.calls) == 20
+
+
+def decide(tool_name: str) -> list[Decision]:
+    return [Decision(Call("tool", tool_name, "a"), Outcome.ALLOWED)]
+
+
+def names(decisions: Sequence[Decision]) -> list[str | None]:
+    return [decision.call.tool for decision in decisions]
+
+
+def test_decisions_are_captured_in_order(signals: Signals) -> None:
+    """What is decided within the block is captured, what comes before and after is not."""
+    signals.telemetry.emit(decide("before"), started=0)
+    with captured_decisions() as decisions:
+        signals.telemetry.emit(decide("first"), started=0)
+        signals.telemetry.emit(decide("second"), started=0)
+    signals.telemetry.emit(decide("after"), started=0)
+    assert names(decisions) == ["first", "second"]
+    assert decisions[0].outcome == "allowed"
+
+
+def test_captures_can_be_nested(signals: Signals) -> None:
+    """The outer block sees what the inner one sees, and more."""
+    with captured_decisions() as outer:
+        signals.telemetry.emit(decide("one"), started=0)
+        with captured_decisions() as inner:
+            signals.telemetry.emit(decide("two"), started=0)
+        signals.telemetry.emit(decide("three"), started=0)
+    assert names(outer) == ["one", "two", "three"]
+    assert names(inner) == ["two"]
+
+
+def test_a_capture_ends_with_an_exception(signals: Signals) -> None:
+    """After a block that raised nothing is captured any more."""
+    with pytest.raises(RuntimeError), captured_decisions() as decisions:
+        raise RuntimeError
+    signals.telemetry.emit(decide("after"), started=0)
+    assert decisions == []
+
+
+async def test_concurrent_captures_are_kept_apart(signals: Signals) -> None:
+    """Two tasks that capture at once each see their own decisions, also those of their threads."""
+    both_inside = asyncio.Barrier(2)
+
+    async def run(name: str) -> list[str | None]:
+        with captured_decisions() as decisions:
+            await both_inside.wait()
+            signals.telemetry.emit(decide(name), started=0)
+            await both_inside.wait()
+            await asyncio.to_thread(signals.telemetry.emit, decide(f"{name} thread"), started=0)
+            await asyncio.create_task(emit(f"{name} task"))
+        return names(decisions)
+
+    async def emit(name: str) -> None:
+        signals.telemetry.emit(decide(name), started=0)
+
+    first, second = await asyncio.gather(run("a"), run("b"))
+    assert first == ["a", "a thread", "a task"]
+    assert second == ["b", "b thread", "b task"]

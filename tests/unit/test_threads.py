@@ -1,0 +1,673 @@
+"""The table of threads: what a scrape exports, in which order, and what is forgotten."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from langchain_quota import Call, Decision, Level, Outcome, Standing
+from langchain_quota.telemetry.threads import LimitUse, Snapshot, ThreadTable
+
+STANDING = Standing(
+    limit="search",
+    exit_behavior="continue",
+    thread_before=0,
+    thread_used=0,
+    thread_limit=10,
+    run_before=0,
+    run_used=0,
+    run_limit=None,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Bench:
+    """A table with a clock of its own, and what it reported."""
+
+    clock: Clock = field(default_factory=Clock)
+    errors: list[Exception] = field(default_factory=list)
+
+    def table(
+        self, *, near: float = 0.8, max_exported: int = 100, max_tracked: int = 100
+    ) -> ThreadTable:
+        return ThreadTable(
+            near=near,
+            max_exported=max_exported,
+            ttl=3600,
+            on_error=self.errors.append,
+            max_tracked=max_tracked,
+            clock=self.clock,
+        )
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def allowed(used: int, limit: int | None = 10, name: str = "search") -> Decision:
+    standing = replace(STANDING, limit=name, thread_used=used, thread_limit=limit, charged=True)
+    return Decision(Call("tool", "search", "a"), Outcome.ALLOWED, (standing,))
+
+
+def blocked(used: int, limit: int | None = 10, name: str = "search") -> Decision:
+    standing = replace(
+        STANDING,
+        limit=name,
+        thread_before=used,
+        thread_used=used,
+        thread_limit=limit,
+        refused=True,
+        scope="thread",
+    )
+    return Decision(Call("tool", "search", "a"), Outcome.BLOCKED, (standing,))
+
+
+def names(snapshot: Snapshot) -> list[str]:
+    return [use.thread for use in snapshot.threads]
+
+
+def samples(table: ThreadTable, name: str) -> dict[tuple[str, ...], float]:
+    """The samples of one family by the values of their labels."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in table.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_an_empty_table_renders() -> None:
+    """Before the first decision nothing is exported but that nothing is hidden."""
+    table = Bench().table()
+    assert table.snapshot() == Snapshot([], {}, dict.fromkeys(Level, 0))
+    assert samples(table, "langchain_quota_thread_used") == {}
+    assert samples(table, "langchain_quota_threads_hidden") == {
+        ("ok",): 0,
+        ("near",): 0,
+        ("exhausted",): 0,
+    }
+
+
+def test_a_thread_is_rendered(bench: Bench) -> None:
+    """A thread has its use, limit and refusals of each limit, and the time of its last call."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(9), allowed(10), blocked(10), blocked(10)])
+    table.record("boss", "t1", [allowed(1, 50, "all")])
+    assert samples(table, "langchain_quota_thread_used") == {
+        ("boss", "search", "t1"): 10,
+        ("boss", "all", "t1"): 1,
+    }
+    assert samples(table, "langchain_quota_thread_limit") == {
+        ("boss", "search", "t1"): 10,
+        ("boss", "all", "t1"): 50,
+    }
+    assert samples(table, "langchain_quota_thread_blocked_total") == {
+        ("boss", "search", "t1"): 2,
+        ("boss", "all", "t1"): 0,
+    }
+    assert samples(table, "langchain_quota_thread_last_decision_timestamp_seconds") == {
+        ("boss", "t1"): 1000
+    }
+    assert samples(table, "langchain_quota_subjects") == {
+        ("boss", "search", "thread", "ok"): 0,
+        ("boss", "search", "thread", "near"): 0,
+        ("boss", "search", "thread", "exhausted"): 1,
+        ("boss", "all", "thread", "ok"): 1,
+        ("boss", "all", "thread", "near"): 0,
+        ("boss", "all", "thread", "exhausted"): 0,
+    }
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_only_limits_above_0_have_a_use(bench: Bench, limit: int | None) -> None:
+    """A limit for runs only, or one that forbids, has refusals of a thread but no use of it."""
+    table = bench.table()
+    table.record("boss", "t1", [blocked(0, limit)])
+    assert samples(table, "langchain_quota_thread_used") == {}
+    assert samples(table, "langchain_quota_thread_limit") == {}
+    assert samples(table, "langchain_quota_thread_blocked_total") == {("boss", "search", "t1"): 1}
+    assert samples(table, "langchain_quota_subjects") == {}
+
+
+def test_what_was_not_blocked_is_not_counted_as_blocked(bench: Bench) -> None:
+    """Skipped calls, and calls that a limit on trial would refuse, are no refusals."""
+    table = bench.table()
+    on_trial = replace(blocked(3).standings[0], enforced=False)
+    trial = Decision(Call("tool", "search", "a"), Outcome.WOULD_BLOCK, (on_trial,))
+    skipped = Decision(Call("tool", "search", "a"), Outcome.SKIPPED, allowed(3).standings)
+    table.record("boss", "t1", [trial, skipped])
+    assert samples(table, "langchain_quota_thread_blocked_total") == {("boss", "search", "t1"): 0}
+
+
+def on_trial(used: int, *, refused: bool = False, name: str = "trial") -> Decision:
+    """A call that runs under a limit of 10 that is not enforced."""
+    standing = replace(
+        STANDING,
+        limit=name,
+        thread_before=used - 1,
+        thread_used=used,
+        charged=not refused,
+        refused=refused,
+        scope="thread" if refused else None,
+        enforced=False,
+    )
+    outcome = Outcome.WOULD_BLOCK if refused else Outcome.ALLOWED
+    return Decision(Call("tool", "search", "a"), outcome, (standing,))
+
+
+def test_a_limit_on_trial_has_no_subjects(bench: Bench) -> None:
+    """Threads are neither near nor exhausted by it, and rank as if it were not there."""
+    table = bench.table()
+    table.record("boss", "busy", [on_trial(9), on_trial(10), on_trial(11, refused=True)])
+    bench.clock.now += 1
+    table.record("boss", "newer", [allowed(1, 50)])
+    snapshot = table.snapshot()
+    assert [(use.thread, use.level, use.share) for use in snapshot.threads] == [
+        ("newer", Level.OK, 0.02),
+        ("busy", Level.OK, 0.0),
+    ]
+    assert {limit for _, limit in snapshot.subjects} == {"search"}
+
+
+def test_a_limit_on_trial_shows_its_use(bench: Bench) -> None:
+    """What a thread uses of it is seen, past the limit too, and nothing of it is blocked."""
+    table = bench.table()
+    table.record("boss", "t1", [on_trial(10), on_trial(11, refused=True)])
+    assert samples(table, "langchain_quota_thread_used") == {("boss", "trial", "t1"): 11}
+    assert samples(table, "langchain_quota_thread_limit") == {("boss", "trial", "t1"): 10}
+    assert samples(table, "langchain_quota_thread_blocked_total") == {("boss", "trial", "t1"): 0}
+
+
+def test_a_limit_that_is_enforced_now(bench: Bench) -> None:
+    """A limit that was on trial, and is enforced since a restart of its agent, counts subjects."""
+    table = bench.table()
+    table.record("boss", "t1", [on_trial(9, name="search")])
+    assert table.snapshot().subjects == {}
+    table.record("boss", "t1", [allowed(10)])
+    assert table.snapshot().subjects["boss", "search"][Level.EXHAUSTED] == 1
+    table.record("boss", "t1", [on_trial(11, name="search")])
+    assert not any(table.snapshot().subjects["boss", "search"].values())
+
+
+def test_a_refusal_on_trial_is_no_refusal(bench: Bench) -> None:
+    """What would block does not make an exhausted thread the most recently refused."""
+    table = bench.table()
+    for thread, decision in (
+        ("first", blocked(10)),
+        ("second", blocked(10)),
+        ("first", on_trial(11, refused=True)),
+    ):
+        bench.clock.now += 1
+        table.record("boss", thread, [decision])
+    assert names(table.snapshot()) == ["second", "first"]
+
+
+def test_a_limits_own_near_makes_the_level(bench: Bench) -> None:
+    """A thread is near a limit from that limit's own share on, if it has one."""
+    table = bench.table(near=0.8)
+    early = replace(allowed(5).standings[0], near=0.5)
+    table.record("boss", "early", [Decision(Call("model"), Outcome.ALLOWED, (early,))])
+    late = replace(allowed(9).standings[0], near=1.0)
+    table.record("boss", "late", [Decision(Call("model"), Outcome.ALLOWED, (late,))])
+    assert {use.thread: use.level for use in table.snapshot().threads} == {
+        "early": Level.NEAR,
+        "late": Level.OK,
+    }
+
+
+@pytest.mark.parametrize(
+    ("use", "level", "share", "rated"),
+    [
+        (LimitUse(0, 10, near=0.8), Level.OK, 0.0, True),
+        (LimitUse(8, 10, near=0.8), Level.NEAR, 0.8, True),
+        (LimitUse(10, 10, near=0.8), Level.EXHAUSTED, 1.0, True),
+        (LimitUse(10, 10, near=0.8, enforced=False), Level.OK, 0.0, False),
+        (LimitUse(10, None, near=0.8), Level.OK, 0.0, False),
+    ],
+)
+def test_the_use_of_a_limit(use: LimitUse, level: Level, share: float, rated: bool) -> None:  # noqa: FBT001 - a row of the table
+    """Only an enforced limit with a number says how much of it is used."""
+    assert (use.level, use.share, use.rated) == (level, share, rated)
+
+
+def test_a_computed_limit_may_move(bench: Bench) -> None:
+    """A limit that is computed anew at each call shows its newest number, and its level."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(8, 10)])
+    table.record("boss", "t1", [allowed(9, 100)])
+    (use,) = table.snapshot().threads
+    assert (use.level, use.limits["search"].limit) == (Level.OK, 100)
+    table.record("boss", "t1", [allowed(10, None)])
+    assert samples(table, "langchain_quota_thread_limit") == {}
+    assert not any(table.snapshot().subjects["boss", "search"].values())
+
+
+def test_a_call_that_is_not_charged_yet_is_not_used(bench: Bench) -> None:
+    """A model call is let through first and charged when it returned: until then it is not used."""
+    table = bench.table()
+    standing = replace(STANDING, thread_before=3, thread_used=4, deferred=True)
+    table.record("boss", "t1", [Decision(Call("model"), Outcome.ALLOWED, (standing,))])
+    assert samples(table, "langchain_quota_thread_used") == {("boss", "search", "t1"): 3}
+
+
+def test_agents_do_not_share_threads(bench: Bench) -> None:
+    """Two agents on one thread id are two subjects."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(1)])
+    table.record("clerk", "t1", [allowed(9)])
+    assert samples(table, "langchain_quota_thread_used") == {
+        ("boss", "search", "t1"): 1,
+        ("clerk", "search", "t1"): 9,
+    }
+
+
+def fill(bench: Bench, table: ThreadTable) -> None:
+    """Two threads of each level, one second apart, in an order unlike that of the export."""
+    rows: list[tuple[str, Decision]] = [
+        ("exhausted, refused last", allowed(10)),
+        ("ok, older", allowed(1)),
+        ("near, most", allowed(9)),
+        ("exhausted, refused first", blocked(10)),
+        ("near, least", allowed(8)),
+        ("ok, newer", allowed(2)),
+        ("exhausted, refused last", blocked(10)),
+    ]
+    for thread, decision in rows:
+        bench.clock.now += 1
+        table.record("boss", thread, [decision])
+
+
+ORDER = [
+    "near, most",
+    "near, least",
+    "exhausted, refused last",
+    "exhausted, refused first",
+    "ok, newer",
+    "ok, older",
+]
+
+
+@pytest.mark.parametrize("exported", range(8))
+def test_which_threads_are_exported(bench: Bench, exported: int) -> None:
+    """The near by share, then the exhausted by last refusal, then the rest by last call."""
+    table = bench.table(max_exported=exported)
+    fill(bench, table)
+    assert names(table.snapshot()) == ORDER[:exported]
+
+
+@pytest.mark.parametrize(
+    ("exported", "hidden"),
+    [
+        (6, {"ok": 0, "near": 0, "exhausted": 0}),
+        (3, {"ok": 2, "near": 0, "exhausted": 1}),
+        (1, {"ok": 2, "near": 1, "exhausted": 2}),
+        (0, {"ok": 2, "near": 2, "exhausted": 2}),
+    ],
+)
+def test_hidden_threads_are_counted(bench: Bench, exported: int, hidden: dict[str, int]) -> None:
+    """What is not exported is counted by state; subjects are counted whether exported or not."""
+    table = bench.table(max_exported=exported)
+    fill(bench, table)
+    assert table.snapshot().hidden == hidden
+    assert table.snapshot().subjects == {("boss", "search"): {"ok": 2, "near": 2, "exhausted": 2}}
+
+
+def test_an_exhausted_thread_keeps_its_place_without_a_refusal(bench: Bench) -> None:
+    """Calls of other tools on an exhausted thread do not make it the most recently refused."""
+    table = bench.table()
+    for thread, decision in (
+        ("first", blocked(10)),
+        ("second", blocked(10)),
+        ("first", allowed(1, 50, "all")),
+    ):
+        bench.clock.now += 1
+        table.record("boss", thread, [decision])
+    assert names(table.snapshot()) == ["second", "first"]
+
+
+def test_0_exported_threads(bench: Bench) -> None:
+    """With a bound of 0 no thread has series, and the counts of subjects stay."""
+    table = bench.table(max_exported=0)
+    table.record("boss", "t1", [allowed(9), blocked(9)])
+    rendered = {sample.name for family in table.collect() for sample in family.samples}
+    assert rendered == {"langchain_quota_subjects", "langchain_quota_threads_hidden"}
+
+
+def test_all_limits_of_a_thread_are_exported(bench: Bench) -> None:
+    """The bound is on threads: a chosen thread is shown whole."""
+    table = bench.table(max_exported=1)
+    table.record("boss", "t1", [allowed(1), allowed(1, 20, "all"), allowed(1, 30, "model")])
+    table.record("boss", "t2", [allowed(9)])
+    table.record("boss", "t1", [allowed(2)])
+    assert len(samples(table, "langchain_quota_thread_used")) == 1
+    table.record("boss", "t1", [allowed(27, 30, "model"), allowed(10, 10, "search")])
+    table.record("boss", "t2", [allowed(1)])
+    assert {key[2] for key in samples(table, "langchain_quota_thread_used")} == {"t1"}
+    assert len(samples(table, "langchain_quota_thread_used")) == 3
+
+
+def test_an_idle_thread_is_forgotten(bench: Bench) -> None:
+    """After its time a thread has no series and is no subject; until then it has."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(9)])
+    bench.clock.now += 3600
+    assert names(table.snapshot()) == ["t1"]
+    bench.clock.now += 1
+    assert names(table.snapshot()) == []
+    assert table.snapshot().subjects == {("boss", "search"): dict.fromkeys(Level, 0)}
+
+
+def test_a_call_keeps_a_thread(bench: Bench) -> None:
+    """The time of a thread begins anew with each decision."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(1)])
+    table.record("boss", "t2", [allowed(1)])
+    bench.clock.now += 3000
+    table.record("boss", "t1", [allowed(2)])
+    bench.clock.now += 3000
+    assert names(table.snapshot()) == ["t1"]
+
+
+def test_recording_forgets_idle_threads_too(bench: Bench) -> None:
+    """A process that is never scraped does not keep what is idle."""
+    table = bench.table()
+    for index in range(10):
+        table.record("boss", f"old-{index}", [allowed(1)])
+    bench.clock.now += 3601
+    for _ in range(10):
+        table.record("boss", "new", [allowed(1)])
+    assert len(table._threads) == 1
+
+
+def test_a_forgotten_thread_begins_anew(bench: Bench) -> None:
+    """A thread that comes back after it was forgotten has no refusals from before."""
+    table = bench.table()
+    table.record("boss", "t1", [blocked(10)])
+    bench.clock.now += 3601
+    table.snapshot()
+    table.record("boss", "t1", [allowed(10)])
+    assert samples(table, "langchain_quota_thread_blocked_total") == {("boss", "search", "t1"): 0}
+
+
+def test_the_longest_idle_is_dropped_first(bench: Bench) -> None:
+    """Beyond the bound on tracked threads the one without a call for longest goes."""
+    table = bench.table(max_tracked=2)
+    for thread in ("t1", "t2", "t1", "t3"):
+        bench.clock.now += 1
+        table.record("boss", thread, [allowed(1)])
+    assert names(table.snapshot()) == ["t3", "t1"]
+    assert table.snapshot().subjects["boss", "search"][Level.OK] == 2
+
+
+def test_a_refund_lowers_what_is_used(bench: Bench) -> None:
+    """A charge taken back frees the thread's quota, and its level follows."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(10), blocked(10)])
+    table.refund("boss", "t1", "search", 1)
+    (use,) = table.snapshot().threads
+    assert use.limits["search"] == LimitUse(9, 10, 1, near=0.8)
+    assert use.level is Level.NEAR
+    table.refund("boss", "t1", "search", 100)
+    assert table.snapshot().threads[0].limits["search"].used == 0
+
+
+@pytest.mark.parametrize(("thread", "limit"), [("other", "search"), ("t1", "other")])
+def test_a_refund_of_what_is_not_known_is_nothing(bench: Bench, thread: str, limit: str) -> None:
+    """A refund on a thread that was forgotten, or of another limit, changes nothing."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(5)])
+    before = table.snapshot()
+    table.refund("boss", thread, limit, 1)
+    assert table.snapshot() == before
+
+
+def test_a_refunded_thread_is_forgotten_in_time(bench: Bench) -> None:
+    """A refund does not keep an idle thread's series behind those of a busier one."""
+    table = bench.table()
+    table.record("boss", "idle", [allowed(5)])
+    bench.clock.now += 1800
+    table.record("boss", "busy", [allowed(5)])
+    table.refund("boss", "idle", "search", 1)
+    stamps = {use.thread: use.last_decision for use in table.snapshot().threads}
+    bench.clock.now = stamps["idle"] + 3601
+    assert "idle" not in names(table.snapshot())
+
+
+def test_a_bad_entry_is_left_out(bench: Bench) -> None:
+    """An entry that cannot be rendered is reported, and the rest of the scrape stays whole."""
+    table = bench.table()
+    no_float = 10**400
+    table.record("boss", "good", [allowed(1)])
+    table.record("boss", "bad", [allowed(1), allowed(no_float, no_float, "huge")])
+    table.record("boss", "good too", [allowed(2)])
+    registry = CollectorRegistry()
+    registry.register(table)
+    text = generate_latest(registry).decode()
+    assert {key[2] for key in samples(table, "langchain_quota_thread_used")} == {
+        "good",
+        "good too",
+    }
+    assert 'thread_id="bad"' not in text
+    assert 'langchain_quota_threads_hidden{state="ok"} 0.0' in text
+    assert {type(error) for error in bench.errors} == {OverflowError}
+
+
+def test_a_second_registration_is_refused(bench: Bench) -> None:
+    """The table describes its metrics, so a registry does not take them twice."""
+    registry = CollectorRegistry()
+    registry.register(bench.table())
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(bench.table())
+
+
+def test_a_restricted_scrape_finds_the_table(bench: Bench) -> None:
+    """A scrape of one metric by name works, since the table describes its metrics."""
+    table, registry = bench.table(), CollectorRegistry()
+    registry.register(table)
+    table.record("boss", "t1", [allowed(1)])
+    found = registry.restricted_registry(["langchain_quota_thread_used"]).collect()
+    assert [family.name for family in found] == ["langchain_quota_thread_used"]
+
+
+def test_describing_reads_no_thread(bench: Bench) -> None:
+    """Registration sees the names of the metrics, without samples."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(1)])
+    described = list(table.describe())
+    assert [family.name for family in described] == [family.name for family in table.collect()]
+    assert all(not family.samples for family in described)
+
+
+def test_a_scrape_sees_one_moment(bench: Bench) -> None:
+    """What a snapshot holds does not change while agents go on."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(1)])
+    snapshot = table.snapshot()
+    table.record("boss", "t1", [allowed(9)])
+    table.record("boss", "t2", [allowed(9)])
+    assert [(use.thread, use.limits["search"].used) for use in snapshot.threads] == [("t1", 1)]
+    assert snapshot.subjects == {("boss", "search"): {"ok": 1, "near": 0, "exhausted": 0}}
+
+
+NEAR = 0.8
+TTL = 100
+MAX_TRACKED = 4
+Key = tuple[str, str]
+
+
+@dataclass
+class Entry:
+    limits: dict[str, LimitUse]
+    last: float
+    ranked: float
+    """When it was last refused, or became exhausted."""
+
+    @property
+    def level(self) -> Level:
+        levels = [level_of(use) for use in self.limits.values()]
+        return max(levels, key=list(Level).index, default=Level.OK)
+
+    @property
+    def share(self) -> float:
+        rated = [use for use in self.limits.values() if use.enforced and use.limit]
+        return max((use.used / (use.limit or 1) for use in rated), default=0.0)
+
+
+def level_of(use: LimitUse) -> Level:
+    if not use.enforced or not use.limit or use.used < ceil(round(NEAR * use.limit, 9)):
+        return Level.OK
+    return Level.EXHAUSTED if use.used >= use.limit else Level.NEAR
+
+
+class Model:
+    """What the table should hold: all threads in one dict, everything recounted every time."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, Entry] = {}
+
+    def record(self, key: Key, decision: Decision, now: float) -> None:
+        standing = decision.standings[0]
+        refused = decision.outcome is Outcome.BLOCKED
+        old = self.entries.get(key)
+        limits = dict(old.limits) if old else {}
+        known = limits.get(standing.limit, LimitUse(0, None)).blocked
+        limits[standing.limit] = LimitUse(
+            standing.thread_used,
+            standing.thread_limit or None,
+            known + refused,
+            NEAR,
+            standing.enforced,
+        )
+        entry = Entry(limits, now, now)
+        if old and not refused and old.level is entry.level is Level.EXHAUSTED:
+            entry.ranked = old.ranked
+        self.entries[key] = entry
+        if len(self.entries) > MAX_TRACKED:
+            del self.entries[min(self.entries, key=lambda each: self.entries[each].last)]
+
+    def refund(self, key: Key, limit: str, amount: int) -> None:
+        entry = self.entries.get(key)
+        if entry and limit in entry.limits:
+            use = entry.limits[limit]
+            entry.limits[limit] = replace(use, used=max(0, use.used - amount))
+
+    def expire(self, now: float) -> None:
+        for key in [key for key, entry in self.entries.items() if now - entry.last > TTL]:
+            del self.entries[key]
+
+    def order(self) -> list[Key]:
+        orders: dict[Level, Callable[[Entry], tuple[float, ...]]] = {
+            Level.NEAR: lambda entry: (entry.share, entry.last),
+            Level.EXHAUSTED: lambda entry: (entry.ranked,),
+            Level.OK: lambda entry: (entry.last,),
+        }
+        return [
+            key
+            for level, rank in orders.items()
+            for key, entry in sorted(
+                self.entries.items(), key=lambda item: rank(item[1]), reverse=True
+            )
+            if entry.level is level
+        ]
+
+    def subjects(self) -> dict[Key, dict[Level, int]]:
+        found: dict[Key, dict[Level, int]] = {}
+        for (agent, _), entry in self.entries.items():
+            for limit, use in entry.limits.items():
+                if use.limit and use.enforced:
+                    counts = found.setdefault((agent, limit), dict.fromkeys(Level, 0))
+                    counts[level_of(use)] += 1
+        return found
+
+
+THREADS = st.tuples(st.sampled_from(["boss", "clerk"]), st.sampled_from(["t1", "t2", "t3"]))
+LIMITS = st.sampled_from(["search", "all"])
+USES = st.tuples(st.integers(0, 6), st.sampled_from([None, 0, 2, 5]))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("allowed"), THREADS, LIMITS, USES),
+        st.tuples(st.just("blocked"), THREADS, LIMITS, USES),
+        st.tuples(st.just("would_block"), THREADS, LIMITS, USES),
+        st.tuples(st.just("refund"), THREADS, LIMITS, st.integers(1, 3)),
+        st.tuples(st.just("wait"), st.sampled_from([10, 60, 101])),
+    ),
+    max_size=30,
+)
+
+
+def would_block(used: int, limit: int | None, name: str) -> Decision:
+    """A call that runs although a limit that is not enforced refuses it."""
+    refused = blocked(used, limit, name)
+    standing = replace(refused.standings[0], enforced=False)
+    return Decision(refused.call, Outcome.WOULD_BLOCK, (standing,))
+
+
+MAKE = {"allowed": allowed, "blocked": blocked, "would_block": would_block}
+
+
+def moments(
+    table: ThreadTable, model: Model, clock: Clock, steps: Sequence[tuple[object, ...]]
+) -> Iterator[Snapshot]:
+    """Take each step in the table and in the model, and give what a scrape then shows."""
+    for step in steps:
+        clock.now += 1
+        match step:
+            case ("wait", int(seconds)):
+                clock.now += seconds
+            case ("refund", (str(agent), str(thread)), str(limit), int(amount)):
+                table.refund(agent, thread, limit, amount)
+                model.refund((agent, thread), limit, amount)
+                if (agent, thread) in model.entries:
+                    # Whether a refund counts as activity is the table's to say.
+                    entry = model.entries[agent, thread]
+                    assert table._threads[agent, thread].last_decision in {entry.last, clock.now}
+                    entry.last = table._threads[agent, thread].last_decision
+            case (outcome, (str(agent), str(thread)), str(limit), (int(used), threshold)):
+                make = MAKE[str(outcome)]
+                decision = make(used, threshold if isinstance(threshold, int) else None, limit)
+                table.record(agent, thread, [decision])
+                model.record((agent, thread), decision, clock.now)
+        model.expire(clock.now)
+        yield table.snapshot()
+
+
+@given(steps=STEPS, exported=st.integers(0, 5))
+def test_the_table_is_what_a_recount_gives(
+    steps: Sequence[tuple[object, ...]], exported: int
+) -> None:
+    """After any calls, refunds and waits: the same threads, order, values, subjects and hidden."""
+    clock, model, errors = Clock(), Model(), list[Exception]()
+    table = ThreadTable(
+        near=NEAR,
+        max_exported=exported,
+        ttl=TTL,
+        on_error=errors.append,
+        max_tracked=MAX_TRACKED,
+        clock=clock,
+    )
+    for snapshot in moments(table, model, clock, steps):
+        order = model.order()
+        assert [(use.agent, use.thread) for use in snapshot.threads] == order[:exported]
+        for use in snapshot.threads:
+            entry = model.entries[use.agent, use.thread]
+            assert (use.limits, use.last_decision) == (entry.limits, entry.last)
+        tracked = {key: counts for key, counts in snapshot.subjects.items() if any(counts.values())}
+        assert tracked == model.subjects()
+        hidden = dict.fromkeys(Level, 0)
+        for key in order[exported:]:
+            hidden[model.entries[key].level] += 1
+        assert snapshot.hidden == hidden
+    assert errors == []

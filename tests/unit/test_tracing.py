@@ -1,0 +1,415 @@
+"""The span of a judged call: when there is one, what it says, and what it costs otherwise."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_OFF,
+    ALWAYS_ON,
+    Sampler,
+    SamplingResult,
+)
+from opentelemetry.sdk.trace.sampling import (
+    Decision as Sampling,
+)
+from opentelemetry.trace import Link, SpanKind, StatusCode, TraceState
+from opentelemetry.util.types import Attributes
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    Call,
+    Decision,
+    ModelCallLimit,
+    Outcome,
+    Telemetry,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+    __version__,
+)
+from langchain_quota.engine import Used, judge
+from langchain_quota.limits import Limit
+from langchain_quota.telemetry.tracing import LazyAttributes, Tracing
+from tests.conftest import Signals
+
+LIMIT = ToolCallLimit("search", thread_limit=20, run_limit=1)
+
+
+class Exported:
+    """A tracer provider that keeps what it exports."""
+
+    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(sampler=sampler)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+
+    def telemetry(self, **options: Any) -> Telemetry:
+        return Telemetry(registry=CollectorRegistry(), tracer_provider=self.provider, **options)
+
+    @property
+    def spans(self) -> Sequence[ReadableSpan]:
+        return self.exporter.get_finished_spans()
+
+
+def decide(*limits: Limit, used: Used | None = None, tools: Sequence[str]) -> Sequence[Decision]:
+    batch = [
+        Call("tool", tool, f"call-{index}", agent="boss", thread_id="t1")
+        for index, tool in enumerate(tools)
+    ]
+    return judge(limits, {limit.counter: used or Used() for limit in limits}, batch).decisions
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def test_an_allowed_call(signals: Signals) -> None:
+    """The span of an allowed call has the name, kind and attributes that are promised."""
+    signals.telemetry.emit(decide(LIMIT, used=Used(4, 0), tools=["search"]), started=5)
+    (span,) = signals.spans()
+    assert span.name == "check_quota tool search"
+    assert span.kind is SpanKind.INTERNAL
+    assert span.status.status_code is StatusCode.UNSET
+    assert attributes(span) == {
+        "langchain_quota.decision": "allowed",
+        "langchain_quota.kind": "tool",
+        "langchain_quota.limit": "tool:search",
+        "langchain_quota.limits": ("tool:search",),
+        "langchain_quota.scope": "none",
+        "langchain_quota.exit_behavior": "continue",
+        "langchain_quota.thread.used": 5,
+        "langchain_quota.thread.limit": 20,
+        "langchain_quota.run.used": 1,
+        "langchain_quota.run.limit": 1,
+        "gen_ai.conversation.id": "t1",
+        "gen_ai.agent.name": "boss",
+        "gen_ai.tool.name": "search",
+        "gen_ai.tool.call.id": "call-0",
+    }
+
+
+def test_a_blocked_call(signals: Signals) -> None:
+    """A block that the agent survives names limit and scope, and leaves the status unset."""
+    signals.telemetry.emit(decide(LIMIT, used=Used(4, 1), tools=["search"]), started=5)
+    (span,) = signals.spans()
+    assert span.status.status_code is StatusCode.UNSET
+    found = attributes(span)
+    assert found["langchain_quota.decision"] == "blocked"
+    assert found["langchain_quota.limit"] == "tool:search"
+    assert found["langchain_quota.scope"] == "run"
+    assert found["langchain_quota.thread.used"] == 4
+    assert found["langchain_quota.run.used"] == 1
+    assert "error.type" not in found
+
+
+def test_a_model_call(signals: Signals) -> None:
+    """The span of a model call has no tool; what is not known is left out."""
+    limit = ModelCallLimit(run_limit=5)
+    signals.telemetry.emit(judge([limit], {}, [Call("model")]).decisions, started=5)
+    (span,) = signals.spans()
+    assert span.name == "check_quota model"
+    assert attributes(span) == {
+        "langchain_quota.decision": "allowed",
+        "langchain_quota.kind": "model",
+        "langchain_quota.limit": "model",
+        "langchain_quota.limits": ("model",),
+        "langchain_quota.scope": "none",
+        "langchain_quota.exit_behavior": "end",
+        "langchain_quota.thread.used": 1,
+        "langchain_quota.run.used": 1,
+        "langchain_quota.run.limit": 5,
+    }
+
+
+def test_a_call_without_limits(signals: Signals) -> None:
+    """A call that no limit matches has a span that names none."""
+    decision = Decision(Call("tool", "calc", "a", agent="boss"), Outcome.ALLOWED)
+    signals.telemetry.emit([decision], started=5)
+    (span,) = signals.spans()
+    assert attributes(span) == {
+        "langchain_quota.decision": "allowed",
+        "langchain_quota.kind": "tool",
+        "langchain_quota.limits": (),
+        "gen_ai.agent.name": "boss",
+        "gen_ai.tool.name": "calc",
+        "gen_ai.tool.call.id": "a",
+    }
+
+
+def test_one_span_for_each_decision(signals: Signals) -> None:
+    """A batch of three calls is three spans, in order, named after what was decided."""
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="end")
+    decisions = decide(limit, tools=["search", "search", "calc"])
+    signals.telemetry.emit(decisions, started=5)
+    spans = signals.spans()
+    assert [span.name for span in spans] == [
+        "check_quota tool search",
+        "check_quota tool search",
+        "check_quota tool calc",
+    ]
+    assert [attributes(span)["langchain_quota.decision"] for span in spans] == [
+        "skipped",
+        "blocked",
+        "skipped",
+    ]
+
+
+def test_the_refusing_limit_is_shown_among_many(signals: Signals) -> None:
+    """All limits that match are listed; the one that refuses is told in detail."""
+    limits = [ToolCallLimit(run_limit=1), ToolCallLimit("search", run_limit=0)]
+    signals.telemetry.emit(decide(*limits, tools=["search"]), started=5)
+    found = attributes(signals.spans()[0])
+    assert found["langchain_quota.limits"] == ("tool:*", "tool:search")
+    assert found["langchain_quota.limit"] == "tool:search"
+    assert found["langchain_quota.run.limit"] == 0
+
+
+def test_the_fullest_limit_is_shown_where_none_refuses(signals: Signals) -> None:
+    """Of limits that admit the call, the one with the highest share is told in detail."""
+    limits = [ToolCallLimit(run_limit=50), ToolCallLimit("search", run_limit=2)]
+    signals.telemetry.emit(decide(*limits, tools=["search"]), started=5)
+    assert attributes(signals.spans()[0])["langchain_quota.limit"] == "tool:search"
+
+
+def test_an_exception_that_propagates_is_an_error(signals: Signals) -> None:
+    """Only the blocked calls of a batch that raises have status ERROR and `error.type`."""
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="error")
+    error = ToolCallLimitExceededError(
+        thread_count=2, run_count=2, thread_limit=None, run_limit=1, tool_name="search"
+    )
+    decisions = decide(limit, tools=["search", "search"])
+    signals.telemetry.emit(decisions, started=5, error=error)
+    skipped, blocked = signals.spans()
+    assert blocked.status.status_code is StatusCode.ERROR
+    assert blocked.status.description == str(error)
+    assert attributes(blocked)["error.type"] == "ToolCallLimitExceededError"
+    assert skipped.status.status_code is StatusCode.UNSET
+    assert "error.type" not in attributes(skipped)
+
+
+def test_the_span_begins_when_judging_began(signals: Signals) -> None:
+    """The start time is that given, and the end is not before it."""
+    started = time.time_ns()
+    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=started)
+    (span,) = signals.spans()
+    assert span.start_time == started
+    assert span.end_time is not None
+    assert span.end_time >= started
+
+
+def test_the_span_is_a_child_of_the_active_one(signals: Signals) -> None:
+    """Where the caller has a span, ours stands below it, and does not become the active one."""
+    tracer = signals.provider.get_tracer("app")
+    with tracer.start_as_current_span("request") as request:
+        signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+        assert trace.get_current_span() is request
+    span = signals.spans()[0]
+    assert span.parent is not None
+    assert span.parent.span_id == request.get_span_context().span_id
+    assert span.context is not None
+    assert span.context.trace_id == request.get_span_context().trace_id
+
+
+def test_the_instrumentation_is_named(signals: Signals) -> None:
+    """Spans tell which library made them, in which version."""
+    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    scope = signals.spans()[0].instrumentation_scope
+    assert scope is not None
+    assert (scope.name, scope.version) == ("langchain_quota", __version__)
+
+
+def test_invented_tool_names_are_not_span_names(signals: Signals) -> None:
+    """A span's name and attributes carry the bounded name of the tool, and a bounded call id."""
+    call = Call("tool", "drop\ntable", "i" * 500, agent="a" * 500, thread_id="t" * 500)
+    limit = ToolCallLimit(run_limit=5)
+    signals.telemetry.emit(judge([limit], {}, [call]).decisions, started=5)
+    (span,) = signals.spans()
+    assert span.name == "check_quota tool _other"
+    texts = [value for value in attributes(span).values() if isinstance(value, str)]
+    assert max(len(text) for text in texts) <= 64
+    assert "drop\ntable" not in texts
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [("all", ["allowed", "blocked", "would_block"]), ("refused", ["blocked", "would_block"])],
+)
+def test_which_calls_have_a_span(spans: str, expected: list[str]) -> None:
+    """With `refused` only calls that were not plainly allowed have spans."""
+    exported = Exported()
+    allowed, blocked = decide(LIMIT, tools=["search", "search"])
+    trial = Decision(blocked.call, Outcome.WOULD_BLOCK, blocked.standings)
+    exported.telemetry(spans=spans).emit([allowed, blocked, trial], started=5)
+    found = [attributes(span)["langchain_quota.decision"] for span in exported.spans]
+    assert found == expected
+
+
+def test_spans_can_be_switched_off() -> None:
+    """With `off` there is no span for any decision."""
+    exported = Exported()
+    exported.telemetry(spans="off").emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    assert exported.spans == ()
+
+
+def test_a_thread_label_replaces_the_conversation() -> None:
+    """A thread's id that is hidden is not sent as the conversation's id either."""
+    exported = Exported()
+    telemetry = exported.telemetry(thread_label=lambda thread_id: f"hidden {len(str(thread_id))}")
+    telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    found = attributes(exported.spans[0])
+    assert found["langchain_quota.thread.id"] == "hidden 2"
+    assert "gen_ai.conversation.id" not in found
+    assert "t1" not in found.values()
+
+
+class KeepBlocked(Sampler):
+    """Keeps refusals of one limit, by what it is told when the span is made."""
+
+    def should_sample(  # noqa: PLR0917 - the SDK's signature
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        known = attributes or {}
+        wanted = (
+            known.get("langchain_quota.decision") == "blocked"
+            and known.get("langchain_quota.limit") == "tool:search"
+        )
+        return SamplingResult(Sampling.RECORD_AND_SAMPLE if wanted else Sampling.DROP, attributes)
+
+    def get_description(self) -> str:
+        return "KeepBlocked"
+
+
+def test_a_sampler_sees_the_decision() -> None:
+    """A sampler can keep the refusals of a limit, since attributes are set at creation."""
+    exported = Exported(KeepBlocked())
+    exported.telemetry().emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    (span,) = exported.spans
+    assert attributes(span)["langchain_quota.decision"] == "blocked"
+    assert attributes(span)["gen_ai.tool.call.id"] == "call-1"
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
+    """The decisions for which attributes were built."""
+    built: list[Decision] = []
+    build = Tracing._attributes
+
+    def counting(self: Tracing, decision: Decision, *rest: Any) -> dict[str, Any]:
+        built.append(decision)
+        return build(self, decision, *rest)
+
+    monkeypatch.setattr(Tracing, "_attributes", counting)
+    return built
+
+
+def test_attributes_are_built_once_when_recording(builds: list[Decision]) -> None:
+    """A recorded span builds its attributes once, however often they are read."""
+    decisions = decide(LIMIT, tools=["search"])
+    exported = Exported(KeepBlocked())
+    exported.telemetry().emit(decisions, started=5)
+    Exported().telemetry().emit(decisions, started=5)
+    assert builds == [*decisions, *decisions]
+
+
+@pytest.mark.parametrize(
+    "provider",
+    [TracerProvider(sampler=ALWAYS_OFF), trace.NoOpTracerProvider()],
+    ids=["always off", "no SDK"],
+)
+def test_nothing_is_built_when_nothing_is_recorded(
+    builds: list[Decision], provider: trace.TracerProvider
+) -> None:
+    """Without an SDK, or with a sampler that is off, a decision builds no attributes."""
+    telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
+    telemetry.emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    assert builds == []
+
+
+@pytest.mark.parametrize("spans", ["refused", "off"])
+def test_nothing_is_built_for_unwanted_spans(builds: list[Decision], spans: str) -> None:
+    """A call that gets no span builds no attributes."""
+    Exported().telemetry(spans=spans).emit(decide(LIMIT, tools=["search"]), started=5)
+    assert builds == []
+
+
+def test_lazy_attributes_are_a_mapping() -> None:
+    """However a sampler or an SDK reads them, they are built once and read as a dict."""
+    calls: list[int] = []
+
+    def build() -> dict[str, Any]:
+        calls.append(1)
+        return {"a": 1, "b": 2}
+
+    lazy = LazyAttributes(build)
+    assert calls == []
+    assert (dict(lazy), len(lazy), lazy["b"], lazy.get("c")) == ({"a": 1, "b": 2}, 2, 2, None)
+    copied = lazy.copy()
+    copied["c"] = 3
+    assert "c" not in lazy
+    assert calls == [1]
+
+
+def exemplars(registry: CollectorRegistry) -> list[dict[str, str]]:
+    return [
+        dict(sample.exemplar.labels)
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.exemplar
+    ]
+
+
+def link_to(span: trace.Span | ReadableSpan) -> dict[str, str]:
+    context = span.get_span_context()
+    assert context is not None
+    return {
+        "trace_id": trace.format_trace_id(context.trace_id),
+        "span_id": trace.format_span_id(context.span_id),
+    }
+
+
+def test_the_exemplar_is_the_calls_own_span(signals: Signals) -> None:
+    """Call and limit counters are linked to the span of the call that they counted."""
+    with signals.provider.get_tracer("app").start_as_current_span("request"):
+        signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    own = link_to(signals.spans()[0])
+    assert exemplars(signals.registry) == [own, own]
+
+
+def test_a_span_that_is_not_sampled_is_no_exemplar() -> None:
+    """A link to a trace that nobody kept would lead nowhere."""
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider(sampler=ALWAYS_OFF))
+    telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    assert exemplars(registry) == []
+
+
+def test_without_a_span_the_exemplar_is_the_callers() -> None:
+    """With spans off the counters are linked to the caller's active span, if it is sampled."""
+    registry, exported = CollectorRegistry(), Exported()
+    telemetry = Telemetry(registry=registry, tracer_provider=exported.provider, spans="off")
+    with exported.provider.get_tracer("app").start_as_current_span("request") as request:
+        telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    assert exemplars(registry) == [link_to(request), link_to(request)]
+
+
+def test_without_any_span_there_is_no_exemplar() -> None:
+    """Without tracing the counters count."""
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry=registry, tracer_provider=trace.NoOpTracerProvider())
+    telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    assert exemplars(registry) == []
+    labels = {"agent": "boss", "kind": "tool", "tool": "search", "decision": "allowed"}
+    assert registry.get_sample_value("langchain_quota_calls_total", labels) == 1
