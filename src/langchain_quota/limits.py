@@ -1,5 +1,6 @@
 """What may be spent: the limits that a user sets, frozen and validated."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -106,6 +107,11 @@ class ToolCallLimit:
         _set(self, "counter", ",".join(tools) or ALL_TOOLS + without)
         _set(self, "name", _checked_name(self.name, f"tool:{','.join(tools) or '*' + without}"))
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether one of the thresholds is a function."""
+        return callable(self.thread_limit) or callable(self.run_limit)
+
     def matches(self, call: "Call") -> bool:
         """Whether the limit applies to the call."""
         if call.kind != "tool":
@@ -159,6 +165,11 @@ class ModelCallLimit:
             raise ValueError("exit_behavior='finalize' goes with enforce=True")
         _set(self, "name", _checked_name(self.name, MODEL))
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether one of the thresholds is a function."""
+        return callable(self.thread_limit) or callable(self.run_limit)
+
     def matches(self, call: "Call") -> bool:
         """Whether the limit applies to the call."""
         return call.kind == "model"
@@ -209,6 +220,54 @@ class Terms:
     def ending(self) -> "Terms":
         """The same numbers, with refusals that end the run."""
         return replace(self, exit_behavior="end")
+
+
+def check_together(limits: Sequence[Limit]) -> None:
+    """Check that limits can be judged together.
+
+    Raises:
+        TypeError: They are no limits.
+        ValueError: There is none, two have one name, or one can never be reached.
+    """
+    if not isinstance(limits, Sequence):
+        raise TypeError(f"limits must be a sequence of limits, not {limits!r}")
+    if not limits:
+        raise ValueError("limits must have at least one limit")
+    for limit in limits:
+        if not isinstance(limit, ToolCallLimit | ModelCallLimit):
+            raise TypeError(f"limits must be ToolCallLimit or ModelCallLimit, not {limit!r}")
+    for name, count in Counter(limit.name for limit in limits).items():
+        if count > 1:
+            raise ValueError(f"{count} limits are named {name!r}: give each a name of its own")
+    for limit in limits:
+        for other in limits:
+            if limit is not other and _never_reached(limit, other):
+                raise ValueError(
+                    f"limit {limit.name!r} can never be reached: limit {other.name!r} counts the "
+                    "same calls and refuses them earlier"
+                )
+
+
+def _never_reached(limit: Limit, other: Limit) -> bool:
+    if (
+        limit.counter != other.counter
+        or limit.kind != other.kind
+        or not (limit.enforce and other.enforce)
+        or limit.is_dynamic
+        or other.is_dynamic
+    ):
+        return False
+    own, others = Terms.of(limit), Terms.of(other)
+    # A run is part of a thread: what exhausts the other's thread limit ends this run, too.
+    refused_earlier = {
+        "thread": [others.thread_limit],
+        "run": [others.run_limit, others.thread_limit],
+    }
+    return all(
+        (number := own.threshold(scope)) is None
+        or any(earlier is not None and earlier < number for earlier in refused_earlier[scope])
+        for scope in SCOPES
+    )
 
 
 def _checked_tools(argument: str, value: object) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import pytest
 
 from langchain_quota import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits import Limit, Terms
-from langchain_quota.middleware.dynamic import aterms_now, is_dynamic, terms_now
+from langchain_quota.middleware.dynamic import aterms_now, terms_now
 from tests.conftest import Signals
 
 STATE = {"plan": 3}
@@ -68,7 +68,7 @@ def errors(signals: Signals) -> float | None:
 )
 def test_which_limits_are_dynamic(limit: Limit, expected: bool) -> None:  # noqa: FBT001 - a row of the table
     """A limit is dynamic if either number is a function; its message does not matter."""
-    assert is_dynamic(limit) is expected
+    assert limit.is_dynamic is expected
 
 
 LIMITS: list[Limit] = [

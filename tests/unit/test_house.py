@@ -29,7 +29,7 @@ FLOORS = [
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 
 LANDINGS = [
-    {"origin", "history", "requests", "dynamic"},
+    {"origin", "history", "requests", "dynamic", "observers"},
     {"rulings"},
     {"limiter"},
     {"tool_call_limit", "model_call_limit", "quota"},

@@ -10,11 +10,6 @@ from langchain_quota.telemetry import Telemetry
 _ARGUMENTS = ("thread_limit", "run_limit")
 
 
-def is_dynamic(limit: Limit) -> bool:
-    """Whether one of the limit's numbers is a function."""
-    return any(callable(getattr(limit, argument)) for argument in _ARGUMENTS)
-
-
 def terms_now(
     limits: Sequence[Limit], state: Any, runtime: Any, telemetry: Telemetry
 ) -> list[Terms]:

@@ -1,7 +1,5 @@
 """QuotaMiddleware: many limits in one middleware, judged together."""
 
-import inspect
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +16,11 @@ from langgraph.runtime import Runtime
 from langgraph.types import StateSnapshot
 from langgraph.typing import ContextT
 
-from langchain_quota.decision import Decision
 from langchain_quota.engine import Used
-from langchain_quota.limits import SCOPES, Limit, ModelCallLimit, Terms, ToolCallLimit
-from langchain_quota.middleware.dynamic import aterms_now, is_dynamic, terms_now
+from langchain_quota.limits import Limit, Terms, check_together
+from langchain_quota.middleware.dynamic import aterms_now, terms_now
 from langchain_quota.middleware.limiter import Limiter
+from langchain_quota.middleware.observers import Observer, Observers
 from langchain_quota.middleware.requests import (
     last_call,
     remaining,
@@ -49,8 +47,6 @@ from langchain_quota.state import (
     thread_tools,
 )
 from langchain_quota.telemetry import Telemetry
-
-Observer = Callable[[Decision], Awaitable[None] | None]
 
 
 class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
@@ -105,12 +101,12 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
         on_decision: Observer | Sequence[Observer] = (),
         telemetry: Telemetry | None = None,
     ) -> None:
-        _check_limits(limits)
-        self._observers = _checked_observers(on_decision)
+        check_together(limits)
         for argument, value in (("tell_model", tell_model), ("hide_exhausted", hide_exhausted)):
             if not isinstance(value, bool):
                 raise TypeError(f"{argument} must be True or False, not {value!r}")
         super().__init__(tuple(limits), limit_name=None, telemetry=telemetry)
+        self._observers = Observers(on_decision, self._telemetry)
         self._tell_model = tell_model
         self._hide_exhausted = hide_exhausted
         self._shapes_requests = (
@@ -246,43 +242,19 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
 
     def _emit(self, ruling: Ruling) -> bool:
         """Make a ruling visible on the sync path."""
-        for observer in self._observers:
-            if _is_async(observer):
-                raise _async_observer(observer)
+        self._observers.refuse_async()
         is_new = super()._emit(ruling)
-        for decision, observer in self._told(ruling, is_new=is_new):
-            result = None
-            try:
-                result = observer(decision)
-            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
-                self._telemetry.failed("observer", error)
-            if inspect.iscoroutine(result):
-                result.close()
-            if inspect.isawaitable(result):
-                raise _async_observer(observer)
+        if is_new:
+            self._observers.tell(ruling.decisions)
         return is_new
 
     async def _aconclude(self, ruling: Ruling | None) -> Update | None:
         """Make a ruling visible, and then let it take effect."""
         if ruling is None:
             return None
-        is_new = super()._emit(ruling)
-        for decision, observer in self._told(ruling, is_new=is_new):
-            try:
-                result = observer(decision)
-                if inspect.isawaitable(result):
-                    await result
-            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
-                self._telemetry.failed("observer", error)
+        if super()._emit(ruling):
+            await self._observers.atell(ruling.decisions)
         return self._effect(ruling)
-
-    def _told(self, ruling: Ruling, *, is_new: bool) -> list[tuple[Decision, Observer]]:
-        """Who is told of what, in order; nobody of what a hook that runs again decides again."""
-        if not is_new:
-            return []
-        return [
-            (decision, observer) for decision in ruling.decisions for observer in self._observers
-        ]
 
 
 def _rule_on_model(state: Mapping[str, Any], runtime: Any, terms: Sequence[Terms]) -> Ruling:
@@ -326,64 +298,3 @@ def _usage(state: Mapping[str, Any], terms: Sequence[Terms]) -> dict[str, Used]:
         else Used(thread.get(each.limit.counter, 0), run.get(each.limit.counter, 0))
         for each in terms
     }
-
-
-def _check_limits(limits: Sequence[Limit]) -> None:
-    if not isinstance(limits, Sequence):
-        raise TypeError(f"limits must be a sequence of limits, not {limits!r}")
-    if not limits:
-        raise ValueError("limits must have at least one limit")
-    for limit in limits:
-        if not isinstance(limit, ToolCallLimit | ModelCallLimit):
-            raise TypeError(f"limits must be ToolCallLimit or ModelCallLimit, not {limit!r}")
-    for name, count in Counter(limit.name for limit in limits).items():
-        if count > 1:
-            raise ValueError(f"{count} limits are named {name!r}: give each a name of its own")
-    for limit in limits:
-        for other in limits:
-            if limit is not other and _never_reached(limit, other):
-                raise ValueError(
-                    f"limit {limit.name!r} can never be reached: limit {other.name!r} counts the "
-                    "same calls and refuses them earlier"
-                )
-
-
-def _never_reached(limit: Limit, other: Limit) -> bool:
-    if (
-        limit.counter != other.counter
-        or limit.kind != other.kind
-        or not (limit.enforce and other.enforce)
-        or is_dynamic(limit)
-        or is_dynamic(other)
-    ):
-        return False
-    own, others = Terms.of(limit), Terms.of(other)
-    # A run is part of a thread: what exhausts the other's thread limit ends this run, too.
-    refused_earlier = {
-        "thread": [others.thread_limit],
-        "run": [others.run_limit, others.thread_limit],
-    }
-    return all(
-        (number := own.threshold(scope)) is None
-        or any(earlier is not None and earlier < number for earlier in refused_earlier[scope])
-        for scope in SCOPES
-    )
-
-
-def _checked_observers(on_decision: object) -> tuple[Observer, ...]:
-    observers = (on_decision,) if callable(on_decision) else on_decision
-    if not isinstance(observers, Sequence) or not all(map(callable, observers)):
-        raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
-    return tuple(observers)
-
-
-def _async_observer(observer: Observer) -> RuntimeError:
-    return RuntimeError(
-        f"on_decision={observer!r} is async: call the agent with ainvoke or astream"
-    )
-
-
-def _is_async(observer: Observer) -> bool:
-    return inspect.iscoroutinefunction(observer) or inspect.iscoroutinefunction(
-        getattr(observer, "__call__", None)  # noqa: B004 - its own type is asked for, not whether
-    )

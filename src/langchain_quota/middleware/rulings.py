@@ -90,14 +90,13 @@ def rule_on_tools(
         }
         return Ruling(decisions, started, caller.task_id, update)
 
-    matching = [call for call in calls if any(each.limit.matches(call) for each in terms)]
-    if not matching and not every_call:
+    matched = [any(each.limit.matches(call) for each in terms) for call in calls]
+    if not any(matched) and not every_call:
         return None
-    batch = batch_of(state, pending.message.id)
+    matching = [call for call, is_matched in zip(calls, matched, strict=True) if is_matched]
     counts = ToolCounts.of(state, pending.message.id)
     ids = [str(call.id) for call in matching]
-    counters = {each.limit.counter for each in terms}
-    usage = {counter: counts.used(counter, ids) for counter in counters}
+    usage = {each.limit.counter: counts.used(each.limit.counter, ids) for each in terms}
     refusals = dict(ledger(state).get("refusals") or {})
     verdict = _judge(terms, usage, matching, refusals, may_stop=not pending.structured)
 
@@ -105,38 +104,24 @@ def rule_on_tools(
     judged = iter(verdict.decisions)
     unmatched = Outcome.SKIPPED if stopped else Outcome.ALLOWED
     decisions = tuple(
-        next(judged) if call in matching else Decision(call, unmatched)
-        for call in calls
-        if call in matching or every_call or stopped
+        next(judged) if is_matched else Decision(call, unmatched)
+        for call, is_matched in zip(calls, matched, strict=True)
+        if is_matched or every_call or stopped
     )
-    others = [call for call in calls if call not in matching]
+    others = [call for call, is_matched in zip(calls, matched, strict=True) if not is_matched]
     error = _tool_error(verdict, others if pending_error else ())
     if error is not None:
         return Ruling(decisions, started, caller.task_id, error=error)
 
     refunds = _settle(counts, terms, decisions)
-    attempted = dict(state.get(RUN_TOOLS) or {})
-    for counter in counters:
-        asked = sum(
-            any(each.limit.counter == counter and each.limit.matches(call) for each in terms)
-            for call in matching
-        )
-        if asked:
-            counts.thread.setdefault(counter, 0)
-            attempted[counter] = attempted.get(counter, 0) + asked
-    update = {
-        THREAD_TOOLS: counts.thread,
-        RUN_TOOLS: attempted,
-        LEDGER: Ledger(
-            run_tools=counts.run,
-            batch=Batch(
-                message=pending.message.id or "",
-                charges=counts.charges,
-                passed=[*(batch["passed"] if batch else ()), *(each.limit.name for each in terms)],
-            ),
-            refusals=refusals,
-        ),
-    }
+    batch = batch_of(state, pending.message.id)
+    passed = [*(batch["passed"] if batch else ()), *(each.limit.name for each in terms)]
+    update = _counts_update(state, terms, matching, counts)
+    update[LEDGER] = Ledger(
+        run_tools=counts.run,
+        batch=Batch(message=pending.message.id or "", charges=counts.charges, passed=passed),
+        refusals=refusals,
+    )
     answers = _answers(decisions, terms, messages.SKIPPED)
     if stopped:
         answers.append(AIMessage(content=messages.final(verdict.breaches)))
@@ -144,6 +129,19 @@ def rule_on_tools(
     if answers:
         update["messages"] = answers
     return Ruling(decisions, started, caller.task_id, update, refunds)
+
+
+def _counts_update(
+    state: Mapping[str, Any], terms: Sequence[Terms], calls: Sequence[Call], counts: ToolCounts
+) -> Update:
+    """The thread's counts, and the run's as LangChain writes them: with the calls refused."""
+    attempted = dict(state.get(RUN_TOOLS) or {})
+    for counter, limit in {each.limit.counter: each.limit for each in terms}.items():
+        asked = sum(map(limit.matches, calls))
+        if asked:
+            counts.thread.setdefault(counter, 0)
+            attempted[counter] = attempted.get(counter, 0) + asked
+    return {THREAD_TOOLS: counts.thread, RUN_TOOLS: attempted}
 
 
 def rule_on_model(
@@ -264,14 +262,11 @@ def _answers(
 ) -> list[AnyMessage]:
     """One answer for each call that does not run; the refused ones first."""
     limits = {each.limit.name: each.limit for each in terms}
-    texts = {
-        (decision.call.id, decision.call.tool): messages.refusal(decision, limits)
-        for decision in decisions
-        if decision.outcome is Outcome.BLOCKED
-    }
-    texts |= {
-        (decision.call.id, decision.call.tool): skipped
-        for decision in decisions
-        if decision.outcome is Outcome.SKIPPED
-    }
-    return [answer(str(call_id), tool, text) for (call_id, tool), text in texts.items()]
+    found: dict[str, AnyMessage] = {}
+    for outcome in (Outcome.BLOCKED, Outcome.SKIPPED):
+        for decision in decisions:
+            call_id = str(decision.call.id)
+            if decision.outcome is outcome and call_id not in found:
+                text = messages.refusal(decision, limits) if outcome is Outcome.BLOCKED else skipped
+                found[call_id] = answer(call_id, decision.call.tool, text)
+    return list(found.values())
