@@ -102,6 +102,8 @@ class ToolCallLimit:
                     "and enforce=True"
                 )
         without = f"-{','.join(excluded)}" if excluded else ""
+        if not isinstance(self.tool_name, str | None):
+            _set(self, "tool_name", tools)
         _set(self, "tools", tools)
         _set(self, "exclude", excluded)
         _set(self, "counter", ",".join(tools) or ALL_TOOLS + without)
@@ -279,7 +281,7 @@ def _checked_tools(argument: str, value: object) -> tuple[str, ...]:
     if not names:
         raise ValueError(f"{argument} must name a tool, not {value!r}")
     for name in names:
-        if not name or name == ALL_TOOLS:
+        if not name or name.startswith(ALL_TOOLS) or "," in name:
             raise ValueError(f"{argument} must be the name of a tool, not {name!r}")
     return tuple(sorted(set(names)))
 
@@ -334,7 +336,7 @@ def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None
 
 
 def _checked_name(value: Any, default: str) -> str:
-    if value is not None and not isinstance(value, str):
+    if not isinstance(value, str):
         raise TypeError(f"name must be a string, not {value!r}")
     if not value:
         return default

@@ -54,6 +54,8 @@ class Ledger(TypedDict, total=False):
     """Tool calls let through in this run, by counter."""
     run_model: int
     """Model calls let through in this run."""
+    model_mode: str | None
+    """When this run's model calls are counted: when `"admitted"`, or when `"returned"`."""
     model_counted: bool
     """Whether the model call of this step is counted already."""
     batch: Batch | None
@@ -64,8 +66,10 @@ class Ledger(TypedDict, total=False):
     """Whether the model call of this step was told that it is the last."""
     turn: str | None
     """The id of the newest message when the run began."""
+    begun_by: list[str]
+    """The names of the middlewares that have begun the run."""
     limits: list[str]
-    """The names of the limits that the run began with."""
+    """The names of their limits."""
     abandoned: Abandoned | None
 
 

@@ -114,10 +114,8 @@ class ScriptedChatModel(BaseChatModel):
     def _next(self, messages: Sequence[BaseMessage], kwargs: dict[str, Any]) -> AIMessage:
         with self._lock:
             self._calls.append(ModelCall(tuple(messages), kwargs.get("offered", ())))
-            turn = self.script(messages) if callable(self.script) else self._turn()
-            if isinstance(turn, BaseException):
-                raise turn
-            return self._message(turn)
+            scripted = None if callable(self.script) else self._turn()
+        return self._message(self.script(messages) if scripted is None else scripted)
 
     def _turn(self) -> Turn:
         if self._position >= len(self.script):
@@ -149,7 +147,7 @@ class ScriptedChatModel(BaseChatModel):
 
 @contextmanager
 def captured_decisions() -> Iterator[list[Decision]]:
-    """Capture the decisions made in this context, and in tasks and threads started from it.
+    """Capture the decisions made in this context, and in tasks and `asyncio.to_thread` from it.
 
     Example:
         ```python

@@ -356,6 +356,13 @@ def test_provider_is_not_installed() -> None:
     assert "langchain-openai" in refusal(ended)
 
 
+def test_metrics_without_a_directory(tmp_path: Path) -> None:
+    """A directory for several workers' metrics that is not there is told in one line."""
+    missing = str(tmp_path / "missing")
+    ended = demo("--port", "0", PROMETHEUS_MULTIPROC_DIR=missing)
+    assert "cannot keep metrics" in refusal(ended)
+
+
 def test_model_that_fails(provider: dict[str, str]) -> None:
     """An error of the provider during the traffic ends the demo in one line."""
     ended = demo("--model", "openai:broken", "--seconds", "600", "--port", "0", **provider)

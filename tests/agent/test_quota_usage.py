@@ -17,7 +17,7 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import Mode, modes
+from tests.agent.rules import Mode, check_history, modes
 from tests.conftest import Signals
 
 CONFIG: RunnableConfig = {"configurable": {"thread_id": "7"}}
@@ -131,11 +131,52 @@ async def test_reset_in_mid_run(mode: Mode, signals: Signals) -> None:
 
 @modes
 async def test_reset_of_a_failed_run(mode: Mode, signals: Signals) -> None:
-    """A thread whose run was ended by an exception is refused."""
+    """A thread whose run failed elsewhere than at a limit is refused."""
+    agent, quota = agent_and_quota(signals, [["search"], ConnectionError("down")])
+    with pytest.raises(ConnectionError):
+        await run(mode, agent)
+    with pytest.raises(RuntimeError, match="waits in mid-run before model"):
+        await reset(mode, agent, quota)
+
+
+@modes
+async def test_reset_of_a_refused_run(mode: Mode, signals: Signals) -> None:
+    """A thread whose run a limit ended with an exception can be reset, and goes on."""
     agent, quota = agent_and_quota(
-        signals, [["search"], "done"], thread_limit=0, exit_behavior="error"
+        signals,
+        [["search"], ["search"], ["search"], "done"],
+        thread_limit=1,
+        exit_behavior="error",
     )
     with pytest.raises(ToolCallLimitExceededError):
         await run(mode, agent)
-    with pytest.raises(RuntimeError, match="waits in mid-run"):
-        await reset(mode, agent, quota)
+
+    await reset(mode, agent, quota)
+    await run(mode, agent)
+
+    assert dict(usage(agent.get_state(CONFIG)).tools) == {"search": 1, "__all__": 1}
+    check_history(agent.get_state(CONFIG).values["messages"])
+
+
+@modes
+async def test_reset_ends_the_series(mode: Mode, signals: Signals) -> None:
+    """After a reset the thread counts as used up no more."""
+    agent, quota = agent_and_quota(signals, [["search", "search"], "done"])
+    await run(mode, agent)
+    labels = {"agent": "unnamed", "limit": "tool:search"}
+    assert signals.value("langchain_quota_thread_used", **labels, thread_id="7") == 2
+
+    await reset(mode, agent, quota)
+
+    assert signals.value("langchain_quota_thread_used", **labels, thread_id="7") is None
+    exhausted = {**labels, "scope": "thread", "state": "exhausted"}
+    assert signals.value("langchain_quota_subjects", **exhausted) == 0
+
+
+@modes
+async def test_reset_by_another_agent(mode: Mode, signals: Signals) -> None:
+    """An agent that does not have the middleware is refused."""
+    agent, _ = agent_and_quota(signals, ["done"])
+    other = type("Other", (QuotaMiddleware,), {})([ToolCallLimit(run_limit=1)])
+    with pytest.raises(ValueError, match="does not have the middleware Other"):
+        await reset(mode, agent, other)

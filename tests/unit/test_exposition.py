@@ -10,9 +10,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import httpx
 import pytest
@@ -30,6 +34,7 @@ from tests.servers.programs import required_program
 from tests.servers.prometheus import parse_openmetrics
 
 get = partial(httpx.get, trust_env=False)  # no proxy
+LOGGER = "langchain_quota"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 ENOUGH = 10.0
 """Seconds until something that should happen counts as not happening."""
@@ -145,6 +150,19 @@ class TestServer:
         with pytest.raises(OSError, match=f"cannot serve metrics on {addr}:0: "):
             start_metrics_server(port=0, addr=addr, registry=registry)
 
+    @pytest.mark.parametrize("port", ["x", "9464", True, False, 9464.0, None])
+    def test_a_port_of_a_wrong_type(self, registry: CollectorRegistry, port: Any) -> None:
+        """A port that is no whole number is a TypeError that names the argument and the value."""
+        with pytest.raises(TypeError, match="port must be a whole number") as refused:
+            start_metrics_server(port, registry=registry)
+        assert repr(port) in str(refused.value)
+
+    @pytest.mark.parametrize("port", [70_000, 65_536, -1])
+    def test_a_port_out_of_bounds(self, registry: CollectorRegistry, port: int) -> None:
+        """A port that cannot be is a ValueError that names the argument and the value."""
+        with pytest.raises(ValueError, match=f"port must be from 0 to 65535, not {port}"):
+            start_metrics_server(port, registry=registry)
+
     def test_close_frees_the_port(self, registry: CollectorRegistry) -> None:
         """After close() nobody answers, and the port can be bound again at once."""
         server = start_metrics_server(port=0, registry=registry)
@@ -197,6 +215,17 @@ class TestServer:
             assert "container" not in record.getMessage()
 
 
+@contextmanager
+def logged_to(handler: logging.Handler) -> Iterator[None]:
+    """Give the handler what the package logs meanwhile."""
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 class TestTls:
     """start_metrics_server() with certificates."""
 
@@ -246,6 +275,30 @@ class TestTls:
             with silent:  # closed before the server, which may be waiting for it
                 response = get(server.url, verify=trusting(own), timeout=ENOUGH)
             assert response.status_code == 200
+
+    def test_a_broken_connection_is_no_news(
+        self,
+        registry: CollectorRegistry,
+        certificates: dict[str, Certificate],
+        capfd: pytest.CaptureFixture[str],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """A client that sends no TLS leaves no traceback on stderr, and is logged at DEBUG."""
+        caplog.set_level(logging.DEBUG, logger=LOGGER)
+        own, records = certificates["server"], SimpleQueue[logging.LogRecord]()
+        with (
+            start_metrics_server(
+                port=0, certfile=own.certfile, keyfile=own.keyfile, registry=registry
+            ) as server,
+            logged_to(QueueHandler(records)),
+            socket.create_connection((server.addr, server.port)) as client,
+        ):
+            client.sendall(b"no TLS at all\r\n\r\n")
+            record = records.get(timeout=ENOUGH)
+        assert record.levelno == logging.DEBUG
+        assert record.getMessage().startswith("a scrape from ")
+        assert "SSL" in record.getMessage()
+        assert capfd.readouterr().err == ""
 
     @pytest.mark.parametrize("given", ["certfile", "keyfile", "client_cafile"])
     def test_arguments_that_need_others(self, registry: CollectorRegistry, given: str) -> None:

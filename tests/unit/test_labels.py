@@ -214,3 +214,52 @@ def test_the_key_is_not_shown_in_a_conflict() -> None:
         Telemetry(registry=registry, thread_label=hmac_label("f" * 16))
     assert KEY not in str(caught.value)
     assert "f" * 16 not in str(caught.value)
+
+
+def test_offered_tools_come_before_invented_ones() -> None:
+    """The tools that an agent really has are labels, whatever its model invents meanwhile."""
+    tools = ToolLabels(3)
+    tools.offer("boss", ["search", "calc"])
+    found = [tools.label("boss", name) for name in ("made-up", "also-made-up", "calc", "search")]
+    assert found == ["made-up", "_other", "calc", "search"]
+
+
+def test_offered_tools_are_bounded() -> None:
+    """Of more tools than the bound the first are labels; what was known before keeps its place."""
+    tools = ToolLabels(3)
+    tools.label("boss", "early")
+    for _ in range(2):
+        tools.offer("boss", (f"t{index}" for index in range(1000)))
+    found = [tools.label("boss", name) for name in ("early", "t0", "t1", "t2", "t999")]
+    assert found == ["early", "t0", "t1", "_other", "_other"]
+
+
+def test_offered_tools_are_bounded_by_agent() -> None:
+    """What one agent has uses up no other agent's names, and is not the other's."""
+    tools = ToolLabels(1)
+    tools.offer("boss", ["search"])
+    assert [tools.label("clerk", name) for name in ("made-up", "search")] == ["made-up", "_other"]
+
+
+def test_odd_names_that_are_offered_are_left_out() -> None:
+    """A name that is no label uses up none of the room, and is `_other` as ever."""
+    tools = ToolLabels(1)
+    tools.offer("boss", ["", "two words", "s" * 65, "\ud800", "search"])
+    found = [tools.label("boss", name) for name in ("made-up", "two words", "search")]
+    assert found == ["_other", "_other", "search"]
+
+
+def test_offered_tools_that_limits_name_use_up_no_room() -> None:
+    """The bound is beside the limited tools, also when an agent is known to have them."""
+    tools = ToolLabels(1)
+    tools.keep(("search",))
+    tools.offer("boss", ["search", "calc"])
+    found = [tools.label("boss", name) for name in ("made-up", "calc", "search")]
+    assert found == ["_other", "calc", "search"]
+
+
+def test_nothing_fits_into_no_room() -> None:
+    """With a bound of 0 the tools that an agent has are no labels either."""
+    tools = ToolLabels(0)
+    tools.offer("boss", ["search"])
+    assert tools.label("boss", "search") == "_other"

@@ -70,9 +70,9 @@ def test_a_tool_name_of_a_wrong_type_is_refused(value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["", "__all__"])
+@pytest.mark.parametrize("value", ["", "__all__", "__all__-calc", "a,b", ","])
 def test_a_tool_name_that_names_no_tool_is_refused(value: str) -> None:
-    """The empty name, and the key under which all tools are counted, name no tool."""
+    """The empty name, and what reads like the counter of several tools, name no tool."""
     with pytest.raises(ValueError, match=f"tool_name .*'{value}'"):
         ToolCallLimit(value, run_limit=1)
     with pytest.raises(ValueError, match=f"tool_name .*'{value}'"):
@@ -293,7 +293,7 @@ def test_a_message_of_a_wrong_type_is_refused(make: Make, value: object) -> None
 
 
 @BOTH
-@pytest.mark.parametrize("value", [5, 0, b"mine"])
+@pytest.mark.parametrize("value", [5, 0, False, None, b"mine"])
 def test_a_name_of_a_wrong_type_is_refused(make: Make, value: object) -> None:
     """A name that is no string is a TypeError that names the value."""
     with pytest.raises(TypeError) as caught:
@@ -356,6 +356,16 @@ def test_a_limit_matches_what_it_names(limit: Limit, matching: list[str | None])
     tools = ["search", "calc", "fetch"]
     calls = [*(Call("tool", tool) for tool in tools), Call("model")]
     assert [call.tool for call in calls if limit.matches(call)] == matching
+
+
+def test_several_tools_are_kept_as_a_tuple() -> None:
+    """A limit on a list of tools is hashable, and does not change when the list does."""
+    named = ["search", "calc"]
+    limit = ToolCallLimit(named, run_limit=1)
+    named.append("fetch")
+    assert limit.tool_name == ("calc", "search")
+    assert {limit} == {ToolCallLimit(("search", "calc"), run_limit=1)}
+    assert ToolCallLimit("search", run_limit=1).tool_name == "search"
 
 
 def test_limits_on_one_tool_share_a_counter() -> None:

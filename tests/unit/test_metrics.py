@@ -433,3 +433,24 @@ def test_all_metrics_are_of_one_registry() -> None:
     assert sum(samples(first, CALLS).values()) == 1
     assert samples(second, CALLS) == {}
     assert all(isinstance(each, Counter) for each in (metrics.calls, metrics.errors))
+
+
+def test_the_limit_follows_its_configuration(signals: Signals) -> None:
+    """The gauge shows the limit that was judged by last, also after going back and forth."""
+    found = []
+    for number in (3, 5, 3, 5, 5, 3):
+        limit = ToolCallLimit("search", run_limit=number)
+        signals.telemetry.emit(decide(limit, 0, "search"), started=0)
+        found.append(samples(signals.registry, "langchain_quota_limit"))
+    key = ("boss", "tool:search", "run")
+    assert found == [{key: 3}, {key: 5}, {key: 3}, {key: 5}, {key: 5}, {key: 3}]
+    assert samples(signals.registry, LIMIT_DECISIONS)["boss", "tool:search", "none", "allowed"] == 6
+
+
+def test_a_changing_limit_takes_no_memory_for_each_number() -> None:
+    """A configuration that is reloaded again and again leaves one set of series behind."""
+    metrics = Metrics(CollectorRegistry())
+    for number in range(1, 50):
+        for decision in decide(ToolCallLimit("search", run_limit=number), 0, "search"):
+            metrics.record(decision, "boss", "search", None)
+    assert len(metrics._limits) == 1

@@ -1,19 +1,24 @@
 """QuotaMiddleware's arguments are checked once, when it is made."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from langchain_core.messages import AIMessage, ToolCall
 
 from langchain_quota import (
     Call,
     Decision,
     ModelCallLimit,
+    ModelCallLimitMiddleware,
     Outcome,
     QuotaMiddleware,
     ToolCallLimit,
+    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
+from langchain_quota.middleware.limiter import Limiter
 from tests.conftest import Signals
 
 SEARCH = ToolCallLimit("search", run_limit=3)
@@ -161,6 +166,62 @@ def test_observers_are_functions(value: object, signals: Signals) -> None:
 def test_one_observer_or_several(value: Any, signals: Signals) -> None:
     """A function, sync or async, stands for itself; several are given as a sequence."""
     assert make([SEARCH], signals, on_decision=value)
+
+
+DROP_INS = pytest.mark.parametrize("make", [ToolCallLimitMiddleware, ModelCallLimitMiddleware])
+
+
+@pytest.mark.parametrize("value", ["x", 0, False, object()], ids=lambda value: type(value).__name__)
+@DROP_INS
+def test_the_telemetry_of_a_drop_in_is_one(make: Any, value: object) -> None:
+    """What is no Telemetry is a TypeError that names the argument and the value."""
+    with pytest.raises(TypeError, match="telemetry must be a Telemetry") as caught:
+        make(run_limit=1, telemetry=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["x", 0, False, object()], ids=lambda value: type(value).__name__)
+def test_the_telemetry_is_one(value: Any) -> None:
+    """What is no Telemetry is a TypeError that names the argument and the value."""
+    with pytest.raises(TypeError, match="telemetry must be a Telemetry") as caught:
+        QuotaMiddleware([SEARCH], telemetry=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, False, b"mine"])
+@DROP_INS
+def test_a_limit_name_is_a_string(make: Any, value: object, signals: Signals) -> None:
+    """A name that is no string, an empty value of another type too, is a TypeError with it."""
+    with pytest.raises(TypeError, match="name must be a string") as caught:
+        make(run_limit=1, limit_name=value, telemetry=signals.telemetry)
+    assert repr(value) in str(caught.value)
+
+
+def called(signals: Signals) -> float | None:
+    labels = {"agent": "unnamed", "kind": "tool", "tool": "search", "decision": "allowed"}
+    return signals.value("langchain_quota_calls_total", **labels)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda telemetry: ToolCallLimitMiddleware(
+            tool_name="search", run_limit=3, telemetry=telemetry
+        ),
+        lambda telemetry: QuotaMiddleware([SEARCH], telemetry=telemetry),
+    ],
+    ids=["drop-in", "quota"],
+)
+def test_a_copy_tells_the_same_telemetry(make: Any, signals: Signals) -> None:
+    """A middleware can be copied, as frameworks copy agents; both count in one place."""
+    original: Limiter[Any, Any, Any] = make(signals.telemetry)
+    copied = copy.deepcopy(original)
+    assert copied is not original
+    search = ToolCall(name="search", args={}, id="a", type="tool_call")
+    for number, each in enumerate((original, copied), start=1):
+        message = AIMessage("", tool_calls=[search])
+        each.after_model({"messages": [message]}, None)  # type: ignore[arg-type]  # called directly
+        assert called(signals) == number
 
 
 def test_nothing_is_known_of_an_error(signals: Signals) -> None:

@@ -1,8 +1,10 @@
 """Telemetry as a whole: it tells everything, shares its metrics, and never breaks the agent."""
 
+import copy
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +28,7 @@ from langchain_quota import (
 from langchain_quota.decision import Refund
 from langchain_quota.engine import Used, charge, judge
 from langchain_quota.limits import Limit
-from langchain_quota.telemetry import default_telemetry
+from langchain_quota.telemetry import _RecentTasks, default_telemetry
 from langchain_quota.testing import captured_decisions
 from tests.conftest import Signals
 
@@ -65,6 +67,15 @@ def calls_total(registry: CollectorRegistry) -> float:
         for sample in family.samples
         if sample.name == "langchain_quota_calls_total"
     )
+
+
+def tool_labels(registry: CollectorRegistry) -> set[str]:
+    return {
+        sample.labels["tool"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "langchain_quota_calls_total"
+    }
 
 
 def errors(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
@@ -123,6 +134,31 @@ def test_a_failing_thread_label_changes_nothing(caplog: pytest.LogCaptureFixture
     assert len(logged_errors(caplog)) == 1
     assert calls_total(registry) == 3
     assert "ada@example.org" not in generate_latest(registry).decode()
+    assert "ada@example.org" not in caplog.text
+
+
+async def later(thread_id: object) -> str:
+    return str(thread_id)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: None, lambda _: 17, lambda thread_id: thread_id.encode(), later],
+    ids=["None", "an int", "bytes", "a coroutine"],
+)
+def test_a_thread_label_that_is_no_string(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is a failed label: no thread has series, not even one called None; the id is unseen."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, thread_label=make)
+    for used in range(3):
+        telemetry.emit(decide(used, thread="ada@example.org"), started=0)
+    assert errors(registry) == {("thread_label", "TypeError"): 3}
+    assert calls_total(registry) == 3
+    text = generate_latest(registry).decode()
+    assert "thread_id=" not in text
+    (record,) = logged_errors(caplog)
+    assert not record.exc_info
+    assert "ada@example.org" not in text + caplog.text
 
 
 def test_a_failing_metric_changes_nothing(
@@ -194,20 +230,80 @@ def test_a_failing_counter_of_errors_changes_nothing(
     assert logged_errors(caplog)
 
 
-def test_a_failing_log_handler_changes_nothing() -> None:
-    """A logging filter of the application that raises does not reach the agent."""
+class RaisingHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("bad handler")
 
+
+@contextmanager
+def raising_filter() -> Iterator[None]:
     def broken(record: logging.LogRecord) -> bool:
         raise RuntimeError("bad filter")
 
     logger = logging.getLogger(LOGGER)
     logger.addFilter(broken)
-    registry = CollectorRegistry()
     try:
-        quiet(registry).emit(decide(9), started=0)
+        yield
     finally:
         logger.removeFilter(broken)
-    assert calls_total(registry) == 1
+
+
+@contextmanager
+def raising_handler() -> Iterator[None]:
+    logger, handler = logging.getLogger(LOGGER), RaisingHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("broken", [raising_filter, raising_handler])
+def test_failing_logging_changes_nothing(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A filter or handler of the application that raises costs no counter, and is counted."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    limits = [
+        ToolCallLimit("search", thread_limit=99, run_limit=10),
+        ToolCallLimit(thread_limit=99, run_limit=10),
+    ]
+    used = {"search": Used(9, 9), "__all__": Used(9, 9)}
+    batch = [Call("tool", "search", each, agent="boss", thread_id="t1") for each in "ab"]
+    registry = CollectorRegistry()
+    with broken():
+        quiet(registry).emit(judge(limits, used, batch).decisions, started=0)
+    for limit in ("tool:search", "tool:*"):
+        labels = {"agent": "boss", "limit": limit, "scope": "run"}
+        assert registry.get_sample_value("langchain_quota_exhausted_total", labels) == 1
+        thread = {"agent": "boss", "limit": limit, "thread_id": "t1"}
+        assert registry.get_sample_value("langchain_quota_thread_used", thread) == 10
+    assert calls_total(registry) == 2
+    # Two crossings and two refusals were to be logged.
+    assert errors(registry) == {("observer", "RuntimeError"): 4}
+
+
+@pytest.mark.parametrize("name", ["E" * 10_000, "Two\nLines", "\u202eError"], ids=ascii)
+def test_the_kind_of_a_failure_is_a_safe_label(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever an exception's class is called, its label is bounded and printable."""
+    registry = CollectorRegistry()
+    error = type(name, (Exception,), {})("x")
+    quiet(registry).failed("observer", error)
+    ((_, found),) = errors(registry)
+    assert len(found) <= 64
+    assert found.isprintable()
+    (record,) = logged_errors(caplog)
+    assert found in record.getMessage()
+    assert name not in record.getMessage()
+
+
+@pytest.mark.parametrize("tool", [5, b"search", ["search"], {"name": "search"}], ids=str)
+def test_a_tool_name_that_is_no_string(tool: Any) -> None:
+    """What a broken parser makes of a call raises nothing: it is counted, as that of `_other`."""
+    registry = CollectorRegistry()
+    call = Call("tool", tool, "a", agent="boss", thread_id="t1")
+    assert quiet(registry).emit([Decision(call, Outcome.ALLOWED)], started=0)
+    labels = {"agent": "boss", "kind": "tool", "tool": "_other", "decision": "allowed"}
+    assert registry.get_sample_value("langchain_quota_calls_total", labels) == 1
+    assert errors(registry) == {("metrics", "TypeError"): 1}
 
 
 @pytest.mark.parametrize(
@@ -248,7 +344,7 @@ def test_an_unprintable_agent_name_changes_nothing() -> None:
 
 
 def test_each_kind_of_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Failures of two kinds are two log lines, each with its traceback."""
+    """Failures of two kinds are two log lines; a traceback that may show an id is in neither."""
 
     def broken(thread_id: object) -> str:
         raise (KeyError if thread_id == "t1" else TypeError)(thread_id)
@@ -257,8 +353,20 @@ def test_each_kind_of_failure_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     for thread in ("t1", "t2", "t1", "t2"):
         telemetry.emit(decide(thread=thread), started=0)
     records = logged_errors(caplog)
-    assert [record.exc_info and record.exc_info[0] for record in records] == [KeyError, TypeError]
-    assert all("thread_label" in record.getMessage() for record in records)
+    assert [record.getMessage().partition(";")[0] for record in records] == [
+        "thread_label of langchain-quota failed with KeyError",
+        "thread_label of langchain-quota failed with TypeError",
+    ]
+    assert [record.exc_info for record in records] == [None, None]
+
+
+def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Where no thread's id is at stake the log has all that there is to find the cause."""
+    error = KeyError("x")
+    quiet().failed("observer", error)
+    (record,) = logged_errors(caplog)
+    assert record.exc_info
+    assert record.exc_info[1] is error
 
 
 def test_a_failure_that_is_no_error_is_not_swallowed() -> None:
@@ -336,14 +444,89 @@ def test_invented_tools_are_bounded() -> None:
     for tool in [*(f"invented-{index}" for index in range(1000)), "search"]:
         call = Call("tool", tool, "a", agent="boss")
         telemetry.emit([Decision(call, Outcome.ALLOWED)], started=0)
-    tools = {
-        sample.labels["tool"]
-        for family in registry.collect()
-        for sample in family.samples
-        if sample.name == "langchain_quota_calls_total"
-    }
-    assert tools == {"invented-0", "invented-1", "invented-2", "_other", "search"}
+    assert tool_labels(registry) == {"invented-0", "invented-1", "invented-2", "_other", "search"}
     assert calls_total(registry) == 1001
+
+
+def emit_calls(telemetry: Telemetry, *tools: str, agent: str | None = "boss") -> None:
+    for tool in tools:
+        decision = Decision(Call("tool", tool, "a", agent=agent), Outcome.ALLOWED)
+        telemetry.emit([decision], started=0)
+
+
+def test_tools_that_an_agent_has_come_first() -> None:
+    """What a model invents does not take the labels of the tools that its agent really has."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, max_tools=3)
+    telemetry.offered("boss", ["search", "two words", "calc"])
+    emit_calls(telemetry, "invented-0", "invented-1", "two words", "calc", "search")
+    assert tool_labels(registry) == {"invented-0", "_other", "calc", "search"}
+
+
+def test_tools_of_an_agent_without_a_name() -> None:
+    """They are known under the agent's label, as its calls are."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, max_tools=1)
+    telemetry.offered(None, ["search"])
+    emit_calls(telemetry, "invented", "search", agent=None)
+    assert tool_labels(registry) == {"_other", "search"}
+
+
+def test_tools_that_cannot_be_learnt_change_nothing() -> None:
+    """Names or agents of no use are counted as a failure, and raise nothing."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry)
+    names: Any = [5]
+    agent: Any = Unprintable()
+    telemetry.offered("boss", names)
+    telemetry.offered(agent, ["search"])
+    assert errors(registry) == {("metrics", "TypeError"): 1, ("metrics", "ValueError"): 1}
+
+
+def test_tools_that_a_limit_excludes_keep_their_names() -> None:
+    """A tool that a limit names as excluded is told apart at any number of names."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, max_tools=1)
+    telemetry.watch([ToolCallLimit(exclude=["write_todos", "think"], run_limit=1)])
+    emit_calls(telemetry, "invented-0", "invented-1", "write_todos", "think")
+    assert tool_labels(registry) == {"invented-0", "_other", "write_todos", "think"}
+
+
+def test_a_forgotten_thread_has_no_series(signals: Signals) -> None:
+    """The series of one agent's thread end until its next call; what was counted stays."""
+    signals.telemetry.emit(decide(9), started=0)
+    signals.telemetry.emit(decide(9, thread="t2"), started=0)
+    signals.telemetry.forget("boss", "t1")
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) is None
+    assert signals.value("langchain_quota_thread_used", **labels | {"thread_id": "t2"}) == 10
+    assert calls_total(signals.registry) == 2
+    signals.telemetry.emit(decide(), started=0)
+    assert signals.value("langchain_quota_thread_used", **labels) == 1
+
+
+def test_a_hidden_thread_is_forgotten() -> None:
+    """A thread is forgotten by its id, whatever it is labelled."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, thread_label=hmac_label("0123456789abcdef"))
+    telemetry.emit(decide(), started=0)
+    telemetry.forget("boss", "t1")
+    assert "thread_id=" not in generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize("thread_id", [None, "t9", Unprintable()], ids=["none", "unknown", "odd"])
+def test_there_may_be_nothing_to_forget(thread_id: object, signals: Signals) -> None:
+    """Forgetting a thread that is not known leaves the others alone, and raises nothing."""
+    signals.telemetry.emit(decide(), started=0)
+    signals.telemetry.forget("boss", thread_id)
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 1
+
+
+def test_a_copy_is_the_same() -> None:
+    """What is copied with a middleware counts in the same place as the original."""
+    telemetry = quiet()
+    assert copy.deepcopy([telemetry])[0] is telemetry
 
 
 def test_a_thread_has_series(signals: Signals) -> None:
@@ -435,6 +618,33 @@ def test_a_rerun_tells_nothing_again(signals: Signals) -> None:
     assert signals.value("langchain_quota_limit_decisions_total", **labels) == 3
 
 
+def test_a_rerun_that_decides_otherwise_is_told(signals: Signals) -> None:
+    """A task that runs again after its limit was changed, say, decides anew: both are told."""
+    allowed, blocked = decide(9, 2)
+    told = [
+        signals.telemetry.emit([decision], started=0, task_id="task")
+        for decision in (allowed, allowed, blocked, blocked, allowed)
+    ]
+    assert told == [True, False, True, False, True]
+    labels = {"agent": "boss", "kind": "tool", "tool": "search"}
+    name = "langchain_quota_calls_total"
+    assert signals.value(name, **labels, decision="allowed") == 2
+    assert signals.value(name, **labels, decision="blocked") == 1
+    assert len(signals.spans()) == 3
+
+
+def test_the_memory_of_tasks_is_bounded() -> None:
+    """The newest tasks are remembered, and for each new one the oldest is forgotten."""
+    tasks = _RecentTasks()
+    assert not any(tasks.seen(str(number)) for number in range(_RecentTasks.MOST))
+    assert tasks.seen("0")
+    assert not tasks.seen("new")
+    assert tasks.seen("1")
+    assert tasks.seen("new")
+    assert not tasks.seen("0")
+    assert len(tasks._ids) == _RecentTasks.MOST
+
+
 def test_tasks_without_an_id_are_all_told(signals: Signals) -> None:
     """Hooks that are called directly have no task, and each call tells."""
     for _ in range(2):
@@ -495,6 +705,10 @@ def test_the_default_is_one_object() -> None:
         ("near", "0.8"),
         ("near", True),
         ("near", None),
+        ("registry", None),
+        ("registry", CollectorRegistry),
+        ("tracer_provider", "x"),
+        ("tracer_provider", TracerProvider),
         ("thread_label", "hidden"),
         ("thread_ttl", 3600),
         ("thread_ttl", None),
@@ -507,8 +721,9 @@ def test_the_default_is_one_object() -> None:
 )
 def test_an_option_of_a_wrong_type_is_refused(option: str, value: Any) -> None:
     """A TypeError names the option and the value."""
-    with pytest.raises(TypeError, match=option) as caught:
-        quiet(**{option: value})
+    options = {"registry": CollectorRegistry(), option: value}
+    with pytest.raises(TypeError, match=f"^{option} must be") as caught:
+        Telemetry(**options)
     assert repr(value) in str(caught.value)
 
 

@@ -1,6 +1,7 @@
 """The tools for users' own tests: a scripted model, and captured decisions."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from langchain_core.tools import tool
 from langchain_quota import Call, Decision, Outcome
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.conftest import Signals
+
+ENOUGH = 10.0
+"""Seconds until something that should happen counts as not happening."""
 
 
 def called(message: AIMessage) -> list[tuple[str, dict[str, Any]]]:
@@ -85,6 +89,23 @@ def test_a_function_answers_the_messages() -> None:
     assert called(model.invoke("search")) == [("search", {})]
     with pytest.raises(ValueError, match="fail"):
         model.invoke("fail")
+
+
+def test_a_function_may_call_the_model() -> None:
+    """A script that asks its own model is answered: it waits for no lock of its own."""
+
+    def script(messages: Sequence[BaseMessage]) -> str:
+        text = str(messages[-1].content)
+        return text if text == "inner" else f"asked: {model.invoke('inner').text}"
+
+    model = ScriptedChatModel(script=script)
+    answers: list[str] = []
+    # A deadlock must not stop the other tests.
+    thread = threading.Thread(target=lambda: answers.append(model.invoke("hi").text), daemon=True)
+    thread.start()
+    thread.join(ENOUGH)
+    assert answers == ["asked: inner"]
+    assert len(model.calls) == 2
 
 
 def test_the_script_ends() -> None:

@@ -671,3 +671,42 @@ def test_the_table_is_what_a_recount_gives(
             hidden[model.entries[key].level] += 1
         assert snapshot.hidden == hidden
     assert errors == []
+
+
+def test_a_thread_forgotten_on_request_has_no_series(bench: Bench) -> None:
+    """Its series, its place among the subjects and its refusals end; all others stay."""
+    table = bench.table()
+    for agent, thread in (("boss", "t1"), ("boss", "t2"), ("clerk", "t1")):
+        table.record(agent, thread, [allowed(10), blocked(10)])
+    table.forget("boss", "t1")
+    assert samples(table, "langchain_quota_thread_used") == {
+        ("boss", "search", "t2"): 10,
+        ("clerk", "search", "t1"): 10,
+    }
+    subjects = samples(table, "langchain_quota_subjects")
+    assert subjects["boss", "search", "thread", "exhausted"] == 1
+    assert subjects["clerk", "search", "thread", "exhausted"] == 1
+
+
+def test_a_thread_forgotten_on_request_begins_anew(bench: Bench) -> None:
+    """Its next call makes it a thread like one that was never seen."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(10), blocked(10)])
+    table.forget("boss", "t1")
+    table.record("boss", "t1", [allowed(1)])
+    assert samples(table, "langchain_quota_thread_used") == {("boss", "search", "t1"): 1}
+    assert samples(table, "langchain_quota_thread_blocked_total") == {("boss", "search", "t1"): 0}
+    assert table.snapshot().subjects == {
+        ("boss", "search"): {Level.OK: 1, Level.NEAR: 0, Level.EXHAUSTED: 0}
+    }
+
+
+def test_a_thread_that_is_not_tracked_is_forgotten_already(bench: Bench) -> None:
+    """Forgetting an unknown thread, or one twice, changes nothing."""
+    table = bench.table()
+    table.record("boss", "t1", [allowed(1)])
+    table.record("boss", "t2", [allowed(1)])
+    for agent, thread in (("boss", "t3"), ("clerk", "t1"), ("boss", "t2"), ("boss", "t2")):
+        table.forget(agent, thread)
+    assert names(table.snapshot()) == ["t1"]
+    assert table.snapshot().subjects["boss", "search"][Level.OK] == 1

@@ -413,3 +413,24 @@ def test_without_any_span_there_is_no_exemplar() -> None:
     assert exemplars(registry) == []
     labels = {"agent": "boss", "kind": "tool", "tool": "search", "decision": "allowed"}
     assert registry.get_sample_value("langchain_quota_calls_total", labels) == 1
+
+
+def test_the_description_of_an_error_is_bounded(signals: Signals) -> None:
+    """An exception's text that a model made endless and unprintable is cut to what exports."""
+    limit = ToolCallLimit("search", run_limit=0, exit_behavior="error")
+    error = RuntimeError("\ud800\n\x00no " + "x" * 100_000)
+    signals.telemetry.emit(decide(limit, tools=["search"]), started=5, error=error)
+    (span,) = signals.spans()
+    assert span.status.status_code is StatusCode.ERROR
+    # In ASCII, so that a failure can be reported.
+    assert ascii(span.status.description) == ascii("no " + "x" * 253)
+
+
+@pytest.mark.parametrize("tool", [5, b"search", ["search"], {"name": "search"}], ids=str)
+def test_a_tool_name_that_is_no_string(tool: Any, signals: Signals) -> None:
+    """A call that names its tool by no string raises nothing, and its span says `_other`."""
+    call = Call("tool", tool, "a", agent="boss", thread_id="t1")
+    signals.telemetry.emit([Decision(call, Outcome.ALLOWED)], started=5)
+    (span,) = signals.spans()
+    assert span.name == "check_quota tool _other"
+    assert attributes(span)["gen_ai.tool.name"] == "_other"

@@ -72,7 +72,8 @@ def run(options: Options) -> None:
     """Run the demo to its end, or with `serve` until Ctrl-C after its end.
 
     Raises:
-        DemoError: The port, the file, the model or the exporter of spans cannot be used.
+        DemoError: The port, the file, the model, the directory of metrics or the exporter of spans
+            cannot be used.
     """
     with ExitStack() as stack:
         stack.enter_context(_only_errors_logged())
@@ -84,7 +85,10 @@ def run(options: Options) -> None:
         server = stack.enter_context(_served(options.port))
         spans = SpanCounter()
         provider = stack.enter_context(_traced(spans))
-        traffic = _Traffic(options, model, provider)
+        try:
+            traffic = _Traffic(options, model, provider)
+        except OSError as error:  # PROMETHEUS_MULTIPROC_DIR names no directory
+            raise _demo_error("cannot keep metrics", error) from error
         say(f"{options.threads} threads of agent {AGENT!r}, {TURNS} turns each; {server.url}")
         began = time.monotonic()
         try:

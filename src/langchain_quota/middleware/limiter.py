@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from copy import deepcopy
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
-from langchain.agents.middleware.types import AgentMiddleware, ResponseT, StateT
+from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
 from langchain_core.messages import AIMessage, RemoveMessage
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
@@ -29,12 +29,15 @@ from langchain_quota.state import (
     NEW_RUN,
     THREAD_TOOLS,
     Abandoned,
+    Ledger,
     ToolCounts,
     batch_of,
     ledger,
     thread_tools,
 )
 from langchain_quota.telemetry import Telemetry, default_telemetry
+
+ModelMode = Literal["admitted", "returned"]
 
 _BEGINS = "__begins_run__"
 """The mark on a `before_agent` that begins runs."""
@@ -55,10 +58,13 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, limits: tuple[Limit, ...], *, limit_name: str | None, telemetry: Telemetry | None
     ) -> None:
         super().__init__()
+        if telemetry is not None and not isinstance(telemetry, Telemetry):
+            raise TypeError(f"telemetry must be a Telemetry or None, not {telemetry!r}")
         self._limits = limits
         self._limit_name = limit_name
         self._telemetry = default_telemetry() if telemetry is None else telemetry
         self._telemetry.watch(limits)
+        self._model_mode: ModelMode | None = None
         self._warned = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -68,6 +74,11 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             if _owner(cls, hook) < _owner(cls, f"a{hook}"):
                 form = _async_form(getattr(cls, hook), getattr(cls, f"a{hook}"))
                 setattr(cls, f"a{hook}", form)
+        if _owner(cls, "wrap_model_call") < _owner(cls, "awrap_model_call"):
+            raise TypeError(
+                f"{cls.__name__} overrides wrap_model_call: override awrap_model_call, too, or "
+                "ainvoke would not call it"
+            )
         for hook, beginning in (("before_agent", _beginning), ("abefore_agent", _abeginning)):
             if not hasattr(getattr(cls, hook), _BEGINS):
                 setattr(cls, hook, beginning(getattr(cls, hook)))
@@ -100,13 +111,19 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     setattr(abefore_agent, _BEGINS, True)
 
+    def _learn_tools(self, request: ModelRequest[Any]) -> None:
+        """Tell the telemetry which tools there really are, before the model invents others."""
+        names = [tool.name for tool in request.tools if not isinstance(tool, dict)]
+        caller = origin(request.runtime, model_name=None)
+        self._telemetry.offered(caller.agent, names)
+
     def _begin_run(self, state: Mapping[str, Any], runtime: Runtime[ContextT]) -> Update:
         caller = origin(runtime, model_name=None)
         self._warn_if_forgetful(caller)
         update: Update = {}
         history = state.get("messages") or ()
         known = ledger(state)
-        begun = _has_begun(state)
+        begun = _has_begun(state) and self.name not in known.get("begun_by", ())
         abandoned = known.get("abandoned") if begun else None
         dangling = dangling_calls(state)
         if dangling:
@@ -121,14 +138,33 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if state.get("structured_response") is not None:
             # Older versions of LangChain keep that of an earlier turn.
             update["structured_response"] = None
+        before: Ledger = known if begun else {}
         own = [limit.name for limit in self._limits]
         update[LEDGER] = {
             **NEW_RUN,
             "turn": known.get("turn") if begun else history[-1].id if history else None,
-            "limits": [*(known.get("limits", ()) if begun else ()), *own],
+            "begun_by": [*before.get("begun_by", ()), self.name],
+            "limits": [*before.get("limits", ()), *own],
+            "model_mode": self._checked_mode(before.get("model_mode")),
             "abandoned": abandoned,
         }
         return update
+
+    def _checked_mode(self, begun: str | None) -> str | None:
+        """How this run counts model calls, by all middlewares that have begun it.
+
+        Raises:
+            RuntimeError: Two middlewares would count each call twice.
+        """
+        own = self._model_mode
+        if begun is None or own is None:
+            return own or begun
+        if begun == own == "returned":
+            return own
+        raise RuntimeError(
+            f"{self.name} and another middleware of this agent both count its model calls: put "
+            "all model limits into one QuotaMiddleware"
+        )
 
     def _held(self, abandoned: Abandoned) -> bool:
         """Whether the abandoned calls did not get past these limits, so that none started.

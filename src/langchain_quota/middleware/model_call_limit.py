@@ -90,10 +90,11 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
             run_limit=run_limit,
             exit_behavior=exit_behavior,
             message=message,
-            name=limit_name or "",
+            name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
         self._terms = (Terms.of(limit),)
+        self._model_mode = "returned"
         self.thread_limit = thread_limit
         self.run_limit = run_limit
         self.exit_behavior = exit_behavior
@@ -126,6 +127,7 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ExtendedModelResponse[ResponseT]:
         """Count the call in the model's own step, so that no jump can skip it."""
+        self._learn_tools(request)
         return self._counted(request, handler(request))
 
     async def awrap_model_call(
@@ -134,6 +136,7 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ExtendedModelResponse[ResponseT]:
         """Count the call in the model's own step, so that no jump can skip it."""
+        self._learn_tools(request)
         return self._counted(request, await handler(request))
 
     def after_model(

@@ -1,11 +1,16 @@
 """What a user hangs in to see every decision: for billing, audit, alerts of their own."""
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from threading import Lock
+from typing import Any, Self
 
-from langchain_quota.decision import Decision
+from langchain_quota.decision import Decision, Outcome
 from langchain_quota.telemetry import Telemetry
+
+MAX_TASKS = 10_000
+"""The most tasks of which is remembered what was told."""
 
 Observer = Callable[[Decision], Awaitable[None] | None]
 
@@ -27,6 +32,12 @@ class Observers:
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
         self._observers: tuple[Observer, ...] = tuple(observers)
         self._telemetry = telemetry
+        self._told: OrderedDict[str, tuple[tuple[Outcome, ...], int]] = OrderedDict()
+        self._lock = Lock()
+
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Itself: a copy of the middleware tells the same observers."""
+        return self
 
     def refuse_async(self) -> None:
         """Refuse to go on where nobody can wait for an async observer.
@@ -38,39 +49,75 @@ class Observers:
             if _is_async(observer):
                 raise _async_error(observer)
 
-    def tell(self, decisions: Sequence[Decision]) -> None:
+    def tell(self, decisions: Sequence[Decision], task_id: str | None) -> None:
         """Call each observer with each decision.
+
+        Args:
+            decisions: The decisions.
+            task_id: The task that decided. In one that runs again, each observer is told only
+                what it was not told before.
 
         Raises:
             RuntimeError: One returns an awaitable.
         """
-        for decision in decisions:
-            for observer in self._observers:
-                result: Any = None
-                try:
-                    result = observer(decision)
-                except Exception as error:  # noqa: BLE001 - an observer must not break the agent
-                    self._telemetry.failed("observer", error)
-                if inspect.iscoroutine(result):
-                    result.close()
-                if inspect.isawaitable(result):
-                    raise _async_error(observer)
+        for decision, observer in self._untold(decisions, task_id):
+            result: Any = None
+            try:
+                result = observer(decision)
+            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
+                self._telemetry.failed("observer", error)
+            self._tell_next(task_id)
+            if inspect.iscoroutine(result):
+                result.close()
+            if inspect.isawaitable(result):
+                raise _async_error(observer)
 
-    async def atell(self, decisions: Sequence[Decision]) -> None:
-        """Call each observer with each decision, and wait for those that are async."""
-        for decision in decisions:
-            for observer in self._observers:
-                try:
-                    result = observer(decision)
-                    if inspect.isawaitable(result):
-                        await result
-                except Exception as error:  # noqa: BLE001 - an observer must not break the agent
-                    self._telemetry.failed("observer", error)
+    async def atell(self, decisions: Sequence[Decision], task_id: str | None) -> None:
+        """Call each observer with each decision, and wait for those that are async.
+
+        Args:
+            decisions: The decisions.
+            task_id: The task that decided. In one that runs again (it was cancelled, say), each
+                observer is told only what it was not told before.
+        """
+        for decision, observer in self._untold(decisions, task_id):
+            try:
+                result = observer(decision)
+                if inspect.isawaitable(result):
+                    await result
+            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
+                self._telemetry.failed("observer", error)
+            self._tell_next(task_id)
+
+    def _untold(
+        self, decisions: Sequence[Decision], task_id: str | None
+    ) -> list[tuple[Decision, Observer]]:
+        pairs = [(decision, observer) for decision in decisions for observer in self._observers]
+        if task_id is None or not pairs:
+            return pairs
+        outcomes = tuple(decision.outcome for decision in decisions)
+        with self._lock:
+            known, told = self._told.get(task_id, (outcomes, 0))
+            if known != outcomes:
+                told = 0
+            self._told[task_id] = (outcomes, told)
+            if len(self._told) > MAX_TASKS:
+                self._told.popitem(last=False)
+        return pairs[told:]
+
+    def _tell_next(self, task_id: str | None) -> None:
+        if task_id is None:
+            return
+        with self._lock:
+            if task_id in self._told:
+                outcomes, told = self._told[task_id]
+                self._told[task_id] = (outcomes, told + 1)
 
 
 def _async_error(observer: Observer) -> RuntimeError:
     return RuntimeError(
-        f"on_decision={observer!r} is async: call the agent with ainvoke or astream"
+        f"on_decision={observer!r} is async: call the agent with ainvoke or astream, "
+        "and override its async hooks where you override a hook"
     )
 
 

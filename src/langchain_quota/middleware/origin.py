@@ -13,8 +13,9 @@ class Origin:
 
     Attributes:
         agent: The agent's name, if it has one.
-        thread_id: The thread's id as the caller gave it; `None` without one, and for an unnamed
-            agent inside another agent's tool, which carries its parent's name and thread.
+        thread_id: The thread's id as the caller gave it; `None` without one, and inside another
+            agent's tool unless the agent is known to have a name of its own: without one it
+            carries its parent's name and thread.
         task_id: The running task's id: the same when LangGraph runs the task again.
         remembers: Whether the state outlives the run: the agent has a checkpointer, and is no
             sub-agent whose state begins anew at each call.
@@ -41,7 +42,8 @@ def origin(runtime: Any, *, model_name: str | None) -> Origin:
     if info is None:
         return Origin(agent)
     enclosing = info.checkpoint_ns.split("|")[:-1]
-    unnamed_inside = bool(enclosing) and (agent is None or model_name != agent)
+    in_a_tool = any(each.startswith("tools:") for each in enclosing)
+    unnamed_inside = in_a_tool and (agent is None or model_name != agent)
     checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
     return Origin(
         agent,

@@ -35,7 +35,6 @@ from langchain_quota.middleware.rulings import (
 )
 from langchain_quota.state import (
     LEDGER,
-    RUN_MODEL,
     THREAD_MODEL,
     UNUSED,
     Ledger,
@@ -115,6 +114,7 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
             or any(limit.exit_behavior == "finalize" for limit in limits)
         )
         self._model_limits = [limit for limit in limits if limit.kind == "model"]
+        self._model_mode = "admitted" if self._model_limits else None
         self._tool_limits = [limit for limit in limits if limit.kind == "tool"]
 
     @property
@@ -178,6 +178,7 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ModelResponse[ResponseT]:
         """Tell the model what is left, and offer it what it may call."""
+        self._learn_tools(request)
         if not self._shapes_requests:
             return handler(request)
         terms = terms_now(self._limits, request.state, request.runtime, self._telemetry)
@@ -189,6 +190,7 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ModelResponse[ResponseT]:
         """Tell the model what is left, and offer it what it may call."""
+        self._learn_tools(request)
         if not self._shapes_requests:
             return await handler(request)
         terms = await aterms_now(self._limits, request.state, request.runtime, self._telemetry)
@@ -202,12 +204,16 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
-            RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed).
+            ValueError: The agent does not have this middleware.
+            RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed
+                elsewhere than at a limit).
         """
-        _check_at_rest(agent.get_state(config), config)
-        agent.update_state(config, dict(UNUSED), as_node=f"{self.name}.after_model")
+        node = self._last_node(agent)
+        self._check_at_rest(agent.get_state(config), config)
+        agent.update_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         agent.update_state(config, None, as_node=END)
+        self._forget(agent, config)
 
     async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         """Set what a thread has used back to nothing.
@@ -217,12 +223,38 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
-            RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed).
+            ValueError: The agent does not have this middleware.
+            RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed
+                elsewhere than at a limit).
         """
-        _check_at_rest(await agent.aget_state(config), config)
-        await agent.aupdate_state(config, dict(UNUSED), as_node=f"{self.name}.after_model")
+        node = self._last_node(agent)
+        self._check_at_rest(await agent.aget_state(config), config)
+        await agent.aupdate_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         await agent.aupdate_state(config, None, as_node=END)
+        self._forget(agent, config)
+
+    def _last_node(self, agent: Pregel[Any, Any, Any, Any]) -> str:
+        node = f"{self.name}.after_model"
+        if node not in agent.nodes:
+            raise ValueError(f"the agent does not have the middleware {self.name}")
+        return node
+
+    def _check_at_rest(self, snapshot: StateSnapshot, config: RunnableConfig) -> None:
+        thread_id = config.get("configurable", {}).get("thread_id")
+        if not snapshot.values:
+            raise RuntimeError(f"thread {thread_id!r} has no state: there is nothing to reset")
+        # A run that a limit ended with an exception waits at the limit.
+        own = {f"{self.name}.before_model", f"{self.name}.after_model"}
+        if any(task.error is None or task.name not in own for task in snapshot.tasks):
+            raise RuntimeError(
+                f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
+                "the run end, or begin a new one, before resetting its use"
+            )
+
+    def _forget(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
+        name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
+        self._telemetry.forget(name, config.get("configurable", {}).get("thread_id"))
 
     def _shaped(
         self, request: ModelRequest[ContextT], terms: Sequence[Terms]
@@ -244,41 +276,26 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
         """Make a ruling visible on the sync path."""
         self._observers.refuse_async()
         is_new = super()._emit(ruling)
-        if is_new:
-            self._observers.tell(ruling.decisions)
+        self._observers.tell(ruling.decisions, ruling.task_id)
         return is_new
 
     async def _aconclude(self, ruling: Ruling | None) -> Update | None:
         """Make a ruling visible, and then let it take effect."""
         if ruling is None:
             return None
-        if super()._emit(ruling):
-            await self._observers.atell(ruling.decisions)
+        super()._emit(ruling)
+        await self._observers.atell(ruling.decisions, ruling.task_id)
         return self._effect(ruling)
 
 
 def _rule_on_model(state: Mapping[str, Any], runtime: Any, terms: Sequence[Terms]) -> Ruling:
     ruling, after = rule_on_model(state, runtime, terms, charging=True)
-    if ruling.update is not None or ruling.error is not None:
+    if not terms or ruling.update is not None or ruling.error is not None:
         return ruling
+    final = any(_is_last(each, after) for each in terms)
     return ruling.writing(
-        {
-            THREAD_MODEL: after.thread,
-            RUN_MODEL: after.run,
-            LEDGER: Ledger(run_model=after.run, final=any(_is_last(each, after) for each in terms)),
-        }
+        {THREAD_MODEL: after.thread, LEDGER: Ledger(run_model=after.run, final=final)}
     )
-
-
-def _check_at_rest(snapshot: StateSnapshot, config: RunnableConfig) -> None:
-    thread_id = config.get("configurable", {}).get("thread_id")
-    if not snapshot.values:
-        raise RuntimeError(f"thread {thread_id!r} has no state: there is nothing to reset")
-    if snapshot.next:
-        raise RuntimeError(
-            f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let the run "
-            "end, or begin a new one, before resetting its use"
-        )
 
 
 def _is_last(terms: Terms, used: Used) -> bool:

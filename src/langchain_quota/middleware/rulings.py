@@ -98,16 +98,17 @@ def rule_on_tools(
     ids = [str(call.id) for call in matching]
     usage = {each.limit.counter: counts.used(each.limit.counter, ids) for each in terms}
     refusals = dict(ledger(state).get("refusals") or {})
-    verdict = _judge(terms, usage, matching, refusals, may_stop=not pending.structured)
+    judged = calls if every_call else matching
+    verdict = _judge(terms, usage, judged, refusals, may_stop=not pending.structured)
 
     stopped = stops(verdict.exit)
-    judged = iter(verdict.decisions)
-    unmatched = Outcome.SKIPPED if stopped else Outcome.ALLOWED
-    decisions = tuple(
-        next(judged) if is_matched else Decision(call, unmatched)
-        for call, is_matched in zip(calls, matched, strict=True)
-        if is_matched or every_call or stopped
-    )
+    decisions = verdict.decisions
+    if stopped and not every_call:
+        rest = iter(decisions)
+        decisions = tuple(
+            next(rest) if is_matched else Decision(call, Outcome.SKIPPED)
+            for call, is_matched in zip(calls, matched, strict=True)
+        )
     others = [call for call, is_matched in zip(calls, matched, strict=True) if not is_matched]
     error = _tool_error(verdict, others if pending_error else ())
     if error is not None:

@@ -83,7 +83,7 @@ class ToolCallLimitMiddleware(Limiter[ToolCallLimitState[ResponseT], ContextT, R
             run_limit=run_limit,
             exit_behavior=exit_behavior,
             message=message,
-            name=limit_name or "",
+            name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
         self._terms = (Terms.of(limit),)

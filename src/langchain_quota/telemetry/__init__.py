@@ -1,14 +1,16 @@
 """What becomes of a decision: counters, a span, the thread table, logs. It never raises."""
 
+import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from threading import Lock
+from typing import Self
 from weakref import WeakKeyDictionary
 
 from opentelemetry.trace import TracerProvider
@@ -16,7 +18,14 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from langchain_quota.decision import Call, Decision, Level, Outcome, Refund, Standing
 from langchain_quota.limits import Limit, Scope, check_choice, check_share
-from langchain_quota.telemetry.labels import UNNAMED, ToolLabels, agent_label, hmac_label, label
+from langchain_quota.telemetry.labels import (
+    OTHER,
+    UNNAMED,
+    ToolLabels,
+    agent_label,
+    hmac_label,
+    label,
+)
 from langchain_quota.telemetry.metrics import Exemplar, Metrics
 from langchain_quota.telemetry.threads import ThreadTable
 from langchain_quota.telemetry.tracing import Spans, Tracing, active_exemplar
@@ -47,7 +56,9 @@ class _Errors:
         self._logged: set[tuple[str, str]] = set()
 
     def failed(self, component: str, error: Exception) -> None:
-        error_type = type(error).__name__
+        error_type = label(type(error).__name__)
+        # What hides thread ids must not have them logged.
+        shown = None if component == "thread_label" else error
         # Nobody is left to tell that counting or logging a failure failed.
         with suppress(Exception):
             self._metrics.errors.labels(component, error_type).inc()
@@ -55,10 +66,11 @@ class _Errors:
             if (component, error_type) not in self._logged:
                 self._logged.add((component, error_type))
                 logger.error(
-                    "%s of langchain-quota failed; the agent goes on, and further failures of "
-                    "this kind are only counted in langchain_quota_errors_total",
+                    "%s of langchain-quota failed with %s; further failures of this kind are "
+                    "only counted in langchain_quota_errors_total",
                     component,
-                    exc_info=error,
+                    error_type,
+                    exc_info=shown,
                 )
 
 
@@ -68,17 +80,17 @@ class _RecentTasks:
     MOST = 10_000
 
     def __init__(self) -> None:
-        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._ids: OrderedDict[str, object] = OrderedDict()
         self._lock = Lock()
 
-    def seen(self, task_id: str | None) -> bool:
-        """Whether the id was given before; it is remembered."""
+    def seen(self, task_id: str | None, what: object = None) -> bool:
+        """Whether the id was given before, and last with the same; it is remembered."""
         if task_id is None:
             return False
         with self._lock:
-            if task_id in self._ids:
+            if task_id in self._ids and self._ids[task_id] == what:
                 return True
-            self._ids[task_id] = None
+            self._ids[task_id] = what
             if len(self._ids) > self.MOST:
                 self._ids.popitem(last=False)
             return False
@@ -159,6 +171,10 @@ class Telemetry:
         thread_ttl: timedelta = timedelta(hours=1),
         max_tools: int = 100,
     ) -> None:
+        if not isinstance(registry, CollectorRegistry):
+            raise TypeError(f"registry must be a CollectorRegistry, not {registry!r}")
+        if tracer_provider is not None and not isinstance(tracer_provider, TracerProvider):
+            raise TypeError(f"tracer_provider must be a TracerProvider, not {tracer_provider!r}")
         check_share("near", near)
         check_choice("spans", spans, ("all", "refused", "off"))
         if thread_label is not None and not callable(thread_label):
@@ -185,7 +201,12 @@ class Telemetry:
     def watch(self, limits: Sequence[Limit]) -> None:
         """Learn the limits of a middleware: the tools that they name keep their names."""
         for limit in limits:
-            self._signals.tools.keep(limit.tools)
+            self._signals.tools.keep((*limit.tools, *getattr(limit, "exclude", ())))
+
+    def offered(self, agent: str | None, tools: Iterable[str]) -> None:
+        """Learn the tools that an agent has: they are labels before any that its model invents."""
+        with self._guarded("metrics"):
+            self._signals.tools.offer(agent_label(agent), tools)
 
     def emit(
         self,
@@ -207,7 +228,8 @@ class Telemetry:
         Returns:
             Whether the decisions are new: `False` for those of a re-run.
         """
-        if not decisions or self._reruns.seen(task_id):
+        outcomes = [decision.outcome for decision in decisions]
+        if not decisions or self._reruns.seen(task_id, outcomes):
             return False
         for captured in _captures.get():
             captured.extend(decisions)
@@ -216,16 +238,18 @@ class Telemetry:
         agent, thread = self._labels(call)
         for decision in decisions:
             exemplar: Exemplar = None
-            tool = signals.tools.label(agent, decision.call.tool)
+            tool = OTHER
+            with self._guarded("metrics"):
+                tool = signals.tools.label(agent, decision.call.tool)
             with self._guarded("tracing"):
                 exemplar = self._tracing.record(
                     decision, tool=tool, thread=thread, started=started, error=error
                 )
             with self._guarded("metrics"):
                 signals.metrics.record(decision, agent, tool, exemplar)
-                self._log_refusals(decision, agent, thread)
-                for standing in decision.standings:
-                    self._watch_thresholds(standing, agent, thread)
+            self._log_refusals(decision, agent, thread)
+            for standing in decision.standings:
+                self._watch_thresholds(standing, agent, thread)
         if thread is not None:
             with self._guarded("threads"):
                 signals.threads.record(agent, thread, decisions)
@@ -244,11 +268,21 @@ class Telemetry:
         agent, thread = self._labels(call)
         with self._guarded("metrics"):
             self._signals.metrics.charged(agent, standing, call.amount, active_exemplar())
-            self._watch_thresholds(standing, agent, thread)
+        self._watch_thresholds(standing, agent, thread)
         if thread is not None:
             with self._guarded("threads"):
                 charged = Decision(call, Outcome.ALLOWED, (standing,))
                 self._signals.threads.record(agent, thread, [charged])
+
+    def forget(self, agent: str | None, thread_id: object) -> None:
+        """Forget what a thread has used: its series end until its next call."""
+        name, thread = self._labels(Call("model", agent=agent, thread_id=thread_id))
+        if thread is not None:
+            self._signals.threads.forget(name, thread)
+
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Itself: what it counts in is shared by all."""
+        return self
 
     def failed(self, component: str, error: Exception) -> None:
         """Count a failure of what a user hung in, and log it once per kind."""
@@ -272,23 +306,37 @@ class Telemetry:
             agent = agent_label(call.agent)
         with self._guarded("thread_label"):
             if call.thread_id is not None:
-                own = self._thread_label
-                thread = label(call.thread_id if own is None else own(call.thread_id))
+                thread = label(self._shown(call.thread_id))
         return agent, thread
+
+    def _shown(self, thread_id: object) -> object:
+        """What is shown of a thread's id."""
+        if self._thread_label is None:
+            return thread_id
+        made: object = self._thread_label(thread_id)
+        if inspect.iscoroutine(made):
+            made.close()
+        if not isinstance(made, str):
+            raise TypeError(f"thread_label must return a string, not a {type(made).__name__}")
+        return made
 
     def _log_refusals(self, decision: Decision, agent: str, thread: str | None) -> None:
         for standing in decision.standings:
             if standing.scope is not None:
                 event = "refused" if standing.enforced else "would refuse"
-                _log(logging.DEBUG, event, standing, standing.scope, (agent, thread))
+                with self._guarded("observer"):
+                    _log(logging.DEBUG, event, standing, standing.scope, (agent, thread))
 
     def _watch_thresholds(self, standing: Standing, agent: str, thread: str | None) -> None:
         for scope in standing.scopes:
             reached = standing.crossed(scope, self.near)
             if reached is not None:
-                self._signals.metrics.crossed(agent, standing, scope, reached)
+                with self._guarded("metrics"):
+                    self._signals.metrics.crossed(agent, standing, scope, reached)
                 severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
-                _log(severity, reached, standing, scope, (agent, thread))
+                # A handler or filter that raises is somebody who looks on.
+                with self._guarded("observer"):
+                    _log(severity, reached, standing, scope, (agent, thread))
 
     @contextmanager
     def _guarded(self, component: str) -> Iterator[None]:

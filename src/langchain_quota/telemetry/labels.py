@@ -3,7 +3,9 @@
 import hashlib
 import hmac
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Lock
 
 _MIN_KEY_BYTES = 16
@@ -89,6 +91,20 @@ class ToolLabels:
         with self._lock:
             self._kept.update(names)
 
+    def offer(self, agent: str, names: Iterable[str]) -> None:
+        """Label the tools that an agent really has before any that its model invents."""
+        with self._lock:
+            seen = self._seen.setdefault(agent, set())
+            new = (
+                name
+                for name in dict.fromkeys(names)
+                if name not in seen and name not in self._kept and _TOOL.fullmatch(name)
+            )
+            seen.update(list(islice(new, self._room(seen))))
+
+    def _room(self, seen: set[str]) -> int:
+        return max(0, self._max_tools - len(seen))
+
     def label(self, agent: str, name: str | None) -> str:
         """The label of a tool; `none` for a model call."""
         if name is None:
@@ -100,7 +116,7 @@ class ToolLabels:
         with self._lock:
             seen = self._seen.setdefault(agent, set())
             if name not in seen:
-                if len(seen) >= self._max_tools:
+                if not self._room(seen):
                     return OTHER
                 seen.add(name)
         return name

@@ -12,6 +12,10 @@ _REFUNDED = "refunded"
 Exemplar = dict[str, str] | None
 
 
+_Configured = tuple[tuple[Scope, int | None], ...]
+"""The limit of each scope; `None` for one that is computed."""
+
+
 class _LimitSeries:
     """The series of one limit of one agent, all created together at 0."""
 
@@ -31,8 +35,6 @@ class _LimitSeries:
             labels = (agent, limit, scope)
             self.crossings[scope, Level.NEAR] = metrics.near.labels(*labels)
             self.crossings[scope, Level.EXHAUSTED] = metrics.exhausted.labels(*labels)
-            if scope not in standing.computed:
-                metrics.limit.labels(*labels).set(standing.threshold(scope) or 0)
 
 
 class Metrics:
@@ -88,7 +90,7 @@ class Metrics:
         )
         build_info.labels(__version__).set(1)
         self._calls: dict[tuple[str, str, str], dict[Outcome, Counter]] = {}
-        self._limits: dict[tuple[str, str, tuple[tuple[Scope, int | None], ...]], _LimitSeries] = {}
+        self._limits: dict[tuple[str, str], tuple[_Configured, _LimitSeries]] = {}
 
     def record(self, decision: Decision, agent: str, tool: str, exemplar: Exemplar) -> None:
         """Count a decision for the call and for each limit that matches it."""
@@ -130,8 +132,12 @@ class Metrics:
             (scope, None if scope in standing.computed else standing.threshold(scope))
             for scope in standing.scopes
         )
-        key = (agent, standing.limit, configured)
-        series = self._limits.get(key)
-        if series is None:
-            series = self._limits[key] = _LimitSeries(self, agent, standing)
+        key = (agent, standing.limit)
+        known, series = self._limits.get(key, (None, None))
+        if series is None or known != configured:
+            series = _LimitSeries(self, agent, standing)
+            self._limits[key] = (configured, series)
+            for scope, limit in configured:
+                if limit is not None:
+                    self.limit.labels(agent, label(standing.limit), scope).set(limit)
         return series

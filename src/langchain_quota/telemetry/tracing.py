@@ -32,6 +32,9 @@ RUN_USED = "langchain_quota.run.used"
 RUN_LIMIT = "langchain_quota.run.limit"
 THREAD_LABEL = "langchain_quota.thread.id"
 
+MAX_DESCRIPTION = 256
+"""The longest description of a span's status, in characters."""
+
 Attributes = dict[str, AttributeValue]
 
 
@@ -98,14 +101,16 @@ class Tracing:
         if not self._wanted(decision.outcome):
             return active_exemplar()
         kind = decision.call.kind
+        failed = error is not None and decision.outcome is Outcome.BLOCKED
+        description = _description(error) if error is not None and failed else None
         span = self._tracer.start_span(
             f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
             kind=trace.SpanKind.INTERNAL,
             attributes=LazyAttributes(lambda: self._attributes(decision, tool, thread, error)),
             start_time=started,
         )
-        if error is not None and decision.outcome is Outcome.BLOCKED:
-            span.set_status(trace.StatusCode.ERROR, str(error))
+        if failed:
+            span.set_status(trace.StatusCode.ERROR, description)
         span.end()
         return _exemplar(span)
 
@@ -138,8 +143,13 @@ class Tracing:
                 RUN_LIMIT: leading.run_limit,
             }
         if error is not None and decision.outcome is Outcome.BLOCKED:
-            attributes[ERROR_TYPE] = type(error).__qualname__
+            attributes[ERROR_TYPE] = label(type(error).__qualname__)
         return {key: value for key, value in attributes.items() if value is not None}
+
+
+def _description(error: BaseException) -> str:
+    """The exception's text, which may have names that a model invented: bounded and printable."""
+    return "".join(char for char in str(error) if char.isprintable())[:MAX_DESCRIPTION]
 
 
 def active_exemplar() -> dict[str, str] | None:
