@@ -77,12 +77,12 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
             `client_cafile` without them.
         OSError: The address cannot be bound; the message names it.
     """
-    if (certfile is None) != (keyfile is None):
-        raise ValueError(f"certfile and keyfile go together, not {certfile=!s} with {keyfile=!s}")
     if isinstance(port, bool) or not isinstance(port, int):
         raise TypeError(f"port must be a whole number, not {port!r}")
     if not 0 <= port <= _MAX_PORT:
         raise ValueError(f"port must be from 0 to {_MAX_PORT}, not {port!r}")
+    if (certfile is None) != (keyfile is None):
+        raise ValueError(f"certfile and keyfile go together, not {certfile=!s} with {keyfile=!s}")
     if client_cafile is not None and certfile is None:
         raise ValueError(f"client_cafile={client_cafile} needs certfile and keyfile")
     if certfile is not None:

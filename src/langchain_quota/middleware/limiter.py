@@ -190,8 +190,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             raise ruling.error
         return ruling.update
 
-    def _emit(self, ruling: Ruling) -> bool:
-        """Make a ruling visible; whether it is new, and not that of a hook that runs again."""
+    def _emit(self, ruling: Ruling) -> None:
+        """Make a ruling visible, unless it is that of a hook that runs again."""
         is_new = self._telemetry.emit(
             ruling.decisions,
             started=ruling.started,
@@ -200,7 +200,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
         if is_new:
             self._telemetry.refund(ruling.refunds)
-        return is_new
 
     def _warn_if_forgetful(self, caller: Origin) -> None:
         if self._warned or caller.remembers:

@@ -272,12 +272,11 @@ class QuotaMiddleware(Limiter[QuotaState[ResponseT], ContextT, ResponseT]):
         text = " ".join(note for note in notes if note)
         return request.override(messages=with_note(request.messages, text)) if text else request
 
-    def _emit(self, ruling: Ruling) -> bool:
+    def _emit(self, ruling: Ruling) -> None:
         """Make a ruling visible on the sync path."""
         self._observers.refuse_async()
-        is_new = super()._emit(ruling)
+        super()._emit(ruling)
         self._observers.tell(ruling.decisions, ruling.task_id)
-        return is_new
 
     async def _aconclude(self, ruling: Ruling | None) -> Update | None:
         """Make a ruling visible, and then let it take effect."""

@@ -278,7 +278,8 @@ class Telemetry:
         """Forget what a thread has used: its series end until its next call."""
         name, thread = self._labels(Call("model", agent=agent, thread_id=thread_id))
         if thread is not None:
-            self._signals.threads.forget(name, thread)
+            with self._guarded("threads"):
+                self._signals.threads.forget(name, thread)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: what it counts in is shared by all."""

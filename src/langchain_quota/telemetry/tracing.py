@@ -101,15 +101,15 @@ class Tracing:
         if not self._wanted(decision.outcome):
             return active_exemplar()
         kind = decision.call.kind
-        failed = error is not None and decision.outcome is Outcome.BLOCKED
-        description = _description(error) if error is not None and failed else None
+        raised = error if decision.outcome is Outcome.BLOCKED else None
+        description = None if raised is None else _description(raised)
         span = self._tracer.start_span(
             f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
             kind=trace.SpanKind.INTERNAL,
-            attributes=LazyAttributes(lambda: self._attributes(decision, tool, thread, error)),
+            attributes=LazyAttributes(lambda: self._attributes(decision, tool, thread, raised)),
             start_time=started,
         )
-        if failed:
+        if raised is not None:
             span.set_status(trace.StatusCode.ERROR, description)
         span.end()
         return _exemplar(span)
@@ -118,7 +118,7 @@ class Tracing:
         return self._spans == "all" or (self._spans == "refused" and outcome is not Outcome.ALLOWED)
 
     def _attributes(
-        self, decision: Decision, tool: str, thread: str | None, error: BaseException | None
+        self, decision: Decision, tool: str, thread: str | None, raised: BaseException | None
     ) -> Attributes:
         call = decision.call
         attributes: dict[str, AttributeValue | None] = {
@@ -142,8 +142,8 @@ class Tracing:
                 RUN_USED: leading.run_used,
                 RUN_LIMIT: leading.run_limit,
             }
-        if error is not None and decision.outcome is Outcome.BLOCKED:
-            attributes[ERROR_TYPE] = label(type(error).__qualname__)
+        if raised is not None:
+            attributes[ERROR_TYPE] = label(type(raised).__qualname__)
         return {key: value for key, value in attributes.items() if value is not None}
 
 
