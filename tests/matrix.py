@@ -22,6 +22,7 @@ class Combination:
     minor: int
     versions: str
     arguments: tuple[str, ...]
+    group: str = "test"
 
     @property
     def venv(self) -> Path:
@@ -33,7 +34,7 @@ class Combination:
 
 
 PINNED = ("pinned", ("-c", "constraints.txt"))
-OLDEST = ("oldest", ("-c", "constraints-oldest.txt"))
+OLDEST = ("oldest", ("-c", "constraints-oldest.txt"), "test-oldest")
 NEWEST = ("newest", ("--upgrade", "--upgrade-strategy", "eager"))
 
 
@@ -66,7 +67,15 @@ def run(combination: Combination, python: str) -> str:
     commands: list[tuple[str, ...]] = [
         (python, "-m", "venv", "--clear", str(combination.venv)),
         (venv_python, *PIP, "-c", "constraints.txt", "--upgrade", "pip"),
-        (venv_python, *PIP, *combination.arguments, "--group", "test", "--editable", ".[demo]"),
+        (
+            venv_python,
+            *PIP,
+            *combination.arguments,
+            "--group",
+            combination.group,
+            "--editable",
+            ".[demo]",
+        ),
         (venv_python, "-m", "pytest", "tests/unit", "tests/agent"),
     ]
     for command in commands:

@@ -1,14 +1,15 @@
 """Limits for LangChain agents that can be seen: async-first middleware with full telemetry."""
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import Call, Decision, Level, Outcome, Standing
+from langchain_quota.decision import Call, Decision, Level, Outcome, QuotaUse, Standing
 from langchain_quota.errors import (
     ModelCallLimitExceededError,
+    QuotaStoreError,
     QuotaWarning,
     ToolCallLimitExceededError,
 )
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
-from langchain_quota.limits import ExitBehavior, ModelCallLimit, ToolCallLimit
+from langchain_quota.limits import ExitBehavior, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.middleware.model_call_limit import ModelCallLimitMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.middleware.tool_call_limit import ToolCallLimitMiddleware
@@ -19,22 +20,47 @@ from langchain_quota.state import (
     ToolCallLimitState,
     usage,
 )
+from langchain_quota.stores import KeyUse, QuotaStore
+from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, hmac_label
+
+try:
+    from langchain_quota.stores.redis import RedisStore
+except ModuleNotFoundError as _missing:
+    _REASON = str(_missing)
+
+    class RedisStore:  # type: ignore[no-redef]  # takes its place
+        """A `QuotaStore` in Redis; it needs the package redis, which is not installed.
+
+        Raises:
+            ModuleNotFoundError: Always; the message says what to install.
+        """
+
+        def __init__(self, *_: object, **__: object) -> None:
+            raise ModuleNotFoundError(_REASON, name="redis")
+
 
 __all__ = [
     "Call",
     "Decision",
     "ExitBehavior",
+    "KeyUse",
     "Level",
+    "MemoryStore",
     "MetricsServer",
     "ModelCallLimit",
     "ModelCallLimitExceededError",
     "ModelCallLimitMiddleware",
     "ModelCallLimitState",
     "Outcome",
+    "Quota",
     "QuotaMiddleware",
     "QuotaState",
+    "QuotaStore",
+    "QuotaStoreError",
+    "QuotaUse",
     "QuotaWarning",
+    "RedisStore",
     "Standing",
     "Telemetry",
     "ThreadUsage",

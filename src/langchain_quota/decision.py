@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Literal
 
-from langchain_quota.limits import SCOPES, Exit, Limit, Scope, Terms
+from langchain_quota.limits import RUN, SCOPES, STORE, THREAD, Exit, Limit, Scope, Terms
 
 Kind = Literal["model", "tool"]
 
@@ -71,6 +72,28 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaUse:
+    """How a quota stands at one call: before it was judged, and after.
+
+    Attributes:
+        scope: The quota's name.
+        subject: Whose calls are counted; empty for all.
+        before, used: The count, in calls, before and after the call.
+        limit: The quota's number, in calls.
+        resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
+        per_thread: Whether the subject is the thread.
+    """
+
+    scope: Scope
+    subject: str
+    before: int
+    used: int
+    limit: int
+    resets_at: datetime | None = None
+    per_thread: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
     """How one limit stands at one call: before it was judged, and after.
 
@@ -78,7 +101,8 @@ class Standing:
         limit: The limit's name.
         exit_behavior: What a refusal by it does.
         refused: Whether this limit refuses the call.
-        scope: The threshold that is exhausted, thread before run; `None` if it admits the call.
+        scope: The threshold that is exhausted, thread before run before quotas, or `"store"` if
+            the shared store could not be asked; `None` if it admits the call.
         charged: Whether the call is charged to this limit by this decision.
         deferred: Whether the call is let through now and counted when it has returned.
         enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
@@ -87,6 +111,8 @@ class Standing:
         thread_before, thread_used: The thread's count, in calls, before and after the call.
         thread_limit: The thread's limit; `None` for none.
         run_before, run_used, run_limit: Likewise for the run.
+        quotas: Likewise for each of the limit's quotas.
+        shared: Whether a store keeps one of the counts.
     """
 
     limit: str
@@ -104,33 +130,68 @@ class Standing:
     enforced: bool = True
     near: float | None = None
     computed: tuple[Scope, ...] = ()
+    quotas: tuple[QuotaUse, ...] = ()
+    shared: bool = False
 
     def threshold(self, scope: Scope) -> int | None:
-        """The configured limit of a scope."""
-        return self.thread_limit if scope == "thread" else self.run_limit
+        """The limit of a scope; `None` for none."""
+        if scope == RUN:
+            return self.run_limit
+        if scope == THREAD and self.thread_limit is not None:
+            return self.thread_limit
+        quota = self.quota(scope)
+        return None if quota is None else quota.limit
 
     def used(self, scope: Scope) -> int:
-        """The count of a scope after the call."""
-        return self.thread_used if scope == "thread" else self.run_used
+        """The count of a scope after the call; 0 for a scope that it does not have."""
+        if scope == RUN:
+            return self.run_used
+        quota = self.quota(scope)
+        if quota is not None:
+            return quota.used
+        return self.thread_used if scope == THREAD else 0
 
     def before(self, scope: Scope) -> int:
-        """The count of a scope before the call."""
-        return self.thread_before if scope == "thread" else self.run_before
+        """The count of a scope before the call; 0 for a scope that it does not have."""
+        if scope == RUN:
+            return self.run_before
+        quota = self.quota(scope)
+        if quota is not None:
+            return quota.before
+        return self.thread_before if scope == THREAD else 0
+
+    def quota(self, scope: Scope | None) -> QuotaUse | None:
+        """The quota of a scope."""
+        return next((each for each in self.quotas if each.scope == scope), None)
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """The scopes that have a limit."""
-        return tuple(scope for scope in SCOPES if self.threshold(scope) is not None)
+        """The scopes that have a limit: thread, run, and the quotas."""
+        own = tuple(
+            scope
+            for scope, limit in zip(SCOPES, (self.thread_limit, self.run_limit), strict=True)
+            if limit is not None
+        )
+        return (*own, *(quota.scope for quota in self.quotas))
 
     @property
     def share(self) -> float:
         """The largest used share of a limit, from 0; a limit of 0 counts as fully used."""
         shares = (
-            self.used(scope) / limit if limit else 1.0
-            for scope in SCOPES
-            if (limit := self.threshold(scope)) is not None
+            self.used(scope) / limit if (limit := self.threshold(scope)) else 1.0
+            for scope in self.scopes
         )
         return max(shares, default=0.0)
+
+    @property
+    def resets_at(self) -> datetime | None:
+        """When the windows of all exhausted quotas have ended, in UTC; `None` if one has no end."""
+        first = self.quota(self.scope)
+        if first is None:
+            return None
+        exhausted = [each for each in self.quotas if each is first or each.before >= each.limit]
+        ends = [each.resets_at for each in exhausted if each.resets_at is not None]
+        return max(ends) if len(ends) == len(exhausted) else None
 
     @property
     def thread_count(self) -> int:
@@ -177,6 +238,13 @@ class Decision:
         return tuple(sorted(refusing, key=lambda standing: not standing.enforced))
 
     @property
+    def resets_at(self) -> datetime | None:
+        """When a refused call could be admitted, in UTC; `None` if no window's end will do."""
+        resets = [each.resets_at for each in self.refused_by if each.enforced]
+        times = [each for each in resets if each is not None]
+        return max(times) if times and len(times) == len(resets) else None
+
+    @property
     def leading(self) -> Standing | None:
         """The limit to show: the first that refuses, else the one with the highest used share."""
         if refused_by := self.refused_by:
@@ -193,11 +261,20 @@ class Breach:
     refusals: int
     thread_count: int
     run_count: int
+    quota_counts: tuple[int, ...] = ()
+    """In the order of the quotas."""
 
     @property
     def limit(self) -> Limit:
         """The limit."""
         return self.terms.limit
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether it refused because the shared store could not be asked."""
+        return any(
+            each.scope == STORE for each in self.decision.standings if each.limit == self.limit.name
+        )
 
 
 @dataclass(frozen=True, slots=True)

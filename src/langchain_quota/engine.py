@@ -1,24 +1,36 @@
-"""The judge: pure arithmetic over limits, usage and calls."""
+"""The judge: pure arithmetic over limits, usage and calls.
+
+A plan says what a batch asks of which counts; whoever keeps them grants it in one atomic step (the
+graph state's are granted by `admit`, a store's by the store); the verdict follows from both.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
+from uuid import uuid4
 
-from langchain_quota.decision import Breach, Call, Decision, Outcome, Standing
-from langchain_quota.limits import SCOPES, Exit, Limit, Scope, Terms
+from langchain_quota.decision import Breach, Call, Decision, Outcome, QuotaUse, Standing
+from langchain_quota.limits import RUN, SCOPES, STORE, THREAD, Exit, Limit, Scope, Terms
+from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot, admit
+
+Outage = Literal["deny", "allow"]
+"""What becomes of calls that need a store which cannot be asked."""
 
 _STRENGTH: dict[Exit, int] = {"continue": 0, "finalize": 1, "end": 1, "error": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The counts of one counter, in calls."""
+    """The counts of one counter, in calls; `quotas` in the order of a limit's quotas."""
 
     thread: int = 0
     run: int = 0
+    quotas: tuple[int, ...] = ()
 
     def plus(self, amount: int) -> "Used":
         """The counts with an amount charged (or, if negative, taken back)."""
-        return Used(self.thread + amount, self.run + amount)
+        quotas = tuple(each + amount for each in self.quotas)
+        return Used(self.thread + amount, self.run + amount, quotas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +77,259 @@ def judge(
             it has returned charges it then.
     """
     terms = [each if isinstance(each, Terms) else Terms.of(each) for each in limits]
-    torn: dict[str, dict[str, Scope]] = {}
-    while True:
-        decisions, after = _pass(terms, usage, calls, torn, charging=charging)
-        found = _torn_ids(decisions)
-        if found.keys() <= torn.keys():
-            break
-        torn |= found
+    asked = plan(terms, usage, calls, may_stop=may_stop)
+    return asked.verdict(asked.own_grant(), charging=charging)
 
-    breaches = _breaches(terms, usage, decisions)
-    exit_behavior = max(
-        (breach.terms.exit_behavior for breach in breaches),
-        key=_STRENGTH.__getitem__,
-        default=None,
+
+def plan(  # noqa: PLR0913 - keyword-only, with defaults
+    terms: Sequence[Terms],
+    usage: Mapping[str, Used],
+    calls: Sequence[Call],
+    *,
+    may_stop: bool = True,
+    refusals: Mapping[str, int] | None = None,
+    name: str = "",
+    settlements: tuple[Settlement, ...] = (),
+    outage: Outage | None = None,
+) -> "Plan":
+    """What a batch of calls asks of which counts.
+
+    Args:
+        terms: The limits' terms at this moment.
+        usage: The caller's counts before the batch, by counter; a missing one counts as zero.
+        calls: The batch.
+        may_stop: Whether a refusal may stop the batch.
+        refusals: How often limits that give up have refused in this run, by name.
+        name: Names the reservation.
+        settlements: Corrections of the store's counts that are made first.
+        outage: The store cannot be asked, and what follows: every call that needs it is refused,
+            or judged by the caller's own counts.
+    """
+    slots = _Slots(terms, usage, outage)
+    charges: list[dict[int, int]] = []
+    by_id: dict[str, int] = {}
+    charge_of = []
+    for call in calls:
+        index = len(charges) if call.id is None else by_id.setdefault(call.id, len(charges))
+        if index == len(charges):
+            charges.append({})
+        charge_of.append(index)
+        for counter in {each.limit.counter for each in terms if each.limit.matches(call)}:
+            for slot in slots.of_counter(counter):
+                charges[index][slot] = charges[index].get(slot, 0) + call.amount
+    reservation = Reservation(
+        # An answer to other charges would not fit.
+        id=f"{name}/{len(slots.all)}/{len(charges)}" if name else "",
+        attempt=uuid4().hex if name else "",
+        slots=tuple(slots.all),
+        charges=tuple(charges),
+        stops=_stops(terms, refusals or {}) if may_stop else {},
+        settlements=settlements,
     )
-    if exit_behavior is not None and not may_stop:
-        exit_behavior = "continue"
-    if stops(exit_behavior):
-        decisions = tuple(_uncharged(decision, usage, terms) for decision in decisions)
-        breaches = _breaches(terms, usage, decisions)
-        after = {each.limit.counter: usage.get(each.limit.counter, Used()) for each in terms}
-    return Verdict(decisions, after, breaches, exit_behavior)
+    return Plan(tuple(terms), tuple(calls), reservation, tuple(charge_of), slots.by_scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a batch of calls asks of which counts.
+
+    Attributes:
+        terms: The limits' terms.
+        calls: The batch.
+        reservation: What is asked.
+        charge_of: For each call the index of its charge; calls that share an id have one.
+        slots: The index of each counter's slot, by counter, limit and scope.
+    """
+
+    terms: tuple[Terms, ...]
+    calls: tuple[Call, ...]
+    reservation: Reservation
+    charge_of: tuple[int, ...]
+    slots: Mapping[str, Mapping[tuple[str, Scope], int]] = field(repr=False)
+
+    def keyed(self, charge: int) -> dict[str, int]:
+        """What a charge adds to the counts that a store keeps, by key."""
+        return {
+            key: amount
+            for slot, amount in self.reservation.charges[charge].items()
+            if (key := self.reservation.slots[slot].key) is not None
+        }
+
+    def own_grant(self) -> Grant:
+        """The answer by the caller's own counts."""
+        return admit(self.reservation, [slot.used for slot in self.reservation.slots])
+
+    def verdict(self, grant: Grant, *, charging: bool = True) -> Verdict:
+        """What is decided about each call.
+
+        Args:
+            grant: The answer to the reservation.
+            charging: Whether admitted calls are charged now.
+        """
+        refused = self._refusals(grant)
+        terms = self._terms(refused)
+        counts = list(grant.used)
+        decisions = []
+        for call, index in zip(self.calls, self.charge_of, strict=True):
+            matching = [each for each in terms if each.limit.matches(call)]
+            runs = grant.admitted[index] and not grant.stopped
+            before = tuple(counts)
+            if runs:
+                for slot in {
+                    slot for each in matching for slot in self.slots[each.limit.counter].values()
+                }:
+                    counts[slot] += call.amount
+            standings = []
+            for each in matching:
+                scope = refused[index].get(each.limit.name)
+                old, new = self._used(each, before), self._used(each, counts)
+                charged = runs and charging and scope is None
+                deferred = runs and not charging
+                standing = _standing(each, old, new, scope, charged=charged, deferred=deferred)
+                standings.append(standing)
+            outcome = _outcome(standings, admitted=grant.admitted[index], stopped=grant.stopped)
+            decisions.append(Decision(call, outcome, tuple(standings)))
+
+        breaches = self._breaches(terms, grant, decisions)
+        exit_behavior = max(
+            (breach.terms.exit_behavior for breach in breaches),
+            key=_STRENGTH.__getitem__,
+            default=None,
+        )
+        if exit_behavior is not None and not grant.stopped:
+            exit_behavior = "continue"
+        after = {each.limit.counter: self._used(each, counts) for each in terms}
+        return Verdict(tuple(decisions), after, breaches, exit_behavior)
+
+    def _terms(self, refused: Sequence[Mapping[str, Scope]]) -> list[Terms]:
+        """The terms; those of limits that give up with this batch end the run."""
+        given_up = {
+            name
+            for name, after in self.reservation.stops.items()
+            if sum(name in each for each in refused) >= after
+        }
+        return [
+            each.ending() if each.limit.name in given_up and not stops(each.exit_behavior) else each
+            for each in self.terms
+        ]
+
+    def _refusals(self, grant: Grant) -> list[dict[str, Scope]]:
+        """For each charge the limits that refuse it, with the scope that is exhausted."""
+        counts = list(grant.used)
+        found: list[dict[str, Scope]] = []
+        for charge, admitted in zip(self.reservation.charges, grant.admitted, strict=True):
+            refusing: dict[str, Scope] = {}
+            for each in self.terms:
+                scope = self._exhausted(each, charge, counts)
+                # A limit that has changed since does not refuse what was admitted before.
+                if scope is not None and not (admitted and each.limit.enforce):
+                    refusing[each.limit.name] = scope
+            found.append(refusing)
+            if admitted:
+                for slot, amount in charge.items():
+                    counts[slot] += amount
+        return found
+
+    def _exhausted(
+        self, terms: Terms, charge: Mapping[int, int], counts: Sequence[int]
+    ) -> Scope | None:
+        """The first scope of a limit that a charge would exceed."""
+        name = terms.limit.name
+        slots = self.slots[terms.limit.counter]
+        for (limit, scope), slot in slots.items():
+            if limit == name and slot in charge:
+                caps = [cap for cap in self.reservation.slots[slot].caps if cap.name == name]
+                if any(counts[slot] + charge[slot] > cap.limit for cap in caps):
+                    return scope
+        return None
+
+    def _used(self, terms: Terms, counts: Sequence[int]) -> Used:
+        slots = self.slots[terms.limit.counter]
+        # Without the store there are no counts of quotas.
+        quotas = terms.quotas if self.reservation.shared else ()
+        return Used(
+            counts[slots["", THREAD]],
+            counts[slots["", RUN]],
+            tuple(counts[slots[terms.limit.name, quota.scope]] for quota in quotas),
+        )
+
+    def _breaches(
+        self, terms: Sequence[Terms], grant: Grant, decisions: Sequence[Decision]
+    ) -> tuple[Breach, ...]:
+        breaches = []
+        for each in terms:
+            limit = each.limit
+            refused = [
+                decision
+                for decision in decisions
+                if any(s.refused and s.limit == limit.name for s in decision.standings)
+            ]
+            if refused and limit.enforce:
+                asked = sum(
+                    decision.call.amount for decision in decisions if limit.matches(decision.call)
+                )
+                counts = self._used(each, grant.used).plus(asked)
+                breaches.append(
+                    Breach(each, refused[0], len(refused), counts.thread, counts.run, counts.quotas)
+                )
+        return tuple(breaches)
+
+
+class _Slots:
+    """The counts that limits look at, each once."""
+
+    def __init__(
+        self, terms: Sequence[Terms], usage: Mapping[str, Used], outage: Outage | None
+    ) -> None:
+        self.all: list[Slot] = []
+        self.by_scope: dict[str, dict[tuple[str, Scope], int]] = {}
+        self._by_key: dict[tuple[str, str], int] = {}
+        for each in terms:
+            counter = each.limit.counter
+            used = usage.get(counter, Used())
+            scopes = self.by_scope.setdefault(counter, {})
+            if outage == "deny" and each.shared:
+                self._cap(each, STORE, Slot(), f"{STORE}/{each.limit.name}", -1)
+            thread_key = each.thread_key if outage is None else None
+            self._cap(each, THREAD, Slot(thread_key, used.thread), THREAD, each.thread_limit)
+            self._cap(each, RUN, Slot(None, used.run), RUN, each.run_limit)
+            scopes["", THREAD] = self._by_key[counter, THREAD]
+            scopes["", RUN] = self._by_key[counter, RUN]
+            for quota in each.quotas if outage is None else ():
+                resets = None if quota.resets_at is None else quota.resets_at.timestamp()
+                # What a thread has used in all is one count, whichever limit asks.
+                name = THREAD if quota.per_thread and resets is None else quota.key
+                self._cap(each, quota.scope, Slot(quota.key, 0, resets), name, quota.limit)
+
+    def of_counter(self, counter: str) -> set[int]:
+        """The slots that a call of a counter is charged to."""
+        return set(self.by_scope[counter].values())
+
+    def _cap(self, terms: Terms, scope: Scope, slot: Slot, name: str, limit: int | None) -> None:
+        counter = terms.limit.counter
+        index = self._by_key.setdefault((counter, name), len(self.all))
+        if index == len(self.all):
+            self.all.append(slot)
+        elif slot.key is not None and self.all[index].key is None:
+            self.all[index] = replace(self.all[index], key=slot.key)
+        if limit is not None:
+            cap = Cap(terms.limit.name, limit, terms.limit.enforce)
+            self.all[index] = replace(self.all[index], caps=(*self.all[index].caps, cap))
+        self.by_scope[counter][terms.limit.name, scope] = index
+
+
+def _stops(terms: Sequence[Terms], refusals: Mapping[str, int]) -> dict[str, int]:
+    """The limits whose refusals stop a batch, and after how many."""
+    found = {}
+    for each in terms:
+        limit = each.limit
+        if not limit.enforce:
+            continue
+        if stops(each.exit_behavior):
+            found[limit.name] = 1
+        elif limit.give_up_after is not None:
+            found[limit.name] = max(1, limit.give_up_after - refusals.get(limit.name, 0))
+    return found
 
 
 def stops(exit_behavior: Exit | None) -> bool:
@@ -102,76 +346,24 @@ def charge(limit: Limit | Terms, used: Used, amount: int) -> Standing:
 def exhausted_scope(terms: Terms, used: Used, amount: int) -> Scope | None:
     """The threshold that an amount would exceed, thread before run; `None` if it fits."""
     if terms.thread_limit is not None and used.thread + amount > terms.thread_limit:
-        return "thread"
+        return THREAD
     if terms.run_limit is not None and used.run + amount > terms.run_limit:
-        return "run"
+        return RUN
+    # Where the store's counts are not known there are none.
+    for quota, count in zip(terms.quotas, used.quotas, strict=False):
+        if count + amount > quota.limit:
+            return quota.scope
     return None
 
 
-def _pass(
-    terms: Sequence[Terms],
-    usage: Mapping[str, Used],
-    calls: Sequence[Call],
-    torn: Mapping[str, Mapping[str, Scope]],
-    *,
-    charging: bool,
-) -> tuple[tuple[Decision, ...], dict[str, Used]]:
-    after = {each.limit.counter: usage.get(each.limit.counter, Used()) for each in terms}
-    decisions = []
-    for call in calls:
-        matching = [each for each in terms if each.limit.matches(call)]
-        known = torn.get(call.id, {}) if call.id is not None else {}
-        scopes = [
-            exhausted_scope(each, after[each.limit.counter], call.amount)
-            or known.get(each.limit.name)
-            for each in matching
-        ]
-        enforced = any(
-            scope is not None and each.limit.enforce
-            for each, scope in zip(matching, scopes, strict=True)
-        )
-        admitted = call.id not in torn and not enforced
-        before = {each.limit.counter: after[each.limit.counter] for each in matching}
-        if admitted:
-            for counter, used in before.items():
-                after[counter] = used.plus(call.amount)
-        standings = tuple(
-            _standing(
-                each,
-                before[each.limit.counter],
-                after[each.limit.counter],
-                scope,
-                charged=admitted and charging and scope is None,
-                deferred=admitted and not charging,
-            )
-            for each, scope in zip(matching, scopes, strict=True)
-        )
-        decisions.append(Decision(call, _outcome(standings, admitted=admitted), standings))
-    return tuple(decisions), after
-
-
-def _outcome(standings: Sequence[Standing], *, admitted: bool) -> Outcome:
+def _outcome(standings: Sequence[Standing], *, admitted: bool, stopped: bool) -> Outcome:
     if not admitted:
         return Outcome.BLOCKED
+    if stopped:
+        return Outcome.SKIPPED
     if any(standing.refused for standing in standings):
         return Outcome.WOULD_BLOCK
     return Outcome.ALLOWED
-
-
-def _torn_ids(decisions: Sequence[Decision]) -> dict[str, dict[str, Scope]]:
-    """The ids that are both refused and admitted, with the scope of each limit that refuses."""
-    refused: dict[str, dict[str, Scope]] = {}
-    admitted = set()
-    for decision in decisions:
-        if decision.outcome is not Outcome.BLOCKED:
-            admitted.add(decision.call.id)
-        elif decision.call.id is not None:
-            refused.setdefault(decision.call.id, {}).update(
-                (each.limit, each.scope)
-                for each in decision.refused_by
-                if each.scope is not None and each.enforced
-            )
-    return {call_id: scopes for call_id, scopes in refused.items() if call_id in admitted}
 
 
 def _standing(  # noqa: PLR0913 - one value for each part of the record
@@ -184,6 +376,8 @@ def _standing(  # noqa: PLR0913 - one value for each part of the record
     deferred: bool = False,
 ) -> Standing:
     limit = terms.limit
+    # Where the store could not be asked there are no counts of quotas.
+    quotas = zip(terms.quotas, before.quotas, after.quotas, strict=False)
     return Standing(
         limit=limit.name,
         exit_behavior=terms.exit_behavior,
@@ -199,38 +393,21 @@ def _standing(  # noqa: PLR0913 - one value for each part of the record
         deferred=deferred,
         enforced=limit.enforce,
         near=limit.near,
-        computed=tuple(each for each in SCOPES if callable(getattr(limit, f"{each}_limit"))),
+        computed=(
+            *(each for each in SCOPES if callable(getattr(limit, f"{each}_limit"))),
+            *(each.scope for each in terms.quotas if each.computed),
+        ),
+        quotas=tuple(
+            QuotaUse(
+                quota.scope,
+                quota.subject,
+                count,
+                used,
+                quota.limit,
+                quota.resets_at,
+                quota.per_thread,
+            )
+            for quota, count, used in quotas
+        ),
+        shared=terms.shared,
     )
-
-
-def _breaches(
-    terms: Sequence[Terms], usage: Mapping[str, Used], decisions: Sequence[Decision]
-) -> tuple[Breach, ...]:
-    breaches = []
-    for each in terms:
-        limit = each.limit
-        refused = [
-            decision
-            for decision in decisions
-            if any(s.refused and s.limit == limit.name for s in decision.standings)
-        ]
-        if refused and limit.enforce:
-            asked = sum(
-                decision.call.amount for decision in decisions if limit.matches(decision.call)
-            )
-            hypothetical = usage.get(limit.counter, Used()).plus(asked)
-            breaches.append(
-                Breach(each, refused[0], len(refused), hypothetical.thread, hypothetical.run)
-            )
-    return tuple(breaches)
-
-
-def _uncharged(decision: Decision, usage: Mapping[str, Used], terms: Sequence[Terms]) -> Decision:
-    scopes = {standing.limit: standing.scope for standing in decision.standings}
-    standings = []
-    for each in terms:
-        if each.limit.matches(decision.call):
-            used = usage.get(each.limit.counter, Used())
-            standings.append(_standing(each, used, used, scopes[each.limit.name], charged=False))
-    outcome = Outcome.BLOCKED if decision.outcome is Outcome.BLOCKED else Outcome.SKIPPED
-    return Decision(decision.call, outcome, tuple(standings))

@@ -1,8 +1,10 @@
 """What may be spent: the limits that a user sets, frozen and validated."""
 
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -17,7 +19,8 @@ MODEL = "model"
 MAX_NAME_LENGTH = 64
 """The longest limit name, in characters: a metric label carries it unchanged."""
 
-Scope = Literal["thread", "run"]
+Scope = str
+"""What a count is kept for: `"thread"`, `"run"`, or what a quota is `per`."""
 ToolExitBehavior = Literal["continue", "error", "end"]
 ModelExitBehavior = Literal["end", "error", "finalize"]
 ExitBehavior = Literal["continue", "error", "end"]
@@ -26,8 +29,86 @@ Exit = Literal["continue", "error", "end", "finalize"]
 Threshold = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
 """A number of calls, none, or a function of the agent's state and runtime that gives either."""
 
-SCOPES: tuple[Scope, ...] = ("thread", "run")
-"""In the order in which a refusal is attributed: thread before run."""
+THREAD = "thread"
+RUN = "run"
+SCOPES: tuple[Scope, ...] = (THREAD, RUN)
+"""In the order in which a refusal is attributed: thread before run, and both before quotas."""
+
+STORE = "store"
+"""The scope of a refusal because the shared store could not be asked."""
+
+_FIXED = ("thread", "agent", "global")
+_RESERVED = (RUN, STORE, "none")
+_SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """How many calls somebody or something may make, counted in a store that runs share.
+
+    Quotas on the same calls with the same `per` (of functions: the same name) and the same window
+    are thresholds over one count, whichever limit or agent of the store they belong to.
+
+    Args:
+        limit: Most calls in a window, a whole number from 0 (which forbids); or a function of the
+            agent's state and runtime, sync or async, that gives it, or `None` for no limit now.
+        per: Whose calls are counted together: those of a `"thread"`, of an `"agent"` (by its
+            name), of all (`"global"`), of a value in `runtime.context` under this name (a user,
+            a tenant), or of what a function of state and runtime, sync or async, gives. Values
+            are strings (not empty), whole numbers or UUIDs; equal texts are one subject. A value
+            that is missing or of another type fails the run, and nothing is charged.
+        window: How long a count lasts, in whole seconds from 1. Windows are fixed and aligned to
+            the Unix epoch in UTC: a window of a day begins at midnight UTC, one of a week on a
+            Thursday. So around an edge up to twice the limit can run. `None`: until it is reset.
+        name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
+            A function needs one. Two quotas of one limit need different ones, and none may take
+            `"run"`, `"store"` or `"none"`, nor a fixed `per` that is not its own.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of bounds. The message names the argument and the value.
+
+    Example:
+        ```python
+        ToolCallLimit("email", quotas=[Quota(5, per="user_id", window=timedelta(days=1))])
+        ```
+    """
+
+    limit: "int | Callable[[Any, Any], int | Awaitable[int | None] | None]"
+    _: KW_ONLY
+    per: "str | Callable[[Any, Any], object]" = THREAD
+    window: timedelta | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.limit is None:
+            raise TypeError("limit must be a whole number or a function, not None")
+        if not callable(self.limit):
+            _check_count("limit", self.limit)
+        if not isinstance(self.per, str) and not callable(self.per):
+            raise TypeError(f"per must be a string or a function, not {self.per!r}")
+        if self.window is not None and not isinstance(self.window, timedelta):
+            raise TypeError(f"window must be a timedelta or None, not {self.window!r}")
+        if self.window is not None and (
+            self.window < timedelta(seconds=1) or self.window.microseconds
+        ):
+            raise ValueError(f"window must be whole seconds, from 1, not {self.window!r}")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a string, not {self.name!r}")
+        if not self.name and not isinstance(self.per, str):
+            raise ValueError(f"per={self.per!r} is a function: give the quota a name")
+        name = self.name or str(self.per)
+        if not _SCOPE_NAME.fullmatch(name):
+            argument = "name" if self.name else "per, without a name,"
+            raise ValueError(f"{argument} must match [a-z_]{{1,32}}, not {name!r}")
+        if name in _RESERVED or (name in _FIXED and name != self.per):
+            raise ValueError(f"name must not be {name!r}: it has a meaning of its own")
+        _set(self, "name", name)
+
+    @property
+    def dimension(self) -> str:
+        """Under which name its subjects are kept: quotas with one dimension share a count."""
+        return self.per if isinstance(self.per, str) else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +137,9 @@ class ToolCallLimit:
             and what it would refuse runs, as `would_block`: try a limit before it bites.
         give_up_after: With `"continue"`: after so many refusals in one run, from 1, the run ends
             as with `"end"`.
+        quotas: Further limits, per user, tenant or window, counted in a store that runs share:
+            for a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
+            With quotas, neither `thread_limit` nor `run_limit` is needed.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -76,6 +160,7 @@ class ToolCallLimit:
     near: float | None = None
     enforce: bool = True
     give_up_after: int | None = None
+    quotas: Sequence[Quota] = ()
     tools: tuple[str, ...] = field(init=False, repr=False)
     """The tools that the limit names; empty for all tools."""
     counter: str = field(init=False, repr=False)
@@ -140,6 +225,7 @@ class ModelCallLimit:
         near: The used share, above 0 and at most 1, from which this limit counts as near; by
             default that of the `Telemetry`.
         enforce: Whether the limit refuses calls; see `ToolCallLimit`.
+        quotas: Further limits, counted in a store that runs share; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -159,6 +245,7 @@ class ModelCallLimit:
     name: str = ""
     near: float | None = None
     enforce: bool = True
+    quotas: Sequence[Quota] = ()
 
     def __post_init__(self) -> None:
         _check_common(self)
@@ -180,6 +267,38 @@ class ModelCallLimit:
 Limit = ToolCallLimit | ModelCallLimit
 
 
+def stored_as(limit: Limit) -> str:
+    """Under which counter a store keeps a limit's counts.
+
+    A tool may be called `"model"`: it has a comma, as no name of a tool has, so that it does not
+    share the model's count.
+    """
+    return f",{MODEL}" if limit.kind == "tool" and limit.counter == MODEL else limit.counter
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaTerms:
+    """A quota with its number and its subject at one moment.
+
+    Attributes:
+        scope: The quota's name.
+        limit: Its number, in calls.
+        subject: Whose calls are counted; empty for all.
+        key: Where the store keeps the count.
+        resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
+        per_thread: Whether the subject is the thread.
+        computed: Whether the number was computed.
+    """
+
+    scope: Scope
+    limit: int
+    subject: str
+    key: str
+    resets_at: datetime | None = None
+    per_thread: bool = False
+    computed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """A limit with its numbers at one moment: what the engine judges by.
@@ -188,19 +307,32 @@ class Terms:
         limit: The limit.
         thread_limit, run_limit: Its numbers, in calls; `None` for none.
         exit_behavior: What a refusal does now.
+        thread_key: Where a store keeps the thread's count; `None` if only the state does.
+        quotas: The quotas.
     """
 
     limit: Limit
     thread_limit: int | None
     run_limit: int | None
     exit_behavior: Exit
+    thread_key: str | None = None
+    quotas: tuple[QuotaTerms, ...] = ()
 
     @classmethod
-    def of(cls, limit: Limit, **computed: int | None) -> "Terms":
+    def of(
+        cls,
+        limit: Limit,
+        *,
+        thread_key: str | None = None,
+        quotas: tuple[QuotaTerms, ...] = (),
+        **computed: int | None,
+    ) -> "Terms":
         """The terms of a limit.
 
         Args:
             limit: The limit.
+            thread_key: Where a store keeps the thread's count.
+            quotas: The terms of its quotas.
             computed: The numbers of thresholds that are functions, by argument.
 
         Raises:
@@ -213,11 +345,24 @@ class Terms:
             if value is not None:
                 _check_count(f"{argument} of limit {limit.name!r}", value)
             numbers[argument] = value
-        return cls(limit, numbers["thread_limit"], numbers["run_limit"], limit.exit_behavior)
+        return cls(
+            limit,
+            numbers["thread_limit"],
+            numbers["run_limit"],
+            limit.exit_behavior,
+            # A thread that is not limited is not counted in the store.
+            None if numbers["thread_limit"] is None else thread_key,
+            quotas,
+        )
 
     def threshold(self, scope: Scope) -> int | None:
-        """The number of a scope."""
-        return self.thread_limit if scope == "thread" else self.run_limit
+        """The number of the thread or the run."""
+        return self.thread_limit if scope == THREAD else self.run_limit
+
+    @property
+    def shared(self) -> bool:
+        """Whether a store keeps one of its counts."""
+        return self.thread_key is not None or bool(self.quotas)
 
     def ending(self) -> "Terms":
         """The same numbers, with refusals that end the run."""
@@ -257,6 +402,7 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         or not (limit.enforce and other.enforce)
         or limit.is_dynamic
         or other.is_dynamic
+        or limit.quotas
     ):
         return False
     own, others = Terms.of(limit), Terms.of(other)
@@ -288,7 +434,8 @@ def _checked_tools(argument: str, value: object) -> tuple[str, ...]:
 
 def _check_common(limit: "ToolCallLimit | ModelCallLimit") -> None:
     thresholds = {"thread_limit": limit.thread_limit, "run_limit": limit.run_limit}
-    if all(value is None for value in thresholds.values()):
+    _check_quotas(limit)
+    if all(value is None for value in thresholds.values()) and not limit.quotas:
         raise ValueError("At least one limit must be specified: thread_limit or run_limit")
     for argument, value in thresholds.items():
         if value is not None and not callable(value):
@@ -303,6 +450,23 @@ def _check_common(limit: "ToolCallLimit | ModelCallLimit") -> None:
         check_share("near", limit.near)
     if not isinstance(limit.enforce, bool):
         raise TypeError(f"enforce must be True or False, not {limit.enforce!r}")
+
+
+def _check_quotas(limit: "ToolCallLimit | ModelCallLimit") -> None:
+    if not isinstance(limit.quotas, Sequence) or not all(
+        isinstance(quota, Quota) for quota in limit.quotas
+    ):
+        raise TypeError(f"quotas must be a sequence of Quota, not {limit.quotas!r}")
+    scopes = [quota.name for quota in limit.quotas]
+    if limit.thread_limit is not None:
+        scopes.append(THREAD)
+    for scope, count in Counter(scopes).items():
+        if count > 1:
+            raise ValueError(
+                f"{count} thresholds of a limit have the scope {scope!r}: give quotas names of "
+                "their own"
+            )
+    _set(limit, "quotas", tuple(limit.quotas))
 
 
 def check_share(argument: str, value: object) -> None:
@@ -323,6 +487,17 @@ def _check_count(argument: str, value: object, *, least: int = 0) -> None:
         raise TypeError(f"{argument} must be a whole number or None, not {value!r}")
     if value < least:
         raise ValueError(f"{argument} must be {least} or more, not {value!r}")
+
+
+def checked_count(argument: str, value: Any) -> int:
+    """A number of calls, from 0.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is negative.
+    """
+    _check_count(argument, value)
+    return int(value)
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
@@ -347,5 +522,5 @@ def _checked_name(value: Any, default: str) -> str:
     return value
 
 
-def _set(limit: "ToolCallLimit | ModelCallLimit", attribute: str, value: object) -> None:
+def _set(limit: "ToolCallLimit | ModelCallLimit | Quota", attribute: str, value: object) -> None:
     object.__setattr__(limit, attribute, value)

@@ -5,9 +5,10 @@ applications match on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 
 from langchain_quota.decision import Breach, Decision
-from langchain_quota.limits import Limit, ModelCallLimit
+from langchain_quota.limits import STORE, Limit, ModelCallLimit
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -29,8 +30,13 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
         decision: The refusal.
         limits: The limits by name.
     """
-    refusing = [limits[each.limit] for each in decision.refused_by if each.enforced]
-    texts = [_refusal(limit, decision) for limit in refusing] or [_refusal(None, decision)]
+    refusing = [each for each in decision.refused_by if each.enforced]
+    texts = [
+        _refusal(limits[each.limit], decision, unchecked=each.scope == STORE) for each in refusing
+    ] or [_refusal(None, decision)]
+    resets_at = decision.resets_at
+    if resets_at is not None and any(limits[each.limit].message is None for each in refusing):
+        texts.append(f"It resets at {_utc(resets_at)}.")
     return " ".join(dict.fromkeys(texts))
 
 
@@ -45,44 +51,62 @@ def final(breaches: Sequence[Breach]) -> str:
 
 
 def reached(breach: Breach) -> str:
-    """Which thresholds of a limit are reached, with counts.
+    """Which thresholds of a limit are reached, with counts, and when quotas reset.
 
     For tools the counts are as if the refused calls had run, for the model those before the call.
     """
+    if breach.unchecked:
+        return _unchecked(breach.limit)
     terms = breach.terms
-    if isinstance(breach.limit, ModelCallLimit):
-        rows = [
-            ("thread", breach.thread_count - 1, terms.thread_limit),
-            ("run", breach.run_count - 1, terms.run_limit),
-        ]
-        parts = [
-            f"{scope} limit ({count}/{limit})"
-            for scope, count, limit in rows
-            if limit is not None and count >= limit
-        ]
-        return f"Model call limits exceeded: {', '.join(parts)}"
     rows = [
-        ("thread", breach.thread_count, terms.thread_limit),
-        ("run", breach.run_count, terms.run_limit),
+        ("thread", breach.thread_count, terms.thread_limit, None),
+        ("run", breach.run_count, terms.run_limit, None),
+        *(
+            (quota.scope, count, quota.limit, quota.resets_at)
+            for quota, count in zip(terms.quotas, breach.quota_counts, strict=False)
+        ),
     ]
-    parts = [
-        f"{scope} limit exceeded ({count}/{limit} calls)"
-        for scope, count, limit in rows
+    exceeded = [
+        (scope, count, limit, "" if resets_at is None else f"; resets at {_utc(resets_at)}")
+        for scope, count, limit, resets_at in rows
         if limit is not None and count > limit
+    ]
+    if isinstance(breach.limit, ModelCallLimit):
+        parts = [f"{scope} limit ({n - 1}/{limit}{resets})" for scope, n, limit, resets in exceeded]
+        return f"Model call limits exceeded: {', '.join(parts)}"
+    parts = [
+        f"{scope} limit exceeded ({n}/{limit} calls{resets})"
+        for scope, n, limit, resets in exceeded
     ]
     names = ", ".join(f"'{tool}'" for tool in breach.limit.tools)
     return f"{names + ' tool' if names else 'Tool'} call limit reached: {' and '.join(parts)}."
 
 
-def _refusal(limit: Limit | None, decision: Decision) -> str:
+def _refusal(limit: Limit | None, decision: Decision, *, unchecked: bool = False) -> str:
     if limit is not None and limit.message is not None:
         return _own(limit.message, decision)
+    if limit is not None and unchecked:
+        return _unchecked(limit)
     if limit is None or not limit.tools:
         allowed = [f"'{tool}'" for tool in getattr(limit, "exclude", ())]
         but = f" other than to {' or '.join(allowed)}" if allowed else ""
         return f"Tool call limit exceeded. Do not make additional tool calls{but}."
     names = " or ".join(f"'{tool}'" for tool in limit.tools)
     return f"Tool call limit exceeded. Do not call {names} again."
+
+
+def _unchecked(limit: Limit) -> str:
+    if limit.kind == "model":
+        return "Model call limit could not be checked: try again later."
+    names = " or ".join(f"'{tool}'" for tool in limit.tools)
+    return (
+        f"Tool call limit could not be checked, so the call {f'of {names} ' if names else ''}was "
+        "not run. Try again later."
+    )
+
+
+def _utc(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _own(message: str | Callable[[Decision], str], decision: Decision) -> str:

@@ -3,11 +3,12 @@
 The annotations here are resolved by LangGraph at run time, in this module.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, NotRequired, TypedDict, cast
+from uuid import uuid4
 
 from langchain.agents.middleware.types import AgentState, PrivateStateAttr, ResponseT
 from langgraph.channels.untracked_value import UntrackedValue
@@ -28,6 +29,13 @@ Charges = dict[str, dict[str, dict[str, int]]]
 """Tool call id -> counter -> limit name -> amount. Limits with one counter share its count."""
 
 
+Amounts = dict[str, int]
+"""Calls, by a store's key."""
+
+Reserved = dict[str, dict[str, Amounts]]
+"""Tool call id -> middleware -> what a store charged for it."""
+
+
 class Batch(TypedDict):
     """The charges for the tool calls of one AIMessage, kept for refunds."""
 
@@ -35,6 +43,7 @@ class Batch(TypedDict):
     charges: Charges
     passed: list[str]
     """The names of the limits that have let the batch pass."""
+    reserved: NotRequired[Reserved]
 
 
 class Abandoned(TypedDict):
@@ -45,6 +54,7 @@ class Abandoned(TypedDict):
     charges: Charges
     held_by: list[str]
     """The names of the limits of that run that had not let the batch pass."""
+    reserved: NotRequired[Reserved]
 
 
 class Ledger(TypedDict, total=False):
@@ -71,6 +81,10 @@ class Ledger(TypedDict, total=False):
     limits: list[str]
     """The names of their limits."""
     abandoned: Abandoned | None
+    trace: dict[str, str] | None
+    """The first span of this run, where none was active, as the W3C's headers name it."""
+    owed: dict[str, Amounts]
+    """What a store charged and is to take back at the next occasion, by a name of the refund."""
 
 
 def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
@@ -110,6 +124,7 @@ NEW_RUN: Ledger = {
     "batch": None,
     "refusals": {},
     "final": False,
+    "trace": None,
 }
 """What a run begins with: a new budget."""
 
@@ -196,19 +211,36 @@ class ToolCounts:
     Args:
         thread, run: The counts by counter; changed in place.
         charges: The charges of the current batch; changed in place.
+        reserved: What a store charged for its calls; changed in place.
+        owed: What a store is to take back; changed in place.
     """
 
-    def __init__(self, thread: dict[str, int], run: dict[str, int], charges: Charges) -> None:
+    def __init__(
+        self,
+        thread: dict[str, int],
+        run: dict[str, int],
+        charges: Charges,
+        reserved: Reserved | None = None,
+        owed: dict[str, Amounts] | None = None,
+    ) -> None:
         self.thread = thread
         self.run = run
         self.charges = charges
+        self.reserved = {} if reserved is None else reserved
+        self.owed = {} if owed is None else owed
 
     @classmethod
     def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
         """The counts in a state, with what is charged to the calls of an AIMessage."""
         batch = batch_of(state, message_id)
-        charges = {} if batch is None else deepcopy(batch["charges"])
-        return cls(thread_tools(state), run_tools(state), charges)
+        known: Any = {} if batch is None else deepcopy(batch)
+        return cls(
+            thread_tools(state),
+            run_tools(state),
+            known.get("charges", {}),
+            known.get("reserved"),
+            dict(ledger(state).get("owed") or {}),
+        )
 
     def used(self, counter: str, ids: Iterable[str]) -> Used:
         """The counts of a counter without what these calls are charged to it."""
@@ -227,11 +259,29 @@ class ToolCounts:
 
     def take_back(self, call_id: str) -> dict[str, int]:
         """Take all charges of a call back; the amounts by limit name."""
+        self.owe(self.reserved.pop(call_id, {}).values())
         by_counter = self.charges.pop(call_id, {})
         amounts: dict[str, int] = {}
         for counter, by_limit in by_counter.items():
             self._add(counter, -max(by_limit.values()))
             amounts |= by_limit
+        return amounts
+
+    def owe(self, charged: Iterable[Amounts]) -> None:
+        """Have a store take back what it charged, at the next occasion."""
+        self.owed |= {uuid4().hex: amounts for amounts in charged}
+
+    def renew(self, call_id: str, middleware: str, keys: Collection[str]) -> Amounts:
+        """Forget what a store charged for a call that a middleware judges (again), and return it.
+
+        What another one charged stays charged, but for the keys that this one charges, too: a key
+        counts a call once.
+        """
+        by_middleware = self.reserved.get(call_id, {})
+        amounts = by_middleware.pop(middleware, {})
+        for others in by_middleware.values():
+            for key in others.keys() & keys:
+                amounts[key] = amounts.get(key, 0) + others.pop(key)
         return amounts
 
     def _charged(self, call_id: str, counter: str) -> int:

@@ -5,7 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.servers.postgres import PostgresServer, running_postgres
 from tests.servers.prometheus import Prometheus, running_prometheus
+from tests.servers.redis import RedisServer, running_redis
 
 StartPrometheus = Callable[[Mapping[str, str]], Prometheus]
 
@@ -20,3 +22,17 @@ def start_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start
             return running.enter_context(running_prometheus(directory, targets))
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server; the tests of a module share it, each with a prefix of its own."""
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A PostgreSQL server; the tests of a module share it, each with a database of its own."""
+    with running_postgres() as server:
+        yield server

@@ -142,7 +142,9 @@ class Prometheus:
     def wait_for_scrape(self, job: str) -> None:
         """Wait until a job's target was scraped, by a scrape that began after now."""
         moment = time.time()
-        eventually(lambda: (self.value(f'timestamp(up{{job="{job}"}} == 1)') or 0) > moment)
+        # Of a plain selector it is the sample's own time, of anything else that of the query.
+        scraped = f'timestamp(up{{job="{job}"}}) and up{{job="{job}"}} == 1'
+        eventually(lambda: (self.value(scraped) or 0) > moment)
 
     def wait_for_scrapes(self, job: str, count: int) -> None:
         """Wait until a job's target was scraped so many times more."""

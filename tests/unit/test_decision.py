@@ -1,6 +1,7 @@
 """The records of judged calls, and the thresholds that are compared in one place."""
 
 import dataclasses
+from datetime import UTC, datetime
 from fractions import Fraction
 from math import ceil
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota import Call, Decision, Level, Outcome, Standing, ToolCallLimit
+from langchain_quota import Call, Decision, Level, Outcome, QuotaUse, Standing, ToolCallLimit
 from langchain_quota.decision import Breach, level, near_threshold
 from langchain_quota.limits import SCOPES, Terms
 
@@ -226,3 +227,128 @@ def test_outcomes_compare_as_text() -> None:
         "would_block",
     ]
     assert str(Outcome.ALLOWED) == "allowed"
+
+
+MINUTE = datetime(2026, 1, 1, 12, 1, tzinfo=UTC)
+DAY = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def use(
+    scope: str, before: int, used: int, limit: int, resets_at: datetime | None = None
+) -> QuotaUse:
+    return QuotaUse(scope, "ann", before, used, limit, resets_at)
+
+
+def of_quotas(*quotas: QuotaUse, scope: str | None = None) -> Standing:
+    refused = scope is not None
+    return dataclasses.replace(
+        OPEN, limit="q", quotas=quotas, charged=not refused, refused=refused, scope=scope
+    )
+
+
+def test_the_scopes_of_quotas_come_last() -> None:
+    """Thread and run stand before the quotas, which stand in the order of the limit."""
+    standing = dataclasses.replace(
+        of_quotas(use("user_id", 1, 2, 5), use("global", 3, 4, 9)), thread_limit=7, run_limit=6
+    )
+    assert standing.scopes == ("thread", "run", "user_id", "global")
+    rows = {each: (standing.before(each), standing.used(each)) for each in standing.scopes}
+    assert rows == {"thread": (0, 0), "run": (0, 0), "user_id": (1, 2), "global": (3, 4)}
+    assert [standing.threshold(each) for each in standing.scopes] == [7, 6, 5, 9]
+
+
+def test_a_quota_per_thread_is_the_threads_threshold() -> None:
+    """Where no thread limit stands beside it, what the thread has used is what the quota says."""
+    standing = dataclasses.replace(
+        of_quotas(use("thread", 1, 2, 5)), thread_before=30, thread_used=31
+    )
+    assert (standing.before("thread"), standing.used("thread")) == (1, 2)
+    assert standing.threshold("thread") == 5
+    assert standing.scopes == ("thread",)
+
+
+def test_a_scope_that_a_limit_does_not_have() -> None:
+    """Nothing is used of what is not limited, and it has no threshold."""
+    standing = of_quotas(use("user_id", 1, 2, 5))
+    for scope in ("tenant", "store", "none"):
+        assert (standing.before(scope), standing.used(scope)) == (0, 0)
+        assert standing.threshold(scope) is None
+        assert standing.quota(scope) is None
+    assert standing.quota(None) is None
+
+
+def test_a_quotas_share_leads() -> None:
+    """A user's quota that is nearly used up is what is shown, before an emptier thread limit."""
+    standing = dataclasses.replace(
+        of_quotas(use("user_id", 8, 9, 10)), thread_used=1, thread_limit=2
+    )
+    assert standing.share == 0.9
+    assert of_quotas(use("user_id", 0, 0, 0)).share == 1.0
+
+
+def test_a_quota_is_crossed_like_a_limit() -> None:
+    """A quota's count comes near, and is used up, at its own scope and at no other."""
+    standing = of_quotas(use("user_id", 7, 8, 10), use("global", 9, 10, 10))
+    assert standing.crossed("user_id", 0.8) is Level.NEAR
+    assert standing.crossed("global", 0.8) is Level.EXHAUSTED
+    assert standing.crossed("thread", 0.8) is None
+    assert dataclasses.replace(standing, charged=False).crossed("global", 0.8) is None
+
+
+def test_when_an_exhausted_quota_resets() -> None:
+    """A refusal tells the end of the window of the quota that refuses; an admission tells none."""
+    day = use("daily", 5, 5, 5, DAY)
+    assert of_quotas(day, use("global", 1, 1, 9, MINUTE), scope="daily").resets_at == DAY
+    assert of_quotas(use("daily", 4, 5, 5, DAY)).resets_at is None
+    assert of_quotas(use("user_id", 5, 5, 5), scope="user_id").resets_at is None
+
+
+@pytest.mark.parametrize("scope", ["thread", "run", "store"])
+def test_what_is_no_quota_does_not_reset(scope: str) -> None:
+    """A thread's limit and a run's have no window, and nobody knows when a store is back."""
+    assert of_quotas(use("daily", 5, 5, 5, DAY), scope=scope).resets_at is None
+
+
+def test_the_last_of_several_windows_counts() -> None:
+    """With the minute's and the day's quota used up a call waits for the day's end."""
+    minute, day = use("minute", 1, 1, 1, MINUTE), use("daily", 5, 5, 5, DAY)
+    assert of_quotas(minute, day, scope="minute").resets_at == DAY
+    assert of_quotas(minute, use("daily", 4, 4, 5, DAY), scope="minute").resets_at == MINUTE
+    for_good = use("global", 9, 9, 9)
+    assert of_quotas(minute, for_good, scope="minute").resets_at is None
+
+
+def test_a_call_too_large_for_what_is_left() -> None:
+    """A quota that is not quite used up, but refuses, is the one whose window must end."""
+    assert of_quotas(use("daily", 4, 4, 5, DAY), scope="daily").resets_at == DAY
+
+
+def test_a_refused_call_waits_for_all_limits() -> None:
+    """It resets when the last of the windows ends, and never if one of its limits has none."""
+    minute = of_quotas(use("minute", 1, 1, 1, MINUTE), scope="minute")
+    day = of_quotas(use("daily", 5, 5, 5, DAY), scope="daily")
+    run = dataclasses.replace(of_run(3, 3, 3), charged=False, refused=True, scope="run")
+    trial = dataclasses.replace(run, enforced=False)
+    call = Call("tool", "search")
+
+    def resets_at(*standings: Standing) -> datetime | None:
+        return Decision(call, Outcome.BLOCKED, standings).resets_at
+
+    assert resets_at(minute, day) == resets_at(day, minute) == DAY
+    assert resets_at(minute, OPEN) == MINUTE
+    assert resets_at(minute, run) is None
+    assert resets_at(minute, trial) == MINUTE
+    assert resets_at() is None
+
+
+def test_a_breach_that_could_not_be_checked() -> None:
+    """A breach is unchecked only if the limit itself refused for want of the store."""
+    limit = ToolCallLimit(run_limit=1, name="q")
+    for scope, limit_name, expected in (
+        ("store", "q", True),
+        ("run", "q", False),
+        ("store", "other", False),
+    ):
+        standing = dataclasses.replace(of_quotas(scope=scope), limit=limit_name)
+        decision = Decision(Call("tool", "search"), Outcome.BLOCKED, (standing,))
+        assert Breach(Terms.of(limit), decision, 1, 2, 2).unchecked is expected

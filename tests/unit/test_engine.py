@@ -3,14 +3,23 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from langchain_quota import Call, Decision, ModelCallLimit, Outcome, ToolCallLimit
-from langchain_quota.engine import Used, charge, exhausted_scope, judge, stops
-from langchain_quota.limits import Exit, Limit, ModelExitBehavior, Terms, ToolExitBehavior
+from langchain_quota import Call, Decision, ModelCallLimit, Outcome, Quota, ToolCallLimit
+from langchain_quota.engine import Outage, Plan, Used, charge, exhausted_scope, judge, plan, stops
+from langchain_quota.limits import (
+    Exit,
+    Limit,
+    ModelExitBehavior,
+    QuotaTerms,
+    Terms,
+    ToolExitBehavior,
+)
+from langchain_quota.reservation import Grant, Settlement, admit
 
 TOOLS = ("search", "calc", "fetch")
 RUNS = {Outcome.ALLOWED, Outcome.WOULD_BLOCK}
@@ -384,17 +393,17 @@ TWINS = [
     Call("tool", "search", "b"),
     Call("tool", "calc", "a"),
 ]
-"""Each id is admitted for one tool and refused for the other; once one is out, the other fits."""
+"""Two ids, each for one call of either tool."""
 
 
-def test_twins_of_other_tools_are_blocked_together() -> None:
-    """Where each id takes what the other one lacks, both are blocked, and nothing is charged."""
+def test_twins_of_other_tools_are_one_call() -> None:
+    """Under one call of each tool the first id runs for both, and the other for neither."""
     limits = [ToolCallLimit("search", run_limit=1), ToolCallLimit("calc", run_limit=1)]
     verdict = judge(limits, {}, TWINS)
-    assert outcomes(verdict.decisions) == ["blocked"] * 4
-    assert verdict.usage == {"search": Used(), "calc": Used()}
+    assert outcomes(verdict.decisions) == ["allowed", "blocked", "allowed", "blocked"]
+    assert verdict.usage == {"search": Used(1, 1), "calc": Used(1, 1)}
     refused = [[each.limit for each in decision.refused_by] for decision in verdict.decisions]
-    assert refused == [[], [], ["tool:search"], ["tool:calc"]]
+    assert refused == [[], ["tool:search"], [], ["tool:calc"]]
     assert [breach.limit.name for breach in verdict.breaches] == ["tool:search", "tool:calc"]
 
 
@@ -674,3 +683,448 @@ def test_judging_reads_only(limits: list[Limit], usage: dict[str, Used], batch: 
     first = judge(limits, usage, batch)
     assert (usage, batch) == (usage_before, batch_before)
     assert judge(limits, usage, batch) == first
+
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+QUOTA = Quota(9, per="user_id")
+
+
+def ann(limit: int, resets_at: datetime | None = None) -> QuotaTerms:
+    return QuotaTerms("user_id", limit, "ann", "user", resets_at)
+
+
+def everybody(limit: int) -> QuotaTerms:
+    return QuotaTerms("global", limit, "", "all")
+
+
+def shared(limit: Limit, *quotas: QuotaTerms, thread_key: str | None = None) -> Terms:
+    return Terms.of(limit, thread_key=thread_key, quotas=quotas)
+
+
+def grant_of(asked: Plan, kept: dict[str, int]) -> Grant:
+    """The answer of a store that keeps these counts; one that it does not begins at the slot's."""
+    used = [kept.get(slot.key or "", slot.used) for slot in asked.reservation.slots]
+    return admit(asked.reservation, used)
+
+
+def keys(asked: Plan) -> list[str]:
+    return [slot.key for slot in asked.reservation.slots if slot.key is not None]
+
+
+def test_a_quota_refuses_like_a_limit() -> None:
+    """A call that fits the thread and the run, but not the user's quota, does not run."""
+    limit = ToolCallLimit(thread_limit=9, quotas=[QUOTA])
+    asked = plan([shared(limit, ann(2, NOON))], {}, calls("search", "calc"))
+    verdict = asked.verdict(grant_of(asked, {"user": 1}))
+    assert outcomes(verdict.decisions) == ["allowed", "blocked"]
+    first, second = (decision.standings[0] for decision in verdict.decisions)
+    assert (first.charged, first.scope) == (True, None)
+    assert (second.charged, second.scope, second.resets_at) == (False, "user_id", NOON)
+    assert verdict.usage == {"__all__": Used(1, 1, (2,))}
+    assert (verdict.exit, verdict.breaches[0].quota_counts) == ("continue", (3,))
+
+
+def test_a_standing_tells_of_its_quotas() -> None:
+    """Each quota stands with its count before and after the call, and whose it is."""
+    asked = plan([shared(ToolCallLimit(quotas=[QUOTA]), ann(5, NOON))], {}, calls("a", "b"))
+    verdict = asked.verdict(grant_of(asked, {"user": 3}))
+    uses = [decision.standings[0].quotas[0] for decision in verdict.decisions]
+    assert [(use.before, use.used, use.limit) for use in uses] == [(3, 4, 5), (4, 5, 5)]
+    assert {(use.scope, use.subject, use.resets_at, use.per_thread) for use in uses} == {
+        ("user_id", "ann", NOON, False)
+    }
+    assert verdict.decisions[0].standings[0].shared
+
+
+def test_thread_and_run_are_named_before_a_quota() -> None:
+    """Where all are exhausted, the refusal is attributed to the thread, then the run."""
+    for limit, expected in (
+        (ToolCallLimit(thread_limit=0, run_limit=0, quotas=[QUOTA]), "thread"),
+        (ToolCallLimit(run_limit=0, quotas=[QUOTA]), "run"),
+        (ToolCallLimit(quotas=[QUOTA]), "user_id"),
+    ):
+        terms = shared(limit, ann(0), everybody(0))
+        (decision,) = judge([terms], {}, calls("search")).decisions
+        assert decision.standings[0].scope == expected
+        assert exhausted_scope(terms, Used(0, 0, (0, 0)), 1) == expected
+
+
+def test_a_call_that_a_quota_refuses_is_charged_to_none() -> None:
+    """What Ann may not call costs neither her thread nor everybody else."""
+    limits = [
+        shared(ToolCallLimit("search", quotas=[QUOTA]), ann(0)),
+        shared(ToolCallLimit(thread_limit=9, quotas=[QUOTA]), everybody(9), thread_key="thread"),
+    ]
+    asked = plan(limits, {}, calls("search", "calc"))
+    grant = grant_of(asked, {"all": 4, "thread": 2})
+    assert outcomes(asked.verdict(grant).decisions) == ["blocked", "allowed"]
+    charged = dict(zip(asked.reservation.slots, grant.charged(asked.reservation), strict=True))
+    assert {slot.key: n for slot, n in charged.items() if slot.key} == {
+        "user": 0,
+        "all": 1,
+        "thread": 1,
+    }
+
+
+def test_two_limits_share_a_quotas_count() -> None:
+    """Two thresholds over one key are one slot: a call is charged to it once."""
+    limits = [
+        shared(ToolCallLimit("search", quotas=[QUOTA], name="soft", enforce=False), ann(1)),
+        shared(ToolCallLimit("search", quotas=[QUOTA], name="hard"), ann(2)),
+    ]
+    asked = plan(limits, {}, calls(*["search"] * 3))
+    assert keys(asked) == ["user"]
+    grant = grant_of(asked, {})
+    verdict = asked.verdict(grant)
+    assert outcomes(verdict.decisions) == ["allowed", "would_block", "blocked"]
+    assert sum(grant.charged(asked.reservation)) == 2 * len(asked.reservation.slots)
+
+
+def test_a_thread_has_one_count() -> None:
+    """Two thread limits and a quota per thread without a window are thresholds over one slot."""
+    per_thread = QuotaTerms("thread", 3, "7", "search:thread:7", per_thread=True)
+    limits = [
+        Terms.of(ToolCallLimit("search", thread_limit=9, name="high"), thread_key=per_thread.key),
+        shared(ToolCallLimit("search", quotas=[Quota(3)], name="quota"), per_thread),
+        Terms.of(ToolCallLimit("search", thread_limit=5, name="low"), thread_key=per_thread.key),
+    ]
+    for order in (limits, limits[::-1]):
+        asked = plan(order, {"search": Used(1, 0)}, calls(*["search"] * 2))
+        (slot,) = [each for each in asked.reservation.slots if each.key is not None]
+        assert (slot.key, slot.used) == (per_thread.key, 1)
+        assert {cap.name: cap.limit for cap in slot.caps} == {"high": 9, "quota": 3, "low": 5}
+        verdict = asked.verdict(grant_of(asked, {per_thread.key: 2}))
+        assert outcomes(verdict.decisions) == ["allowed", "blocked"]
+        (refusing,) = verdict.decisions[1].refused_by
+        assert (refusing.limit, refusing.scope) == ("quota", "thread")
+        assert verdict.usage == {"search": Used(3, 1, verdict.usage["search"].quotas)}
+
+
+def test_a_threads_window_has_a_count_of_its_own() -> None:
+    """A quota per thread and hour counts beside the thread's count, and begins at 0."""
+    hourly = QuotaTerms("hourly", 1, "7", "hour", NOON, per_thread=True)
+    limit = ToolCallLimit(thread_limit=9, quotas=[Quota(1, name="hourly")])
+    asked = plan([shared(limit, hourly, thread_key="thread")], {"__all__": Used(4, 0)}, calls("a"))
+    kept = {slot.key: slot for slot in asked.reservation.slots if slot.key}
+    assert (kept["thread"].used, kept["thread"].expires_at) == (4, None)
+    assert (kept["hour"].used, kept["hour"].expires_at) == (0, NOON.timestamp())
+
+
+def test_the_stores_count_goes_before_the_states() -> None:
+    """What other runs have charged is what a thread limit is judged by."""
+    terms = shared(ToolCallLimit(thread_limit=3), thread_key="thread")
+    asked = plan([terms], {"__all__": Used(0, 0)}, calls("search"))
+    verdict = asked.verdict(grant_of(asked, {"thread": 3}))
+    assert outcomes(verdict.decisions) == ["blocked"]
+    assert verdict.decisions[0].standings[0].thread_before == 3
+    assert verdict.usage == {"__all__": Used(3, 0)}
+
+
+def test_limits_of_other_calls_ask_for_other_counts() -> None:
+    """A batch charges the keys of the limits that match it, call by call."""
+    limits = [
+        shared(ToolCallLimit("search", quotas=[QUOTA]), ann(9)),
+        shared(ToolCallLimit("calc", quotas=[QUOTA]), everybody(9)),
+    ]
+    asked = plan(limits, {}, calls("search", "calc", "fetch", amount=2))
+    assert [asked.keyed(index) for index in range(3)] == [{"user": 2}, {"all": 2}, {}]
+
+
+def test_calls_of_one_id_are_one_charge() -> None:
+    """Twins are admitted or refused by their sum, also where a store is asked."""
+    batch = [Call("tool", "search", "twin"), Call("tool", "calc", "twin")]
+    asked = plan([shared(ToolCallLimit(quotas=[QUOTA]), ann(5))], {}, batch)
+    assert asked.charge_of == (0, 0)
+    assert asked.keyed(0) == {"user": 2}
+    for used, expected in ((3, "allowed"), (4, "blocked")):
+        verdict = asked.verdict(grant_of(asked, {"user": used}))
+        assert outcomes(verdict.decisions) == [expected] * 2
+
+
+def test_a_plan_asks_for_what_is_owed_first() -> None:
+    """Corrections travel with the reservation, which is named after its step and its form."""
+    settlements = (Settlement("refund", {"user": -1}),)
+    terms = [shared(ToolCallLimit(quotas=[QUOTA]), ann(5))]
+    first, again = (
+        plan(terms, {}, calls("search"), name="step", settlements=settlements).reservation
+        for _ in range(2)
+    )
+    assert first.settlements == settlements
+    assert first.id == again.id
+    assert first.attempt != again.attempt
+    larger = plan(terms, {}, calls("search", "calc"), name="step").reservation
+    more = plan([*terms, Terms.of(ToolCallLimit("calc", run_limit=1))], {}, calls("a"), name="step")
+    assert len({first.id, larger.id, more.reservation.id}) == 3
+    assert (plan(terms, {}, []).reservation.id, plan(terms, {}, []).reservation.attempt) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("refusals", "expected"), [({}, 3), ({"tool:*": 2}, 1), ({"tool:*": 9}, 1), ({"x": 2}, 3)]
+)
+def test_patience_that_is_left(refusals: dict[str, int], expected: int) -> None:
+    """A limit that gives up stops the batch after the refusals that it has left in this run."""
+    terms = [Terms.of(ToolCallLimit(run_limit=0, give_up_after=3))]
+    assert plan(terms, {}, [], refusals=refusals).reservation.stops == {"tool:*": expected}
+
+
+def test_what_stops_a_batch() -> None:
+    """Limits that end or raise stop it at once; those that continue or are on trial never."""
+    limits = [
+        ToolCallLimit(run_limit=0, name="continue"),
+        ToolCallLimit(run_limit=0, name="end", exit_behavior="end"),
+        ToolCallLimit(run_limit=0, name="error", exit_behavior="error"),
+        ToolCallLimit(run_limit=0, name="trial", exit_behavior="error", enforce=False),
+    ]
+    terms = [Terms.of(limit) for limit in limits]
+    assert plan(terms, {}, []).reservation.stops == {"end": 1, "error": 1}
+    assert plan(terms, {}, [], may_stop=False).reservation.stops == {}
+
+
+def in_outage(terms: Sequence[Terms], batch: Sequence[Call], outage: Outage) -> Plan:
+    return plan(terms, {"__all__": Used(2, 0), "search": Used(2, 0)}, batch, outage=outage)
+
+
+def test_an_outage_denies_what_needs_the_store() -> None:
+    """Calls of a shared limit are refused with the scope `store`; others are judged as ever."""
+    terms = [
+        shared(ToolCallLimit("search", thread_limit=9, quotas=[QUOTA]), ann(9), thread_key="t"),
+        Terms.of(ToolCallLimit("calc", run_limit=1)),
+    ]
+    asked = in_outage(terms, calls("search", "calc", "calc"), "deny")
+    assert not asked.reservation.shared
+    verdict = asked.verdict(asked.own_grant())
+    assert outcomes(verdict.decisions) == ["blocked", "allowed", "blocked"]
+    scopes = [decision.standings[0].scope for decision in verdict.decisions]
+    assert scopes == ["store", None, "run"]
+    standing = verdict.decisions[0].standings[0]
+    assert (standing.quotas, standing.thread_used, standing.shared) == ((), 2, True)
+    assert [breach.unchecked for breach in verdict.breaches] == [True, False]
+    assert (verdict.usage["search"], verdict.exit) == (Used(2, 0), "continue")
+
+
+@pytest.mark.parametrize("behavior", ["end", "error"])
+def test_an_outage_ends_what_a_limit_would_end(behavior: ToolExitBehavior) -> None:
+    """A denied call does what any other refusal by its limit does."""
+    terms = shared(ToolCallLimit(quotas=[QUOTA], exit_behavior=behavior), ann(9))
+    asked = in_outage([terms], calls("search", "calc"), "deny")
+    verdict = asked.verdict(asked.own_grant())
+    assert outcomes(verdict.decisions) == ["blocked", "blocked"]
+    assert verdict.exit == behavior
+
+
+def test_an_outage_does_not_make_a_trial_bite() -> None:
+    """What a limit on trial could not check would have been refused, and runs."""
+    terms = shared(ToolCallLimit(quotas=[QUOTA], enforce=False), ann(9))
+    asked = in_outage([terms], calls("search"), "deny")
+    (decision,) = asked.verdict(asked.own_grant()).decisions
+    assert decision.outcome is Outcome.WOULD_BLOCK
+    assert decision.standings[0].scope == "store"
+
+
+@pytest.mark.parametrize("outage", ["deny", "allow"])
+def test_in_an_outage_no_quota_has_a_count(outage: Outage) -> None:
+    """What the thread has used is not taken for what a quota, per thread or not, has."""
+    hourly = QuotaTerms("thread", 9, "7", "hour", NOON, per_thread=True)
+    for quotas in ((ann(9), hourly), (hourly, ann(9))):
+        terms = shared(ToolCallLimit(quotas=[QUOTA]), *quotas)
+        asked = in_outage([terms], calls("search"), outage)
+        (decision,) = asked.verdict(asked.own_grant()).decisions
+        assert decision.standings[0].quotas == ()
+
+
+def test_an_outage_allows_what_the_state_allows() -> None:
+    """Without quotas, thread and run limits still hold, by the state's own counts."""
+    limit = ToolCallLimit("search", thread_limit=3, quotas=[QUOTA])
+    asked = in_outage([shared(limit, ann(0), thread_key="t")], calls("search", "search"), "allow")
+    assert not asked.reservation.shared
+    verdict = asked.verdict(asked.own_grant())
+    assert outcomes(verdict.decisions) == ["allowed", "blocked"]
+    assert verdict.decisions[1].standings[0].scope == "thread"
+    assert verdict.usage == {"search": Used(3, 1)}
+    assert exhausted_scope(asked.terms[0], Used(2, 0), 1) is None
+
+
+def test_a_hook_that_runs_again_is_told_the_same() -> None:
+    """A grant that was made before says so, and leads to the same verdict."""
+    asked = plan([shared(ToolCallLimit(quotas=[QUOTA]), ann(3))], {}, calls("a", "b"))
+    grant = grant_of(asked, {"user": 2})
+    assert asked.verdict(replace(grant, known=True)) == asked.verdict(grant)
+
+
+@pytest.mark.parametrize("behavior", ["continue", "end", "error"])
+def test_a_limit_that_changed_does_not_refuse_what_ran(behavior: ToolExitBehavior) -> None:
+    """A call that was admitted and charged stays so, where the plan's number is lower by now."""
+    limit = ToolCallLimit(exit_behavior=behavior, quotas=[QUOTA])
+    before = plan([shared(limit, ann(5))], {}, calls("a"))
+    grant = replace(grant_of(before, {"user": 4}), known=True)
+    now = plan([shared(limit, ann(1))], {}, calls("a")).verdict(grant)
+    assert outcomes(now.decisions) == ["allowed"]
+    assert now.decisions[0].standings[0].charged
+    assert (now.exit, now.breaches) == (None, ())
+
+
+def test_what_was_refused_stays_refused() -> None:
+    """A refusal beside charges that stand does not end the run, whoever would refuse it now."""
+    strict = ToolCallLimit("search", run_limit=0, name="strict")
+    ending = ToolCallLimit("search", exit_behavior="end", quotas=[QUOTA], name="ending")
+    batch = calls("search", "calc")
+    rest = shared(ToolCallLimit("calc", quotas=[QUOTA], name="rest"), everybody(9))
+    before = plan([Terms.of(strict), shared(ending, ann(5)), rest], {}, batch)
+    grant = replace(grant_of(before, {}), known=True)
+    assert grant.admitted == (False, True)
+    now = plan([Terms.of(strict), shared(ending, ann(0)), rest], {}, batch).verdict(grant)
+    assert outcomes(now.decisions) == ["blocked", "allowed"]
+    assert now.exit == "continue"
+
+
+SUBJECTS = ("user_id", "global", "thread", "hourly")
+
+
+@st.composite
+def shared_terms(draw: st.DrawFn) -> list[Terms]:
+    """Limits with quotas over few keys, so that several limits often share a count."""
+    found = []
+    for limit in draw(limit_lists()):
+        quotas = []
+        for scope in draw(st.lists(st.sampled_from(SUBJECTS), unique=True, max_size=3)):
+            per_thread = scope in {"thread", "hourly"}
+            if scope == "thread" and limit.thread_limit is not None:
+                continue  # refused when the limit is made
+            quotas.append(
+                QuotaTerms(
+                    scope,
+                    draw(st.integers(0, 6)),
+                    "ann",
+                    f"{limit.counter}:{scope}",
+                    NOON if scope == "hourly" else None,
+                    per_thread,
+                )
+            )
+        in_store = draw(st.booleans())
+        thread_key = f"{limit.counter}:thread" if in_store else None
+        found.append(Terms.of(limit, thread_key=thread_key, quotas=tuple(quotas)))
+    return found
+
+
+KEPT = st.dictionaries(
+    st.builds(
+        "{}:{}".format, st.sampled_from([*TOOLS, "__all__", "model"]), st.sampled_from(SUBJECTS)
+    ),
+    st.integers(0, 8),
+)
+SHARED = given(terms=shared_terms(), usage=USAGES, batch=batches(), kept=KEPT)
+
+
+@SHARED
+def test_no_quota_is_exceeded(
+    terms: list[Terms], usage: dict[str, Used], batch: list[Call], kept: dict[str, int]
+) -> None:
+    """After what runs, no enforced quota's count is above its limit, unless it was before."""
+    asked = plan(terms, usage, batch)
+    grant = grant_of(asked, kept)
+    charged = grant.charged(asked.reservation)
+    for slot, before, amount in zip(asked.reservation.slots, grant.used, charged, strict=True):
+        for cap in slot.caps:
+            if cap.enforced and amount:
+                assert before + amount <= cap.limit
+
+
+@SHARED
+def test_a_verdict_says_what_is_granted(
+    terms: list[Terms], usage: dict[str, Used], batch: list[Call], kept: dict[str, int]
+) -> None:
+    """A call runs if and only if its charge is admitted and the batch is not stopped."""
+    asked = plan(terms, usage, batch)
+    grant = grant_of(asked, kept)
+    verdict = asked.verdict(grant)
+    for decision, index in zip(verdict.decisions, asked.charge_of, strict=True):
+        assert (decision.outcome in RUNS) == (grant.admitted[index] and not grant.stopped)
+        assert (decision.outcome is Outcome.BLOCKED) == (not grant.admitted[index])
+    assert stops(verdict.exit) == grant.stopped
+
+
+@SHARED
+def test_a_verdict_charges_what_is_granted(
+    terms: list[Terms], usage: dict[str, Used], batch: list[Call], kept: dict[str, int]
+) -> None:
+    """The counts that the verdict leaves are those of the grant plus what it charges, per slot."""
+    asked = plan(terms, usage, batch)
+    grant = grant_of(asked, kept)
+    verdict = asked.verdict(grant)
+    after = [
+        used + amount
+        for used, amount in zip(grant.used, grant.charged(asked.reservation), strict=True)
+    ]
+    for each in terms:
+        slots = asked.slots[each.limit.counter]
+        left = verdict.usage[each.limit.counter]
+        assert (left.thread, left.run) == (after[slots["", "thread"]], after[slots["", "run"]])
+        for decision in verdict.decisions[-1:]:
+            for standing in decision.standings:
+                if standing.limit == each.limit.name:
+                    assert [use.used for use in standing.quotas] == [
+                        after[slots[standing.limit, use.scope]] for use in standing.quotas
+                    ]
+    keyed: Counter[str] = Counter()
+    for index in {*asked.charge_of}:
+        if grant.admitted[index] and not grant.stopped:
+            keyed.update(asked.keyed(index))
+    assert +keyed == +Counter(
+        {
+            slot.key: amount
+            for slot, amount in zip(
+                asked.reservation.slots, grant.charged(asked.reservation), strict=True
+            )
+            if slot.key is not None
+        }
+    )
+
+
+@given(terms=shared_terms(), usage=USAGES, batch=batches(), kept=KEPT, data=st.data())
+def test_an_old_grant_holds(
+    terms: list[Terms],
+    usage: dict[str, Used],
+    batch: list[Call],
+    kept: dict[str, int],
+    data: st.DataObject,
+) -> None:
+    """Whatever was admitted before runs now, whatever was not does not, and nothing is ended."""
+    asked = plan(terms, usage, batch)
+    admitted = tuple(data.draw(st.booleans()) for _ in asked.reservation.charges)
+    grant = replace(grant_of(asked, kept), admitted=admitted, stopped=False, known=True)
+    verdict = asked.verdict(grant)
+    for decision, index in zip(verdict.decisions, asked.charge_of, strict=True):
+        assert (decision.outcome in RUNS) == admitted[index]
+        if decision.outcome in RUNS:
+            assert not any(standing.enforced for standing in decision.refused_by)
+    assert not stops(verdict.exit)
+
+
+@given(
+    terms=shared_terms(), usage=USAGES, batch=batches(), outage=st.sampled_from(["deny", "allow"])
+)
+def test_in_an_outage_no_store_is_asked(
+    terms: list[Terms], usage: dict[str, Used], batch: list[Call], outage: Outage
+) -> None:
+    """Nothing is keyed; denied is what an enforced shared limit matches, and nothing of it runs."""
+    asked = plan(terms, usage, batch, outage=outage)
+    assert not asked.reservation.shared
+    for decision in asked.verdict(asked.own_grant()).decisions:
+        needing = [each for each in terms if each.shared and each.limit.matches(decision.call)]
+        scopes = {standing.limit: standing.scope for standing in decision.standings}
+        for each in needing:
+            assert (scopes[each.limit.name] == "store") == (outage == "deny")
+        if outage == "deny" and any(each.limit.enforce for each in needing):
+            assert decision.outcome is Outcome.BLOCKED
+
+
+@given(terms=shared_terms(), usage=USAGES, batch=batches())
+def test_an_outage_that_allows_is_a_middleware_without_a_store(
+    terms: list[Terms], usage: dict[str, Used], batch: list[Call]
+) -> None:
+    """The same calls run as where the limits never had a quota, by the state's counts."""
+    alone = [replace(each, thread_key=None, quotas=()) for each in terms]
+    asked, without = plan(terms, usage, batch, outage="allow"), plan(alone, usage, batch)
+    verdict, expected = (each.verdict(each.own_grant()) for each in (asked, without))
+    assert outcomes(verdict.decisions) == outcomes(expected.decisions)
+    assert (verdict.usage, verdict.exit) == (expected.usage, expected.exit)

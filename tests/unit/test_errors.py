@@ -7,7 +7,11 @@ import pytest
 from langchain.agents.middleware import model_call_limit, tool_call_limit
 
 from langchain_quota import (
+    Call,
+    Decision,
     ModelCallLimitExceededError,
+    Outcome,
+    QuotaStoreError,
     QuotaWarning,
     ToolCallLimitExceededError,
 )
@@ -62,3 +66,26 @@ def test_the_warning_can_be_silenced_alone() -> None:
         warnings.warn("forgetful", QuotaWarning, stacklevel=1)
         warnings.warn("other", UserWarning, stacklevel=1)
     assert [str(each.message) for each in caught] == ["other"]
+
+
+def test_an_error_has_its_decision() -> None:
+    """Who catches it can read which limit refused, and until when; without one it is `None`."""
+    decision = Decision(Call("tool", "search"), Outcome.BLOCKED)
+    for error in (ToolCallLimitExceededError, ModelCallLimitExceededError):
+        assert error(1, 1, 1, None, decision=decision).decision is decision
+        assert error(1, 1, 1, None).decision is None
+
+
+def test_an_own_text_replaces_the_one_of_counts() -> None:
+    """A text that names every limit that was hit stands instead of LangChain's."""
+    for error in (ToolCallLimitExceededError, ModelCallLimitExceededError):
+        assert str(error(1, 1, 1, None, message="Both are used up.")) == "Both are used up."
+
+
+def test_a_store_that_fails_says_whether_it_was_slow() -> None:
+    """A store's error is of a class of its own, no limit's, and tells a timeout from the rest."""
+    assert not QuotaStoreError("refused").timed_out
+    slow = QuotaStoreError("no answer within 1.0 s", timed_out=True)
+    assert (str(slow), slow.timed_out) == ("no answer within 1.0 s", True)
+    for limit_error in (ToolCallLimitExceededError, ModelCallLimitExceededError):
+        assert not issubclass(QuotaStoreError, limit_error)

@@ -20,7 +20,7 @@ PACKAGE = "langchain_quota"
 FACADE = "the package itself"
 
 FLOORS = [
-    {"_version", "limits", "decision", "messages", "errors"},
+    {"_version", "limits", "decision", "reservation", "messages", "errors"},
     {"engine", "state", "stores", "telemetry"},
     {"middleware", "testing"},
     {"exposition", "cli", FACADE},
@@ -29,17 +29,26 @@ FLOORS = [
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 
 LANDINGS = [
-    {"origin", "history", "requests", "dynamic", "observers"},
-    {"rulings"},
+    {"origin", "history", "requests", "observers"},
+    {"subjects", "rulings", "store_client"},
+    {"dynamic", "tool_case", "model_case"},
     {"limiter"},
-    {"tool_call_limit", "model_call_limit", "quota"},
+    {"tool_call_limit", "model_call_limit", "quotas"},
+    {"quota"},
 ]
 """The steps within the middleware's room; what stands on one step does not know each other."""
 LANDING = {name: index for index, names in enumerate(LANDINGS) for name in names}
 MIDDLEWARE = sorted((SRC / PACKAGE / "middleware").glob("[!_]*.py"))
 
-LIBRARIES = {"langchain", "langchain_core", "langgraph", "prometheus_client", "opentelemetry"}
-PURE = {"limits", "decision", "engine", "messages"}
+LIBRARIES = {
+    "langchain",
+    "langchain_core",
+    "langgraph",
+    "opentelemetry",
+    "prometheus_client",
+    "redis",
+}
+PURE = {"limits", "decision", "reservation", "engine", "messages"}
 
 MODULES = sorted((SRC / PACKAGE).rglob("*.py"))
 
@@ -135,6 +144,16 @@ def test_the_sdk_is_the_applications() -> None:
     assert found == set()
 
 
+def test_redis_is_imported_by_its_store_only() -> None:
+    """One module makes clients of Redis; all others do without, or through it."""
+    found = {
+        dotted(path)
+        for path in MODULES
+        if any(each.split(".")[0] == "redis" for each in imports(path))
+    }
+    assert found == {f"{PACKAGE}.stores.redis_clients"}
+
+
 def test_the_public_names_are_sorted() -> None:
     """`__all__` is in order, without repetition."""
     assert langchain_quota.__all__ == sorted(set(langchain_quota.__all__))
@@ -182,7 +201,7 @@ def test_importing_needs_no_extra() -> None:
     """The package can be imported without the SDK and without what the demo needs."""
     code = (
         "import sys\n"
-        "for name in ('opentelemetry.sdk', 'rich', 'langgraph.checkpoint.sqlite'):\n"
+        "for name in ('opentelemetry.sdk', 'redis', 'rich', 'langgraph.checkpoint.sqlite'):\n"
         "    sys.modules[name] = None\n"
         f"import {PACKAGE}, {PACKAGE}.testing, {PACKAGE}.cli\n"
     )
@@ -190,6 +209,26 @@ def test_importing_needs_no_extra() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_redis_is_asked_for_when_it_is_needed() -> None:
+    """Without redis its store can be imported; making one says what to install."""
+    code = (
+        "import sys\n"
+        "sys.modules['redis'] = None\n"
+        f"from {PACKAGE} import *\n"
+        "try:\n"
+        "    RedisStore('redis://127.0.0.1:1/0', prefix='mine')\n"
+        "except ModuleNotFoundError as missing:\n"
+        "    print(missing.name, missing)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (
+        'redis RedisStore needs the package redis: pip install "langchain-quota[redis]"'
+    )
 
 
 def test_the_version_is_that_of_the_distribution() -> None:

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from langchain_quota import Call, ModelCallLimit, ToolCallLimit
-from langchain_quota.limits import Limit, Terms
+from langchain_quota import Call, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota.limits import Limit, QuotaTerms, Terms, check_together, stored_as
 
 BOTH = pytest.mark.parametrize("make", [ToolCallLimit, ModelCallLimit])
 THRESHOLDS = pytest.mark.parametrize("argument", ["thread_limit", "run_limit"])
@@ -403,3 +404,204 @@ def test_different_tools_have_counters_of_their_own() -> None:
     ]
     counters = [(limit.kind, limit.counter) for limit in limits]
     assert len(set(counters)) == len(counters)
+
+
+DAY = timedelta(days=1)
+
+
+def tenant(state: object, runtime: object) -> str:
+    return "acme"
+
+
+@pytest.mark.parametrize("value", [True, 2.5, "3", None, [3]])
+def test_a_quota_of_a_wrong_type_is_refused(value: Any) -> None:
+    """A quota without a number, or with what is none, is a TypeError that names the value."""
+    with pytest.raises(TypeError, match="limit must be a whole number") as caught:
+        Quota(value)
+    assert repr(value) in str(caught.value)
+
+
+def test_a_negative_quota_is_refused() -> None:
+    """A quota forbids at 0, and has no number below."""
+    with pytest.raises(ValueError, match=r"limit must be 0 or more, not -1"):
+        Quota(-1)
+    assert Quota(0).limit == 0
+
+
+@pytest.mark.parametrize("value", [5, None, ["user_id"], b"user_id"])
+def test_what_a_quota_is_per_is_named_or_computed(value: Any) -> None:
+    """What is neither a name nor a function is a TypeError that names it."""
+    with pytest.raises(TypeError, match="per must be a string or a function") as caught:
+        Quota(5, per=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [60, 1.5, "1d", True])
+def test_a_window_is_a_timedelta(value: Any) -> None:
+    """A bare number has no unit: it is a TypeError that names it."""
+    with pytest.raises(TypeError, match="window must be a timedelta") as caught:
+        Quota(5, window=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", [timedelta(0), -DAY, timedelta(milliseconds=999), timedelta(seconds=1.5)], ids=str
+)
+def test_a_window_is_whole_seconds(value: timedelta) -> None:
+    """Less than a second, and parts of one, are a ValueError that names the window."""
+    with pytest.raises(ValueError, match="window must be whole seconds, from 1") as caught:
+        Quota(5, window=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [timedelta(seconds=1), DAY, timedelta.max // DAY * DAY])
+def test_windows_from_a_second_on(value: timedelta) -> None:
+    """A second is the shortest window; the longest is longer than anybody waits."""
+    assert Quota(5, window=value).window == value
+
+
+@pytest.mark.parametrize("value", [5, None, b"mine"])
+def test_a_quotas_name_is_a_string(value: Any) -> None:
+    """A name of another type is a TypeError that names it."""
+    with pytest.raises(TypeError, match="name must be a string") as caught:
+        Quota(5, name=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["User", "user id", "user-id", "user1", "ü", "x" * 33, "a\n"])
+def test_a_quotas_name_is_a_label(value: str) -> None:
+    """A scope is `[a-z_]{1,32}`, whether it is given as name or as what the quota is per."""
+    with pytest.raises(ValueError, match=r"name must match \[a-z_\]\{1,32\}") as caught:
+        Quota(5, name=value)
+    assert repr(value) in str(caught.value)
+    with pytest.raises(ValueError, match="per, without a name, must match") as caught:
+        Quota(5, per=value)
+    assert repr(value) in str(caught.value)
+    assert Quota(5, per=value, name="own").per == value
+
+
+def test_a_quota_is_per_something() -> None:
+    """The empty name is none."""
+    with pytest.raises(ValueError, match="per, without a name, must match"):
+        Quota(5, per="")
+
+
+def test_a_function_needs_a_name() -> None:
+    """What a function says has no name of its own to be shown by."""
+    with pytest.raises(ValueError, match="give the quota a name"):
+        Quota(5, per=tenant)
+    assert Quota(5, per=tenant, name="tenant").name == "tenant"
+
+
+@pytest.mark.parametrize("value", ["run", "store", "none"])
+def test_reserved_names_are_refused(value: str) -> None:
+    """The scopes that mean something else cannot be a quota's, in either way."""
+    for per, name in (("thread", value), (value, "")):
+        with pytest.raises(ValueError, match=f"name must not be '{value}'"):
+            Quota(5, per=per, name=name)
+
+
+@pytest.mark.parametrize("value", ["thread", "agent", "global"])
+def test_fixed_names_mean_what_they_say(value: str) -> None:
+    """A quota named `thread` is per thread: what is per anything else may not be called so."""
+    assert Quota(5, per=value).name == value
+    others: list[Any] = ["user_id", tenant, "agent" if value == "global" else "global"]
+    for per in others:
+        with pytest.raises(ValueError, match=f"name must not be '{value}'"):
+            Quota(5, per=per, name=value)
+
+
+def test_a_quotas_defaults() -> None:
+    """With a number alone it is per thread, lasts until it is reset, and is named so."""
+    quota = Quota(5)
+    assert (quota.per, quota.window, quota.name) == ("thread", None, "thread")
+
+
+def test_whose_calls_are_counted_together() -> None:
+    """A dimension is what a quota is per, whatever its name; that of a function is its name."""
+    assert Quota(5, per="user_id", window=DAY, name="daily").dimension == "user_id"
+    assert Quota(5, per=tenant, name="tenant").dimension == "tenant"
+
+
+def test_quotas_are_frozen() -> None:
+    """A quota cannot be loosened after it was made, and can stand in a set."""
+    quota = Quota(5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        quota.limit = 6  # type: ignore[misc]  # what is tested
+    assert {quota} == {Quota(5)}
+
+
+@BOTH
+@pytest.mark.parametrize("value", [Quota(5), [5], "quota", None, {Quota(5)}], ids=str)
+def test_quotas_are_a_sequence_of_them(make: Make, value: object) -> None:
+    """One alone, and what is none, are a TypeError that names the value."""
+    with pytest.raises(TypeError, match="quotas must be a sequence of Quota") as caught:
+        make(run_limit=1, quotas=value)
+    assert repr(value) in str(caught.value)
+
+
+@BOTH
+def test_a_quota_is_a_limit(make: Make) -> None:
+    """Quotas alone are something to hold to; a list is kept as it is now."""
+    given = [Quota(5)]
+    limit = make(quotas=given)
+    given.clear()
+    assert limit.quotas == (Quota(5),)
+    assert (limit.thread_limit, limit.run_limit) == (None, None)
+
+
+@BOTH
+def test_a_limits_scopes_are_its_own(make: Make) -> None:
+    """Two thresholds of one scope could not be told apart in metrics: a name does it."""
+    hour = Quota(1, window=timedelta(hours=1))
+    for arguments in (
+        {"quotas": [Quota(5, per="user_id"), Quota(9, per="user_id", window=DAY)]},
+        {"quotas": [hour], "thread_limit": 9},
+    ):
+        with pytest.raises(ValueError, match="2 thresholds of a limit have the scope"):
+            make(**arguments)
+    named = dataclasses.replace(hour, name="hourly")
+    assert make(quotas=[named], thread_limit=9).quotas == (named,)
+
+
+def test_the_terms_of_a_shared_limit() -> None:
+    """A thread's key and the quotas' terms are kept, and make the limit a shared one."""
+    limit = ToolCallLimit(thread_limit=3, quotas=[Quota(5, per="user_id")])
+    quota = QuotaTerms("user_id", 5, "ann", "k")
+    terms = Terms.of(limit, thread_key="t", quotas=(quota,))
+    assert (terms.thread_key, terms.quotas, terms.shared) == ("t", (quota,), True)
+    assert terms.ending().quotas == (quota,)
+    assert Terms.of(limit, quotas=(quota,)).shared
+    assert Terms.of(limit, thread_key="t").shared
+    assert not Terms.of(limit).shared
+
+
+def test_a_thread_that_is_not_limited_is_not_shared() -> None:
+    """Where there is no thread limit, now or at all, no store is asked about the thread."""
+    for limit in (ToolCallLimit(run_limit=3), ToolCallLimit(thread_limit=number)):
+        terms = Terms.of(limit, thread_key="t", thread_limit=None)
+        assert (terms.thread_key, terms.shared) == (None, False)
+
+
+def test_quotas_can_be_reached_behind_a_stricter_limit() -> None:
+    """A limit with quotas counts other calls than a thread's: it is never taken for a dead one."""
+    strict = ToolCallLimit("search", run_limit=1, name="strict")
+    check_together([strict, ToolCallLimit("search", quotas=[Quota(99)], name="quota")])
+    check_together([strict, ToolCallLimit("search", run_limit=9, quotas=[Quota(99)], name="both")])
+    with pytest.raises(ValueError, match="can never be reached"):
+        check_together([strict, ToolCallLimit("search", run_limit=9, name="dead")])
+
+
+def test_what_is_counted_apart_is_stored_apart() -> None:
+    """In a store, too, no two limits that match different calls share a count."""
+    limits: list[Limit] = [
+        ModelCallLimit(run_limit=1),
+        ToolCallLimit("model", run_limit=1),
+        ToolCallLimit(["calc", "model"], run_limit=1),
+        ToolCallLimit("search", run_limit=1),
+        ToolCallLimit(run_limit=1),
+        ToolCallLimit(exclude=["model"], run_limit=1),
+    ]
+    assert len({stored_as(limit) for limit in limits}) == len(limits)
+    assert stored_as(ModelCallLimit(run_limit=1)) == "model"
+    assert stored_as(ToolCallLimit("search", run_limit=1)) == "search"

@@ -1,12 +1,14 @@
 """The words of refusals: LangChain's, unless the user gives their own."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from langchain_quota import Call, Decision, ModelCallLimit, ToolCallLimit, messages
-from langchain_quota.engine import Used, Verdict, judge
-from langchain_quota.limits import Limit, Terms
+from langchain_quota import Call, Decision, ModelCallLimit, Quota, ToolCallLimit, messages
+from langchain_quota.engine import Outage, Used, Verdict, judge, plan
+from langchain_quota.limits import Limit, QuotaTerms, Terms
+from langchain_quota.reservation import admit
 
 SEARCH = Call("tool", "search", "a")
 
@@ -211,3 +213,138 @@ def test_calls_that_did_not_run_are_told_so() -> None:
     assert "not run" in messages.FINALIZED
     assert "not completed" in messages.ABANDONED
     assert len({messages.SKIPPED, messages.FINALIZED, messages.ABANDONED}) == 3
+
+
+DAY = datetime(2026, 1, 2, tzinfo=UTC)
+SEARCH_PER_DAY = ToolCallLimit("search", quotas=[Quota(5, per="user_id")])
+
+
+def shared_verdict(
+    limit: Limit,
+    *quotas: QuotaTerms,
+    calls: Sequence[Call] = (SEARCH,),
+    outage: Outage | None = None,
+    used: int = 5,
+) -> Verdict:
+    """What is decided where so much of every quota is used."""
+    asked = plan([Terms.of(limit, quotas=quotas)], {}, calls, outage=outage)
+    slots = asked.reservation.slots
+    return asked.verdict(admit(asked.reservation, [used if slot.key else 0 for slot in slots]))
+
+
+def user(limit: int = 5, resets_at: datetime | None = None) -> QuotaTerms:
+    return QuotaTerms("user_id", limit, "ann", "user", resets_at)
+
+
+def everybody(limit: int = 5, resets_at: datetime | None = None) -> QuotaTerms:
+    return QuotaTerms("global", limit, "", "all", resets_at)
+
+
+def refused(verdict: Verdict, *limits: Limit) -> str:
+    return messages.refusal(verdict.decisions[0], {limit.name: limit for limit in limits})
+
+
+REFUSED = "Tool call limit exceeded. Do not call 'search' again."
+RESETS = "It resets at 2026-01-02T00:00:00Z."
+
+
+def test_a_refusal_tells_when_its_quota_resets() -> None:
+    """The model reads when it may try again, in UTC, and no user's id."""
+    text = refused(shared_verdict(SEARCH_PER_DAY, user(resets_at=DAY)), SEARCH_PER_DAY)
+    assert text == f"{REFUSED} {RESETS}"
+    assert refused(shared_verdict(SEARCH_PER_DAY, user()), SEARCH_PER_DAY) == REFUSED
+
+
+def test_an_own_text_stands_alone() -> None:
+    """The text of the user's own is left as it is; whoever wants the time has the decision."""
+    own = ToolCallLimit("search", quotas=[Quota(5)], message="Enough.", name="own")
+    assert refused(shared_verdict(own, user(resets_at=DAY)), own) == "Enough."
+
+
+def test_a_refusal_of_two_limits_resets_once() -> None:
+    """Two limits tell the later of their windows, once; with an own text beside, it is told too."""
+    own = ToolCallLimit("search", quotas=[Quota(5)], message="Enough.", name="own")
+    for other, words in ((own, "Enough. "), (ToolCallLimit(quotas=[Quota(5)]), "")):
+        terms = [
+            Terms.of(SEARCH_PER_DAY, quotas=(user(0, DAY - timedelta(hours=1)),)),
+            Terms.of(other, quotas=(everybody(0, DAY),)),
+        ]
+        asked = plan(terms, {}, [SEARCH])
+        text = refused(asked.verdict(asked.own_grant()), SEARCH_PER_DAY, other)
+        assert text.startswith(REFUSED)
+        assert text.endswith(f"{words}{RESETS}")
+        assert text.count("resets") == 1
+
+
+def test_a_refusal_that_no_window_ends() -> None:
+    """Where the run is over its limit, too, the end of a window would not help."""
+    limit = ToolCallLimit("search", run_limit=0, name="run")
+    terms = [Terms.of(SEARCH_PER_DAY, quotas=(user(0, DAY),)), Terms.of(limit)]
+    asked = plan(terms, {}, [SEARCH])
+    assert refused(asked.verdict(asked.own_grant()), SEARCH_PER_DAY, limit) == REFUSED
+
+
+def test_the_final_message_tells_of_quotas() -> None:
+    """Each exhausted quota is named, with counts and the end of its window; others are not."""
+    limit = ToolCallLimit("search", quotas=[Quota(5)], exit_behavior="end")
+    verdict = shared_verdict(limit, user(5, DAY), everybody(9), calls=[SEARCH])
+    assert messages.final(verdict.breaches) == (
+        "'search' tool call limit reached: user_id limit exceeded "
+        "(6/5 calls; resets at 2026-01-02T00:00:00Z)."
+    )
+    verdict = shared_verdict(limit, user(5, DAY), everybody(5), calls=[SEARCH])
+    assert messages.final(verdict.breaches) == (
+        "'search' tool call limit reached: user_id limit exceeded "
+        "(6/5 calls; resets at 2026-01-02T00:00:00Z) and global limit exceeded (6/5 calls)."
+    )
+
+
+def test_the_models_final_message_tells_of_quotas() -> None:
+    """The model's counts are those before the call, of quotas too."""
+    limit = ModelCallLimit(quotas=[Quota(5)])
+    verdict = shared_verdict(limit, user(5, DAY), everybody(5), calls=[Call("model")])
+    assert messages.final(verdict.breaches) == (
+        "Model call limits exceeded: user_id limit (5/5; resets at 2026-01-02T00:00:00Z), "
+        "global limit (5/5)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (
+            SEARCH_PER_DAY,
+            (
+                "Tool call limit could not be checked, so the call of 'search' was not run. Try "
+                "again later."
+            ),
+        ),
+        (
+            ToolCallLimit(("search", "calc"), quotas=[Quota(5)]),
+            (
+                "Tool call limit could not be checked, so the call of 'calc' or 'search' was not "
+                "run. Try again later."
+            ),
+        ),
+        (
+            ToolCallLimit(quotas=[Quota(5)]),
+            "Tool call limit could not be checked, so the call was not run. Try again later.",
+        ),
+        (ToolCallLimit(quotas=[Quota(5)], message="Enough."), "Enough."),
+    ],
+)
+def test_a_refusal_for_want_of_the_store(limit: ToolCallLimit, expected: str) -> None:
+    """An outage is not told as a used-up quota, neither to the model nor to the user."""
+    verdict = shared_verdict(limit, user(resets_at=DAY), outage="deny")
+    assert refused(verdict, limit) == expected
+    assert messages.final(verdict.breaches) == expected
+
+
+def test_a_model_call_that_could_not_be_checked() -> None:
+    """The user reads that the limit could not be checked, not that it is used up."""
+    verdict = shared_verdict(
+        ModelCallLimit(quotas=[Quota(5)]), user(), calls=[Call("model")], outage="deny"
+    )
+    assert messages.final(verdict.breaches) == (
+        "Model call limit could not be checked: try again later."
+    )

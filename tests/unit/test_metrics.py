@@ -1,5 +1,6 @@
 """The Prometheus metrics: names, labels, and what each decision adds to them."""
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from langchain_quota import (
@@ -12,9 +13,10 @@ from langchain_quota import (
     __version__,
 )
 from langchain_quota.decision import Refund
-from langchain_quota.engine import Used, judge
-from langchain_quota.limits import Limit, Terms
-from langchain_quota.telemetry.metrics import Metrics
+from langchain_quota.engine import Outage, Used, judge, plan
+from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
+from langchain_quota.reservation import admit
+from langchain_quota.telemetry.metrics import STORE_BUCKETS, Metrics
 from tests.conftest import Signals
 
 CALLS = "langchain_quota_calls_total"
@@ -31,6 +33,8 @@ TABLE = {
     "langchain_quota_thread_blocked": ("counter", {"agent", "limit", "thread_id"}),
     "langchain_quota_thread_last_decision_timestamp_seconds": ("gauge", {"agent", "thread_id"}),
     "langchain_quota_threads_hidden": ("gauge", {"state"}),
+    "langchain_quota_store_seconds": ("histogram", {"operation", "outcome"}),
+    "langchain_quota_store_fallbacks": ("counter", {"agent", "action"}),
     "langchain_quota_errors": ("counter", {"component", "error_type"}),
     "langchain_quota_build_info": ("gauge", {"version"}),
 }
@@ -45,6 +49,20 @@ def decide(limit: Limit | Terms, used: int, *tools: str) -> tuple[Decision, ...]
         for index, tool in enumerate(tools)
     ]
     return judge([limit], {counter: Used(used, used)}, batch).decisions
+
+
+DAILY = QuotaTerms("user_id", 5, "ada@example.org", "user")
+
+
+def stored(
+    *quotas: QuotaTerms, used: int = 0, calls: int = 1, outage: Outage | None = None
+) -> tuple[Decision, ...]:
+    """What is decided about calls whose quotas a store has counted up to so much."""
+    limit = ToolCallLimit("email", quotas=[Quota(each.limit, per=each.scope) for each in quotas])
+    batch = [Call("tool", "email", str(index), agent="boss") for index in range(calls)]
+    asked = plan([Terms.of(limit, quotas=quotas)], {}, batch, outage=outage)
+    counts = [0 if slot.key is None else used for slot in asked.reservation.slots]
+    return asked.verdict(admit(asked.reservation, counts)).decisions
 
 
 def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
@@ -64,11 +82,13 @@ def test_names_types_and_labels(signals: Signals) -> None:
     signals.telemetry.emit(decisions, started=0)
     signals.telemetry.refund([Refund(decisions[0].call, limit.name)])
     signals.telemetry._signals.errors.failed("metrics", OSError("disk full"))
+    signals.telemetry.stored("reserve", "ok", 0.001)
+    signals.telemetry.fell_back("boss", "deny", 1)
     found = {
         family.name: (
             family.type,
             {
-                frozenset(sample.labels)
+                frozenset(sample.labels) - {"le"}
                 for sample in family.samples
                 if not sample.name.endswith("_created")
             },
@@ -454,3 +474,123 @@ def test_a_changing_limit_takes_no_memory_for_each_number() -> None:
         for decision in decide(ToolCallLimit("search", run_limit=number), 0, "search"):
             metrics.record(decision, "boss", "search", None)
     assert len(metrics._limits) == 1
+
+
+def test_all_series_of_a_quota_are_there_from_the_first(signals: Signals) -> None:
+    """Each quota, and the store itself, has its refusals at 0 when the limit is first met."""
+    tenant = QuotaTerms("tenant", 50, "acme", "tenant")
+    signals.telemetry.emit(stored(DAILY, tenant), started=0)
+    assert samples(signals.registry, LIMIT_DECISIONS) == {
+        ("boss", "tool:email", "none", "allowed"): 1,
+        ("boss", "tool:email", "none", "refunded"): 0,
+        ("boss", "tool:email", "user_id", "blocked"): 0,
+        ("boss", "tool:email", "user_id", "would_block"): 0,
+        ("boss", "tool:email", "tenant", "blocked"): 0,
+        ("boss", "tool:email", "tenant", "would_block"): 0,
+        ("boss", "tool:email", "store", "blocked"): 0,
+        ("boss", "tool:email", "store", "would_block"): 0,
+    }
+    for name in ("langchain_quota_near_limit_total", "langchain_quota_exhausted_total"):
+        assert samples(signals.registry, name) == {
+            ("boss", "tool:email", "user_id"): 0,
+            ("boss", "tool:email", "tenant"): 0,
+        }
+
+
+def test_a_quota_is_counted_by_its_scope(signals: Signals) -> None:
+    """Charges, crossings and refusals of a quota go to its name; whose it is, is nowhere."""
+    signals.telemetry.emit(stored(DAILY, used=3, calls=4), started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2:]: value for key, value in found.items() if value} == {
+        ("none", "allowed"): 2,
+        ("user_id", "blocked"): 2,
+    }
+    key = ("boss", "tool:email", "user_id")
+    assert samples(signals.registry, "langchain_quota_near_limit_total") == {key: 1}
+    assert samples(signals.registry, "langchain_quota_exhausted_total") == {key: 1}
+    values = {
+        value
+        for family in signals.registry.collect()
+        for sample in family.samples
+        for value in sample.labels.values()
+    }
+    assert not any("ada" in value for value in values)
+
+
+def test_the_number_of_a_quota_is_shown_unless_it_is_computed(signals: Signals) -> None:
+    """What a user's plan gives is no configuration; a fixed quota is, by its scope."""
+    plan_of_user = QuotaTerms("plan", 20, "ada", "plan", computed=True)
+    limit = ToolCallLimit("email", quotas=[Quota(lambda *_: 20, per="plan")])
+    batch = [Call("tool", "email", "a", agent="boss")]
+    verdict = judge([Terms.of(limit, quotas=(DAILY, plan_of_user))], {}, batch)
+    signals.telemetry.emit(verdict.decisions, started=0)
+    assert samples(signals.registry, "langchain_quota_limit") == {
+        ("boss", "tool:email", "user_id"): 5
+    }
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert found["boss", "tool:email", "plan", "blocked"] == 0
+
+
+def test_an_outage_is_no_exhausted_quota(signals: Signals) -> None:
+    """What is refused because the store cannot be asked has the scope `store`, and no other."""
+    for outage in (None, "deny", None):
+        signals.telemetry.emit(stored(DAILY, outage=outage), started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert {key[2:]: value for key, value in found.items() if value} == {
+        ("none", "allowed"): 2,
+        ("store", "blocked"): 1,
+    }
+    assert crossings(signals) == (0, 0)
+    assert samples(signals.registry, "langchain_quota_limit") == {
+        ("boss", "tool:email", "user_id"): 5
+    }
+
+
+def test_a_limit_whose_counts_a_store_keeps_since_a_restart(signals: Signals) -> None:
+    """A limit that was counted in the state, and is now in a store, has the store's refusals."""
+    limit = ToolCallLimit("search", thread_limit=20)
+    batch = [Call("tool", "search", "a", agent="boss")]
+    signals.telemetry.emit(judge([limit], {}, batch).decisions, started=0)
+    assert {key[2] for key in samples(signals.registry, LIMIT_DECISIONS)} == {"none", "thread"}
+    asked = plan([Terms.of(limit, thread_key="t1")], {}, batch, outage="deny")
+    signals.telemetry.emit(asked.verdict(asked.own_grant()).decisions, started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert found["boss", "tool:search", "store", "blocked"] == 1
+    assert found["boss", "tool:search", "none", "allowed"] == 1
+
+
+def test_the_store_is_timed(signals: Signals) -> None:
+    """Each request is in its bucket, by operation and outcome; other outcomes are there at 0."""
+    for seconds in (0.0004, 0.3, 9):
+        signals.telemetry.stored("reserve", "ok", seconds)
+    signals.telemetry.stored("reserve", "timeout", 1.0)
+    counts = samples(signals.registry, "langchain_quota_store_seconds_count")
+    assert counts == {("reserve", "ok"): 3, ("reserve", "error"): 0, ("reserve", "timeout"): 1}
+    sums = samples(signals.registry, "langchain_quota_store_seconds_sum")
+    assert sums["reserve", "ok"] == pytest.approx(9.3004)
+    buckets = {
+        labels[2]: value
+        for labels, value in samples(
+            signals.registry, "langchain_quota_store_seconds_bucket"
+        ).items()
+        if labels[:2] == ("reserve", "ok")
+    }
+    bounds = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5]
+    assert buckets == {
+        **{str(bound): 2 if bound >= 0.5 else 1 for bound in bounds},
+        "+Inf": 3,
+    }
+    assert list(STORE_BUCKETS) == bounds
+
+
+def test_decisions_without_the_store_are_counted(signals: Signals) -> None:
+    """Calls are counted by agent and by what was done; what was not done is there at 0."""
+    signals.telemetry.fell_back("boss", "allow", 3)
+    signals.telemetry.fell_back("boss", "allow", 2)
+    signals.telemetry.fell_back(None, "deny", 1)
+    assert samples(signals.registry, "langchain_quota_store_fallbacks_total") == {
+        ("boss", "deny"): 0,
+        ("boss", "allow"): 5,
+        ("unnamed", "deny"): 1,
+        ("unnamed", "allow"): 0,
+    }

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from langchain_core.messages import AIMessage, ToolCall
 from langchain_quota import (
     Call,
     Decision,
+    MemoryStore,
     ModelCallLimit,
     ModelCallLimitMiddleware,
     Outcome,
+    Quota,
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitMiddleware,
@@ -247,3 +251,95 @@ def test_the_name_in_the_graph(signals: Signals) -> None:
     """One middleware for all limits: its nodes are named after the class, whatever it limits."""
     assert make([SEARCH, ModelCallLimit(run_limit=1)], signals).name == "QuotaMiddleware"
     assert type("Mine", (QuotaMiddleware,), {})([SEARCH]).name == "Mine"
+
+
+class OnlySync:
+    """Half of a store."""
+
+    def reserve(self, reservation: object) -> None:
+        """Reserves."""
+
+    def peek(self, keys: object) -> None:
+        """Peeks."""
+
+    def reset(self, keys: object) -> None:
+        """Resets."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["redis://localhost", 5, {}, OnlySync()],
+    ids=["a URL", "a number", "a dict", "half a store"],
+)
+def test_the_store_is_one(value: Any, signals: Signals) -> None:
+    """What has not all of a store's methods, a URL too, is a TypeError that names it."""
+    with pytest.raises(TypeError, match="store must be a QuotaStore or None") as caught:
+        make([SEARCH], signals, store=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [tools(quotas=[Quota(5)]), model(quotas=[Quota(5)])])
+def test_quotas_need_a_store(limit: Limit, signals: Signals) -> None:
+    """Without one nobody would count them: the error names the limit."""
+    with pytest.raises(ValueError, match="has quotas: give a store") as caught:
+        make([ToolCallLimit(run_limit=9), limit], signals)
+    assert repr(limit.name) in str(caught.value)
+    assert make([ToolCallLimit(run_limit=9), limit], signals, store=MemoryStore())
+
+
+@pytest.mark.parametrize("value", ["ignore", None, True, "DENY"])
+def test_what_an_outage_does_is_known(value: object, signals: Signals) -> None:
+    """What is neither deny nor allow is a ValueError that names the argument and the value."""
+    with pytest.raises(ValueError, match="Invalid on_store_error") as caught:
+        make([SEARCH], signals, on_store_error=value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("drop_in", "expected"),
+    [(ToolCallLimitMiddleware, TypeError), (ModelCallLimitMiddleware, TypeError)],
+)
+def test_drop_ins_have_no_quotas(drop_in: Any, expected: type[Exception]) -> None:
+    """LangChain's arguments are theirs: quotas and stores are QuotaMiddleware's."""
+    for argument in ("quotas", "store"):
+        with pytest.raises(expected, match=argument):
+            drop_in(run_limit=1, **{argument: ()})
+
+
+def test_a_copy_asks_the_same_store(signals: Signals) -> None:
+    """A copied middleware charges what the original does, and not a store of its own."""
+    store = MemoryStore()
+    limit = ToolCallLimit("search", quotas=[Quota(1, per="global")])
+    original = make([limit], signals, store=store)
+    copied = copy.deepcopy(original)
+    state = {
+        "messages": [
+            AIMessage("", tool_calls=[ToolCall(name="search", args={}, id="a", type="tool_call")])
+        ]
+    }
+    updates = [
+        each.after_model(state, None)  # type: ignore[arg-type]  # called directly
+        for each in (original, copied)
+    ]
+    assert ["messages" in (update or {}) for update in updates] == [False, True]
+    assert [each.used for each in store.usages()] == [1]
+
+
+@pytest.mark.parametrize("tool", ["search", "model"])
+def test_a_reset_finds_what_is_counted(tool: str, signals: Signals) -> None:
+    """A thread's reset names the very keys under which its calls are counted, and no others."""
+    day = timedelta(days=1)
+    limit = ToolCallLimit(
+        tool,
+        thread_limit=9,
+        quotas=[Quota(5, window=day, name="daily"), Quota(5, per="global", window=day)],
+    )
+    middleware = make([limit], signals, store=MemoryStore())
+    middleware._clock = lambda: 0.0
+    info = SimpleNamespace(thread_id="7", checkpoint_ns="node:task", task_id="task")
+    runtime = SimpleNamespace(execution_info=info, context=None)
+    (terms,) = middleware._terms_now([limit], {}, runtime)
+    per_thread = [quota.key for quota in terms.quotas if quota.per_thread]
+    assert middleware._thread_keys({"configurable": {"thread_id": "7"}}) == sorted(
+        [str(terms.thread_key), *per_thread]
+    )

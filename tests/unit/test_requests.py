@@ -9,9 +9,9 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMes
 from langchain_core.tools import BaseTool, tool
 from pydantic import BaseModel
 
-from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
+from langchain_quota import ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
 from langchain_quota.engine import Used
-from langchain_quota.limits import Limit, Terms
+from langchain_quota.limits import Limit, QuotaTerms, Terms
 from langchain_quota.middleware.requests import (
     LAST_CALL,
     NO_TOOLS,
@@ -416,3 +416,70 @@ def test_the_last_call_without_tools() -> None:
     offered = last_call(request(asked()))
     assert offered.tools == []
     assert LAST_CALL in str(offered.messages[-1].content)
+
+
+def of_user(limit: Limit, *numbers: int) -> Terms:
+    """The terms of a limit with quotas of these numbers."""
+    quotas = [
+        QuotaTerms(f"quota_{'abc'[index]}", number, "ann", f"key-{index}")
+        for index, number in enumerate(numbers)
+    ]
+    return Terms.of(limit, quotas=tuple(quotas))
+
+
+PER_USER = ToolCallLimit("search", quotas=[Quota(9, per="user_id")])
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        ((0, (7,)), None),
+        ((0, (8,)), "Budget: search: 2 of 10 left."),
+        ((0, (12,)), "Budget: search: 0 of 10 left."),
+    ],
+)
+def test_what_is_left_of_a_quota(used: tuple[int, tuple[int, ...]], expected: str | None) -> None:
+    """The note says what is left to the user, and does not say whose quota it is."""
+    counts = {PER_USER.name: Used(used[0], 0, used[1])}
+    assert remaining([of_user(PER_USER, 10)], counts, near=NEAR) == expected
+
+
+def test_the_scarcest_of_quotas_is_told() -> None:
+    """Of a thread limit and two quotas the one with the least left is named."""
+    limit = ToolCallLimit("search", thread_limit=9, quotas=[Quota(9, per="user_id")])
+    terms = of_user(limit, 10, 100)
+    assert remaining([terms], {limit.name: Used(8, 0, (4, 50))}, near=NEAR) == (
+        "Budget: search: 1 of 9 left."
+    )
+    assert remaining([terms], {limit.name: Used(2, 0, (8, 50))}, near=NEAR) == (
+        "Budget: search: 2 of 10 left."
+    )
+
+
+def test_the_models_quota_is_told() -> None:
+    """The model reads which of the user's calls this is."""
+    limit = ModelCallLimit(quotas=[Quota(9, per="user_id")])
+    note = remaining([of_user(limit, 10)], {limit.name: Used(1, 1, (9,))}, near=NEAR)
+    assert note == "Budget: this is model call 9 of 10."
+
+
+def test_nothing_is_said_of_what_is_not_known() -> None:
+    """Where the store does not answer, a limit of quotas alone has no part in the note."""
+    near = ToolCallLimit("calc", run_limit=10)
+    usage = {PER_USER.name: Used(), near.name: Used(8, 8)}
+    terms = [of_user(PER_USER, 0), Terms.of(near)]
+    assert remaining(terms, usage, near=NEAR) == "Budget: calc: 2 of 10 left."
+    assert remaining(terms[:1], usage, near=NEAR) is None
+
+
+def test_a_tool_without_quota_left_is_not_offered() -> None:
+    """What the user has used up is hidden; where the store does not answer, it is offered."""
+    offered = request(asked(), search, calc)
+    terms = [of_user(PER_USER, 10)]
+    for used, expected in (
+        (Used(0, 0, (10,)), ["calc"]),
+        (Used(0, 0, (9,)), ["search", "calc"]),
+        (Used(0, 0), ["search", "calc"]),
+    ):
+        shown, _ = without_exhausted(offered, terms, {PER_USER.name: used})
+        assert names(shown) == expected

@@ -268,7 +268,13 @@ def test_the_ledger_is_plain_json() -> None:
         final=False,
         turn="m",
         limits=["tool:search"],
-        batch=Batch(message="m", charges=counts.charges, passed=["tool:search"]),
+        batch=Batch(
+            message="m",
+            charges=counts.charges,
+            passed=["tool:search"],
+            reserved={"a": {"QuotaMiddleware": {"search:user_id:ann": 1}}},
+        ),
+        owed={"refund": {"search:user_id:ann": 1}},
         abandoned=Abandoned(
             calls=[["search", "a", "search"]],
             charges=counts.charges,
@@ -277,3 +283,93 @@ def test_the_ledger_is_plain_json() -> None:
     )
     for value in (written, dict(NEW_RUN), counts.thread):
         assert json.loads(json.dumps(value)) == value
+
+
+def reserved_counts() -> ToolCounts:
+    """Two calls, one that two middlewares have had a store charge, and something owed."""
+    return ToolCounts(
+        {"search": 2},
+        {"search": 2},
+        {"a": {"search": {"tool:search": 1}}, "b": {"search": {"tool:search": 1}}},
+        {
+            "a": {"Quota": {"user": 1, "all": 1}, "Other": {"tenant": 1}},
+            "b": {"Quota": {"user": 1}},
+        },
+        {"earlier": {"user": 2}},
+    )
+
+
+def test_what_a_store_charged_is_owed_when_it_is_taken_back() -> None:
+    """A refunded call's charges in the store wait to be taken back, each under a new name."""
+    counts = reserved_counts()
+    counts.take_back("a")
+    assert counts.reserved == {"b": {"Quota": {"user": 1}}}
+    assert counts.owed.pop("earlier") == {"user": 2}
+    assert sorted(counts.owed.values(), key=str) == [{"tenant": 1}, {"user": 1, "all": 1}]
+
+
+def test_what_is_owed_once_is_not_owed_twice() -> None:
+    """A call that was taken back, or that no store charged, adds nothing to what is owed."""
+    counts = reserved_counts()
+    counts.take_back("a")
+    owed = dict(counts.owed)
+    counts.take_back("a")
+    counts.take_back("never charged")
+    assert counts.owed == owed
+
+
+def test_two_refunds_have_names_of_their_own() -> None:
+    """A store makes each correction once by its name: two calls' refunds are two."""
+    counts = reserved_counts()
+    counts.take_back("a")
+    counts.take_back("b")
+    assert len(counts.owed) == 4
+
+
+def test_a_call_that_is_judged_again_is_reserved_anew() -> None:
+    """Its middleware's old charge is forgotten, and returned to be taken back; others' stay."""
+    counts = reserved_counts()
+    assert counts.renew("a", "Quota", {"user", "all"}) == {"user": 1, "all": 1}
+    assert counts.reserved["a"] == {"Other": {"tenant": 1}}
+    assert counts.renew("a", "Quota", {"user", "all"}) == {}
+    assert counts.owed == {"earlier": {"user": 2}}
+
+
+def test_a_key_counts_a_call_once() -> None:
+    """What another middleware charged to the same key is renewed with it, the rest of it stays."""
+    counts = ToolCounts(
+        {}, {}, {}, {"a": {"Quota": {"user": 1}, "Other": {"user": 1, "tenant": 1}}}
+    )
+    assert counts.renew("a", "Third", {"user"}) == {"user": 2}
+    assert counts.reserved["a"]["Other"] == {"tenant": 1}
+
+
+def test_renewing_what_nobody_reserved() -> None:
+    """A call that no store has charged has nothing to take back."""
+    counts = ToolCounts({}, {}, {})
+    assert counts.renew("a", "Quota", {"user"}) == {}
+
+
+def test_reading_copies_what_a_store_charged() -> None:
+    """What a hook renews or takes back does not change the state that it was given."""
+    batch = Batch(
+        message="m",
+        charges={"a": {"search": {"tool:search": 1}}},
+        passed=[],
+        reserved={"a": {"Quota": {"user": 1}, "Other": {"user": 1}}},
+    )
+    state = {LEDGER: Ledger(batch=batch, owed={"earlier": {"user": 2}})}
+    before = json.dumps(state)
+    counts = ToolCounts.of(state, "m")
+    assert counts.reserved == batch["reserved"]
+    assert counts.owed == {"earlier": {"user": 2}}
+    counts.renew("a", "Quota", {"user"})
+    counts.take_back("a")
+    counts.owed.clear()
+    assert json.dumps(state) == before
+
+
+def test_what_is_owed_outlives_the_batch() -> None:
+    """A refund that a store has not made yet is read with whatever batch is judged next."""
+    state = {LEDGER: merge_ledgers(Ledger(owed={"earlier": {"user": 2}}), NEW_RUN)}
+    assert ToolCounts.of(state, "another").owed == {"earlier": {"user": 2}}

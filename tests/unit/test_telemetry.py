@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -26,8 +26,9 @@ from langchain_quota import (
     hmac_label,
 )
 from langchain_quota.decision import Refund
-from langchain_quota.engine import Used, charge, judge
-from langchain_quota.limits import Limit
+from langchain_quota.engine import Outage, Used, charge, judge, plan
+from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
+from langchain_quota.reservation import admit
 from langchain_quota.telemetry import _RecentTasks, default_telemetry
 from langchain_quota.testing import captured_decisions
 from tests.conftest import Signals
@@ -625,7 +626,7 @@ def test_a_rerun_that_decides_otherwise_is_told(signals: Signals) -> None:
         signals.telemetry.emit([decision], started=0, task_id="task")
         for decision in (allowed, allowed, blocked, blocked, allowed)
     ]
-    assert told == [True, False, True, False, True]
+    assert [each.is_new for each in told] == [True, False, True, False, True]
     labels = {"agent": "boss", "kind": "tool", "tool": "search"}
     name = "langchain_quota_calls_total"
     assert signals.value(name, **labels, decision="allowed") == 2
@@ -859,3 +860,197 @@ def test_a_hidden_thread_is_hidden_in_logs(caplog: pytest.LogCaptureFixture) -> 
     for record in caplog.records:
         assert "ada@example.org" not in record.getMessage()
         assert "ada@example.org" not in vars(record).values()
+
+
+DAILY = QuotaTerms("user_id", 5, "ada@example.org", "user", datetime(2999, 1, 1, tzinfo=UTC))
+
+
+def stored(
+    *quotas: QuotaTerms,
+    used: int = 0,
+    calls: int = 1,
+    outage: Outage | None = None,
+    **options: Any,
+) -> Sequence[Decision]:
+    """What is decided about calls whose quotas a store has counted up to so much."""
+    own = [Quota(each.limit, per=each.scope) for each in quotas]
+    limit = ToolCallLimit("email", quotas=own, **options)
+    batch = [
+        Call("tool", "email", str(index), agent="boss", thread_id="t1") for index in range(calls)
+    ]
+    asked = plan([Terms.of(limit, quotas=quotas)], {}, batch, outage=outage)
+    counts = [0 if slot.key is None else used for slot in asked.reservation.slots]
+    return asked.verdict(admit(asked.reservation, counts)).decisions
+
+
+def subjects(signals: Signals, scope: str) -> dict[str, float | None]:
+    labels = {"agent": "boss", "limit": "tool:email", "scope": scope}
+    name = "langchain_quota_subjects"
+    return {
+        state: signals.value(name, **labels, state=state) for state in ("ok", "near", "exhausted")
+    }
+
+
+def test_crossings_of_quotas_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A quota is near, exhausted and refuses like any threshold, under its scope."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    quiet().emit(stored(DAILY, used=3, calls=3), started=0)
+    assert events(caplog) == [
+        (logging.INFO, "near", "user_id"),
+        (logging.WARNING, "exhausted", "user_id"),
+        (logging.DEBUG, "refused", "user_id"),
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"limit 'tool:email' {event}: agent 'boss', thread 't1', user_id {used} of 5"
+        for event, used in (("near", 4), ("exhausted", 5), ("refused", 5))
+    ]
+
+
+def test_users_are_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose quota it is stays out of the lines and their fields."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    quiet().emit(stored(DAILY, used=3, calls=3), started=0)
+    assert caplog.records
+    assert not any("ada" in repr(vars(record)) for record in caplog.records)
+
+
+def test_a_refusal_is_logged_with_its_windows_end(caplog: pytest.LogCaptureFixture) -> None:
+    """A refused call's record says when the window ends; `None` where there is no window."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    without = QuotaTerms("tenant", 5, "acme", "tenant")
+    for quota in (DAILY, without):
+        quiet().emit(stored(quota, used=5), started=0)
+    quiet().emit(decide(10), started=0)
+    found = [vars(record) for record in caplog.records]
+    assert [(each["quota_scope"], each["quota_resets_at"]) for each in found] == [
+        ("user_id", "2999-01-01T00:00:00+00:00"),
+        ("tenant", None),
+        ("thread", None),
+    ]
+
+
+def test_a_refusal_without_the_store_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """It tells no count, since none is known."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    quiet().emit(stored(DAILY, outage="deny"), started=0)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "limit 'tool:email' refused: agent 'boss', thread 't1', store unavailable"
+    )
+    fields = ("quota_scope", "quota_used", "quota_threshold", "quota_resets_at")
+    assert [vars(record)[each] for each in fields] == ["store", None, None, None]
+
+
+def test_users_are_counted_by_state(signals: Signals) -> None:
+    """Users by how much of their quota they have used, threads or none; an outage changes none."""
+    assert subjects(signals, "user_id") == {"ok": None, "near": None, "exhausted": None}
+    signals.telemetry.emit(stored(DAILY, used=3), started=0)
+    assert subjects(signals, "user_id") == {"ok": 0, "near": 1, "exhausted": 0}
+    signals.telemetry.emit(stored(DAILY, used=5), started=0)
+    signals.telemetry.emit(stored(DAILY, outage="deny"), started=0)
+    assert subjects(signals, "user_id") == {"ok": 0, "near": 0, "exhausted": 1}
+    assert subjects(signals, "thread") == {"ok": None, "near": None, "exhausted": None}
+
+
+def test_users_are_counted_without_a_thread(signals: Signals) -> None:
+    """An agent without a thread, or with an id that cannot be shown, has users all the same."""
+    (decision,) = stored(DAILY)
+    for thread_id in (None, Unprintable()):
+        call = Call("tool", "email", "a", agent="boss", thread_id=thread_id)
+        signals.telemetry.emit([Decision(call, Outcome.ALLOWED, decision.standings)], started=0)
+    assert subjects(signals, "user_id") == {"ok": 1, "near": 0, "exhausted": 0}
+
+
+def test_users_are_counted_as_near_by_the_option() -> None:
+    """The share given to `Telemetry` is that of users, too, and its TTL theirs."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry, near=0.4, thread_ttl=timedelta(seconds=7))
+    telemetry.emit(stored(DAILY, used=1), started=0)
+    labels = {"agent": "boss", "limit": "tool:email", "scope": "user_id", "state": "near"}
+    assert registry.get_sample_value("langchain_quota_subjects", labels) == 1
+    assert telemetry._signals.subjects._ttl == 7
+
+
+def test_a_charge_after_the_fact_counts_a_user(signals: Signals) -> None:
+    """A call that is charged when it returned moves its user then."""
+    (decision,) = stored(DAILY, used=4)
+    signals.telemetry.charge(decision.call, decision.standings[0])
+    assert subjects(signals, "user_id") == {"ok": 0, "near": 0, "exhausted": 1}
+
+
+def test_failing_subjects_change_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: Signals
+) -> None:
+    """A table of users that raises is counted, and the threads are told all the same."""
+
+    def broken(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(signals.telemetry._signals.subjects, "record", broken)
+    signals.telemetry.emit(stored(DAILY, thread_limit=9), started=0)
+    assert errors(signals.registry) == {("threads", "MemoryError"): 1}
+    labels = {"agent": "boss", "limit": "tool:email", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 1
+    assert len(logged_errors(caplog)) == 1
+
+
+def test_a_refund_with_quotas(signals: Signals) -> None:
+    """It counts as before, and the thread's quota has the call back."""
+    quota = QuotaTerms("thread", 5, "t1", "t1", per_thread=True)
+    (decision,) = stored(quota, used=3)
+    signals.telemetry.emit([decision], started=0)
+    signals.telemetry.refund([Refund(decision.call, "tool:email")])
+    labels = {"agent": "boss", "limit": "tool:email", "scope": "none", "decision": "refunded"}
+    assert signals.value("langchain_quota_limit_decisions_total", **labels) == 1
+    labels = {"agent": "boss", "limit": "tool:email", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 3
+
+
+def test_who_knows_when_a_failure_is_over_says_when_to_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each is counted; what must be logged is, also of a kind that was, and nothing else."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry)
+    for log in (False, True, False, None, True):
+        telemetry.failed("store", ConnectionError("refused"), log=log)
+    assert errors(registry) == {("store", "ConnectionError"): 5}
+    assert len(logged_errors(caplog)) == 2
+    assert all("ConnectionError" in record.getMessage() for record in logged_errors(caplog))
+
+
+def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever saw the failure, at the default level, sees that it is over."""
+    quiet().recovered("store")
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == (LOGGER, logging.WARNING)
+    assert record.getMessage() == "store of langchain-quota works again"
+
+
+@pytest.mark.parametrize("broken", [raising_filter, raising_handler])
+def test_failing_logging_of_an_outage_changes_nothing(broken: Any) -> None:
+    """Where logging raises, an outage and its end are counted, and the agent goes on."""
+    registry = CollectorRegistry()
+    telemetry = quiet(registry)
+    with broken():
+        telemetry.failed("store", ConnectionError("refused"), log=True)
+        telemetry.recovered("store")
+    assert errors(registry) == {("store", "ConnectionError"): 1, ("observer", "RuntimeError"): 1}
+
+
+def test_failing_metrics_of_the_store_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, signals: Signals
+) -> None:
+    """Metrics that raise, and an agent's name without a text, are counted; nothing is raised."""
+
+    def broken(*labels: str) -> None:
+        raise OSError("disk full")
+
+    unprintable: Any = Unprintable()
+    signals.telemetry.fell_back(unprintable, "deny", 1)
+    metrics = signals.telemetry._signals.metrics
+    for each in (metrics.store_seconds, metrics.store_fallbacks):
+        monkeypatch.setattr(each, "labels", broken)
+    signals.telemetry.stored("reserve", "ok", 0.1)
+    signals.telemetry.fell_back("boss", "deny", 1)
+    assert errors(signals.registry) == {("metrics", "ValueError"): 1, ("metrics", "OSError"): 2}

@@ -1,16 +1,22 @@
 """The table of threads: what a scrape exports, in which order, and what is forgotten."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from math import ceil
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from langchain_quota import Call, Decision, Level, Outcome, Standing
-from langchain_quota.telemetry.threads import LimitUse, Snapshot, ThreadTable
+from langchain_quota import Call, Decision, Level, Outcome, Standing, ToolCallLimit
+from langchain_quota.decision import QuotaUse
+from langchain_quota.engine import Outage, Used, plan
+from langchain_quota.limits import Quota, QuotaTerms, Terms
+from langchain_quota.reservation import admit
+from langchain_quota.telemetry.threads import LimitUse, QuotaCount, Snapshot, ThreadTable
 
 STANDING = Standing(
     limit="search",
@@ -502,6 +508,272 @@ def test_a_scrape_sees_one_moment(bench: Bench) -> None:
     assert snapshot.subjects == {("boss", "search"): {"ok": 1, "near": 0, "exhausted": 0}}
 
 
+def utc(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def hourly(limit: int = 10, until: float = 9000, scope: str = "hourly") -> QuotaTerms:
+    """The terms of a quota per thread; `until` is the end of its window."""
+    return QuotaTerms(scope, limit, "t1", f"{scope}:t1", utc(until), per_thread=True)
+
+
+def stored(
+    *quotas: QuotaTerms,
+    used: Sequence[int] = (),
+    thread: tuple[int, int] | None = None,
+    mirror: int = 0,
+    calls: int = 1,
+    outage: Outage | None = None,
+) -> Sequence[Decision]:
+    """What is decided about calls by a limit, `tool:search`, that a store counts.
+
+    `used` are its counts of the quotas, `thread` its count and the limit of the thread; `mirror`
+    is what the state has of the thread.
+    """
+    limit = ToolCallLimit(
+        "search",
+        thread_limit=None if thread is None else thread[1],
+        quotas=[Quota(each.limit, per="thread", name=each.scope) for each in quotas],
+    )
+    terms = Terms.of(limit, thread_key="thread", quotas=quotas)
+    counts = dict(zip((quota.key for quota in quotas), used, strict=True)) if used else {}
+    if thread is not None:
+        counts["thread"] = thread[0]
+    batch = [Call("tool", "search", str(index), agent="boss") for index in range(calls)]
+    asked = plan([terms], {"search": Used(mirror)}, batch, outage=outage)
+    slots = asked.reservation.slots
+    known = [slot.used if slot.key is None else counts.get(slot.key, 0) for slot in slots]
+    return asked.verdict(admit(asked.reservation, known)).decisions
+
+
+def shown(table: ThreadTable) -> dict[str, tuple[float | None, float | None, float]]:
+    """What the threads have used, of how much, and how often they were refused."""
+    used = samples(table, "langchain_quota_thread_used")
+    limits = samples(table, "langchain_quota_thread_limit")
+    return {
+        key[2]: (used.get(key), limits.get(key), count)
+        for key, count in samples(table, "langchain_quota_thread_blocked_total").items()
+    }
+
+
+def states(table: ThreadTable, limit: str = "tool:search") -> dict[Level, int]:
+    """How many threads there are in each state, where there are any."""
+    counts = table.snapshot().subjects.get(("boss", limit), {})
+    return {level: count for level, count in counts.items() if count}
+
+
+def test_a_stores_count_of_the_thread_is_shown(bench: Bench) -> None:
+    """What the store counts of the thread is its use, not what the state remembers."""
+    table = bench.table()
+    table.record("boss", "t1", stored(thread=(7, 10), mirror=2))
+    assert shown(table) == {"t1": (8, 10, 0)}
+    assert states(table) == {Level.NEAR: 1}
+
+
+def test_a_quota_per_thread_is_the_threads_use(bench: Bench) -> None:
+    """A limit that has no thread limit, but a quota per thread, shows that."""
+    table = bench.table()
+    quota = QuotaTerms("thread", 5, "t1", "t1", per_thread=True)
+    table.record("boss", "t1", stored(quota, used=[3], calls=3))
+    assert shown(table) == {"t1": (5, 5, 1)}
+    assert states(table) == {Level.EXHAUSTED: 1}
+    assert table.snapshot().threads[0].share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("thread", "used", "expected"),
+    [
+        ((7, 10), [1, 0], (8, 10, 0)),
+        ((1, 10), [3, 0], (4, 5, 0)),
+        ((1, 10), [0, 15], (16, 20, 0)),
+        (None, [1, 15], (16, 20, 0)),
+        (None, [1, 0], (2, 5, 0)),
+        ((4, 10), [1, 9], (5, 10, 0)),
+    ],
+)
+def test_the_highest_share_is_shown(
+    bench: Bench,
+    thread: tuple[int, int] | None,
+    used: Sequence[int],
+    expected: tuple[int, int, int],
+) -> None:
+    """Of a thread limit and quotas per thread, the one that is used most; if even, the former."""
+    table = bench.table()
+    quotas = [hourly(5), hourly(20, scope="daily")]
+    table.record("boss", "t1", stored(*quotas, used=used, thread=thread))
+    assert shown(table) == {"t1": expected}
+
+
+def test_a_quota_of_0_is_not_shown(bench: Bench) -> None:
+    """A quota per thread that forbids has refusals but no use, like a thread limit of 0."""
+    table = bench.table()
+    table.record("boss", "t1", stored(hourly(0), used=[0]))
+    assert shown(table) == {"t1": (None, None, 1)}
+    assert table.snapshot().subjects == {}
+
+
+def test_a_users_quota_is_not_the_threads_use(bench: Bench) -> None:
+    """What a user has used is nothing that the thread has; refusals on the thread are."""
+    table = bench.table()
+    user = QuotaTerms("user_id", 5, "ada", "user:ada")
+    table.record("boss", "t1", stored(user, used=[5]))
+    assert shown(table) == {"t1": (None, None, 1)}
+    assert table.snapshot().subjects == {}
+
+
+def test_a_call_that_is_not_charged_yet_is_not_used_of_a_quota(bench: Bench) -> None:
+    """A call that is counted when it returns is not used of a quota per thread before."""
+    table = bench.table()
+    use = QuotaUse("thread", "t1", 4, 5, 10, per_thread=True)
+    standing = replace(STANDING, thread_limit=None, deferred=True, quotas=(use,), shared=True)
+    table.record("boss", "t1", [Decision(Call("model"), Outcome.ALLOWED, (standing,))])
+    assert shown(table) == {"t1": (4, 10, 0)}
+
+
+def test_nothing_is_used_of_a_new_window(bench: Bench) -> None:
+    """When the window has passed the use is 0, and the thread is tracked until it is idle."""
+    table = bench.table()
+    table.record("boss", "t1", stored(hourly(5, 1050), used=[5]))
+    bench.clock.now = 1049.9
+    assert shown(table) == {"t1": (5, 5, 1)}
+    assert states(table) == {Level.EXHAUSTED: 1}
+    bench.clock.now = 1050
+    assert shown(table) == {"t1": (0, 5, 1)}
+    assert states(table) == {Level.OK: 1}
+    assert table.snapshot().threads[0].last_decision == 1000
+    bench.clock.now = 1000 + 3600 + 1
+    assert shown(table) == {}
+    assert states(table) == {}
+
+
+def test_a_passed_window_leaves_what_has_none(bench: Bench) -> None:
+    """When a quota's window has passed the thread limit beside it is shown as it is."""
+    table = bench.table()
+    decisions = stored(hourly(5, 1050), used=[5], thread=(8, 10))
+    table.record("boss", "t1", decisions)
+    bench.clock.now = 1050
+    assert shown(table) == {"t1": (8, 10, 1)}
+    assert states(table) == {Level.NEAR: 1}
+
+
+def test_a_decision_in_the_new_window_counts(bench: Bench) -> None:
+    """The end of the old window takes nothing from what is used of the new one."""
+    table = bench.table()
+    table.record("boss", "t1", stored(hourly(5, 1050), used=[5]))
+    bench.clock.now = 1050
+    table.record("boss", "t1", stored(hourly(5, 1100), used=[3]))
+    assert shown(table) == {"t1": (4, 5, 1)}
+    bench.clock.now = 1100
+    assert shown(table) == {"t1": (0, 5, 1)}
+
+
+def test_a_decision_that_is_told_too_late(bench: Bench) -> None:
+    """Of a window that has passed before its decision is told, nothing counts."""
+    table = bench.table()
+    table.record("boss", "t1", stored(hourly(5, 999), used=[5]))
+    assert shown(table) == {"t1": (0, 5, 1)}
+    assert states(table) == {Level.OK: 1}
+
+
+def test_a_passed_window_does_not_make_a_thread_recent(bench: Bench) -> None:
+    """A thousand exhausted threads whose day ends do not push out those that are in use."""
+    table = bench.table(max_exported=2)
+    for thread in ("old", "older"):
+        table.record("boss", thread, stored(hourly(5, 1050), used=[5]))
+    for thread in ("busy", "busier"):
+        table.record("boss", thread, [allowed(1)])
+    assert names(table.snapshot()) == ["older", "old"]
+    bench.clock.now = 1050
+    assert names(table.snapshot()) == ["busier", "busy"]
+    assert table.snapshot().hidden == {Level.OK: 2, Level.NEAR: 0, Level.EXHAUSTED: 0}
+    table.record("boss", "old", stored(hourly(5, 1100), used=[0]))
+    assert names(table.snapshot()) == ["old", "busier"]
+
+
+def test_exhausted_again_in_a_new_window_is_news(bench: Bench) -> None:
+    """A thread that uses up the new window, too, comes before one that did so earlier."""
+    table = bench.table()
+    table.record("boss", "t1", stored(hourly(1, 1050), used=[0]))
+    table.record("boss", "t2", stored(hourly(1, 2000), used=[0]))
+    bench.clock.now = 1050
+    table.record("boss", "t1", stored(hourly(1, 1100), used=[0]))
+    assert names(table.snapshot()) == ["t1", "t2"]
+
+
+def test_an_update_takes_in_few_passed_windows(bench: Bench) -> None:
+    """When the window of many threads passes, no call pays for all of them; a scrape sees all."""
+    table = bench.table()
+    for index in range(20):
+        table.record("boss", f"t{index}", stored(hourly(5, 1050), used=[5]))
+    bench.clock.now = 1050
+    left = []
+    for _ in range(3):
+        table.record("boss", "new", [allowed(1)])
+        left.append(len(table._by_level[Level.EXHAUSTED]))
+    assert left == [18, 16, 14]
+    assert states(table) == {Level.OK: 20}
+
+
+def test_a_forgotten_thread_leaves_no_window(bench: Bench) -> None:
+    """What is forgotten, for any reason, takes no memory until the end of its window."""
+    table = bench.table(max_tracked=2)
+    for thread in ("pushed out", "asked for", "idle"):
+        table.record("boss", thread, stored(hourly(5, 10**9), used=[1]))
+    assert len(table._windows._keys[10**9]) == 2
+    table.forget("boss", "asked for")
+    assert list(table._windows._keys[10**9]) == [("boss", "idle")]
+    bench.clock.now += 3601
+    table.snapshot()
+    assert table._windows._keys == {10**9: {}}
+
+
+def test_a_refund_lowers_quotas_too(bench: Bench) -> None:
+    """A charge taken back is taken from the thread limit and from each quota per thread."""
+    table = bench.table()
+    table.record("boss", "t1", stored(hourly(5), used=[4], thread=(8, 10)))
+    table.refund("boss", "t1", "tool:search", 3)
+    (use,) = table.snapshot().threads
+    assert use.limits["tool:search"] == LimitUse(6, 10, 0, 0.8, True, (QuotaCount(2, 5, 9000),))
+    table.refund("boss", "t1", "tool:search", 9)
+    (use,) = table.snapshot().threads
+    assert use.limits["tool:search"].quotas == (QuotaCount(0, 5, 9000),)
+
+
+def test_an_outage_hides_no_use(bench: Bench) -> None:
+    """Where an outage refuses, the use is what the store told last, and the refusals count."""
+    table = bench.table()
+    for decisions in (
+        stored(thread=(8, 10), mirror=2),
+        stored(thread=(0, 10), mirror=3, outage="deny", calls=2),
+    ):
+        table.record("boss", "limited", decisions)
+    for decisions in (stored(hourly(5), used=[4]), stored(hourly(5), outage="deny")):
+        table.record("boss", "quota", decisions)
+    assert shown(table) == {"limited": (9, 10, 2), "quota": (5, 5, 1)}
+    assert states(table) == {Level.NEAR: 1, Level.EXHAUSTED: 1}
+
+
+def test_an_unknown_use_is_not_0(bench: Bench) -> None:
+    """A thread that is first met in an outage has refusals; a use when the store answers."""
+    table = bench.table()
+    table.record("boss", "t1", stored(thread=(0, 10), mirror=3, outage="deny"))
+    assert shown(table) == {"t1": (None, None, 1)}
+    assert states(table) == {}
+    table.record("boss", "t1", stored(thread=(8, 10), mirror=3))
+    assert shown(table) == {"t1": (9, 10, 1)}
+    assert states(table) == {Level.NEAR: 1}
+
+
+def test_what_an_outage_lets_through(bench: Bench) -> None:
+    """By its own count a thread is shown and judged; of a quota the store's last word stays."""
+    table = bench.table()
+    table.record("boss", "limited", stored(thread=(8, 10), mirror=2))
+    table.record("boss", "limited", stored(thread=(0, 10), mirror=3, outage="allow"))
+    table.record("boss", "quota", stored(hourly(5), used=[3]))
+    table.record("boss", "quota", stored(hourly(5), mirror=9, outage="allow"))
+    assert shown(table) == {"limited": (4, 10, 0), "quota": (4, 5, 0)}
+
+
 NEAR = 0.8
 TTL = 100
 MAX_TRACKED = 4
@@ -514,6 +786,8 @@ class Entry:
     last: float
     ranked: float
     """When it was last refused, or became exhausted."""
+    lapsed: float = 0.0
+    """The end, negative, of the window whose passing made it ok; 0 after a call."""
 
     @property
     def level(self) -> Level:
@@ -522,14 +796,29 @@ class Entry:
 
     @property
     def share(self) -> float:
-        rated = [use for use in self.limits.values() if use.enforced and use.limit]
-        return max((use.used / (use.limit or 1) for use in rated), default=0.0)
+        return max(
+            (
+                used / limit
+                for use in self.limits.values()
+                if use.enforced
+                for used, limit in counts_of(use)
+            ),
+            default=0.0,
+        )
+
+
+def counts_of(use: LimitUse) -> list[tuple[int, int]]:
+    quotas = [(each.used, each.limit) for each in use.quotas]
+    return [*quotas, (use.used, use.limit)] if use.limit else quotas
 
 
 def level_of(use: LimitUse) -> Level:
-    if not use.enforced or not use.limit or use.used < ceil(round(NEAR * use.limit, 9)):
-        return Level.OK
-    return Level.EXHAUSTED if use.used >= use.limit else Level.NEAR
+    """The worst level of all counts, each for itself."""
+    levels = [Level.OK]
+    for used, limit in counts_of(use) if use.enforced else ():
+        if used >= ceil(round(NEAR * limit, 9)):
+            levels.append(Level.EXHAUSTED if used >= limit else Level.NEAR)
+    return max(levels, key=list(Level).index)
 
 
 class Model:
@@ -541,15 +830,26 @@ class Model:
     def record(self, key: Key, decision: Decision, now: float) -> None:
         standing = decision.standings[0]
         refused = decision.outcome is Outcome.BLOCKED
+        self.pass_windows(now, [key])
         old = self.entries.get(key)
         limits = dict(old.limits) if old else {}
-        known = limits.get(standing.limit, LimitUse(0, None)).blocked
-        limits[standing.limit] = LimitUse(
+        known = limits.get(standing.limit, LimitUse(0, None))
+        use = LimitUse(
             standing.thread_used,
             standing.thread_limit or None,
-            known + refused,
-            NEAR,
-            standing.enforced,
+            quotas=tuple(
+                QuotaCount(0, each.limit)
+                if each.resets_at is not None and each.resets_at <= utc(now)
+                else QuotaCount(each.used, each.limit, ends(each))
+                for each in standing.quotas
+                if each.limit
+            ),
+        )
+        limits[standing.limit] = replace(
+            known if standing.scope == "store" else use,
+            blocked=known.blocked + refused,
+            near=NEAR,
+            enforced=standing.enforced,
         )
         entry = Entry(limits, now, now)
         if old and not refused and old.level is entry.level is Level.EXHAUSTED:
@@ -558,36 +858,54 @@ class Model:
         if len(self.entries) > MAX_TRACKED:
             del self.entries[min(self.entries, key=lambda each: self.entries[each].last)]
 
+    def pass_windows(self, now: float, keys: Sequence[Key]) -> None:
+        for entry in (self.entries[key] for key in keys if key in self.entries):
+            before = entry.level
+            passed = []
+            for name, use in entry.limits.items():
+                quotas = list(use.quotas)
+                for index, each in enumerate(quotas):
+                    if each.resets_at is not None and each.resets_at <= now:
+                        quotas[index] = QuotaCount(0, each.limit)
+                        passed.append(each.resets_at)
+                entry.limits[name] = replace(use, quotas=tuple(quotas))
+            if entry.level is not before:
+                entry.lapsed = -min(passed)
+
     def refund(self, key: Key, limit: str, amount: int) -> None:
         entry = self.entries.get(key)
         if entry and limit in entry.limits:
             use = entry.limits[limit]
-            entry.limits[limit] = replace(use, used=max(0, use.used - amount))
+            entry.limits[limit] = replace(
+                use,
+                used=max(0, use.used - amount),
+                quotas=tuple(replace(each, used=max(0, each.used - amount)) for each in use.quotas),
+            )
+            entry.lapsed = 0.0
 
     def expire(self, now: float) -> None:
         for key in [key for key, entry in self.entries.items() if now - entry.last > TTL]:
             del self.entries[key]
+        self.pass_windows(now, list(self.entries))
+
+    def rank(self, key: Key) -> tuple[float, ...]:
+        """Where a thread comes in the order; the highest comes first."""
+        entry = self.entries[key]
+        if entry.level is Level.NEAR:
+            return (2, entry.share, entry.last)
+        if entry.level is Level.EXHAUSTED:
+            return (1, entry.ranked)
+        # Threads whose windows ended together come in any order.
+        return (0, entry.lapsed, 0 if entry.lapsed else entry.last)
 
     def order(self) -> list[Key]:
-        orders: dict[Level, Callable[[Entry], tuple[float, ...]]] = {
-            Level.NEAR: lambda entry: (entry.share, entry.last),
-            Level.EXHAUSTED: lambda entry: (entry.ranked,),
-            Level.OK: lambda entry: (entry.last,),
-        }
-        return [
-            key
-            for level, rank in orders.items()
-            for key, entry in sorted(
-                self.entries.items(), key=lambda item: rank(item[1]), reverse=True
-            )
-            if entry.level is level
-        ]
+        return sorted(self.entries, key=self.rank, reverse=True)
 
     def subjects(self) -> dict[Key, dict[Level, int]]:
         found: dict[Key, dict[Level, int]] = {}
         for (agent, _), entry in self.entries.items():
             for limit, use in entry.limits.items():
-                if use.limit and use.enforced:
+                if counts_of(use) and use.enforced:
                     counts = found.setdefault((agent, limit), dict.fromkeys(Level, 0))
                     counts[level_of(use)] += 1
         return found
@@ -596,8 +914,14 @@ class Model:
 THREADS = st.tuples(st.sampled_from(["boss", "clerk"]), st.sampled_from(["t1", "t2", "t3"]))
 LIMITS = st.sampled_from(["search", "all"])
 USES = st.tuples(st.integers(0, 6), st.sampled_from([None, 0, 2, 5]))
+QUOTAS = st.lists(
+    st.tuples(st.integers(0, 6), st.sampled_from([0, 2, 5]), st.sampled_from([None, 0, 30, 90])),
+    max_size=2,
+)
 STEPS = st.lists(
     st.one_of(
+        st.tuples(st.just("quotas"), THREADS, LIMITS, USES, QUOTAS),
+        st.tuples(st.just("outage"), THREADS, LIMITS),
         st.tuples(st.just("allowed"), THREADS, LIMITS, USES),
         st.tuples(st.just("blocked"), THREADS, LIMITS, USES),
         st.tuples(st.just("would_block"), THREADS, LIMITS, USES),
@@ -615,6 +939,27 @@ def would_block(used: int, limit: int | None, name: str) -> Decision:
     return Decision(refused.call, Outcome.WOULD_BLOCK, (standing,))
 
 
+def ends(use: QuotaUse) -> float | None:
+    return None if use.resets_at is None else use.resets_at.timestamp()
+
+
+def by_quotas(decision: Decision, quotas: Sequence[Any], now: float) -> Decision:
+    """The decision by a limit with quotas per thread, each with its use, number and window."""
+    uses = []
+    for index, (used, limit, window) in enumerate(quotas):
+        until = None if window is None else utc(now // (window or 1) * (window or 1) + window)
+        uses.append(QuotaUse(f"quota_{index}", "t", used, used, limit, until, per_thread=True))
+    standing = replace(decision.standings[0], quotas=tuple(uses))
+    return replace(decision, standings=(standing,))
+
+
+def unanswered(name: str) -> Decision:
+    """A refusal, because the store could not be asked, with what the state counts."""
+    refused = blocked(1, 50, name)
+    standing = replace(refused.standings[0], scope="store", shared=True)
+    return replace(refused, standings=(standing,))
+
+
 MAKE = {"allowed": allowed, "blocked": blocked, "would_block": would_block}
 
 
@@ -629,12 +974,21 @@ def moments(
                 clock.now += seconds
             case ("refund", (str(agent), str(thread)), str(limit), int(amount)):
                 table.refund(agent, thread, limit, amount)
+                model.pass_windows(clock.now, [(agent, thread)])
                 model.refund((agent, thread), limit, amount)
                 if (agent, thread) in model.entries:
                     # Whether a refund counts as activity is the table's to say.
                     entry = model.entries[agent, thread]
                     assert table._threads[agent, thread].last_decision in {entry.last, clock.now}
                     entry.last = table._threads[agent, thread].last_decision
+            case ("quotas", (str(agent), str(thread)), str(limit), (int(used), number), [*quotas]):
+                decision = allowed(used, number if isinstance(number, int) else None, limit)
+                decision = by_quotas(decision, quotas, clock.now)
+                table.record(agent, thread, [decision])
+                model.record((agent, thread), decision, clock.now)
+            case ("outage", (str(agent), str(thread)), str(limit)):
+                table.record(agent, thread, [unanswered(limit)])
+                model.record((agent, thread), unanswered(limit), clock.now)
             case (outcome, (str(agent), str(thread)), str(limit), (int(used), threshold)):
                 make = MAKE[str(outcome)]
                 decision = make(used, threshold if isinstance(threshold, int) else None, limit)
@@ -660,7 +1014,9 @@ def test_the_table_is_what_a_recount_gives(
     )
     for snapshot in moments(table, model, clock, steps):
         order = model.order()
-        assert [(use.agent, use.thread) for use in snapshot.threads] == order[:exported]
+        keys = [(use.agent, use.thread) for use in snapshot.threads]
+        assert [model.rank(key) for key in keys] == [model.rank(key) for key in order[:exported]]
+        assert len(set(keys)) == len(keys)
         for use in snapshot.threads:
             entry = model.entries[use.agent, use.thread]
             assert (use.limits, use.last_decision) == (entry.limits, entry.last)

@@ -1,13 +1,14 @@
 """The span of a judged call: when there is one, what it says, and what it costs otherwise."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry import baggage, trace
+from opentelemetry.context import Context, attach, detach
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import (
@@ -33,8 +34,10 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     __version__,
 )
-from langchain_quota.engine import Used, judge
-from langchain_quota.limits import Limit
+from langchain_quota.engine import Outage, Used, judge, plan
+from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
+from langchain_quota.reservation import admit
+from langchain_quota.telemetry import _RecentTasks
 from langchain_quota.telemetry.tracing import LazyAttributes, Tracing
 from tests.conftest import Signals
 
@@ -434,3 +437,279 @@ def test_a_tool_name_that_is_no_string(tool: Any, signals: Signals) -> None:
     (span,) = signals.spans()
     assert span.name == "check_quota tool _other"
     assert attributes(span)["gen_ai.tool.name"] == "_other"
+
+
+MIDNIGHT = datetime(2026, 3, 1, tzinfo=UTC)
+DAILY = QuotaTerms("user_id", 5, "ada@example.org", "user", MIDNIGHT)
+ALL = QuotaTerms("global", 100, "", "all")
+
+
+def stored(
+    *limits: tuple[ToolCallLimit, Sequence[QuotaTerms]],
+    used: int = 0,
+    mirror: Used | None = None,
+    outage: Outage | None = None,
+) -> Sequence[Decision]:
+    """What is decided about a call whose quotas a store has counted up to so much."""
+    terms = [Terms.of(limit, thread_key="t1", quotas=tuple(quotas)) for limit, quotas in limits]
+    batch = [Call("tool", "search", "a", agent="boss", thread_id="t1")]
+    asked = plan(terms, {"search": mirror or Used()}, batch, outage=outage)
+    slots = asked.reservation.slots
+    counts = [slot.used if slot.key is None else used for slot in slots]
+    return asked.verdict(admit(asked.reservation, counts)).decisions
+
+
+def with_quotas(*quotas: QuotaTerms, **options: Any) -> tuple[ToolCallLimit, Sequence[QuotaTerms]]:
+    own = [Quota(each.limit, per=each.scope) for each in quotas]
+    return ToolCallLimit("search", quotas=own, **options), quotas
+
+
+def test_quotas_are_told_by_scope(signals: Signals) -> None:
+    """Each quota of the leading limit has its use and number; no subject is an attribute."""
+    signals.telemetry.emit(stored(with_quotas(DAILY, ALL, thread_limit=20), used=3), started=5)
+    found = attributes(signals.spans()[0])
+    assert {
+        key: value for key, value in found.items() if key.endswith((".used", ".limit", ".scope"))
+    } == {
+        "langchain_quota.limit": "tool:search",
+        "langchain_quota.scope": "none",
+        "langchain_quota.thread.used": 4,
+        "langchain_quota.thread.limit": 20,
+        "langchain_quota.run.used": 1,
+        "langchain_quota.user_id.used": 4,
+        "langchain_quota.user_id.limit": 5,
+        "langchain_quota.global.used": 4,
+        "langchain_quota.global.limit": 100,
+    }
+    assert "langchain_quota.resets_at" not in found
+    assert not any("ada" in str(value) for value in found.values())
+
+
+def test_a_quota_per_thread_is_told_like_a_thread_limit(signals: Signals) -> None:
+    """The thread's use is the store's, and its limit the quota's."""
+    quota = QuotaTerms("thread", 10, "t1", "t1", per_thread=True)
+    signals.telemetry.emit(stored(with_quotas(quota), used=6, mirror=Used(1)), started=5)
+    found = attributes(signals.spans()[0])
+    assert found["langchain_quota.thread.used"] == 7
+    assert found["langchain_quota.thread.limit"] == 10
+
+
+def test_a_refusal_tells_when_the_window_ends(signals: Signals) -> None:
+    """A refused call says by which quota, and from when on it could be admitted."""
+    signals.telemetry.emit(stored(with_quotas(DAILY), used=5), started=5)
+    found = attributes(signals.spans()[0])
+    assert found["langchain_quota.scope"] == "user_id"
+    assert found["langchain_quota.user_id.used"] == 5
+    assert found["langchain_quota.resets_at"] == "2026-03-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        [with_quotas(QuotaTerms("global", 5, "", "all"))],
+        [with_quotas(DAILY, name="daily"), with_quotas(QuotaTerms("global", 5, "", "all"))],
+        [with_quotas(DAILY, enforce=False)],
+    ],
+    ids=["no window", "one without a window", "on trial"],
+)
+def test_no_window_no_time(
+    limits: list[tuple[ToolCallLimit, Sequence[QuotaTerms]]], signals: Signals
+) -> None:
+    """Where no window's end lets the call through, or it runs, there is no time to wait for."""
+    signals.telemetry.emit(stored(*limits, used=5), started=5)
+    found = attributes(signals.spans()[0])
+    assert found["langchain_quota.scope"] in {"global", "user_id"}
+    assert "langchain_quota.resets_at" not in found
+
+
+def test_a_refusal_without_the_store(signals: Signals) -> None:
+    """Its scope is `store`, and what only the store knows is not told; the run's use is."""
+    limit = with_quotas(DAILY, thread_limit=20, run_limit=9)
+    decisions = stored(limit, mirror=Used(3, 2), outage="deny")
+    signals.telemetry.emit(decisions, started=5)
+    found = attributes(signals.spans()[0])
+    assert found["langchain_quota.decision"] == "blocked"
+    assert found["langchain_quota.scope"] == "store"
+    assert {key for key in found if key.endswith(".used")} == {"langchain_quota.run.used"}
+    assert found["langchain_quota.run.used"] == 2
+    assert found["langchain_quota.thread.limit"] == 20
+    assert "langchain_quota.resets_at" not in found
+
+
+def test_a_sampler_sees_quotas() -> None:
+    """The attributes of quotas are there when the sampler decides, and are built once."""
+    seen: list[dict[str, Any]] = []
+
+    class Looking(KeepBlocked):
+        def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
+            seen.append(dict(kwargs.get("attributes") or args[4]))
+            return super().should_sample(*args, **kwargs)
+
+    exported = Exported(Looking())
+    exported.telemetry().emit(stored(with_quotas(DAILY), used=5), started=5)
+    assert seen[0]["langchain_quota.user_id.limit"] == 5
+    assert seen[0]["langchain_quota.resets_at"] == "2026-03-01T00:00:00+00:00"
+    assert len(exported.spans) == 1
+
+
+def span_of(carrier: Mapping[str, str] | None) -> tuple[str, str]:
+    """The ids of trace and span that a carrier names."""
+    assert carrier is not None
+    _, trace_id, span_id, _ = carrier["traceparent"].split("-")
+    return trace_id, span_id
+
+
+def ids(span: ReadableSpan) -> tuple[str, str]:
+    link = link_to(span)
+    return link["trace_id"], link["span_id"]
+
+
+def test_a_batch_without_an_active_span_is_one_trace(signals: Signals) -> None:
+    """The first span of the first batch is the parent of its others, and is told."""
+    emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"] * 3), started=5)
+    first, *later = signals.spans()
+    assert first.parent is None
+    assert [span.parent and span.parent.span_id for span in later] == [first.context.span_id] * 2
+    assert span_of(emitted.trace) == ids(first)
+
+
+def test_a_later_step_is_in_the_trace_that_it_is_given(signals: Signals) -> None:
+    """What an earlier step told makes the later one's spans its children, and is told on."""
+    given = {"traceparent": f"00-{5:032x}-{7:016x}-01"}
+    emitted = signals.telemetry.emit(
+        decide(LIMIT, tools=["search", "search"]), started=5, trace=given
+    )
+    for span in signals.spans():
+        assert span.parent is not None
+        assert (span.parent.trace_id, span.parent.span_id, span.parent.is_remote) == (5, 7, True)
+    assert len(signals.spans()) == 2
+    assert emitted.trace == given
+
+
+def test_an_active_span_goes_before_a_given_trace(signals: Signals) -> None:
+    """Below an active span nothing is begun, and what is given is told on untouched."""
+    given = {"traceparent": f"00-{5:032x}-{7:016x}-01"}
+    with signals.provider.get_tracer("app").start_as_current_span("request") as request:
+        told = [
+            signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=each).trace
+            for each in (None, given)
+        ]
+    assert told == [None, given]
+    own = request.get_span_context()
+    parents = [span.parent for span in signals.spans() if span.name != "request"]
+    assert [parent and parent.span_id for parent in parents] == [own.span_id] * 2
+
+
+@pytest.mark.parametrize(
+    ("provider", "spans"),
+    [(trace.NoOpTracerProvider(), "all"), (None, "all"), (TracerProvider(), "off")],
+    ids=["no SDK", "no global provider", "off"],
+)
+def test_without_spans_no_trace_begins(provider: trace.TracerProvider | None, spans: Any) -> None:
+    """Where no span is made there is no trace to tell."""
+    telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider, spans=spans)
+    emitted = telemetry.emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    assert emitted.is_new
+    assert emitted.trace is None
+
+
+def test_a_trace_begins_with_the_first_span() -> None:
+    """With `refused` the first refusal begins it, not an earlier call that was allowed."""
+    exported = Exported()
+    telemetry = exported.telemetry(spans="refused")
+    assert telemetry.emit(decide(LIMIT, tools=["search"]), started=5).trace is None
+    emitted = telemetry.emit(decide(LIMIT, tools=["search", "search", "search"]), started=5)
+    first, second = exported.spans
+    assert span_of(emitted.trace) == ids(first)
+    assert second.parent is not None
+    assert second.parent.span_id == first.context.span_id
+
+
+def test_an_unsampled_trace_is_told() -> None:
+    """Later steps are to know that the run is not sampled."""
+    exported = Exported(ALWAYS_OFF)
+    emitted = exported.telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    assert emitted.trace is not None
+    flags = int(emitted.trace["traceparent"].rsplit("-", 1)[1], 16)
+    assert not flags & trace.TraceFlags.SAMPLED
+
+
+class Stating(KeepBlocked):
+    """Keeps everything, and notes so in the trace's state."""
+
+    def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
+        state = TraceState([("vendor", "kept")])
+        return SamplingResult(Sampling.RECORD_AND_SAMPLE, trace_state=state)
+
+
+def test_the_state_of_a_trace_is_told() -> None:
+    """What a vendor's sampler notes in the trace reaches later steps."""
+    emitted = Exported(Stating()).telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    assert emitted.trace is not None
+    assert emitted.trace["tracestate"] == "vendor=kept"
+    later = Exported()
+    later.telemetry().emit(decide(LIMIT, tools=["search"]), started=5, trace=emitted.trace)
+    (span,) = later.spans
+    assert dict(span.context.trace_state) == {"vendor": "kept"}
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"traceparent": "nonsense"}, {"traceparent": 5}, {"other": "x"}, "nonsense", [1]]
+)
+def test_a_damaged_trace_costs_no_span(damaged: Any, signals: Signals) -> None:
+    """A state that somebody else wrote to makes spans of no trace, and raises nothing."""
+    emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=damaged)
+    assert emitted.is_new
+    (span,) = signals.spans()
+    assert span.parent is None
+
+
+class Baggage(SpanProcessor):
+    """Notes the baggage with which each span starts."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, object]] = []
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self.seen.append(dict(baggage.get_all(parent_context)))
+
+
+def test_baggage_reaches_every_span(signals: Signals) -> None:
+    """The caller's baggage is there for later spans of a run's own trace as for its first."""
+    noting = Baggage()
+    signals.provider.add_span_processor(noting)
+    token = attach(baggage.set_baggage("tenant", "acme"))
+    try:
+        signals.telemetry.emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    finally:
+        detach(token)
+    assert noting.seen == [{"tenant": "acme"}] * 2
+
+
+def test_a_task_that_runs_again_keeps_the_trace_that_it_began(signals: Signals) -> None:
+    """Its state knows nothing of the trace: it is told again, and other decisions join it."""
+    allowed, blocked = decide(LIMIT, tools=["search", "search"])
+    first = signals.telemetry.emit([allowed], started=5, task_id="task")
+    again = signals.telemetry.emit([allowed], started=5, task_id="task")
+    assert not again.is_new
+    assert again.trace == first.trace is not None
+    otherwise = signals.telemetry.emit([blocked], started=5, task_id="task")
+    assert otherwise.trace == first.trace
+    begun, joined = signals.spans()
+    assert joined.parent is not None
+    assert joined.parent.span_id == begun.context.span_id
+    other = signals.telemetry.emit([allowed], started=5, task_id="another")
+    assert other.trace != first.trace
+
+
+def test_the_memory_of_traces_is_bounded() -> None:
+    """With the oldest task the trace that it began is forgotten."""
+    tasks = _RecentTasks()
+    for number in range(_RecentTasks.MOST + 1):
+        tasks.seen(str(number))
+        tasks.begin(str(number), {"traceparent": str(number)})
+    assert len(tasks._traces) == _RecentTasks.MOST
+    assert tasks.begun("0") is None
+    assert tasks.begun("1") == {"traceparent": "1"}
+    tasks.begin(None, {"traceparent": "x"})
+    assert tasks.begun(None) is None

@@ -1,4 +1,4 @@
-"""The command line: `langchain-quota demo`."""
+"""The command line: `langchain-quota demo` and `langchain-quota quotas`."""
 
 import argparse
 import os
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return _demo(arguments)
+        return _COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -83,7 +83,32 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PROVIDER:NAME",
         help="a real chat model, such as openai:gpt-5.5, instead of the scripted one",
     )
+    _add_quotas(commands.add_parser("quotas", help="see what is used of shared quotas, reset it"))
     return parser
+
+
+def _add_quotas(quotas: argparse.ArgumentParser) -> None:
+    quotas.description = "Shows and resets the counts that agents share in Redis."
+    actions = quotas.add_subparsers(dest="action", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--redis",
+        metavar="URL",
+        help="the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)",
+    )
+    shared.add_argument("--prefix", help="the store's prefix, if it has one of its own")
+    shared.add_argument(
+        "--key",
+        dest="keys",
+        metavar="PATTERN",
+        action="extend",
+        nargs="+",
+        default=[],
+        help="only counts whose key matches, such as 'search:user_id:ada*' (default: all)",
+    )
+    actions.add_parser("show", parents=[shared], help="print what is used, of what, until when")
+    reset = actions.add_parser("reset", parents=[shared], help="set counts to 0")
+    reset.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -109,7 +134,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         missing = error.name or ""
         if missing.startswith("langchain_quota"):
             raise
-        return _failed(f'needs the package {missing}: pip install "langchain-quota[demo]"')
+        return _failed("demo", f'needs the package {missing}: pip install "langchain-quota[demo]"')
     options = demo.Options(
         threads=arguments.threads,
         seconds=arguments.seconds,
@@ -121,10 +146,34 @@ def _demo(arguments: argparse.Namespace) -> int:
     try:
         demo.run(options)
     except demo.DemoError as error:
-        return _failed(str(error))
+        return _failed("demo", str(error))
     return 0
 
 
-def _failed(reason: str) -> int:
-    print(f"langchain-quota demo: {reason}", file=sys.stderr)  # noqa: T201 - a command's output
+def _quotas(arguments: argparse.Namespace) -> int:
+    try:
+        from langchain_quota.cli import quotas  # noqa: PLC0415 - only this needs the extra
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing.startswith("langchain_quota"):
+            raise
+        return _failed(
+            "quotas", f'needs the package {missing}: pip install "langchain-quota[redis]"'
+        )
+    prefix = {} if arguments.prefix is None else {"prefix": arguments.prefix}
+    try:
+        if arguments.action == "show":
+            return quotas.show(quotas.Options(arguments.redis, keys=arguments.keys, **prefix))
+        return quotas.reset(
+            quotas.Options(arguments.redis, keys=arguments.keys, yes=arguments.yes, **prefix)
+        )
+    except quotas.QuotasError as error:
+        return _failed("quotas", str(error))
+
+
+_COMMANDS = {"demo": _demo, "quotas": _quotas}
+
+
+def _failed(command: str, reason: str) -> int:
+    print(f"langchain-quota {command}: {reason}", file=sys.stderr)  # noqa: T201 - a command's output
     return FAILED

@@ -1,28 +1,47 @@
-"""Limits whose numbers are functions of the agent's state and runtime."""
+"""The numbers and subjects of limits at one moment: some are functions of state and runtime."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from langchain_quota.limits import Limit, Terms
+from langchain_quota.limits import THREAD, Limit, QuotaTerms, Terms, checked_count, stored_as
+from langchain_quota.middleware.origin import Origin, origin
+from langchain_quota.middleware.subjects import checked_subject, subject_of
+from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry import Telemetry
 
 _ARGUMENTS = ("thread_limit", "run_limit")
 
+_Values = dict[tuple[str, int], Any]
+"""What the functions of a limit gave, by argument and, for quotas, the quota's index."""
+
 
 def terms_now(
-    limits: Sequence[Limit], state: Any, runtime: Any, telemetry: Telemetry
+    limits: Sequence[Limit],
+    state: Any,
+    runtime: Any,
+    telemetry: Telemetry,
+    *,
+    now: float | None = None,
 ) -> list[Terms]:
     """The terms of limits for this state and runtime.
 
+    Args:
+        limits: The limits.
+        state, runtime: The hook's.
+        telemetry: Counts what functions raise.
+        now: The time in seconds since the Unix epoch, if a store keeps counts.
+
     Raises:
         RuntimeError: A function is async; only the agent's async methods can wait for it.
+        TypeError, ValueError: A number or subject is missing or of the wrong type.
         Exception: Whatever a function raises; it is counted.
     """
     found = []
+    caller = origin(runtime, model_name=None)
     for limit in limits:
-        computed = {}
-        for argument, function in _functions(limit):
+        values: _Values = {}
+        for key, function in _functions(limit):
             try:
                 value = function(state, runtime)
             except Exception as error:
@@ -32,41 +51,94 @@ def terms_now(
                 value.close()
             if inspect.isawaitable(value):
                 raise RuntimeError(
-                    f"{argument} of limit {limit.name!r} is async: call the agent with ainvoke or "
+                    f"{key[0]} of limit {limit.name!r} is async: call the agent with ainvoke or "
                     "astream"
                 )
-            computed[argument] = value
-        found.append(Terms.of(limit, **computed))
+            values[key] = value
+        found.append(_terms(limit, values, runtime, caller, now))
     return found
 
 
 async def aterms_now(
-    limits: Sequence[Limit], state: Any, runtime: Any, telemetry: Telemetry
+    limits: Sequence[Limit],
+    state: Any,
+    runtime: Any,
+    telemetry: Telemetry,
+    *,
+    now: float | None = None,
 ) -> list[Terms]:
     """The terms of limits for this state and runtime; async functions are awaited.
 
+    Args:
+        limits: The limits.
+        state, runtime: The hook's.
+        telemetry: Counts what functions raise.
+        now: The time in seconds since the Unix epoch, if a store keeps counts.
+
     Raises:
+        TypeError, ValueError: A number or subject is missing or of the wrong type.
         Exception: Whatever a function raises; it is counted.
     """
     found = []
+    caller = origin(runtime, model_name=None)
     for limit in limits:
-        computed = {}
-        for argument, function in _functions(limit):
+        values: _Values = {}
+        for key, function in _functions(limit):
             try:
                 value = function(state, runtime)
-                computed[argument] = await value if inspect.isawaitable(value) else value
+                values[key] = await value if inspect.isawaitable(value) else value
             except Exception as error:
                 telemetry.failed("dynamic_limit", error)
                 raise
-        found.append(Terms.of(limit, **computed))
+        found.append(_terms(limit, values, runtime, caller, now))
     return found
 
 
 def _functions(
     limit: Limit,
-) -> list[tuple[str, Callable[[Any, Any], int | Awaitable[int | None] | None]]]:
-    return [
-        (argument, function)
-        for argument in _ARGUMENTS
-        if callable(function := getattr(limit, argument))
-    ]
+) -> Iterator[tuple[tuple[str, int], Callable[[Any, Any], Awaitable[Any] | Any]]]:
+    for argument in _ARGUMENTS:
+        if callable(function := getattr(limit, argument)):
+            yield (argument, 0), function
+    for index, quota in enumerate(limit.quotas):
+        if callable(quota.limit):
+            yield ("limit", index), quota.limit
+        if callable(quota.per):
+            yield ("per", index), quota.per
+
+
+def _terms(limit: Limit, values: _Values, runtime: Any, caller: Origin, now: float | None) -> Terms:
+    computed = {argument: values[argument, 0] for argument in _ARGUMENTS if (argument, 0) in values}
+    if now is None:
+        return Terms.of(limit, **computed)
+    counter = stored_as(limit)
+    thread = caller.run_thread_id
+    thread_key = None if thread is None else CountKey.at(counter, THREAD, str(thread), None, now)
+    quotas = []
+    for index, quota in enumerate(limit.quotas):
+        number = values.get(("limit", index), quota.limit)
+        if number is None:
+            continue
+        what = f"quota {quota.name!r} of limit {limit.name!r}"
+        if ("per", index) in values:
+            subject = checked_subject(what, values["per", index])
+        else:
+            subject = subject_of(what, str(quota.per), runtime, caller)
+        key = CountKey.at(counter, quota.dimension, subject, quota.window, now)
+        quotas.append(
+            QuotaTerms(
+                scope=quota.name,
+                limit=checked_count(f"limit of {what}", number),
+                subject=subject,
+                key=str(key),
+                resets_at=key.resets_at,
+                per_thread=quota.per == THREAD,
+                computed=callable(quota.limit),
+            )
+        )
+    return Terms.of(
+        limit,
+        thread_key=None if thread_key is None else str(thread_key),
+        quotas=tuple(quotas),
+        **computed,
+    )

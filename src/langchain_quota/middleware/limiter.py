@@ -126,14 +126,22 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         begun = _has_begun(state) and self.name not in known.get("begun_by", ())
         abandoned = known.get("abandoned") if begun else None
         dangling = dangling_calls(state)
+        owed = known.get("owed") or {}
         if dangling:
             repaired = answered_history(history, dangling, messages.ABANDONED)
             update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
             abandoned = _abandoned(dangling[-1], state)
         if abandoned is not None and self._held(abandoned):
-            counts = ToolCounts(thread_tools(state), {}, deepcopy(abandoned["charges"]))
+            counts = ToolCounts(
+                thread_tools(state),
+                {},
+                deepcopy(abandoned["charges"]),
+                dict(abandoned.get("reserved") or {}),
+                dict(owed),
+            )
             self._telemetry.refund(_refunds(counts, abandoned, caller))
             update[THREAD_TOOLS] = counts.thread
+            owed = counts.owed
             abandoned = None
         if state.get("structured_response") is not None:
             # Older versions of LangChain keep that of an earlier turn.
@@ -147,6 +155,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             "limits": [*before.get("limits", ()), *own],
             "model_mode": self._checked_mode(before.get("model_mode")),
             "abandoned": abandoned,
+            "owed": owed,
         }
         return update
 
@@ -182,27 +191,32 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Make a ruling visible, and then let it take effect."""
         if ruling is None:
             return None
-        self._emit(ruling)
-        return self._effect(ruling)
+        return self._effect(self._emit(ruling))
 
     def _effect(self, ruling: Ruling) -> Update | None:
         if ruling.error is not None:
             raise ruling.error
         return ruling.update
 
-    def _emit(self, ruling: Ruling) -> None:
+    def _emit(self, ruling: Ruling) -> Ruling:
         """Make a ruling visible, unless it is that of a hook that runs again."""
-        is_new = self._telemetry.emit(
+        emitted = self._telemetry.emit(
             ruling.decisions,
             started=ruling.started,
             error=ruling.error,
             task_id=ruling.task_id,
+            trace=ruling.trace,
         )
-        if is_new:
+        if emitted.is_new:
             self._telemetry.refund(ruling.refunds)
+        return ruling.traced(emitted.trace)
+
+    def _counts_last(self, caller: Origin) -> bool:
+        """Whether the counts of threads outlive the run."""
+        return caller.remembers
 
     def _warn_if_forgetful(self, caller: Origin) -> None:
-        if self._warned or caller.remembers:
+        if self._warned or self._counts_last(caller):
             return
         for limit in self._limits:
             if limit.thread_limit is not None:
@@ -234,6 +248,7 @@ def _abandoned(dangling: DanglingCalls, state: Mapping[str, Any]) -> Abandoned:
     return Abandoned(
         calls=[[call["name"], str(call["id"]), asked[call["id"]]] for call in dangling.calls],
         charges=batch["charges"] if batch else {},
+        reserved=batch.get("reserved", {}) if batch else {},
         held_by=[
             name
             for name in ledger(state).get("limits", ())

@@ -19,8 +19,9 @@ from langchain_quota.engine import Used, charge
 from langchain_quota.limits import ModelCallLimit, Terms, check_choice
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.limiter import Limiter
+from langchain_quota.middleware.model_case import ModelCase
 from langchain_quota.middleware.origin import origin
-from langchain_quota.middleware.rulings import Update, rule_on_model
+from langchain_quota.middleware.rulings import Update
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,
@@ -156,11 +157,11 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        ruling, _ = rule_on_model(state, runtime, self._terms, charging=False)
-        update = self._conclude(ruling)
-        if update is None and ledger(state).get("model_counted"):
-            return {LEDGER: Ledger(model_counted=False)}
-        return update
+        case = ModelCase(state, runtime, self._terms, judge=self.name)
+        update = self._conclude(case.rule(case.plan.own_grant(), charging=False)) or {}
+        if "jump_to" not in update and ledger(state).get("model_counted"):
+            update[LEDGER] = {**update.get(LEDGER, {}), "model_counted": False}
+        return update or None
 
     def _counted(
         self, request: ModelRequest[ContextT], response: ModelResponse[ResponseT]

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
+from uuid import uuid4
 
 from langgraph.config import get_config
 
@@ -17,6 +19,8 @@ class Origin:
             agent's tool unless the agent is known to have a name of its own: without one it
             carries its parent's name and thread.
         task_id: The running task's id: the same when LangGraph runs the task again.
+        run_thread_id: The thread that the run belongs to, whichever agent in it this is.
+        checkpoint_ns: Where in the run's graphs the hook is.
         remembers: Whether the state outlives the run: the agent has a checkpointer, and is no
             sub-agent whose state begins anew at each call.
     """
@@ -24,7 +28,23 @@ class Origin:
     agent: str | None = None
     thread_id: object = None
     task_id: str | None = None
+    run_thread_id: object = None
+    checkpoint_ns: str = ""
     remembers: bool = True
+
+    def task(self, judge: str) -> str | None:
+        """Names this task of those that a middleware has to do in a task of the graph."""
+        return None if self.task_id is None else f"{self.task_id}/{judge}"
+
+    def step(self, middleware: str) -> str:
+        """Names what a middleware does in this task, and in no other; the same when it runs again.
+
+        Outside of a graph every call is a step of its own.
+        """
+        if self.task_id is None:
+            return uuid4().hex
+        parts = (str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
+        return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
 
 
 def origin(runtime: Any, *, model_name: str | None) -> Origin:
@@ -49,6 +69,8 @@ def origin(runtime: Any, *, model_name: str | None) -> Origin:
         agent,
         None if unnamed_inside else info.thread_id,
         info.task_id,
+        info.thread_id,
+        info.checkpoint_ns,
         # A namespace with a task id in it is that of one invocation.
         remembers=checkpointer is not None and not any(":" in each for each in enclosing),
     )

@@ -133,6 +133,10 @@ def _numbers(terms: Terms, used: Used) -> list[tuple[int, int]]:
         for scope in SCOPES
         if (limit := terms.threshold(scope)) is not None
     ]
+    # Where the store did not tell its counts there are none.
+    numbers += [
+        (count, quota.limit) for quota, count in zip(terms.quotas, used.quotas, strict=False)
+    ]
     return sorted(numbers, key=lambda number: number[1] - number[0])
 
 

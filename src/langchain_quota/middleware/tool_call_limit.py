@@ -10,7 +10,8 @@ from langgraph.typing import ContextT
 from langchain_quota.decision import Decision
 from langchain_quota.limits import Terms, ToolCallLimit, ToolExitBehavior, check_choice
 from langchain_quota.middleware.limiter import Limiter
-from langchain_quota.middleware.rulings import Ruling, Update, rule_on_tools
+from langchain_quota.middleware.rulings import Ruling, Update
+from langchain_quota.middleware.tool_case import tool_case
 from langchain_quota.state import ToolCallLimitState
 from langchain_quota.telemetry import Telemetry
 
@@ -118,10 +119,7 @@ class ToolCallLimitMiddleware(Limiter[ToolCallLimitState[ResponseT], ContextT, R
         return self._conclude(self._rule(state, runtime))
 
     def _rule(self, state: Mapping[str, Any], runtime: Any) -> Ruling | None:
-        return rule_on_tools(
-            state,
-            runtime,
-            self._terms,
-            every_call=False,
-            pending_error=self._on_pending == "raise",
-        )
+        case = tool_case(state, runtime, self._terms, judge=self.name, every_call=False)
+        if case is None:
+            return None
+        return case.rule(case.plan.own_grant(), pending_error=self._on_pending == "raise")

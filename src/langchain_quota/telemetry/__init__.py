@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from langchain_quota.decision import Call, Decision, Level, Outcome, Refund, Standing
-from langchain_quota.limits import Limit, Scope, check_choice, check_share
+from langchain_quota.limits import STORE, Limit, Scope, check_choice, check_share
 from langchain_quota.telemetry.labels import (
     OTHER,
     UNNAMED,
@@ -27,8 +27,9 @@ from langchain_quota.telemetry.labels import (
     label,
 )
 from langchain_quota.telemetry.metrics import Exemplar, Metrics
+from langchain_quota.telemetry.subjects import SubjectTable
 from langchain_quota.telemetry.threads import ThreadTable
-from langchain_quota.telemetry.tracing import Spans, Tracing, active_exemplar
+from langchain_quota.telemetry.tracing import Spans, Tracing, exemplar
 
 __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label"]
 
@@ -49,13 +50,13 @@ class _Options:
 
 
 class _Errors:
-    """The one place where failures of telemetry end: counted, and logged once per kind."""
+    """The one place where failures end: counted, and logged once per kind if nobody says when."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._logged: set[tuple[str, str]] = set()
 
-    def failed(self, component: str, error: Exception) -> None:
+    def failed(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         error_type = label(type(error).__name__)
         # What hides thread ids must not have them logged.
         shown = None if component == "thread_label" else error
@@ -63,24 +64,31 @@ class _Errors:
         with suppress(Exception):
             self._metrics.errors.labels(component, error_type).inc()
         with suppress(Exception):
-            if (component, error_type) not in self._logged:
+            if log is None:
+                log = (component, error_type) not in self._logged
+                what = "further failures of this kind"
+            else:
+                what = "until it recovers, further failures"
+            if log:
                 self._logged.add((component, error_type))
                 logger.error(
-                    "%s of langchain-quota failed with %s; further failures of this kind are "
-                    "only counted in langchain_quota_errors_total",
+                    "%s of langchain-quota failed with %s; %s are only counted in "
+                    "langchain_quota_errors_total",
                     component,
                     error_type,
+                    what,
                     exc_info=shown,
                 )
 
 
 class _RecentTasks:
-    """The newest ids of tasks, to know a task that runs again."""
+    """The newest ids of tasks, to know a task that runs again, and the traces that they began."""
 
     MOST = 10_000
 
     def __init__(self) -> None:
         self._ids: OrderedDict[str, object] = OrderedDict()
+        self._traces: dict[str, Mapping[str, str]] = {}
         self._lock = Lock()
 
     def seen(self, task_id: str | None, what: object = None) -> bool:
@@ -92,8 +100,19 @@ class _RecentTasks:
                 return True
             self._ids[task_id] = what
             if len(self._ids) > self.MOST:
-                self._ids.popitem(last=False)
+                oldest, _ = self._ids.popitem(last=False)
+                self._traces.pop(oldest, None)
             return False
+
+    def begin(self, task_id: str | None, trace: Mapping[str, str]) -> None:
+        """Remember the trace that a task began: if it runs again, its state does not know it."""
+        with self._lock:
+            if task_id is not None and task_id in self._ids:
+                self._traces[task_id] = trace
+
+    def begun(self, task_id: str | None) -> Mapping[str, str] | None:
+        """The trace that a task began when it ran before."""
+        return None if task_id is None else self._traces.get(task_id)
 
 
 class _Signals:
@@ -104,13 +123,19 @@ class _Signals:
         self.metrics = Metrics(registry)
         self.errors = _Errors(self.metrics)
         self.tools = ToolLabels(options.max_tools)
+        ttl = options.thread_ttl.total_seconds()
+        self.subjects = SubjectTable(near=options.near, ttl=ttl)
         self.threads = ThreadTable(
             near=options.near,
             max_exported=options.max_exported_threads,
-            ttl=options.thread_ttl.total_seconds(),
-            on_error=lambda error: self.errors.failed("threads", error),
+            ttl=ttl,
+            subjects=self.subjects,
+            on_error=self._table_failed,
         )
         registry.register(self.threads)
+
+    def _table_failed(self, error: Exception) -> None:
+        self.errors.failed("threads", error)
 
 
 _signals: WeakKeyDictionary[CollectorRegistry, _Signals] = WeakKeyDictionary()
@@ -132,6 +157,19 @@ def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:
     return signals
 
 
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What became of decisions.
+
+    Attributes:
+        is_new: Whether they are new; not those of a re-run.
+        trace: The first span of the run, where there is no active one to be a child of.
+    """
+
+    is_new: bool
+    trace: Mapping[str, str] | None = None
+
+
 class Telemetry:
     """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
 
@@ -149,7 +187,8 @@ class Telemetry:
         max_exported_threads: The most threads that have series of their own, from 0 (none); the
             nearest to their limits come first, then the most recently refused, then the most
             recent.
-        thread_ttl: How long a thread without calls keeps its series.
+        thread_ttl: How long a thread without calls keeps its series, and a user or another subject
+            of a quota is counted.
         max_tools: The most tool names per agent that are labels, beside those that limits name;
             further ones are labelled `_other`.
 
@@ -215,7 +254,8 @@ class Telemetry:
         started: int,
         error: BaseException | None = None,
         task_id: str | None = None,
-    ) -> bool:
+        trace: Mapping[str, str] | None = None,
+    ) -> "Emitted":
         """Turn the decisions about a batch of one agent's calls into all signals.
 
         Args:
@@ -224,36 +264,45 @@ class Telemetry:
             error: The exception by which a refusal is about to reach the caller, if it is.
             task_id: The task that judged. One that is seen again is a re-run (a failed node
                 that was resumed): its decisions were emitted before.
-
-        Returns:
-            Whether the decisions are new: `False` for those of a re-run.
+            trace: What an earlier call for this run gave as its trace.
         """
         outcomes = [decision.outcome for decision in decisions]
+        trace = trace or self._reruns.begun(task_id)
         if not decisions or self._reruns.seen(task_id, outcomes):
-            return False
+            return Emitted(is_new=False, trace=trace)
         for captured in _captures.get():
             captured.extend(decisions)
         call = decisions[0].call
         signals = self._signals
         agent, thread = self._labels(call)
+        parent = None
+        with self._guarded("tracing"):
+            parent = self._tracing.parent(trace)
         for decision in decisions:
-            exemplar: Exemplar = None
+            shown: Exemplar = None
             tool = OTHER
             with self._guarded("metrics"):
                 tool = signals.tools.label(agent, decision.call.tool)
             with self._guarded("tracing"):
-                exemplar = self._tracing.record(
-                    decision, tool=tool, thread=thread, started=started, error=error
+                span = self._tracing.record(
+                    decision,
+                    tool=tool,
+                    thread=thread,
+                    started=started,
+                    error=error,
+                    parent=parent,
                 )
+                shown = exemplar(span)
+                if not trace and (trace := self._tracing.begun(span)):
+                    parent = self._tracing.parent(trace)
+                    self._reruns.begin(task_id, trace)
             with self._guarded("metrics"):
-                signals.metrics.record(decision, agent, tool, exemplar)
+                signals.metrics.record(decision, agent, tool, shown)
             self._log_refusals(decision, agent, thread)
             for standing in decision.standings:
                 self._watch_thresholds(standing, agent, thread)
-        if thread is not None:
-            with self._guarded("threads"):
-                signals.threads.record(agent, thread, decisions)
-        return True
+        self._remember(agent, thread, decisions)
+        return Emitted(is_new=True, trace=trace)
 
     def charge(self, call: Call, standing: Standing, *, task_id: str | None = None) -> None:
         """Make visible that a call which was let through before is charged now.
@@ -267,12 +316,9 @@ class Telemetry:
             return
         agent, thread = self._labels(call)
         with self._guarded("metrics"):
-            self._signals.metrics.charged(agent, standing, call.amount, active_exemplar())
+            self._signals.metrics.charged(agent, standing, call.amount, exemplar(None))
         self._watch_thresholds(standing, agent, thread)
-        if thread is not None:
-            with self._guarded("threads"):
-                charged = Decision(call, Outcome.ALLOWED, (standing,))
-                self._signals.threads.record(agent, thread, [charged])
+        self._remember(agent, thread, [Decision(call, Outcome.ALLOWED, (standing,))])
 
     def forget(self, agent: str | None, thread_id: object) -> None:
         """Forget what a thread has used: its series end until its next call."""
@@ -285,9 +331,44 @@ class Telemetry:
         """Itself: what it counts in is shared by all."""
         return self
 
-    def failed(self, component: str, error: Exception) -> None:
-        """Count a failure of what a user hung in, and log it once per kind."""
-        self._signals.errors.failed(component, error)
+    def failed(self, component: str, error: Exception, *, log: bool | None = None) -> None:
+        """Count a failure of what a user hung in, and log it.
+
+        Args:
+            component: What failed.
+            error: What it raised.
+            log: Whether it is logged now, for who tells when it has `recovered`; by default once
+                per kind.
+        """
+        self._signals.errors.failed(component, error, log=log)
+
+    def recovered(self, component: str) -> None:
+        """Log that what failed works again."""
+        with self._guarded("observer"):
+            # As loud as is needed to be seen where the failure was.
+            logger.warning("%s of langchain-quota works again", component)
+
+    def stored(self, operation: str, outcome: str, seconds: float) -> None:
+        """Time a request to the shared store.
+
+        Args:
+            operation: `"reserve"`, `"peek"` or `"reset"`.
+            outcome: `"ok"`, `"error"` or `"timeout"`.
+            seconds: How long it took.
+        """
+        with self._guarded("metrics"):
+            self._signals.metrics.stored(operation, outcome, seconds)
+
+    def fell_back(self, agent: str | None, action: str, calls: int) -> None:
+        """Count decisions that were taken without the shared store.
+
+        Args:
+            agent: The name of the agent, if it has one.
+            action: `"deny"` or `"allow"`.
+            calls: How many calls were judged.
+        """
+        with self._guarded("metrics"):
+            self._signals.metrics.fell_back(agent_label(agent), action, calls)
 
     def refund(self, refunds: Sequence[Refund]) -> None:
         """Take charges back from what was counted."""
@@ -299,6 +380,13 @@ class Telemetry:
             if thread is not None:
                 with self._guarded("threads"):
                     self._signals.threads.refund(agent, thread, refund.limit, call.amount)
+
+    def _remember(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
+        if thread is not None:
+            with self._guarded("threads"):
+                self._signals.threads.record(agent, thread, decisions)
+        with self._guarded("threads"):
+            self._signals.subjects.record(agent, decisions)
 
     def _labels(self, call: Call) -> tuple[str, str | None]:
         """The labels of the call's agent and, if there is one, thread."""
@@ -326,7 +414,15 @@ class Telemetry:
             if standing.scope is not None:
                 event = "refused" if standing.enforced else "would refuse"
                 with self._guarded("observer"):
-                    _log(logging.DEBUG, event, standing, standing.scope, (agent, thread))
+                    resets = standing.resets_at
+                    _log(
+                        logging.DEBUG,
+                        event,
+                        standing,
+                        standing.scope,
+                        (agent, thread),
+                        quota_resets_at=None if resets is None else resets.isoformat(),
+                    )
 
     def _watch_thresholds(self, standing: Standing, agent: str, thread: str | None) -> None:
         for scope in standing.scopes:
@@ -367,26 +463,33 @@ def capturing(decisions: list[Decision]) -> Iterator[None]:
 
 
 def _log(
-    severity: int, event: str, standing: Standing, scope: Scope, where: tuple[str, str | None]
+    severity: int,
+    event: str,
+    standing: Standing,
+    scope: Scope,
+    where: tuple[str, str | None],
+    **more: str | None,
 ) -> None:
     agent, thread = where
+    # Where the store could not be asked there is no count.
+    used = None if scope == STORE else standing.used(scope)
+    threshold = standing.threshold(scope)
     logger.log(
         severity,
-        "limit %r %s: agent %r, thread %r, %s %d of %s",
+        "limit %r %s: agent %r, thread %r, %s",
         standing.limit,
         event,
         agent,
         thread,
-        scope,
-        standing.used(scope),
-        standing.threshold(scope),
+        "store unavailable" if scope == STORE else f"{scope} {used} of {threshold}",
         extra={
             "quota_event": str(event),
             "quota_limit": standing.limit,
             "quota_scope": scope,
             "quota_agent": agent,
             "quota_thread": thread,
-            "quota_used": standing.used(scope),
-            "quota_threshold": standing.threshold(scope),
+            "quota_used": used,
+            "quota_threshold": threshold,
+            **more,
         },
     )

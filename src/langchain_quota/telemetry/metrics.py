@@ -1,19 +1,25 @@
 """The Prometheus counters and gauges of decisions, made once per registry."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota._version import __version__
 from langchain_quota.decision import Decision, Level, Outcome, Standing
-from langchain_quota.limits import Scope
+from langchain_quota.limits import STORE, Scope
 from langchain_quota.telemetry.labels import NONE, label
 
 _REFUNDED = "refunded"
 
+STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+"""The bounds of `langchain_quota_store_seconds`, in seconds."""
+
+_STORE_OUTCOMES = ("ok", "error", "timeout")
+_FALLBACKS = ("deny", "allow")
+
 Exemplar = dict[str, str] | None
 
 
-_Configured = tuple[tuple[Scope, int | None], ...]
-"""The limit of each scope; `None` for one that is computed."""
+_Configured = tuple[bool, tuple[tuple[Scope, int | None], ...]]
+"""Whether a store keeps a count; the limit of each scope, `None` for one that is computed."""
 
 
 class _LimitSeries:
@@ -29,9 +35,11 @@ class _LimitSeries:
         self.refunded = decisions(NONE, _REFUNDED)
         self.refusals: dict[tuple[str, Outcome], Counter] = {}
         self.crossings: dict[tuple[str, Level], Counter] = {}
-        for scope in standing.scopes:
+        # A store that cannot be asked refuses, too, but is no limit to come near to.
+        for scope in (*standing.scopes, *((STORE,) if standing.shared else ())):
             for outcome in (Outcome.BLOCKED, Outcome.WOULD_BLOCK):
                 self.refusals[scope, outcome] = decisions(scope, outcome)
+        for scope in standing.scopes:
             labels = (agent, limit, scope)
             self.crossings[scope, Level.NEAR] = metrics.near.labels(*labels)
             self.crossings[scope, Level.EXHAUSTED] = metrics.exhausted.labels(*labels)
@@ -81,6 +89,19 @@ class Metrics:
             ["component", "error_type"],
             registry=registry,
         )
+        self.store_seconds = Histogram(
+            "langchain_quota_store_seconds",
+            "How long the shared store took.",
+            ["operation", "outcome"],
+            registry=registry,
+            buckets=STORE_BUCKETS,
+        )
+        self.store_fallbacks = Counter(
+            "langchain_quota_store_fallbacks",
+            "Decisions taken without the shared store.",
+            ["agent", "action"],
+            registry=registry,
+        )
         build_info = Gauge(
             "langchain_quota_build_info",
             "1, with the version of langchain-quota.",
@@ -91,6 +112,7 @@ class Metrics:
         build_info.labels(__version__).set(1)
         self._calls: dict[tuple[str, str, str], dict[Outcome, Counter]] = {}
         self._limits: dict[tuple[str, str], tuple[_Configured, _LimitSeries]] = {}
+        self._store_seconds: dict[str, dict[str, Histogram]] = {}
 
     def record(self, decision: Decision, agent: str, tool: str, exemplar: Exemplar) -> None:
         """Count a decision for the call and for each limit that matches it."""
@@ -126,18 +148,32 @@ class Metrics:
         }
         charges[_REFUNDED].inc(amount)
 
+    def stored(self, operation: str, outcome: str, seconds: float) -> None:
+        """Time a request to the shared store."""
+        times = self._store_seconds.get(operation)
+        if times is None:
+            times = {each: self.store_seconds.labels(operation, each) for each in _STORE_OUTCOMES}
+            self._store_seconds[operation] = times
+        times[outcome].observe(seconds)
+
+    def fell_back(self, agent: str, action: str, calls: int) -> None:
+        """Count decisions that were taken without the shared store."""
+        fallbacks = {each: self.store_fallbacks.labels(agent, each) for each in _FALLBACKS}
+        fallbacks[action].inc(calls)
+
     def _series(self, agent: str, standing: Standing) -> _LimitSeries:
         """The series of a limit, created at first touch."""
-        configured = tuple(
+        thresholds = tuple(
             (scope, None if scope in standing.computed else standing.threshold(scope))
             for scope in standing.scopes
         )
+        configured = (standing.shared, thresholds)
         key = (agent, standing.limit)
         known, series = self._limits.get(key, (None, None))
         if series is None or known != configured:
             series = _LimitSeries(self, agent, standing)
             self._limits[key] = (configured, series)
-            for scope, limit in configured:
+            for scope, limit in thresholds:
                 if limit is not None:
                     self.limit.labels(agent, label(standing.limit), scope).set(limit)
         return series

@@ -11,8 +11,11 @@ from threading import Lock
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.decision import Decision, Level, level
+from langchain_quota.decision import Decision, Level, Standing, level
+from langchain_quota.limits import STORE, THREAD
 from langchain_quota.telemetry.labels import label
+from langchain_quota.telemetry.subjects import Series, SubjectTable
+from langchain_quota.telemetry.windows import Windows
 
 MAX_TRACKED = 100_000
 """The most threads that a table remembers; beyond it the longest idle is forgotten."""
@@ -20,6 +23,21 @@ MAX_TRACKED = 100_000
 _EXPIRED_PER_UPDATE = 2
 _EXPIRED_PER_SCRAPE_STEP = 50
 _SEVERITY = {Level.OK: 0, Level.NEAR: 1, Level.EXHAUSTED: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaCount:
+    """What a thread has used of a quota per thread, in calls; `limit` is from 1."""
+
+    used: int
+    limit: int
+    resets_at: float | None = None
+    """When its window ends, in seconds since the Unix epoch."""
+
+    def at(self, now: float) -> "QuotaCount":
+        """As it stands then: nothing is known to be used of a new window."""
+        passed = self.resets_at is not None and self.resets_at <= now
+        return QuotaCount(0, self.limit) if passed else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +49,44 @@ class LimitUse:
     blocked: int = 0
     near: float = 1.0
     enforced: bool = True
+    quotas: tuple[QuotaCount, ...] = ()
+
+    @property
+    def shown(self) -> tuple[int, int] | None:
+        """What is used of how much, where the share is highest; `None` if nothing is limited."""
+        own = (self.used, self.limit) if self.limit else None
+        if not self.quotas:
+            return own
+        counts = [(each.used, each.limit) for each in self.quotas]
+        return max([own, *counts] if own else counts, key=lambda count: count[0] / count[1])
 
     @property
     def rated(self) -> bool:
         """Whether the limit says how much of its quota the thread has used."""
-        return self.limit is not None and self.enforced
+        return self.enforced and self.shown is not None
 
     @property
     def share(self) -> float:
         """The used share of the thread limit, from 0."""
-        return self.used / self.limit if self.limit and self.enforced else 0.0
+        shown = self.shown if self.enforced else None
+        return shown[0] / shown[1] if shown else 0.0
 
     @property
     def level(self) -> Level:
         """How much of the thread limit is used."""
-        if self.limit is None or not self.enforced:
-            return Level.OK
-        return level(self.used, self.limit, self.near)
+        shown = self.shown if self.enforced else None
+        return level(*shown, self.near) if shown else Level.OK
+
+    def at(self, now: float) -> "LimitUse":
+        """As it stands then."""
+        if not self.quotas:
+            return self
+        return replace(self, quotas=tuple(each.at(now) for each in self.quotas))
+
+    def less(self, amount: int) -> "LimitUse":
+        """With a charge taken back."""
+        quotas = (replace(each, used=max(0, each.used - amount)) for each in self.quotas)
+        return replace(self, used=max(0, self.used - amount), quotas=tuple(quotas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +99,16 @@ class ThreadUse:
     level: Level
     share: float
     last_decision: float
+
+    @property
+    def ends(self) -> set[float]:
+        """When windows end."""
+        return {
+            quota.resets_at
+            for use in self.limits.values()
+            for quota in use.quotas
+            if quota.resets_at is not None
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +128,8 @@ class ThreadTable(Collector):
         max_exported: The most threads that a scrape exports.
         ttl: How long, in seconds, a thread without decisions is remembered.
         on_error: Told of an entry that could not be rendered.
+        max_tracked: The most threads that are remembered.
+        subjects: Those that are no threads; both are counted in one family.
         clock: The time in seconds since the Unix epoch.
     """
 
@@ -90,6 +141,7 @@ class ThreadTable(Collector):
         ttl: float,
         on_error: Callable[[Exception], None],
         max_tracked: int = MAX_TRACKED,
+        subjects: SubjectTable | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._near = near
@@ -97,6 +149,7 @@ class ThreadTable(Collector):
         self._max_tracked = max_tracked
         self._ttl = ttl
         self._on_error = on_error
+        self._others = subjects
         self._clock = clock
         self._lock = Lock()
         self._threads: OrderedDict[tuple[str, str], ThreadUse] = OrderedDict()
@@ -107,6 +160,7 @@ class ThreadTable(Collector):
             Level.NEAR: {},
             Level.EXHAUSTED: OrderedDict(),
         }
+        self._windows: Windows[tuple[str, str]] = Windows()
         self._subjects: dict[tuple[str, str], dict[Level, int]] = {}
 
     def record(self, agent: str, thread: str, decisions: Iterable[Decision]) -> None:
@@ -114,21 +168,13 @@ class ThreadTable(Collector):
         now = self._clock()
         key = (agent, thread)
         with self._lock:
-            old = self._threads.get(key)
+            old = self._current(key, now)
             limits = dict(old.limits) if old else {}
             refused = False
             for decision in decisions:
                 for standing in decision.standings:
-                    known = limits.get(standing.limit)
-                    blocked = standing.refused and standing.enforced
-                    refused = refused or blocked
-                    limits[standing.limit] = LimitUse(
-                        standing.thread_count,
-                        standing.thread_limit or None,
-                        (known.blocked if known else 0) + blocked,
-                        self._near if standing.near is None else standing.near,
-                        standing.enforced,
-                    )
+                    refused = refused or (standing.refused and standing.enforced)
+                    limits[standing.limit] = self._use(standing, limits.get(standing.limit))
             self._put(key, limits, now, refused=refused)
             self._expire(now, _EXPIRED_PER_UPDATE)
             if len(self._threads) > self._max_tracked:
@@ -136,14 +182,14 @@ class ThreadTable(Collector):
 
     def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
         """Take a charge back from what a thread has used of a limit."""
+        now = self._clock()
         key = (agent, thread)
         with self._lock:
-            old = self._threads.get(key)
+            old = self._current(key, now)
             if old is None or limit not in old.limits:
                 return
-            use = old.limits[limit]
-            limits = {**old.limits, limit: replace(use, used=max(0, use.used - amount))}
-            self._put(key, limits, self._clock(), refused=False)
+            limits = {**old.limits, limit: old.limits[limit].less(amount)}
+            self._put(key, limits, now, refused=False)
 
     def forget(self, agent: str, thread: str) -> None:
         """Forget a thread, if it is tracked."""
@@ -184,18 +230,90 @@ class ThreadTable(Collector):
                 continue
             for name, labels, value in samples:
                 families[name].add_metric(labels, value)
-        for (agent, limit), counts in snapshot.subjects.items():
+        for (agent, limit, scope), counts in self._subject_counts(snapshot).items():
             for each, count in counts.items():
-                families[_SUBJECTS].add_metric([agent, label(limit), "thread", each], count)
+                families[_SUBJECTS].add_metric([agent, label(limit), scope, each], count)
         for each, count in snapshot.hidden.items():
             families[_HIDDEN].add_metric([each], count)
         return iter(families.values())
 
+    def _subject_counts(self, snapshot: Snapshot) -> dict[Series, dict[Level, int]]:
+        threads = {
+            Series(agent, limit, THREAD): counts
+            for (agent, limit), counts in snapshot.subjects.items()
+        }
+        if self._others is None:
+            return threads
+        try:
+            return threads | self._others.counts()
+        except Exception as error:  # noqa: BLE001 - the threads are told all the same
+            self._on_error(error)
+            return threads
+
+    def _current(self, key: tuple[str, str], now: float) -> ThreadUse | None:
+        """A thread as it stands now."""
+        use = self._threads.get(key)
+        if use is not None and any(end <= now for end in use.ends):
+            self._lapse(key, now)
+        return self._threads.get(key)
+
+    def _use(self, standing: Standing, known: LimitUse | None) -> LimitUse:
+        """What a thread has used of a limit after a decision."""
+        blocked = (known.blocked if known else 0) + (standing.refused and standing.enforced)
+        near = self._near if standing.near is None else standing.near
+        if _is_unknown(standing):
+            return replace(
+                known or LimitUse(0, None), blocked=blocked, near=near, enforced=standing.enforced
+            )
+        return LimitUse(
+            standing.thread_count,
+            standing.thread_limit or None,
+            blocked,
+            near,
+            standing.enforced,
+            tuple(
+                QuotaCount(
+                    quota.before if standing.deferred else quota.used,
+                    quota.limit,
+                    None if quota.resets_at is None else quota.resets_at.timestamp(),
+                )
+                for quota in standing.quotas
+                if quota.per_thread and quota.limit
+            ),
+        )
+
     def _put(
         self, key: tuple[str, str], limits: Mapping[str, LimitUse], now: float, *, refused: bool
     ) -> None:
+        """Take in what a thread has used now: it is the most recent."""
         old = self._threads.get(key)
-        self._count(key[0], old, -1)
+        use = self._replace(key, limits, now, last_decision=now)
+        self._threads.move_to_end(key)
+        group = self._by_level[use.level]
+        stays = old is not None and old.level is use.level
+        keeps_place = use.level is Level.EXHAUSTED and stays and not refused
+        if isinstance(group, OrderedDict) and not keeps_place:
+            group.move_to_end(key)
+
+    def _lapse(self, key: tuple[str, str], now: float) -> None:
+        """Take in that a window of a thread has passed, which is no decision."""
+        old = self._threads[key]
+        use = self._replace(key, old.limits, now, last_decision=old.last_decision)
+        group = self._by_level[use.level]
+        # Behind those that had a call at this level.
+        if isinstance(group, OrderedDict) and use.level is not old.level:
+            group.move_to_end(key, last=False)
+
+    def _replace(
+        self,
+        key: tuple[str, str],
+        limits: Mapping[str, LimitUse],
+        now: float,
+        *,
+        last_decision: float,
+    ) -> ThreadUse:
+        old = self._threads.get(key)
+        limits = {limit: each.at(now) for limit, each in limits.items()}
         use = ThreadUse(
             agent=key[0],
             thread=key[1],
@@ -206,39 +324,49 @@ class ThreadTable(Collector):
                 default=Level.OK,
             ),
             share=max((each.share for each in limits.values()), default=0.0),
-            last_decision=now,
+            last_decision=last_decision,
         )
+        self._count(key[0], old, -1)
         self._count(key[0], use, +1)
+        if old is not None:
+            self._windows.discard(key, old.ends)
+            if old.level is not use.level:
+                del self._by_level[old.level][key]
+        self._windows.add(key, use.ends)
+        self._by_level[use.level][key] = use
         self._threads[key] = use
-        self._threads.move_to_end(key)
-        if old is not None and old.level is not use.level:
-            del self._by_level[old.level][key]
-        group = self._by_level[use.level]
-        keeps_place = use.level is Level.EXHAUSTED and key in group and not refused
-        group[key] = use
-        if isinstance(group, OrderedDict) and not keeps_place:
-            group.move_to_end(key)
+        return use
 
     def _count(self, agent: str, use: ThreadUse | None, by: int) -> None:
         if use is None:
             return
         for limit, each in use.limits.items():
             if each.rated:
-                counts = self._subjects.setdefault((agent, limit), dict.fromkeys(Level, 0))
+                counts = self._subjects.get((agent, limit))
+                if counts is None:
+                    counts = self._subjects[agent, limit] = dict.fromkeys(Level, 0)
                 counts[each.level] += by
 
     def _forget(self, key: tuple[str, str]) -> None:
         use = self._threads.pop(key)
         del self._by_level[use.level][key]
+        self._windows.discard(key, use.ends)
         self._count(key[0], use, -1)
 
     def _expire(self, now: float, most: int) -> bool:
-        """Forget idle threads, at most so many; whether there may be more."""
+        """Forget idle threads and what passed windows held, at most so many.
+
+        Returns:
+            Whether there may be more.
+        """
         for _ in range(most):
-            key = next(iter(self._threads), None)
-            if key is None or now - self._threads[key].last_decision <= self._ttl:
+            idle = next(iter(self._threads), None)
+            if idle is not None and now - self._threads[idle].last_decision > self._ttl:
+                self._forget(idle)
+            elif (passed := self._windows.pop_passed(now)) is not None:
+                self._lapse(passed, now)
+            else:
                 return False
-            self._forget(key)
         return True
 
     def _expire_all(self) -> None:
@@ -269,7 +397,7 @@ def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
         ),
         GaugeMetricFamily(
             _SUBJECTS,
-            "Tracked threads by how much of a limit they have used.",
+            "Tracked threads, and subjects of quotas, by how much of a limit they have used.",
             labels=["agent", "limit", "scope", "state"],
         ),
         GaugeMetricFamily(_HIDDEN, "Tracked threads without series.", labels=["state"]),
@@ -280,11 +408,20 @@ def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
 def _samples(use: ThreadUse) -> Iterator[tuple[str, list[str], float]]:
     for limit, each in use.limits.items():
         labels = [use.agent, label(limit), use.thread]
-        if each.limit is not None:
-            yield _USED, labels, float(each.used)
-            yield _LIMIT, labels, float(each.limit)
+        if each.shown is not None:
+            used, of = each.shown
+            yield _USED, labels, float(used)
+            yield _LIMIT, labels, float(of)
         yield _BLOCKED, labels, float(each.blocked)
     yield _TIMESTAMP, [use.agent, use.thread], float(use.last_decision)
+
+
+def _is_unknown(standing: Standing) -> bool:
+    """Whether the thread's count is not known, because the shared store could not be asked."""
+    if standing.scope == STORE:
+        return True
+    # Let through in an outage: no quota has an answer, and the state keeps no count of its own.
+    return standing.shared and not standing.quotas and standing.thread_limit is None
 
 
 def _newest(group: dict[tuple[str, str], ThreadUse], most: int) -> list[ThreadUse]:

@@ -1,13 +1,17 @@
 """The OpenTelemetry span of a judged call."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from opentelemetry import trace
+from opentelemetry.context import Context, get_current
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota._version import __version__
 from langchain_quota.decision import Decision, Outcome
+from langchain_quota.limits import STORE
 from langchain_quota.telemetry.labels import label
 
 Spans = Literal["all", "refused", "off"]
@@ -30,12 +34,20 @@ THREAD_USED = "langchain_quota.thread.used"
 THREAD_LIMIT = "langchain_quota.thread.limit"
 RUN_USED = "langchain_quota.run.used"
 RUN_LIMIT = "langchain_quota.run.limit"
+QUOTA_USED = "langchain_quota.{scope}.used"
+QUOTA_LIMIT = "langchain_quota.{scope}.limit"
+RESETS_AT = "langchain_quota.resets_at"
 THREAD_LABEL = "langchain_quota.thread.id"
 
 MAX_DESCRIPTION = 256
 """The longest description of a span's status, in characters."""
 
 Attributes = dict[str, AttributeValue]
+
+Carrier = dict[str, str]
+"""A span as the W3C's trace context headers name it."""
+
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class LazyAttributes(Mapping[str, AttributeValue]):
@@ -80,7 +92,25 @@ class Tracing:
         self._spans = spans
         self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
 
-    def record(
+    def parent(self, carrier: Mapping[str, str] | None) -> Context | None:
+        """What the spans of a run are children of; `None` for the active span, if there is one.
+
+        Args:
+            carrier: The first span of the run, where there was no active one.
+        """
+        active = trace.get_current_span().get_span_context()
+        other = _span_of_openinference()
+        # It is further in than the active span of its trace.
+        if other is not None and active.trace_id in {
+            trace.INVALID_TRACE_ID,
+            other.get_span_context().trace_id,
+        }:
+            return trace.set_span_in_context(other)
+        if active.is_valid or not carrier:
+            return None
+        return _PROPAGATOR.extract(carrier, get_current())
+
+    def record(  # noqa: PLR0913 - keyword-only, all needed
         self,
         decision: Decision,
         *,
@@ -88,8 +118,9 @@ class Tracing:
         thread: str | None,
         started: int,
         error: BaseException | None,
-    ) -> dict[str, str] | None:
-        """Make the span, and return the exemplar of it, or of the active span if it has none.
+        parent: Context | None = None,
+    ) -> trace.Span | None:
+        """Make the span; `None` where the decision gets none.
 
         Args:
             decision: What was decided.
@@ -97,14 +128,16 @@ class Tracing:
             thread: The label of the thread, if there is one.
             started: When judging began, in nanoseconds since the Unix epoch.
             error: The exception by which the refusal reaches the caller, if it does.
+            parent: What it is a child of; `None` for the active span.
         """
         if not self._wanted(decision.outcome):
-            return active_exemplar()
+            return None
         kind = decision.call.kind
         raised = error if decision.outcome is Outcome.BLOCKED else None
         description = None if raised is None else _description(raised)
         span = self._tracer.start_span(
             f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
+            context=parent,
             kind=trace.SpanKind.INTERNAL,
             attributes=LazyAttributes(lambda: self._attributes(decision, tool, thread, raised)),
             start_time=started,
@@ -112,7 +145,16 @@ class Tracing:
         if raised is not None:
             span.set_status(trace.StatusCode.ERROR, description)
         span.end()
-        return _exemplar(span)
+        return span
+
+    def begun(self, span: trace.Span | None) -> Carrier | None:
+        """What later steps of a run are to be children of, if this span has no parent itself."""
+        if span is None or trace.get_current_span().get_span_context().is_valid:
+            return None
+        carrier: Carrier = {}
+        if _span_of_openinference() is None:
+            _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
+        return carrier or None
 
     def _wanted(self, outcome: Outcome) -> bool:
         return self._spans == "all" or (self._spans == "refused" and outcome is not Outcome.ALLOWED)
@@ -142,6 +184,14 @@ class Tracing:
                 RUN_USED: leading.run_used,
                 RUN_LIMIT: leading.run_limit,
             }
+            if leading.scope == STORE:
+                # What other runs have used is not known.
+                attributes[THREAD_USED] = None
+            for quota in leading.quotas:
+                attributes[QUOTA_USED.format(scope=quota.scope)] = quota.used
+                attributes[QUOTA_LIMIT.format(scope=quota.scope)] = quota.limit
+        if decision.resets_at is not None:
+            attributes[RESETS_AT] = decision.resets_at.isoformat()
         if raised is not None:
             attributes[ERROR_TYPE] = label(type(raised).__qualname__)
         return {key: value for key, value in attributes.items() if value is not None}
@@ -152,12 +202,23 @@ def _description(error: BaseException) -> str:
     return "".join(char for char in str(error) if char.isprintable())[:MAX_DESCRIPTION]
 
 
-def active_exemplar() -> dict[str, str] | None:
-    """The exemplar of the active span, if it is sampled."""
-    return _exemplar(trace.get_current_span())
+def _span_of_openinference() -> trace.Span | None:
+    """The span of OpenInference's LangChain instrumentation, which does not make it active."""
+    module: Any = sys.modules.get("openinference.instrumentation.langchain")
+    get_current_span = getattr(module, "get_current_span", None)
+    # Imported but not switched on, it would print at each call that it is not.
+    if (
+        not callable(get_current_span)
+        or not module.LangChainInstrumentor().is_instrumented_by_opentelemetry
+    ):
+        return None
+    span = get_current_span()
+    return span if isinstance(span, trace.Span) else None
 
 
-def _exemplar(span: trace.Span) -> dict[str, str] | None:
+def exemplar(span: trace.Span | None) -> dict[str, str] | None:
+    """The exemplar of a span, if it is sampled; without one, of the active span."""
+    span = trace.get_current_span() if span is None else span
     context = span.get_span_context()
     if not (context.is_valid and context.trace_flags.sampled):
         return None

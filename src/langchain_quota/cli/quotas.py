@@ -1,0 +1,147 @@
+"""What a store in Redis keeps: a table of it, and a way back to 0."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores import KeyUse
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.redis import PREFIX, RedisStore
+from langchain_quota.stores.redis_clients import URL_VARIABLE
+
+_PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
+_AT_ONCE = 500
+_TIMEOUT = 10.0
+_HEADINGS = ("counted", "per", "subject", "used", "of", "until")
+_DECLINED = 1
+
+
+class QuotasError(Exception):
+    """The command cannot do what was asked; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for; the fields are the command's options."""
+
+    redis: str | None = None
+    prefix: str = PREFIX
+    keys: Sequence[str] = ()
+    yes: bool = False
+
+
+def show(options: Options) -> int:
+    """Print what is kept.
+
+    Raises:
+        QuotasError: Redis cannot be asked.
+    """
+    found = _found(_store(options), options)
+    _print_table(found)
+    return 0
+
+
+def reset(options: Options) -> int:
+    """Print what is kept, ask, and set it to 0.
+
+    Raises:
+        QuotasError: Redis cannot be asked, or nobody can be asked whether to reset.
+    """
+    store = _store(options)
+    found = _found(store, options)
+    _print_table(found)
+    if not found:
+        return 0
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise QuotasError("reset asks first, and there is no terminal: pass --yes")
+        if not _agreed(f"Reset {len(found)} to 0? [y/N] "):
+            _say("nothing was reset")
+            return _DECLINED
+    try:
+        for first in range(0, len(found), _AT_ONCE):
+            store.reset([use.key for use in found[first : first + _AT_ONCE]])
+    except QuotaStoreError as error:
+        raise QuotasError(_line(error)) from error
+    _say(f"{len(found)} reset to 0")
+    return 0
+
+
+def _store(options: Options) -> RedisStore:
+    if options.redis is not None and _PASSWORD.search(options.redis):
+        raise QuotasError(
+            "--redis has a password, which others on this machine can see: set "
+            f"{URL_VARIABLE} instead"
+        )
+    try:
+        return RedisStore(options.redis, prefix=options.prefix, timeout=_TIMEOUT)
+    except ValueError as error:
+        raise QuotasError(_line(error)) from error
+
+
+def _found(store: RedisStore, options: Options) -> list[KeyUse]:
+    try:
+        uses = {use.key: use for each in options.keys or ("*",) for use in store.usages(each)}
+    except QuotaStoreError as error:
+        raise QuotasError(_line(error)) from error
+    return [uses[key] for key in sorted(uses)]
+
+
+def _print_table(uses: Sequence[KeyUse]) -> None:
+    if not uses:
+        _say("no counts")
+        return
+    rows = [_HEADINGS, *map(_row, uses)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if heading in {"used", "of"} else cell.ljust(width)
+            for heading, cell, width in zip(_HEADINGS, row, widths, strict=True)
+        ]
+        _say("  ".join(cells).rstrip())
+
+
+def _row(use: KeyUse) -> tuple[str, ...]:
+    try:
+        key = CountKey.parse(use.key)
+        names = (_escaped(key.counter), _escaped(key.dimension), repr(key.subject))
+    except ValueError:  # another program's key
+        names = (_escaped(use.key), "-", "-")
+    limit = "-" if use.limit is None else str(use.limit)
+    return (*names, str(use.used), limit, _until(use.expires_at))
+
+
+def _until(expires_at: float | None) -> str:
+    if expires_at is None:
+        return "reset"
+    try:
+        return f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError):
+        return "the end of time"
+
+
+def _escaped(text: str) -> str:
+    """A text that cannot forge a line, nor change how others are shown."""
+    return repr(text)[1:-1]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in {"y", "yes"}
+    except EOFError:
+        _say()
+        return False
+
+
+def _say(text: str = "") -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    # A terminal need not know the characters of all subjects.
+    shown = text.encode(encoding, "backslashreplace").decode(encoding)
+    print(shown, flush=True)  # noqa: T201 - a command's output

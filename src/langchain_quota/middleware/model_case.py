@@ -1,0 +1,116 @@
+"""The model call that is about to be made: from the state to what is decided and written."""
+
+import time
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+from langchain_core.messages import AIMessage
+
+from langchain_quota import messages
+from langchain_quota.decision import Call, Decision
+from langchain_quota.engine import Outage, Plan, Used, Verdict, plan, stops
+from langchain_quota.errors import ModelCallLimitExceededError
+from langchain_quota.limits import MODEL, Terms
+from langchain_quota.middleware.history import newest_name
+from langchain_quota.middleware.origin import origin
+from langchain_quota.middleware.rulings import Ruling, Update
+from langchain_quota.reservation import Grant, Settlement
+from langchain_quota.state import LEDGER, THREAD_MODEL, Ledger, ledger, run_model, thread_model
+
+
+class ModelCase:
+    """The model call that is about to be made.
+
+    Args:
+        state: The agent's state.
+        runtime: The hook's runtime.
+        terms: The limits for model calls.
+        judge: The name of the middleware.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], runtime: Any, terms: Sequence[Terms], *, judge: str
+    ) -> None:
+        self._used = Used(thread_model(state), run_model(state))
+        name = newest_name(state.get("messages") or ()) if self._used.run else None
+        caller = origin(runtime, model_name=name)
+        self._ruling = partial(
+            Ruling,
+            started=time.time_ns(),
+            task_id=caller.task(judge),
+            trace=ledger(state).get("trace"),
+        )
+        self._owed = ledger(state).get("owed") or {}
+        self.calls = [Call("model", agent=caller.agent, thread_id=caller.thread_id)]
+        self._plan = partial(
+            plan,
+            terms,
+            {MODEL: self._used},
+            self.calls,
+            name=caller.step(judge),
+            settlements=tuple(
+                Settlement(refund, {key: -amount for key, amount in amounts.items()})
+                for refund, amounts in self._owed.items()
+            ),
+        )
+        self.plan: Plan = self._plan()
+        self._in_store = self.plan.reservation.shared
+
+    def without_store(self, outage: Outage) -> "ModelCase":
+        """The same call, judged by what the state alone knows."""
+        case = copy(self)
+        case.plan = self._plan(outage=outage)
+        case._in_store = False  # noqa: SLF001 - a copy of its own
+        return case
+
+    def rule(self, grant: Grant, *, charging: bool = True) -> Ruling:
+        """What is decided, once the counts have been asked.
+
+        Args:
+            grant: What was answered to the plan's reservation.
+            charging: Whether an admitted call is charged now, and written to the state.
+        """
+        verdict = self.plan.verdict(grant, charging=charging)
+        decisions = verdict.decisions
+        error = _model_error(verdict)
+        if error is not None:
+            return self._ruling(decisions, error=error)
+        if stops(verdict.exit):
+            text = messages.final(verdict.breaches)
+            update: Update = {"jump_to": "end", "messages": [AIMessage(content=text)]}
+            if self._in_store and self._owed:
+                update[LEDGER] = Ledger(owed={})
+            return self._ruling(decisions, update=update)
+        if not charging or not self.plan.terms:
+            return self._ruling(decisions)
+        used = verdict.usage[MODEL]
+        written = Ledger(run_model=used.run, final=_is_last(decisions[0]))
+        if self._in_store and self._owed:
+            written["owed"] = {}
+        return self._ruling(decisions, update={THREAD_MODEL: used.thread, LEDGER: written})
+
+
+def _is_last(decision: Decision) -> bool:
+    """Whether the call is the last before the run is finalized."""
+    return any(
+        standing.used(scope) == standing.threshold(scope)
+        for standing in decision.standings
+        if standing.exit_behavior == "finalize"
+        for scope in standing.scopes
+    )
+
+
+def _model_error(verdict: Verdict) -> Exception | None:
+    if verdict.exit != "error":
+        return None
+    breach = next(each for each in verdict.breaches if each.terms.exit_behavior == "error")
+    return ModelCallLimitExceededError(
+        thread_count=breach.thread_count - 1,
+        run_count=breach.run_count - 1,
+        thread_limit=breach.terms.thread_limit,
+        run_limit=breach.terms.run_limit,
+        message=" ".join(map(messages.reached, verdict.breaches)),
+        decision=breach.decision,
+    )

@@ -1,0 +1,311 @@
+"""The tool calls that wait for an answer: from the state to what is decided and written."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from langchain_core.messages import AIMessage, AnyMessage
+
+from langchain_quota import messages
+from langchain_quota.decision import Call, Decision, Outcome, Refund
+from langchain_quota.engine import Outage, Plan, Verdict, plan, stops
+from langchain_quota.errors import ToolCallLimitExceededError
+from langchain_quota.limits import Terms
+from langchain_quota.middleware.history import PendingCalls, answer, pending_calls
+from langchain_quota.middleware.origin import origin
+from langchain_quota.middleware.rulings import Ruling, Update
+from langchain_quota.reservation import Grant, Settlement
+from langchain_quota.state import (
+    LEDGER,
+    RUN_TOOLS,
+    THREAD_TOOLS,
+    Amounts,
+    Batch,
+    Ledger,
+    ToolCounts,
+    batch_of,
+    ledger,
+)
+
+
+def tool_case(
+    state: Mapping[str, Any], runtime: Any, terms: Sequence[Terms], *, judge: str, every_call: bool
+) -> "ToolCase | None":
+    """The tool calls that wait for an answer; `None` if there is nothing to judge.
+
+    Args:
+        state: The agent's state.
+        runtime: The hook's runtime.
+        terms: The limits for tool calls.
+        judge: The name of the middleware.
+        every_call: Whether calls that match no limit are decided (as allowed), too.
+    """
+    pending = pending_calls(state)
+    if pending is None or not pending.calls:
+        return None
+    case = ToolCase(state, runtime, terms, pending, judge=judge, every_call=every_call)
+    return case if case.judged or case.final else None
+
+
+class ToolCase:
+    """The tool calls of one AIMessage that wait for an answer.
+
+    Args:
+        state: The agent's state.
+        runtime: The hook's runtime.
+        terms: The limits for tool calls.
+        pending: The calls.
+        judge: The name of the middleware.
+        every_call: Whether calls that match no limit are decided (as allowed), too.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a hook knows
+        self,
+        state: Mapping[str, Any],
+        runtime: Any,
+        terms: Sequence[Terms],
+        pending: PendingCalls,
+        *,
+        judge: str,
+        every_call: bool,
+    ) -> None:
+        self._state = state
+        self._message_id = pending.message.id
+        self._terms = terms
+        caller = origin(runtime, model_name=pending.message.name)
+        self._ruling = partial(
+            Ruling,
+            started=time.time_ns(),
+            task_id=caller.task(judge),
+            trace=ledger(state).get("trace"),
+        )
+        self._judge = judge
+        self.calls = [
+            Call("tool", call["name"], call["id"], agent=caller.agent, thread_id=caller.thread_id)
+            for call in pending.calls
+        ]
+        self.final = bool(ledger(state).get("final"))
+        """Whether the calls were made by the last model call of its budget."""
+        self._matching = [call for call in self.calls if _matches(terms, call)]
+        self.judged = self.calls if every_call else self._matching
+        self._every_call = every_call
+        counts = ToolCounts.of(state, self._message_id)
+        ids = [str(call.id) for call in self._matching]
+        name = caller.step(judge)
+        self._plan = partial(
+            plan,
+            () if self.final else terms,
+            {each.limit.counter: counts.used(each.limit.counter, ids) for each in terms},
+            self.judged,
+            may_stop=not pending.structured,
+            refusals=ledger(state).get("refusals"),
+            name=name,
+            settlements=self._settlements(counts, name),
+        )
+        self.plan: Plan = self._plan()
+        self._asked = self.plan
+        self._in_store = self.plan.reservation.shared
+
+    @property
+    def others(self) -> list[Call]:
+        """The calls that no limit matches."""
+        return [call for call in self.calls if not _matches(self._terms, call)]
+
+    def without_store(self, outage: Outage) -> "ToolCase":
+        """The same calls, judged by what the state alone knows."""
+        case = copy(self)
+        case.plan = self._plan(outage=outage)
+        case._in_store = False  # noqa: SLF001 - a copy of its own
+        return case
+
+    def rule(self, grant: Grant, *, pending_error: bool = False) -> Ruling:
+        """What is decided, once the counts have been asked.
+
+        Args:
+            grant: What was answered to the plan's reservation.
+            pending_error: Whether ending the run with other tools' calls pending is an error.
+        """
+        if self.final:
+            return self._finalized()
+        verdict = self.plan.verdict(grant)
+        decisions = self._all_decisions(verdict)
+        error = _tool_error(verdict, self.others if pending_error else ())
+        if error is not None:
+            return self._ruling(decisions, error=error)
+        counts = ToolCounts.of(self._state, self._message_id)
+        renewed = self._renewed(counts)
+        if self._in_store:
+            counts.owed.clear()
+        else:
+            counts.owe(renewed.values())
+        refunds = _settle(counts, self._terms, decisions)
+        self._mirror(counts, verdict, grant)
+        update = _counts_update(self._state, self._terms, self._matching, counts)
+        update[LEDGER] = self._ledger(counts, verdict)
+        answers = _answers(decisions, self._terms, messages.SKIPPED)
+        if stops(verdict.exit):
+            answers.append(AIMessage(content=messages.final(verdict.breaches)))
+            update["jump_to"] = "end"
+        if answers:
+            update["messages"] = answers
+        return self._ruling(decisions, update=update, refunds=refunds)
+
+    def _finalized(self) -> Ruling:
+        decisions = tuple(Decision(call, Outcome.SKIPPED) for call in self.calls)
+        update: Update = {
+            "messages": _answers(decisions, self._terms, messages.FINALIZED),
+            "jump_to": "end",
+        }
+        return self._ruling(decisions, update=update)
+
+    def _all_decisions(self, verdict: Verdict) -> tuple[Decision, ...]:
+        """The decisions; of a stopped batch also those about calls that no limit matches."""
+        if self._every_call or not stops(verdict.exit):
+            return verdict.decisions
+        rest = iter(verdict.decisions)
+        return tuple(
+            next(rest) if _matches(self._terms, call) else Decision(call, Outcome.SKIPPED)
+            for call in self.calls
+        )
+
+    def _renewed(self, counts: ToolCounts) -> dict[str, Amounts]:
+        """What a store charged for these calls before, by tool call id."""
+        keys = {quota.key for each in self._terms for quota in each.quotas}
+        keys |= {each.thread_key for each in self._terms if each.thread_key is not None}
+        found = {}
+        for call in self._matching:
+            amounts = counts.renew(str(call.id), self._judge, keys)
+            if amounts:
+                found[str(call.id)] = amounts
+        return found
+
+    def _settlements(self, counts: ToolCounts, name: str) -> tuple[Settlement, ...]:
+        """What a store is to take back: what is owed, and what these calls were charged before."""
+        renewed = {f"{name}/{each}": charged for each, charged in self._renewed(counts).items()}
+        return tuple(
+            Settlement(refund, {key: -amount for key, amount in amounts.items()})
+            for refund, amounts in {**counts.owed, **renewed}.items()
+        )
+
+    def _mirror(self, counts: ToolCounts, verdict: Verdict, grant: Grant) -> None:
+        """Write down what the store counts, and what it charges, now or later, for which call."""
+        for each in self._terms:
+            if self._in_store and each.thread_key is not None:
+                counts.thread[each.limit.counter] = verdict.usage[each.limit.counter].thread
+        for call, index in zip(self.judged, self.plan.charge_of, strict=True):
+            if grant.admitted[index] and not grant.stopped:
+                amounts = self._asked.keyed(index)
+                if amounts:
+                    counts.reserved.setdefault(str(call.id), {})[self._judge] = amounts
+
+    def _ledger(self, counts: ToolCounts, verdict: Verdict) -> Ledger:
+        known = ledger(self._state)
+        batch = batch_of(self._state, self._message_id)
+        passed = [*(batch["passed"] if batch else ()), *(each.limit.name for each in self._terms)]
+        judged = Batch(message=self._message_id or "", charges=counts.charges, passed=passed)
+        if counts.reserved:
+            judged["reserved"] = counts.reserved
+        written = Ledger(
+            run_tools=counts.run,
+            batch=judged,
+            refusals=_refusals(known.get("refusals") or {}, verdict),
+        )
+        if counts.owed != (known.get("owed") or {}):
+            written["owed"] = counts.owed
+        return written
+
+
+def _matches(terms: Sequence[Terms], call: Call) -> bool:
+    return any(each.limit.matches(call) for each in terms)
+
+
+def _refusals(known: Mapping[str, int], verdict: Verdict) -> dict[str, int]:
+    """How often each limit that gives up after some has refused in this run."""
+    refusals = dict(known)
+    for breach in verdict.breaches:
+        if breach.limit.give_up_after is not None:
+            name = breach.limit.name
+            refusals[name] = refusals.get(name, 0) + breach.refusals
+    return refusals
+
+
+def _counts_update(
+    state: Mapping[str, Any], terms: Sequence[Terms], calls: Sequence[Call], counts: ToolCounts
+) -> Update:
+    """The thread's counts, and the run's as LangChain writes them: with the calls refused."""
+    attempted = dict(state.get(RUN_TOOLS) or {})
+    for counter, limit in {each.limit.counter: each.limit for each in terms}.items():
+        asked = sum(map(limit.matches, calls))
+        if asked:
+            counts.thread.setdefault(counter, 0)
+            attempted[counter] = attempted.get(counter, 0) + asked
+    return {THREAD_TOOLS: counts.thread, RUN_TOOLS: attempted}
+
+
+def _tool_error(verdict: Verdict, others: Sequence[Call]) -> Exception | None:
+    if verdict.exit == "error":
+        breach = next(each for each in verdict.breaches if each.terms.exit_behavior == "error")
+        return ToolCallLimitExceededError(
+            thread_count=breach.thread_count,
+            run_count=breach.run_count,
+            thread_limit=breach.terms.thread_limit,
+            run_limit=breach.terms.run_limit,
+            tool_name=", ".join(breach.limit.tools) or None,
+            message=" ".join(map(messages.reached, verdict.breaches)),
+            decision=breach.decision,
+        )
+    if verdict.exit == "end" and others:
+        names = ", ".join(sorted({str(call.tool) for call in others}))
+        return NotImplementedError(
+            f"Cannot end the run with other tool calls pending: {names}. Use "
+            "on_pending='skip', or exit_behavior 'continue' or 'error'"
+        )
+    return None
+
+
+def _settle(
+    counts: ToolCounts, terms: Sequence[Terms], decisions: Sequence[Decision]
+) -> tuple[Refund, ...]:
+    """Charge what is let through; take back what other limiters charged for what is not."""
+    counters = {each.limit.name: each.limit.counter for each in terms}
+    refunds: list[Refund] = []
+    amounts: Counter[tuple[str, str, str]] = Counter()
+    for decision in decisions:
+        call = decision.call
+        call_id = str(call.id)
+        if decision.outcome in {Outcome.BLOCKED, Outcome.SKIPPED}:
+            refunds += [
+                Refund(replace(call, amount=amount), limit)
+                for limit, amount in counts.take_back(call_id).items()
+            ]
+            continue
+        # What runs is counted even where a limit that is not enforced refuses it; but it is not
+        # charged to that limit, and so never refunded by its name.
+        counted = {
+            (counters[standing.limit], standing.limit if standing.charged else "")
+            for standing in decision.standings
+        }
+        for counter, name in counted:
+            amounts[call_id, counter, name] += call.amount
+    for (call_id, counter, name), amount in amounts.items():
+        counts.charge(call_id, counter, name, amount)
+    return tuple(refund for refund in refunds if refund.limit)
+
+
+def _answers(
+    decisions: Sequence[Decision], terms: Sequence[Terms], skipped: str
+) -> list[AnyMessage]:
+    """One answer for each call that does not run; the refused ones first."""
+    limits = {each.limit.name: each.limit for each in terms}
+    found: dict[str, AnyMessage] = {}
+    for outcome in (Outcome.BLOCKED, Outcome.SKIPPED):
+        for decision in decisions:
+            call_id = str(decision.call.id)
+            if decision.outcome is outcome and call_id not in found:
+                text = messages.refusal(decision, limits) if outcome is Outcome.BLOCKED else skipped
+                found[call_id] = answer(call_id, decision.call.tool, text)
+    return list(found.values())

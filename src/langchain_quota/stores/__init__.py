@@ -1,0 +1,181 @@
+"""Ledgers that runs share: in one process (memory), or on all machines (redis)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, runtime_checkable
+
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.reservation import Grant, Reservation
+from langchain_quota.stores.keys import CountKey
+
+REMEMBERED = 3600
+"""How long answers and refused attempts are remembered, in seconds."""
+
+SETTLED = 7 * 24 * 3600
+"""How long settlements are remembered: a caller that fails sends them again, in seconds."""
+
+GRACE = 3600
+"""How long a count is kept when its window is over: the clocks of workers differ, in seconds."""
+
+IDLE_TTL = timedelta(days=365)
+"""How long a count without a window is kept when nobody charges it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """What a store keeps under a key.
+
+    Attributes:
+        key: The key.
+        used: The count, in calls.
+        limit: The smallest enforced limit when it was last charged, for show; `None` for none.
+        expires_at: When its window ends, in seconds since the Unix epoch; `None` if it has none.
+    """
+
+    key: str
+    used: int
+    limit: int | None
+    expires_at: float | None
+
+
+@runtime_checkable
+class QuotaStore(Protocol):
+    """Keeps counts that runs share.
+
+    Every operation is one atomic step: of two at the same time one happens after the other, and
+    none happens in part. The async forms do the same.
+
+    What is over expires: a count an hour after its window; one without a window when nobody has
+    charged it for long (by default a year). Answers and refused attempts are remembered for an
+    hour, settlements for a week.
+
+    Raises:
+        QuotaStoreError: The store failed, or did not answer in time. What was asked may have
+            happened all the same.
+        TypeError: The store, or the method, is used in a wrong way.
+    """
+
+    def reserve(self, reservation: Reservation) -> Grant:
+        """Admit each call of a batch against all of its limits, or refuse it.
+
+        In this order:
+
+        1. The settlements are made, each once by its id, however often it is sent. One with an
+           attempt undoes exactly what that attempt charged, forgets its answer, and has the
+           attempt refused if it arrives later. Amounts are added to counts, unless the
+           reservation was granted to another attempt: negative ones down to 0, and never to a key
+           that does not exist; positive ones to where such a key starts.
+        2. An attempt that was settled before it arrived charges nothing: `QuotaStoreError`.
+        3. A reservation whose id (if it has one) was granted before is answered as it was then,
+           with `known`, and not charged again.
+        4. The calls are judged as by `admit`, on the counts that are kept; where none is, on the
+           slot's own. A refused call is charged nowhere. If refusals stop the batch, nothing of
+           it is charged.
+        5. The keys are charged; one that did not exist begins at the slot's own count. The answer
+           is remembered if it charged a key, else the next try is judged anew.
+        """
+
+    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        """What is kept under keys, in their order; `None` where nothing is."""
+
+    def reset(self, keys: Sequence[str]) -> None:
+        """Set counts to 0.
+
+        The keys are kept, or made, so that a caller's own count does not fill them again.
+        """
+
+    async def areserve(self, reservation: Reservation) -> Grant:
+        """`reserve`, without blocking the event loop."""
+
+    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        """`peek`, without blocking the event loop."""
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        """`reset`, without blocking the event loop."""
+
+
+@dataclass(slots=True)
+class Charging:
+    """What a charge writes beside a key's count.
+
+    Attributes:
+        limit: The smallest enforced limit, for show.
+        ends: When the key's window ends.
+    """
+
+    limit: int | None = None
+    ends: int | None = None
+
+
+def chargings(reservation: Reservation) -> dict[str, Charging]:
+    """What a charge writes beside the counts, by key."""
+    found: dict[str, Charging] = {}
+    for slot in reservation.slots:
+        if slot.key is None:
+            continue
+        charging = found.setdefault(slot.key, Charging())
+        limits = [cap.limit for cap in slot.caps if cap.enforced and cap.limit >= 0]
+        if charging.limit is not None:
+            limits.append(charging.limit)
+        charging.limit = min(limits, default=None)
+        if slot.expires_at is not None:
+            charging.ends = max(math.ceil(slot.expires_at), charging.ends or 0)
+    return found
+
+
+def window_end(key: str) -> int | None:
+    """When a key's window ends, by its text; `None` if it has none."""
+    try:
+        return CountKey.parse(key).ends
+    except ValueError:
+        return None
+
+
+def check_reservation(reservation: object) -> None:
+    """Check that a store is asked for a reservation.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(reservation, Reservation):
+        raise TypeError(f"reservation must be a Reservation, not {reservation!r}")
+
+
+def check_fits(grant: Grant, reservation: Reservation) -> None:
+    """Check that a remembered answer is one to this batch.
+
+    Raises:
+        QuotaStoreError: It has other slots or calls.
+    """
+    if (len(grant.used), len(grant.admitted)) != (len(reservation.slots), len(reservation.charges)):
+        raise QuotaStoreError("the reservation's id was given to a batch of another form before")
+
+
+def check_keys(keys: object) -> None:
+    """Check that a store is given several keys.
+
+    Raises:
+        TypeError: It is not; one string is no sequence of keys.
+    """
+    if (
+        isinstance(keys, str)
+        or not isinstance(keys, Sequence)
+        or not all(isinstance(key, str) for key in keys)
+    ):
+        raise TypeError(f"keys must be a sequence of strings, not {keys!r}")
+
+
+def idle_seconds(idle_ttl: object) -> int:
+    """How long an idle count is kept, in seconds.
+
+    Raises:
+        TypeError: It is no timedelta.
+        ValueError: It is less than a second.
+    """
+    if not isinstance(idle_ttl, timedelta):
+        raise TypeError(f"idle_ttl must be a timedelta, not {idle_ttl!r}")
+    if idle_ttl < timedelta(seconds=1):
+        raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
+    return math.ceil(idle_ttl.total_seconds())

@@ -1,0 +1,128 @@
+"""The keys under which a store keeps counts: what is counted, for whom, in which window."""
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from urllib.parse import quote, unquote
+
+MAX_LENGTH = 64
+"""The longest value that stands in a key as it is, in characters after encoding."""
+
+_SHORTENED = 40
+_SAFE = ",@"  # beside letters, digits and _.-~: tools that share a count, and addresses
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
+_TEXT = re.compile(rf"{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class CountKey:
+    """Names one count.
+
+    `str(key)` is its text: the values, percent-encoded and joined by colons. A value that is
+    longer than 64 characters then is shortened and has its hash behind it, so that two values
+    never share a key.
+
+    Attributes:
+        counter: What is counted: a tool, several, all, or the model.
+        dimension: For whom: what a quota is `per`.
+        subject: Who that is; empty for all.
+        window: The length of the windows, in seconds; `None` for a count without.
+        index: Which of the windows, by number from the Unix epoch.
+
+    Raises:
+        ValueError: Only one of window and index is given, or the window is not positive.
+    """
+
+    counter: str
+    dimension: str
+    subject: str
+    window: int | None = None
+    index: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.window is None) != (self.index is None):
+            raise ValueError(f"window={self.window!r} does not go with index={self.index!r}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be 1 or more, not {self.window!r}")
+
+    @classmethod
+    def at(
+        cls, counter: str, dimension: str, subject: str, window: timedelta | None, now: float
+    ) -> "CountKey":
+        """The key of a count at a moment.
+
+        Args:
+            counter, dimension, subject: What is counted, and for whom.
+            window: How long a window lasts, in whole seconds; `None` for a count without windows.
+            now: The moment, in seconds since the Unix epoch.
+
+        Raises:
+            ValueError: The window is not whole seconds, from 1.
+        """
+        if window is None:
+            return cls(counter, dimension, subject)
+        seconds, rest = divmod(window, timedelta(seconds=1))
+        if rest or seconds < 1:
+            raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
+        return cls(counter, dimension, subject, seconds, int(now // seconds))
+
+    @classmethod
+    def parse(cls, text: str) -> "CountKey":
+        """The key of a text; a value that was shortened stays so.
+
+        Raises:
+            ValueError: It is no text of a key.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"not the key of a count: {text!r}")
+        *values, window, index = match.groups()
+        try:
+            counter, dimension, subject = (unquote(each, errors="surrogatepass") for each in values)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not the key of a count: {text!r}") from error
+        if window is None:
+            return cls(counter, dimension, subject)
+        return cls(counter, dimension, subject, int(window), int(index))
+
+    @property
+    def ends(self) -> int | None:
+        """When the window ends, in seconds since the Unix epoch."""
+        if self.window is None or self.index is None:
+            return None
+        return (self.index + 1) * self.window
+
+    @property
+    def resets_at(self) -> datetime | None:
+        """When the window ends, in UTC; `None` for a count that lasts until it is reset."""
+        if self.ends is None:
+            return None
+        try:
+            return _EPOCH + timedelta(seconds=self.ends)
+        except OverflowError:
+            return datetime.max.replace(tzinfo=UTC)
+
+    def __str__(self) -> str:
+        values = [_encoded(each) for each in (self.counter, self.dimension, self.subject)]
+        numbers = [] if self.window is None else [str(self.window), str(self.index)]
+        return ":".join([*values, *numbers])
+
+
+def _encoded(value: str) -> str:
+    encoded = _quoted(value)
+    if len(encoded) <= MAX_LENGTH:
+        return encoded
+    shortened = ""
+    for character in value:
+        piece = _quoted(character)
+        if len(shortened + piece) > _SHORTENED:
+            break
+        shortened += piece
+    # Longer than any value that is not shortened: it cannot be taken for one.
+    return f"{shortened}~{sha256(value.encode(errors='surrogatepass')).hexdigest()}"
+
+
+def _quoted(value: str) -> str:
+    return quote(value, safe=_SAFE, errors="surrogatepass")

@@ -1,0 +1,260 @@
+"""Clients of Redis: one for all threads, and one for each event loop."""
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+from urllib.parse import parse_qs, quote, urlsplit
+from weakref import WeakKeyDictionary
+
+try:
+    import redis
+    import redis.asyncio
+    from redis import exceptions
+    from redis.asyncio.retry import Retry as AsyncRetry
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        'RedisStore needs the package redis: pip install "langchain-quota[redis]"',
+        name=missing.name,
+    ) from missing
+
+URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
+"""The environment variable with the URL of the server."""
+
+_PROTOCOL = 2
+"""With 3, redis-py listens for notifications, and does not see that an idle connection is dead."""
+
+_CONNECTIONS = 32
+"""Most operations at the same time, for all threads and for each event loop; others wait."""
+
+NoScriptError = exceptions.NoScriptError
+FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
+TIMEOUTS = (exceptions.TimeoutError, TimeoutError)
+
+SyncClient = redis.Redis | redis.RedisCluster
+AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
+Turn = AbstractAsyncContextManager[Any]
+"""What an operation waits for before it may use the client."""
+
+
+class Clients(Protocol):
+    """Gives the client for an operation.
+
+    Attributes:
+        name: Which server that is, without credentials.
+        secrets: What must not be told.
+    """
+
+    name: str
+    secrets: tuple[str, ...]
+
+    def sync(self) -> SyncClient:
+        """The client for threads."""
+
+    async def running(self) -> tuple[AsyncClient, Turn]:
+        """The client for the running event loop."""
+
+    def close(self) -> None:
+        """Close the connections for threads."""
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+
+
+def clients(source: object, timeout: float) -> Clients:
+    """The clients of a source.
+
+    Args:
+        source: A URL, a client, or `None` for the URL in the environment.
+        timeout: How long to wait for a connection and for each answer, in seconds.
+
+    Raises:
+        TypeError: The source is neither.
+        ValueError: It is no URL, or none is set.
+    """
+    if isinstance(source, SyncClient | AsyncClient):
+        return _Given(source)
+    url = os.environ.get(URL_VARIABLE) if source is None else source
+    if not url:
+        raise ValueError(f"no source, and {URL_VARIABLE} is not set: one of them names the server")
+    if not isinstance(url, str):
+        # Not its value: whatever it is, it may hold a password.
+        raise TypeError(
+            "source must be a URL, a client of redis or redis.asyncio, or None, not a "
+            f"{type(url).__name__}"
+        )
+    return _Own(url, timeout)
+
+
+class _Given:
+    """A client of the user's, who also closes it."""
+
+    def __init__(self, client: SyncClient | AsyncClient) -> None:
+        self._client = client
+        self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
+        self.secrets = _secrets(client.get_connection_kwargs())
+
+    def sync(self) -> SyncClient:
+        if isinstance(self._client, SyncClient):
+            return self._client
+        raise TypeError(
+            f"a client of redis.asyncio serves no sync calls ({self.name}): give RedisStore a URL, "
+            "or a client of redis"
+        )
+
+    async def running(self) -> tuple[AsyncClient, Turn]:
+        if isinstance(self._client, AsyncClient):
+            return self._client, nullcontext()
+        raise TypeError(
+            f"a sync client of redis serves no async calls ({self.name}): give RedisStore a URL, "
+            "or a client of redis.asyncio"
+        )
+
+    def close(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _OfLoop:
+    client: redis.asyncio.Redis
+    turn: asyncio.Semaphore
+    end: AsyncGenerator[None]
+
+
+class _Own:
+    """Clients that are made of a URL."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        if not _is_url(url):
+            raise ValueError(
+                "the URL of Redis must be redis://[user:password@]host:port/number, likewise "
+                "rediss://, or unix://[user:password@]/path, with options that redis-py knows; "
+                "percent-encode what is special in user and password"
+            )
+        self._url = url
+        self._options: dict[str, object] = {
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+        }
+        if hasattr(redis, "DriverInfo"):
+            # Or every connection reads the version of redis from a file, on the event loop.
+            self._options["driver_info"] = redis.DriverInfo()
+        pool = redis.BlockingConnectionPool.from_url(
+            url, max_connections=_CONNECTIONS, protocol=_PROTOCOL
+        )
+        pool.timeout = timeout
+        pool.connection_kwargs |= self._options | {"retry": Retry(NoBackoff(), 0)}
+        self._sync = redis.Redis.from_pool(pool)
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = WeakKeyDictionary()
+        self._lock = Lock()
+        options = pool.connection_kwargs
+        self.secrets = (url, *_secrets(options))
+        scheme = url.partition(":")[0]
+        if "path" in options:
+            self.name = f"{scheme}://{options['path']}"
+        else:
+            address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+            self.name = f"{scheme}://{address}/{options.get('db', 0)}"
+
+    def sync(self) -> SyncClient:
+        return self._sync
+
+    async def running(self) -> tuple[AsyncClient, Turn]:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            found = self._loops.get(loop)
+        if found is None:
+            found = self._of_loop(loop)
+            with self._lock:
+                self._loops[loop] = found
+            await anext(found.end)
+        return found.client, found.turn
+
+    def close(self) -> None:
+        self._sync.close()
+        self._sync.connection_pool.disconnect()
+
+    async def aclose(self) -> None:
+        with self._lock:
+            found = self._loops.get(asyncio.get_running_loop())
+        if found is not None:
+            await found.end.aclose()
+
+    def _of_loop(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
+        # Turns, and not the pool, bound the connections: a pool loses one for good when a task is
+        # cancelled while it waits to give it back.
+        pool = redis.asyncio.ConnectionPool.from_url(
+            self._url, max_connections=2**31, protocol=_PROTOCOL
+        )
+        pool.connection_kwargs |= self._options | {"retry": AsyncRetry(NoBackoff(), 0)}
+        client = redis.asyncio.Redis.from_pool(pool)
+        return _OfLoop(client, asyncio.Semaphore(_CONNECTIONS), self._until_end(loop, client))
+
+    async def _until_end(
+        self, loop: asyncio.AbstractEventLoop, client: redis.asyncio.Redis
+    ) -> AsyncGenerator[None]:
+        """Closes the client with its event loop, which ends all generators before it ends."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loops.pop(loop, None)
+            await client.aclose()
+
+
+def _is_url(url: str) -> bool:
+    """Whether redis-py understands a URL, and no part of a password is taken for another part.
+
+    redis-py's own errors quote what they do not understand.
+    """
+    try:
+        pool = redis.ConnectionPool.from_url(url)
+        pool.connection_class(**pool.connection_kwargs)
+        parts = urlsplit(url)
+        if parts.query:
+            parse_qs(parts.query, strict_parsing=True)
+    except Exception:  # noqa: BLE001 - whatever it is, it must not be told
+        return False
+    if parts.scheme == "unix":
+        return not parts.fragment and bool(parts.path) and "@" not in parts.path
+    return (
+        not parts.fragment
+        and bool(parts.hostname)
+        and re.fullmatch(r"/?[0-9]*", parts.path) is not None
+    )
+
+
+def _secrets(options: Mapping[str, Any]) -> tuple[str, ...]:
+    password = options.get("password")
+    return (password, quote(password, safe="")) if isinstance(password, str) and password else ()
+
+
+def scrub(error: BaseException, secrets: Sequence[str]) -> None:
+    """Take secrets out of the texts of an exception, and of those that it came from.
+
+    A server that does not know a command may quote it, with the password in it.
+    """
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        found.args = tuple(_scrubbed(each, secrets) for each in found.args)
+        found = found.__cause__ or found.__context__
+
+
+def _scrubbed(value: object, secrets: Sequence[str]) -> object:
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "***")
+    return value

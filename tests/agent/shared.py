@@ -1,0 +1,179 @@
+"""Agents whose quotas are kept in a store: who runs them, what the store counts, how it fails."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from langchain_core.messages import BaseMessage
+
+from langchain_quota import QuotaMiddleware
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
+from langchain_quota.reservation import Grant, Reservation
+from langchain_quota.stores import KeyUse
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.testing import Turn
+from tests.agent.rules import Scene
+from tests.conftest import Signals
+
+DAY = timedelta(days=1)
+NOON = 1_767_268_800.0
+"""2026-01-01T12:00:00Z."""
+TODAY = "86400:20454"
+"""The window of that day, as it stands in keys."""
+RESETS = "2026-01-02T00:00:00Z"
+"""When that window ends."""
+
+ANN = {"user_id": "ann"}
+BOB = {"user_id": "bob"}
+
+
+@dataclass
+class Clock:
+    """The time, as a test sets it."""
+
+    now: float = NOON
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def asking(*tools: Any) -> Callable[[Sequence[BaseMessage]], Turn]:
+    """A script that calls these tools, in one batch, once in each run."""
+
+    def script(messages: Sequence[BaseMessage]) -> Turn:
+        return list(tools) if messages[-1].type == "human" else "done"
+
+    return script
+
+
+def quota(
+    signals: Signals,
+    *limits: Limit,
+    store: Any,
+    clock: Callable[[], float] | None = None,
+    **options: Any,
+) -> QuotaMiddleware[Any, Any]:
+    """A middleware that asks a store, at a time that does not pass by itself."""
+    made: QuotaMiddleware[Any, Any] = QuotaMiddleware(
+        limits, store=store, telemetry=signals.telemetry, **options
+    )
+    made._clock = clock or Clock()
+    return made
+
+
+class SharedScene(Scene):
+    """An agent on any thread, run by any user."""
+
+    context: Any = None
+    thread_id: object = "thread-1"
+
+    async def turn(self, text: str = "hi", **who: Any) -> dict[str, Any]:
+        """A new run; `context` and `thread_id` hold from now on."""
+        for name, value in who.items():
+            setattr(self, name, value)
+        return await super().turn(text)
+
+    async def invoke(self, given: Any) -> dict[str, Any]:
+        config: Any = {}
+        if self.thread_id is not None:
+            config = {"configurable": {"thread_id": self.thread_id}}
+        options: dict[str, Any] = {"context": self.context}
+        if self.agent.checkpointer is not None:
+            # What a step wrote is kept, or its failure known, before the next one begins.
+            options["durability"] = "sync"
+        if self.mode == "sync":
+            result = self.agent.invoke(given, config, **options)
+        else:
+            result = await self.agent.ainvoke(given, config, **options)
+        return dict(result)
+
+    def state(self) -> dict[str, Any]:
+        config = {"configurable": {"thread_id": self.thread_id}}
+        return dict(self.agent.get_state(config).values)
+
+    def fallbacks(self, action: str) -> float | None:
+        """The calls that were judged without the store."""
+        name = "langchain_quota_store_fallbacks_total"
+        return self.signals.value(name, agent="unnamed", action=action)
+
+
+def counts(store: Any) -> dict[str, int]:
+    """What a store counts, by key; what was taken back to nothing is left out."""
+    return {each.key: each.used for each in store.usages() if each.used}
+
+
+class FickleStore:
+    """A store that fails while it is down; whether it has heard of what fails is up to the test."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.kept = store
+        self.down = False
+        self.hears = False
+
+    def usages(self) -> list[KeyUse]:
+        return self.kept.usages()
+
+    def reserve(self, reservation: Reservation) -> Grant:
+        if self.down and self.hears:
+            self.kept.reserve(reservation)
+        self._fail()
+        return self.kept.reserve(reservation)
+
+    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        self._fail()
+        return self.kept.peek(keys)
+
+    def reset(self, keys: Sequence[str]) -> None:
+        self._fail()
+        self.kept.reset(keys)
+
+    async def areserve(self, reservation: Reservation) -> Grant:
+        return self.reserve(reservation)
+
+    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        return self.peek(keys)
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        self.reset(keys)
+
+    def _fail(self) -> None:
+        if self.down:
+            raise QuotaStoreError("the store is down")
+
+
+class SlowStore(FickleStore):
+    """A store whose first async reservation does not come back.
+
+    Args:
+        store: Keeps the counts.
+        heard: Whether it charges before it waits, or would do so behind.
+    """
+
+    def __init__(self, store: MemoryStore, *, heard: bool) -> None:
+        super().__init__(store)
+        self.heard = heard
+        self.reached = asyncio.Event()
+        self.asked: list[Reservation] = []
+
+    async def areserve(self, reservation: Reservation) -> Grant:
+        self.asked.append(reservation)
+        if self.reached.is_set():
+            return self.kept.reserve(reservation)
+        if self.heard:
+            self.kept.reserve(reservation)
+        self.reached.set()
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+
+def matching(ran: Sequence[str], *tools: str) -> int:
+    """How many of the tools that ran are of these."""
+    return sum(name in tools for name in ran)
+
+
+def texts(result: Mapping[str, Any]) -> list[str]:
+    """The answers of tool calls, in order."""
+    return [str(each.content) for each in result["messages"] if each.type == "tool"]

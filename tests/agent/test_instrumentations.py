@@ -1,0 +1,249 @@
+"""Beside instrumentations that trace the agent themselves: our spans nest in theirs.
+
+They patch LangChain for the whole process, so each plays in a process of its own.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.messages import HumanMessage
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command, interrupt
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    ModelCallLimit,
+    ModelCallLimitMiddleware,
+    QuotaMiddleware,
+    Telemetry,
+    ToolCallLimit,
+    ToolCallLimitMiddleware,
+)
+from langchain_quota.state import LEDGER
+from langchain_quota.testing import ScriptedChatModel
+
+ROOT = Path(__file__).resolve().parents[2]
+OPENINFERENCE = "openinference.instrumentation.langchain"
+GENAI = "opentelemetry.instrumentation.genai.langchain"
+THREAD: RunnableConfig = {"configurable": {"thread_id": "thread-1"}}
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, version("opentelemetry-api").split(".")[:2])) < (1, 43),
+    reason="the instrumentations need a newer OpenTelemetry",
+)
+forms = pytest.mark.parametrize("form", ["ainvoke", "invoke"])
+limiters = pytest.mark.parametrize("limiters", ["quota", "stacked"])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A span as it was exported."""
+
+    name: str
+    trace: int
+    id: int
+    parent: int | None
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a run left behind.
+
+    Attributes:
+        spans: As they were exported.
+        kept: The trace that was kept with the run.
+        printed: What was written to standard output.
+    """
+
+    spans: Sequence[Seen]
+    kept: Any
+    printed: str
+
+    @property
+    def ours(self) -> list[Seen]:
+        return [span for span in self.spans if span.name.startswith("check_quota")]
+
+    def parents(self) -> list[tuple[str, str | None]]:
+        """The names of our spans, each with its parent's."""
+        names = {span.id: span.name for span in self.spans}
+        return [(span.name, names.get(span.parent or 0)) for span in self.ours]
+
+
+def middleware(limiters: str, telemetry: Telemetry) -> list[Any]:
+    if limiters == "quota":
+        limits: list[ModelCallLimit | ToolCallLimit] = [
+            ModelCallLimit(run_limit=9),
+            ToolCallLimit("search", run_limit=1),
+        ]
+        return [QuotaMiddleware(limits, telemetry=telemetry)]
+    return [
+        ModelCallLimitMiddleware(run_limit=9, telemetry=telemetry),
+        ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=telemetry),
+    ]
+
+
+@tool
+def search(query: str = "") -> str:
+    """Search."""
+    return "found"
+
+
+@tool
+def ask(question: str = "") -> str:
+    """Ask the user."""
+    return str(interrupt("what?"))
+
+
+def play(module: str, limiters: str, form: str, switched: str, active: str) -> None:
+    """In a process of its own: run an agent beside an instrumentation, and print what it left."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = import_module(module).LangChainInstrumentor()
+    if switched != "off":
+        separate = switched == "separate"
+        instrumentor.instrument(
+            tracer_provider=provider, separate_trace_from_runtime_context=separate
+        )
+    telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
+    agent: Any = create_agent(
+        ScriptedChatModel(script=[["search", "search"], ["ask"], "done"]),
+        [search, ask],
+        middleware=middleware(limiters, telemetry),
+        checkpointer=InMemorySaver(),
+        name="researcher",
+    )
+    if switched == "on and off":
+        instrumentor.uninstrument()
+    request = provider.get_tracer("app").start_as_current_span("request")
+    with request if active == "active" else nullcontext():
+        turns: list[Any] = [{"messages": [HumanMessage("hi")]}, Command(resume="that")]
+        for inputs in turns:
+            if form == "ainvoke":
+                asyncio.run(agent.ainvoke(inputs, THREAD))
+            else:
+                agent.invoke(inputs, THREAD)
+    state = agent.get_state(THREAD)
+    if state.next:
+        raise RuntimeError(f"the run waits before {state.next}")
+    if switched in {"on", "separate"}:
+        instrumentor.uninstrument()
+    spans = [
+        (
+            span.name,
+            span.context.trace_id,
+            span.context.span_id,
+            None if span.parent is None else span.parent.span_id,
+        )
+        for span in exporter.get_finished_spans()
+    ]
+    print("\n" + json.dumps([spans, state.values[LEDGER]["trace"]]))  # noqa: T201 - the result
+
+
+def played(
+    module: str, limiters: str, form: str, *, switched: str = "on", active: str = "none"
+) -> Played:
+    arguments = (module, limiters, form, switched, active)
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import play; play{arguments}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed, _, result = done.stdout.rstrip().rpartition("\n")
+    spans, kept = json.loads(result)
+    return Played([Seen(*each) for each in spans], kept, printed.strip())
+
+
+def hooks(limiters: str) -> tuple[str, str]:
+    """The names of the nodes that judge model calls and tool calls."""
+    if limiters == "quota":
+        return "QuotaMiddleware.before_model", "QuotaMiddleware.after_model"
+    return "ModelCallLimitMiddleware.before_model", "ToolCallLimitMiddleware[search].after_model"
+
+
+@limiters
+@forms
+@pytest.mark.parametrize("active", ["active", "none"])
+def test_within_the_spans_of_openinference(limiters: str, form: str, active: str) -> None:
+    """Each of ours is below OpenInference's span of the step that judged, and nothing is kept.
+
+    That span is no active one; where the caller has one, OpenInference's are below it.
+    """
+    run = played(OPENINFERENCE, limiters, form, active=active)
+    before, after = hooks(limiters)
+    searches = [("check_quota tool search", after)] * 2
+    asked = [("check_quota tool ask", after)] if limiters == "quota" else []
+    model = ("check_quota model", before)
+    assert run.parents() == [model, *searches, model, *asked, model]
+    nodes = {span.id: span for span in run.spans}
+    assert all(span.trace == nodes[span.parent or 0].trace for span in run.ours)
+    agents = [span for span in run.spans if span.name == "researcher"]
+    assert {nodes[span.parent or 0].parent for span in run.ours} == {span.id for span in agents}
+    requests: set[int | None] = {span.id for span in run.spans if span.name == "request"}
+    assert {span.parent for span in agents} == (requests or {None})
+    assert run.kept is None
+
+
+@forms
+def test_openinference_in_a_trace_apart(form: str) -> None:
+    """Where OpenInference is told to keep away from the caller's trace, ours stay in that."""
+    run = played(OPENINFERENCE, "quota", form, switched="separate", active="active")
+    (request,) = [span for span in run.spans if span.name == "request"]
+    agents = [span for span in run.spans if span.name == "researcher"]
+    assert agents
+    assert request.trace not in {span.trace for span in agents}
+    assert len(run.ours) == 6
+    assert {(span.trace, span.parent) for span in run.ours} == {(request.trace, request.id)}
+    assert run.kept is None
+
+
+@limiters
+@forms
+@pytest.mark.parametrize("active", ["active", "none"])
+def test_within_the_span_of_the_genai_instrumentation(
+    limiters: str, form: str, active: str
+) -> None:
+    """Each of ours is below the `invoke_agent` span that the OpenTelemetry project's makes."""
+    run = played(GENAI, limiters, form, active=active)
+    assert len(run.ours) == (6 if limiters == "quota" else 5)
+    assert {parent for _, parent in run.parents()} == {"invoke_agent researcher"}
+    agents = {span.id: span for span in run.spans if span.name == "invoke_agent researcher"}
+    assert {span.parent for span in run.ours} == agents.keys()
+    assert all(span.trace == agents[span.parent or 0].trace for span in run.ours)
+    requests: set[int | None] = {span.id for span in run.spans if span.name == "request"}
+    assert {span.parent for span in agents.values()} == (requests or {None})
+    assert run.kept is None
+
+
+@pytest.mark.parametrize("switched", ["off", "on and off"])
+@pytest.mark.parametrize("module", [OPENINFERENCE, GENAI])
+def test_beside_one_that_is_not_switched_on(module: str, switched: str) -> None:
+    """One that is only imported, or switched off again, changes nothing and prints nothing."""
+    run = played(module, "quota", "ainvoke", switched=switched)
+    assert run.spans == run.ours
+    first, *later = run.ours
+    assert len(later) == 5
+    assert first.parent is None
+    assert {(span.trace, span.parent) for span in later} == {(first.trace, first.id)}
+    assert run.kept["traceparent"].startswith(f"00-{first.trace:032x}-{first.id:016x}-")
+    assert run.printed == ""

@@ -1,0 +1,573 @@
+"""Quotas in a store: whose calls are counted together, until when, and who is refused."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+
+from langchain_quota import ModelCallLimit, Outcome, ToolCallLimit
+from langchain_quota.limits import Limit, Quota
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.testing import captured_decisions
+from tests.agent.rules import Mode, modes
+from tests.agent.shared import (
+    ANN,
+    BOB,
+    DAY,
+    NOON,
+    TODAY,
+    Clock,
+    SharedScene,
+    asking,
+    counts,
+    quota,
+)
+from tests.conftest import Signals
+
+USER = Quota(2, per="user_id", window=DAY)
+
+
+@dataclass
+class Context:
+    """What a run is told of its caller."""
+
+    user_id: str | None = None
+    tenant: str = "acme"
+
+
+def scene_of(
+    mode: Mode, signals: Signals, store: MemoryStore, *limits: Limit, **options: Any
+) -> SharedScene:
+    """An agent that searches three times in each run."""
+    return SharedScene(
+        mode,
+        signals,
+        asking("search", "search", "search"),
+        [quota(signals, *limits, store=store)],
+        **options,
+    )
+
+
+@modes
+@pytest.mark.parametrize("kind", ["dict", "dataclass"])
+async def test_per_value_of_the_context(mode: Mode, kind: str, signals: Signals) -> None:
+    """Each user has a quota of their own, on whatever thread; a new turn does not renew it."""
+    store = MemoryStore()
+    ann, bob = (ANN, BOB) if kind == "dict" else (Context("ann"), Context("bob"))
+    scene = scene_of(
+        mode,
+        signals,
+        store,
+        ToolCallLimit("search", quotas=[USER]),
+        context_schema=dict if kind == "dict" else Context,
+    )
+
+    await scene.turn(context=ann)
+    assert scene.ran == ["search"] * 2
+    await scene.turn(context=bob, thread_id="thread-2")
+    assert scene.ran == ["search"] * 4
+    await scene.turn(context=ann, thread_id="thread-3")
+    await scene.turn(context=bob, thread_id="thread-1")
+
+    assert scene.ran == ["search"] * 4
+    assert counts(store) == {f"search:user_id:ann:{TODAY}": 2, f"search:user_id:bob:{TODAY}": 2}
+    assert scene.metric("tool:search", "blocked", "user_id") == 8
+    assert scene.metric("tool:search", "allowed") == 4
+
+
+@modes
+@pytest.mark.parametrize(
+    ("per", "kept"),
+    [
+        ("user_id", {"search:user_id:ann": 4}),
+        ("global", {"search:global:": 4}),
+        ("thread", {"search:thread:thread-1": 4}),
+        ("agent", {"search:agent:first": 3, "search:agent:second": 3}),
+    ],
+)
+async def test_two_agents_with_one_store(
+    mode: Mode, per: str, kept: dict[str, int], signals: Signals
+) -> None:
+    """Agents that share a store share the counts of users, threads and all, not each other's."""
+    store = MemoryStore()
+    limit = ToolCallLimit("search", quotas=[Quota(4, per=per)])
+    first, second = (
+        scene_of(mode, signals, store, limit, name=name) for name in ("first", "second")
+    )
+
+    await first.turn(context=ANN)
+    await second.turn(context=ANN)
+
+    assert counts(store) == kept
+    assert len(first.ran) + len(second.ran) == sum(kept.values())
+
+
+@modes
+async def test_global(mode: Mode, signals: Signals) -> None:
+    """A global quota counts the calls of every user and thread together."""
+    store = MemoryStore()
+    scene = scene_of(
+        mode, signals, store, ToolCallLimit("search", quotas=[Quota(4, per="global", window=DAY)])
+    )
+
+    await scene.turn(context=ANN)
+    await scene.turn(context=BOB, thread_id="thread-2")
+    await scene.turn(context=None, thread_id="thread-3")
+
+    assert scene.ran == ["search"] * 4
+    assert counts(store) == {f"search:global::{TODAY}": 4}
+
+
+@modes
+async def test_per_thread_with_a_window(mode: Mode, signals: Signals) -> None:
+    """A thread's quota with a window stands beside its limit without one."""
+    store, clock = MemoryStore(), Clock()
+    limit = ToolCallLimit(
+        "search", quotas=[Quota(2, window=DAY), Quota(5, name="session", per=lambda s, r: "all")]
+    )
+    scene = SharedScene(
+        mode,
+        signals,
+        asking("search", "search", "search"),
+        [quota(signals, limit, store=store, clock=clock)],
+    )
+
+    await scene.turn()
+    await scene.turn()
+    assert scene.ran == ["search"] * 2
+    await scene.turn(thread_id="thread-2")
+    assert scene.ran == ["search"] * 4
+    clock.now += 86_400
+    await scene.turn(thread_id="thread-1")
+
+    assert scene.ran == ["search"] * 5
+    assert counts(store) == {
+        f"search:thread:thread-1:{TODAY}": 2,
+        f"search:thread:thread-2:{TODAY}": 2,
+        "search:thread:thread-1:86400:20455": 1,
+        "search:session:all": 5,
+    }
+
+
+def tenant(state: Any, runtime: Any) -> str:
+    return str(runtime.context["tenant"])
+
+
+async def atenant(state: Any, runtime: Any) -> str:
+    return tenant(state, runtime)
+
+
+@modes
+@pytest.mark.parametrize("form", ["sync", "async"])
+async def test_per_function(mode: Mode, form: str, signals: Signals) -> None:
+    """A function says whose calls are counted; an async one needs the agent's async methods."""
+    store = MemoryStore()
+    per = tenant if form == "sync" else atenant
+    scene = scene_of(
+        mode, signals, store, ToolCallLimit("search", quotas=[Quota(2, per=per, name="tenant")])
+    )
+
+    if mode == "sync" and form == "async":
+        with pytest.raises(
+            RuntimeError, match="per of limit 'tool:search' is async: call the agent with ainvoke"
+        ):
+            await scene.turn(context={"tenant": "acme"})
+        assert (scene.ran, counts(store)) == ([], {})
+        return
+    await scene.turn(context={"tenant": "acme"})
+    await scene.turn(context={"tenant": "acme"}, thread_id="thread-2")
+    await scene.turn(context={"tenant": "umbrella"})
+
+    assert scene.ran == ["search"] * 4
+    assert counts(store) == {"search:tenant:acme": 2, "search:tenant:umbrella": 2}
+    assert scene.metric("tool:search", "blocked", "tenant") == 5
+
+
+@modes
+async def test_a_function_that_raises(mode: Mode, signals: Signals) -> None:
+    """What a quota's function raises reaches the caller, is counted, and charges nothing."""
+    store = MemoryStore()
+    scene = scene_of(
+        mode, signals, store, ToolCallLimit("search", quotas=[Quota(2, per=tenant, name="tenant")])
+    )
+
+    with pytest.raises(KeyError, match="tenant"):
+        await scene.turn(context=ANN)
+
+    assert (scene.ran, counts(store)) == ([], {})
+    labels = {"component": "dynamic_limit", "error_type": "KeyError"}
+    assert signals.value("langchain_quota_errors_total", **labels) == 1
+
+
+PLANS = {"ann": 1, "bob": 3, "root": None}
+
+
+def plan(state: Any, runtime: Any) -> int | None:
+    return PLANS[runtime.context["user_id"]]
+
+
+async def aplan(state: Any, runtime: Any) -> int | None:
+    return plan(state, runtime)
+
+
+@modes
+@pytest.mark.parametrize("form", ["sync", "async"])
+async def test_a_computed_quota(mode: Mode, form: str, signals: Signals) -> None:
+    """A quota's number can be a function; `None` is no quota, and then nothing is counted."""
+    store = MemoryStore()
+    number = plan if form == "sync" else aplan
+    scene = scene_of(
+        mode, signals, store, ToolCallLimit("search", quotas=[Quota(number, per="user_id")])
+    )
+
+    if mode == "sync" and form == "async":
+        with pytest.raises(RuntimeError, match="limit of limit 'tool:search' is async"):
+            await scene.turn(context=ANN)
+        assert (scene.ran, counts(store)) == ([], {})
+        return
+    for user in PLANS:
+        await scene.turn(context={"user_id": user}, thread_id=user)
+
+    assert len(scene.ran) == 1 + 3 + 3
+    assert counts(store) == {"search:user_id:ann": 1, "search:user_id:bob": 3}
+    # A number that was computed is not exported as the limit.
+    labels = {"agent": "unnamed", "limit": "tool:search", "scope": "user_id"}
+    assert signals.value("langchain_quota_limit", **labels) is None
+
+
+@modes
+@pytest.mark.parametrize(
+    ("number", "error", "says"),
+    [
+        (-1, ValueError, "limit of quota 'user_id' of limit 'tool:search' must be 0 or more"),
+        (2.5, TypeError, "limit of quota 'user_id' of limit 'tool:search' must be a whole number"),
+    ],
+)
+async def test_a_wrong_computed_quota(
+    mode: Mode, number: Any, error: type[Exception], says: str, signals: Signals
+) -> None:
+    """A computed number that is none is an error at the call that it is for."""
+    store = MemoryStore()
+    limit = ToolCallLimit("search", quotas=[Quota(lambda s, r: number, per="user_id")])
+    scene = scene_of(mode, signals, store, limit)
+
+    with pytest.raises(error, match=says):
+        await scene.turn(context=ANN)
+
+    assert (scene.ran, counts(store)) == ([], {})
+
+
+NEEDS = (
+    "quota 'user_id' of limit {limit!r} needs 'user_id' in runtime.context: call the agent with "
+    "context=… that has it"
+)
+WRONG = (
+    "the subject of quota 'user_id' of limit {limit!r} must be a string, a whole number or a UUID, "
+    "not {type}"
+)
+EMPTY = "the subject of quota 'user_id' of limit {limit!r} must not be empty"
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "no context": (None, ValueError, NEEDS),
+    "missing": ({"tenant": "acme"}, ValueError, NEEDS),
+    "None": ({"user_id": None}, ValueError, NEEDS),
+    "None in a dataclass": (Context(), ValueError, NEEDS),
+    "float": ({"user_id": 7.0}, TypeError, WRONG.replace("{type}", "float")),
+    "bool": ({"user_id": True}, TypeError, WRONG.replace("{type}", "bool")),
+    "list": ({"user_id": ["ann"]}, TypeError, WRONG.replace("{type}", "list")),
+    "bytes": ({"user_id": b"ann"}, TypeError, WRONG.replace("{type}", "bytes")),
+    "empty": ({"user_id": ""}, ValueError, EMPTY),
+}
+
+
+@modes
+@pytest.mark.parametrize("kind", ["tool", "model"])
+@pytest.mark.parametrize("case", REFUSED)
+async def test_a_refused_context(mode: Mode, case: str, kind: str, signals: Signals) -> None:
+    """A context that does not tell the user is an error; nothing is charged, and no tool runs."""
+    context, error, says = REFUSED[case]
+    store = MemoryStore()
+    limit: Limit = (
+        ToolCallLimit("search", quotas=[USER]) if kind == "tool" else ModelCallLimit(quotas=[USER])
+    )
+    scene = scene_of(mode, signals, store, limit)
+
+    with pytest.raises(error) as caught:
+        await scene.turn(context=context)
+
+    assert str(caught.value) == says.format(limit=limit.name)
+    assert counts(store) == {}
+    assert scene.ran == []
+    assert len(scene.model.calls) == (1 if kind == "tool" else 0)
+    assert scene.metric(limit.name, "allowed") == 0
+    # The thread is whole: whoever says who they are goes on.
+    await scene.turn(context=ANN)
+    assert len(scene.ran) == (2 if kind == "tool" else 3)
+    scene.check_requests()
+
+
+@modes
+@pytest.mark.parametrize("kind", ["tool", "model"])
+async def test_per_agent_without_a_name(mode: Mode, kind: str, signals: Signals) -> None:
+    """A quota per agent needs an agent with a name."""
+    store = MemoryStore()
+    per_agent = Quota(2, per="agent")
+    limit: Limit = (
+        ToolCallLimit("search", quotas=[per_agent])
+        if kind == "tool"
+        else ModelCallLimit(quotas=[per_agent])
+    )
+    scene = scene_of(mode, signals, store, limit)
+
+    with pytest.raises(ValueError, match="per agent") as caught:
+        await scene.turn()
+
+    assert str(caught.value) == (
+        f"quota 'agent' of limit {limit.name!r} is per agent, and this one has no name: "
+        "create_agent(name=…)"
+    )
+    assert (scene.ran, counts(store)) == ([], {})
+
+
+@modes
+@pytest.mark.parametrize("kind", ["tool", "model"])
+async def test_per_thread_without_a_thread(mode: Mode, kind: str, signals: Signals) -> None:
+    """A quota per thread needs a run with a thread."""
+    store = MemoryStore()
+    per_thread = Quota(2, window=DAY)
+    limit: Limit = (
+        ToolCallLimit("search", quotas=[per_thread])
+        if kind == "tool"
+        else ModelCallLimit(quotas=[per_thread])
+    )
+    scene = scene_of(mode, signals, store, limit, checkpointer=None)
+
+    with pytest.raises(ValueError, match="per thread") as caught:
+        await scene.turn(thread_id=None)
+
+    assert str(caught.value) == (
+        f"quota 'thread' of limit {limit.name!r} is per thread, and this run has none: call the "
+        'agent with {"configurable": {"thread_id": …}}'
+    )
+    assert (scene.ran, counts(store)) == ([], {})
+
+
+@modes
+async def test_one_user_in_three_types(mode: Mode, signals: Signals) -> None:
+    """A user is known by the text of their id: a number, or a UUID, and its text are one."""
+    store = MemoryStore()
+    scene = scene_of(mode, signals, store, ToolCallLimit("search", quotas=[USER]))
+    uuid = UUID(int=7)
+
+    for user in (7, "7", uuid, str(uuid)):
+        await scene.turn(context={"user_id": user})
+
+    assert scene.ran == ["search"] * 4
+    assert sorted(counts(store).values()) == [2, 2]
+
+
+HOSTILE = [
+    "ann",
+    "ann:86400:20454",
+    "ann%3A86400%3A20454",
+    "Ann",
+    "*",
+    "{ann}",
+    "ann\n",
+    "\ud800",
+    "ä" * 1000,
+    "ä" * 1001,
+]
+
+
+@modes
+async def test_users_that_look_alike(mode: Mode, signals: Signals) -> None:
+    """No user's id, however it is written, reaches the count of another."""
+    store = MemoryStore()
+    scene = scene_of(mode, signals, store, ToolCallLimit("search", quotas=[USER]))
+
+    for user in HOSTILE:
+        await scene.turn(context={"user_id": user})
+
+    assert len(scene.ran) == 2 * len(HOSTILE)
+    assert list(counts(store).values()) == [2] * len(HOSTILE)
+
+
+@modes
+async def test_a_call_that_one_of_two_quotas_refuses(mode: Mode, signals: Signals) -> None:
+    """A call that the user's quota refuses leaves room in the one of all, and in thread and run."""
+    store = MemoryStore()
+    scene = scene_of(
+        mode,
+        signals,
+        store,
+        ToolCallLimit("search", quotas=[USER, Quota(3, per="global")], run_limit=3),
+        ToolCallLimit(thread_limit=9),
+    )
+
+    await scene.turn(context=ANN)
+    assert counts(store) == {
+        f"search:user_id:ann:{TODAY}": 2,
+        "search:global:": 2,
+        "__all__:thread:thread-1": 2,
+    }
+    await scene.turn(context=BOB)
+
+    assert scene.ran == ["search"] * 3
+    assert counts(store) == {
+        f"search:user_id:ann:{TODAY}": 2,
+        f"search:user_id:bob:{TODAY}": 1,
+        "search:global:": 3,
+        "__all__:thread:thread-1": 3,
+    }
+    assert scene.metric("tool:search", "blocked", "user_id") == 1
+    assert scene.metric("tool:search", "blocked", "global") == 2
+    scene.check()
+
+
+@modes
+async def test_two_limits_over_one_count(mode: Mode, signals: Signals) -> None:
+    """Two limits on one tool per user are two thresholds over one count."""
+    store = MemoryStore()
+    scene = scene_of(
+        mode,
+        signals,
+        store,
+        ToolCallLimit("search", quotas=[Quota(2, per="user_id")], name="low", enforce=False),
+        ToolCallLimit("search", quotas=[Quota(3, per="user_id")], name="high"),
+    )
+
+    with captured_decisions() as decisions:
+        await scene.turn(context=ANN)
+        await scene.turn(context=ANN)
+
+    assert scene.ran == ["search"] * 3
+    assert counts(store) == {"search:user_id:ann": 3}
+    outcomes = [each.outcome for each in decisions if each.call.kind == "tool"]
+    assert outcomes == [Outcome.ALLOWED] * 2 + [Outcome.WOULD_BLOCK] + [Outcome.BLOCKED] * 3
+
+
+@modes
+async def test_the_edge_of_a_window(mode: Mode, signals: Signals) -> None:
+    """In a window's last second its count still holds; at its edge the next one begins at 0."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    scene = SharedScene(
+        mode,
+        signals,
+        asking("search", "search", "search"),
+        [quota(signals, ToolCallLimit("search", quotas=[USER]), store=store, clock=clock)],
+    )
+
+    await scene.turn(context=ANN)
+    clock.now = NOON + 43_199.999
+    await scene.turn()
+    assert scene.ran == ["search"] * 2
+    clock.now = NOON + 43_200
+    await scene.turn()
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 4
+    assert counts(store) == {
+        f"search:user_id:ann:{TODAY}": 2,
+        "search:user_id:ann:86400:20455": 2,
+    }
+
+
+@modes
+async def test_windows_of_many_lengths(mode: Mode, signals: Signals) -> None:
+    """Windows of one user do not mix: the minute's is renewed while the day's is used up."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limit = ToolCallLimit(
+        "search",
+        quotas=[
+            Quota(1, per="user_id", window=timedelta(minutes=1), name="minute"),
+            Quota(2, per="user_id", window=DAY, name="day"),
+        ],
+    )
+    scene = SharedScene(
+        mode,
+        signals,
+        asking("search", "search"),
+        [quota(signals, limit, store=store, clock=clock)],
+    )
+
+    for _ in range(3):
+        await scene.turn(context=ANN)
+        clock.now += 60
+
+    assert scene.ran == ["search"] * 2
+    assert counts(store) == {
+        f"search:user_id:ann:{TODAY}": 2,
+        "search:user_id:ann:60:29454480": 1,
+        "search:user_id:ann:60:29454481": 1,
+    }
+    assert scene.metric("tool:search", "blocked", "minute") == 2
+    assert scene.metric("tool:search", "blocked", "day") == 2
+
+
+@modes
+async def test_a_clock_that_goes_back(mode: Mode, signals: Signals) -> None:
+    """Back before the edge the old count holds again; forward again, the new one goes on."""
+    clock = Clock(NOON + 43_200)
+    store = MemoryStore(clock=clock)
+    scene = SharedScene(
+        mode,
+        signals,
+        asking("search"),
+        [quota(signals, ToolCallLimit("search", quotas=[USER]), store=store, clock=clock)],
+    )
+
+    await scene.turn(context=ANN)
+    clock.now -= 5
+    for _ in range(3):
+        await scene.turn()
+    assert scene.ran == ["search"] * 3
+    clock.now += 5
+    for _ in range(3):
+        await scene.turn()
+
+    assert scene.ran == ["search"] * 4
+    assert counts(store) == {
+        f"search:user_id:ann:{TODAY}": 2,
+        "search:user_id:ann:86400:20455": 2,
+    }
+
+
+@modes
+async def test_a_quota_without_a_window(mode: Mode, signals: Signals) -> None:
+    """Without a window a count lasts until it is reset, whatever the clock says."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")])
+    scene = SharedScene(
+        mode, signals, asking("search"), [quota(signals, limit, store=store, clock=clock)]
+    )
+
+    for _ in range(4):
+        await scene.turn(context=ANN)
+        clock.now += 30 * 86_400
+    assert scene.ran == ["search"] * 2
+    store.reset(["search:user_id:ann"])
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 3
+
+
+@modes
+async def test_threads_of_two_stores_are_apart(mode: Mode, signals: Signals) -> None:
+    """What is shared is the store: agents with stores of their own share nothing."""
+    saver = InMemorySaver()
+    stores = MemoryStore(), MemoryStore()
+    for store in stores:
+        scene = scene_of(
+            mode, signals, store, ToolCallLimit("search", quotas=[USER]), checkpointer=saver
+        )
+        await scene.turn(context=ANN)
+        assert scene.ran == ["search"] * 2
+
+    assert counts(stores[0]) == counts(stores[1]) == {f"search:user_id:ann:{TODAY}": 2}

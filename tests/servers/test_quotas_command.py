@@ -1,0 +1,301 @@
+"""`langchain-quota quotas`: what is used, of what, until when, and back to 0."""
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from langchain_quota.cli import main
+from langchain_quota.reservation import Settlement, Slot
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.redis import RedisStore
+from tests.servers.redis import RedisServer, free_port, running_redis
+from tests.servers.stores import batch, calls, settling
+
+ADA = str(CountKey("search", "user_id", "ada"))
+BOB = str(CountKey("search", "user_id", "bob"))
+ALL = str(CountKey("__all__", "global", ""))
+DAY = CountKey.at("email", "tenant", "acme", timedelta(days=1), 4_102_444_800)
+"""The first of January 2100."""
+
+SCRIPT = "import sys; from langchain_quota.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = (sys.executable, "-c", SCRIPT, "quotas")
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def store(redis_server: RedisServer) -> Iterator[RedisStore]:
+    """A store with some counts."""
+    prefix = redis_server.prefix()
+    with closing(RedisStore(redis_server.url, prefix=prefix, timeout=30)) as store:
+        store.reserve(calls(ADA, 3, limit=5))
+        store.reserve(calls(BOB, 12, limit=1000))
+        store.reserve(settling(Settlement("late", {ALL: 1})))
+        assert DAY.ends is not None
+        store.reserve(batch([Slot(str(DAY), 0, float(DAY.ends))], {0: 2}))
+        yield store
+
+
+@pytest.fixture
+def run(redis_server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command on the store; the environment names the server."""
+    monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", redis_server.url)
+    return lambda *arguments: main(["quotas", *arguments, "--prefix", store._prefix])
+
+
+def used(store: RedisStore) -> list[int]:
+    """The counts of Ada, Bob, all, and the day."""
+    return [use.used for use in store.peek([ADA, BOB, ALL, str(DAY)]) if use is not None]
+
+
+def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """All counts, sorted, as a table."""
+    assert run("show") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "counted  per      subject  used    of  until",
+        "__all__  global   ''          1     -  reset",
+        "email    tenant   'acme'      2     -  2100-01-02 00:00:00 UTC",
+        "search   user_id  'ada'       3     5  reset",
+        "search   user_id  'bob'      12  1000  reset",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "subjects"),
+    [
+        (["--key", "search:*"], ["'ada'", "'bob'"]),
+        (["--key", "*:ada"], ["'ada'"]),
+        (["--key", "*:ada", "email:*"], ["'acme'", "'ada'"]),
+        (["--key", "*:bob", "--key", "search:*"], ["'ada'", "'bob'"]),
+    ],
+)
+def test_show_some(
+    run: Run, capsys: pytest.CaptureFixture[str], patterns: list[str], subjects: list[str]
+) -> None:
+    """Patterns choose counts; one that two patterns match is shown once."""
+    assert run("show", *patterns) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[1:]] == subjects
+
+
+def test_show_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """That there is no count is said."""
+    assert run("show", "--key", "nothing") == 0
+    assert capsys.readouterr().out == "no counts\n"
+
+
+def test_subject_is_escaped(
+    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's text forges no line and moves no cursor; a key of no known form is shown, too."""
+    store.reset([str(CountKey("a\nb", "user_id", "x\n'\x1b[2J\u202e\ud800é")), "odd\nkey"])
+    assert run("show", "--key", "a*", "odd*") == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split() == [
+        "a\\nb",
+        "user_id",
+        '"x\\n\'\\x1b[2J\\u202e\\ud800é"',
+        "0",
+        "-",
+        "reset",
+    ]
+    assert second.split() == ["odd\\nkey", "-", "-", "0", "-", "reset"]
+
+
+def test_terminal_without_all_characters(store: RedisStore, redis_server: RedisServer) -> None:
+    """What the output cannot encode is escaped."""
+    store.reset([str(CountKey("search", "user_id", "é"))])
+    done = subprocess.run(
+        [*COMMAND, "show", "--redis", redis_server.url, "--prefix", store._prefix, "--key", "*C3*"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "'\\xe9'" in done.stdout
+
+
+def test_reset_some(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --yes what matches is listed and reset, and nothing else."""
+    assert run("reset", "--key", "search:*", "--yes") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[1:-1]] == ["'ada'", "'bob'"]
+    assert lines[-1] == "2 reset to 0"
+    assert used(store) == [0, 0, 1, 2]
+
+
+def test_reset_all(run: Run, store: RedisStore) -> None:
+    """Without patterns all counts are reset."""
+    assert run("reset", "--yes") == 0
+    assert used(store) == [0, 0, 0, 0]
+
+
+def test_reset_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing matches nobody is asked."""
+    assert run("reset", "--key", "nothing") == 0
+    assert capsys.readouterr().out == "no counts\n"
+
+
+def test_reset_many(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """More counts than are read or reset at once."""
+    keys = [str(CountKey("many", "user_id", str(number))) for number in range(1234)]
+    store.reserve(batch([Slot(key) for key in keys], dict.fromkeys(range(1234), 1)))
+    assert run("reset", "--key", "many:*", "--yes") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1234 reset to 0"
+    assert {use.used for use in store.usages("many:*")} == {0}
+    assert used(store) == [3, 12, 1, 2]
+
+
+def test_reset_without_a_terminal(
+    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody can be asked nothing is reset, and one line says what to pass."""
+    assert run("reset") == 2
+    assert capsys.readouterr().err == (
+        "langchain-quota quotas: reset asks first, and there is no terminal: pass --yes\n"
+    )
+    assert used(store) == [3, 12, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "last"),
+    [
+        (b"y\n", 0, "2 reset to 0"),
+        (b"YES\n", 0, "2 reset to 0"),
+        (b"\n", 1, "nothing was reset"),
+        (b"n\n", 1, "nothing was reset"),
+        (b"\x04", 1, "nothing was reset"),
+    ],
+)
+def test_reset_asks(
+    store: RedisStore,
+    redis_server: RedisServer,
+    typed: bytes,
+    code: int,
+    last: str,
+) -> None:
+    """In a terminal the command asks, and only a clear yes resets."""
+    keyboard, terminal = pty.openpty()
+    command = [*COMMAND, "reset", "--redis", redis_server.url, "--prefix", store._prefix]
+    with subprocess.Popen(
+        [*command, "--key", "search:*"], stdin=terminal, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        shown = b""
+        while not shown.endswith(b"Reset 2 to 0? [y/N] "):
+            read = os.read(process.stdout.fileno(), 4096)
+            assert read, shown
+            shown += read
+        assert used(store) == [3, 12, 1, 2]
+        os.write(keyboard, typed)
+        said, _ = process.communicate(timeout=60)
+    os.close(keyboard)
+    os.close(terminal)
+    assert process.returncode == code
+    assert said.decode().splitlines()[-1] == last
+    assert used(store) == ([0, 0, 1, 2] if code == 0 else [3, 12, 1, 2])
+
+
+@pytest.mark.parametrize("action", ["show", "reset"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:s3cr3t@127.0.0.1:6379/0",
+        "redis://worker:s3cr3t@127.0.0.1:6379/0",
+        "redis://worker:s3/cr3t@127.0.0.1:6379/0",
+        "rediss://127.0.0.1:6379/0?password=s3cr3t",
+        "unix://127.0.0.1/socket?db=1&password=s3cr3t",
+    ],
+)
+def test_password_among_the_arguments(
+    capsys: pytest.CaptureFixture[str], action: str, url: str
+) -> None:
+    """A URL with a password is refused unread: others on the machine can see it."""
+    assert main(["quotas", action, "--redis", url]) == 2
+    (reason,) = capsys.readouterr().err.splitlines()
+    assert "LANGCHAIN_QUOTA_REDIS_URL" in reason
+    assert "cr3t" not in reason
+
+
+def test_user_without_a_password(
+    run: Run, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A URL with a mere user name is taken."""
+    url = redis_server.url.replace("//", "//default@")
+    assert run("show", "--redis", url, "--key", ADA) == 0
+    assert "'ada'" in capsys.readouterr().out
+
+
+def test_password_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A password in the environment is used, and told to nobody."""
+    with running_redis(tmp_path / "redis") as server:
+        with server.client() as client:
+            client.config_set("requirepass", "s3cr3t")
+        url = server.url.replace("//", "//:{}@")
+        monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url.format("s3cr3t"))
+        assert main(["quotas", "show"]) == 0
+        monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url.format("wr0ng"))
+        assert main(["quotas", "show"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "no counts\n"
+    (reason,) = said.err.splitlines()
+    assert "username-password" in reason
+    assert "wr0ng" not in reason
+
+
+@pytest.mark.parametrize("action", [["show"], ["reset", "--yes"]])
+def test_nobody_there(capsys: pytest.CaptureFixture[str], action: list[str]) -> None:
+    """A server that cannot be reached is one line, and code 2."""
+    assert main(["quotas", *action, "--redis", f"redis://127.0.0.1:{free_port()}"]) == 2
+    (reason,) = capsys.readouterr().err.splitlines()
+    assert reason.startswith("langchain-quota quotas: RedisStore(redis://127.0.0.1:")
+    assert "refused" in reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--redis", "http://127.0.0.1"], "the URL of Redis must be"),
+        (["--redis", "redis://127.0.0.1", "--prefix", "a b"], "prefix must match"),
+        ([], "LANGCHAIN_QUOTA_REDIS_URL is not set"),
+    ],
+)
+def test_wrong_argument(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    text: str,
+) -> None:
+    """What is wrong is one line, and code 2."""
+    monkeypatch.delenv("LANGCHAIN_QUOTA_REDIS_URL", raising=False)
+    assert main(["quotas", "show", *arguments]) == 2
+    (reason,) = capsys.readouterr().err.splitlines()
+    assert text in reason
+
+
+def test_extra_is_missing() -> None:
+    """Without redis the command says how to install it; the rest of the command line works."""
+    code = f"import sys; sys.modules['redis'] = None; {SCRIPT}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "quotas", "show"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (reason,) = done.stderr.splitlines()
+    assert reason == (
+        'langchain-quota quotas: needs the package redis: pip install "langchain-quota[redis]"'
+    )

@@ -1,0 +1,725 @@
+"""What is RedisStore's own: outages, timeouts, connections, expiry, and what must stay secret."""
+
+import asyncio
+import gc
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import redis
+import redis.asyncio
+from blockbuster import blockbuster_ctx
+
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.reservation import Grant, Reservation, Settlement, Slot
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.redis import RedisStore
+from tests.servers.programs import required_program
+from tests.servers.prometheus import eventually
+from tests.servers.redis import Detour, RedisServer, detour, free_port, running_redis
+from tests.servers.stores import batch, calls, settling, slot
+
+PATIENCE = 60
+"""Seconds after which something hangs; no timeout in these tests is near it."""
+SHORT = 0.3
+"""The timeout of a store that is to run into it, in seconds."""
+LONG = 30.0
+"""The timeout of a store that is not."""
+SECRET = "s3cr3t/p@ss:w%rd"  # noqa: S105 - a test's
+
+Reserve = Callable[[RedisStore, Reservation], Grant]
+
+
+def reserve_in_thread(store: RedisStore, reservation: Reservation) -> Grant:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(store.reserve, reservation).result(PATIENCE)
+
+
+def reserve_in_loop(store: RedisStore, reservation: Reservation) -> Grant:
+    async def reserve() -> Grant:
+        async with asyncio.timeout(PATIENCE):
+            return await store.areserve(reservation)
+
+    return asyncio.run(reserve())
+
+
+FORMS = pytest.mark.parametrize(
+    "reserve", [reserve_in_thread, reserve_in_loop], ids=["sync", "async"]
+)
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of the test's own, which may be stopped."""
+    with running_redis(tmp_path / "redis") as server:
+        yield server
+
+
+@contextmanager
+def opened(server: RedisServer, timeout: float = LONG) -> Iterator[RedisStore]:
+    with closing(RedisStore(server.url, prefix=server.prefix(), timeout=timeout)) as store:
+        yield store
+
+
+@pytest.fixture
+def store(redis_server: RedisServer) -> Iterator[RedisStore]:
+    """A store with a prefix of the test's own."""
+    with opened(redis_server) as store:
+        yield store
+
+
+def command(client: redis.Redis, *words: str) -> str:
+    """The answer to a command, as a text."""
+    answer = client.execute_command(*words)  # type: ignore[no-untyped-call]  # so there
+    return answer.decode() if isinstance(answer, bytes) else str(answer)
+
+
+def used(store: RedisStore, key: str = "search") -> int | None:
+    (use,) = store.peek([key])
+    return None if use is None else use.used
+
+
+class TestOutages:
+    """What becomes of calls while Redis is away, and afterwards."""
+
+    @FORMS
+    def test_refused(self, own_redis: RedisServer, reserve: Reserve) -> None:
+        """Nobody listens: QuotaStoreError; once Redis is there again the next call is admitted."""
+        with opened(own_redis) as store:
+            assert reserve(store, calls("search", 1)).admitted == (True,)
+            own_redis.stop()
+            for _ in range(2):
+                with pytest.raises(QuotaStoreError, match="ConnectionError") as failed:
+                    reserve(store, calls("search", 1))
+                assert not failed.value.timed_out
+            own_redis.start()
+            assert reserve(store, calls("search", 1)).admitted == (True,)
+            assert used(store) == 1
+
+    @FORMS
+    def test_paused(self, own_redis: RedisServer, reserve: Reserve) -> None:
+        """Nobody answers: QuotaStoreError in time; afterwards counts go on."""
+        with opened(own_redis, SHORT) as store:
+            own_redis.pause()
+            for _ in range(2):
+                with pytest.raises(QuotaStoreError, match=r"no answer within 0\.3 s") as failed:
+                    reserve(store, calls("search", 1))
+                assert failed.value.timed_out
+                assert isinstance(
+                    failed.value.__cause__, TimeoutError | redis.exceptions.TimeoutError
+                )
+            own_redis.resume()
+            # The machine may be busy for longer than the timeout.
+            eventually(lambda: admitted(store, reserve))
+            assert used(store, "later") == 1
+
+    @FORMS
+    def test_paused_with_connections(self, own_redis: RedisServer, reserve: Reserve) -> None:
+        """A pause in mid-run is noticed on connections that were in use, too."""
+        with opened(own_redis, SHORT) as store:
+            eventually(lambda: admitted(store, reserve))
+            own_redis.pause()
+            with pytest.raises(QuotaStoreError) as failed:
+                reserve(store, calls("search", 1))
+            assert failed.value.timed_out
+            own_redis.resume()
+
+    async def test_restarted(self, own_redis: RedisServer) -> None:
+        """Connections that died with the old server fail no call."""
+        with opened(own_redis) as store:
+            for _ in range(2):
+                await asyncio.gather(*(store.areserve(calls("search", 1)) for _ in range(20)))
+                with ThreadPoolExecutor(20) as threads:
+                    assert len([*threads.map(store.reserve, [calls("search", 1)] * 20)]) == 20
+                await asyncio.to_thread(own_redis.stop)
+                await asyncio.to_thread(own_redis.start)
+            assert (await store.areserve(calls("search", 1))).used == (0,)
+            await store.aclose()
+
+    async def test_many_wait_in_vain(self, own_redis: RedisServer) -> None:
+        """More calls than connections run into the timeout, and none of them blocks later ones."""
+        patient = RedisStore(own_redis.url, timeout=2)  # enough for what comes afterwards
+        own_redis.pause()
+        failed = await asyncio.gather(
+            *(patient.areserve(calls("search", 1)) for _ in range(100)), return_exceptions=True
+        )
+        assert {type(each) for each in failed} == {QuotaStoreError}
+        own_redis.resume()
+        await eventually_answers(patient)
+        grants = await asyncio.gather(*(patient.areserve(calls("x", 1)) for _ in range(100)))
+        assert sorted(grant.used[0] for grant in grants) == [*range(100)]
+        await patient.aclose()
+
+    async def test_cancelled(self, own_redis: RedisServer) -> None:
+        """A cancelled call ends as cancelled, and leaves usable connections behind."""
+        with opened(own_redis) as store:
+            await store.areserve(calls("search", 1))
+            own_redis.pause()
+            tasks = [asyncio.create_task(store.areserve(calls("search", 1))) for _ in range(50)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(SHORT)
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {type(each) for each in ended} == {asyncio.CancelledError}
+            own_redis.resume()
+            grants = await asyncio.gather(*(store.areserve(calls("x", 1)) for _ in range(100)))
+            assert sorted(grant.used[0] for grant in grants) == [*range(100)]
+            await store.aclose()
+
+    def test_script_fails(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """What Redis refuses to do is a QuotaStoreError that says why, and charges nothing."""
+        with redis_server.client() as client:
+            client.set(f"{{{store._prefix}}}:count:search", "not a count")
+            with pytest.raises(QuotaStoreError, match="WRONGTYPE") as failed:
+                store.reserve(batch([slot("email", 5), slot("search", 5)], {0: 1, 1: 1}))
+            assert not failed.value.timed_out
+        assert used(store, "email") is None
+
+
+def admitted(store: RedisStore, reserve: Reserve) -> bool:
+    """Whether a reservation, always the same, is answered."""
+    with suppress(QuotaStoreError):
+        return reserve(store, calls("later", 1, id="later")).admitted == (True,)
+    return False
+
+
+async def eventually_answers(store: RedisStore) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            with suppress(QuotaStoreError):
+                await store.apeek(["search"])
+                return
+
+
+class TestLateExecution:
+    """A reservation that timed out, and that reaches Redis all the same."""
+
+    @FORMS
+    def test_before_its_settlement(self, redis_server: RedisServer, reserve: Reserve) -> None:
+        """It was made: the settlement that the next reservation brings undoes it."""
+        with opened(redis_server) as store, detour(redis_server, hold=b":count:search") as way:
+            late = self._lost(store, way, reserve)
+            way.open()
+            eventually(lambda: used(store) == 3)
+            settlement = Settlement("late", attempt=late.attempt)
+            grant = reserve(store, calls("search", 1, limit=3, settlements=[settlement]))
+            assert (grant.used, grant.admitted) == ((1,), (True,))
+            assert used(store) == 2
+
+    @FORMS
+    def test_after_its_settlement(self, redis_server: RedisServer, reserve: Reserve) -> None:
+        """It is not made yet: the settlement sees to it that it never is."""
+        with opened(redis_server) as store, detour(redis_server, hold=b":count:search") as way:
+            late = self._lost(store, way, reserve)
+            settlement = Settlement("late", attempt=late.attempt)
+            grant = reserve(store, calls("search", 1, limit=3, settlements=[settlement]))
+            assert (grant.used, grant.admitted) == ((1,), (True,))
+            way.open()
+            eventually(lambda: b"refused" in way.answers)
+            assert used(store) == 2
+
+    def _lost(self, store: RedisStore, way: Detour, reserve: Reserve) -> Reservation:
+        """A reservation of two calls that timed out, and is on its way; one was made before."""
+        store.reserve(calls("search", 1, limit=3))
+        late = calls("search", 2, limit=3)
+        with closing(RedisStore(way.url, prefix=store._prefix, timeout=SHORT)) as remote:
+            while not way.held.is_set():  # on a busy machine connecting alone may take too long
+                with pytest.raises(QuotaStoreError) as lost:
+                    reserve(remote, late)
+                assert lost.value.timed_out
+        assert used(store) == 1
+        return late
+
+
+class TestConnections:
+    """Where connections come from, and where they go."""
+
+    def test_one_round_trip(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """Whatever a reservation holds, it is one command; the script is sent once."""
+        with redis_server.client() as client:
+            store.reserve(calls("search", 1))
+            client.config_resetstat()
+            asked = batch([slot(f"key-{number}", 5) for number in range(20)], *[{0: 1, 7: 2}] * 9)
+            store.reserve(asked)
+            store.reserve(settling(Settlement("s", {"key-1": 1}), Settlement("t", {"key-2": 1})))
+            statistics = client.info("commandstats")
+        assert statistics["cmdstat_evalsha"]["calls"] == 2
+        assert "cmdstat_eval" not in statistics
+
+    @FORMS
+    def test_forgotten_script(
+        self, store: RedisStore, redis_server: RedisServer, reserve: Reserve
+    ) -> None:
+        """A server that does not know the script, after a restart say, is told it."""
+        with redis_server.client() as client:
+            for before in range(3):
+                client.script_flush()
+                assert reserve(store, calls("search", 1)).used == (before,)
+
+    def test_event_loops_come_and_go(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """A loop that ended leaves no connection, no client and no warning behind."""
+        loops = []
+
+        async def reserve() -> None:
+            loops.append(weakref.ref(asyncio.get_running_loop()))
+            await asyncio.gather(*(store.areserve(calls("search", 1)) for _ in range(5)))
+
+        with redis_server.client() as client:
+            before = len(client.client_list())
+            for _ in range(3):
+                asyncio.run(reserve())
+            gc.collect()
+            assert [loop() for loop in loops] == [None] * 3
+            eventually(lambda: len(client.client_list()) == before)
+        assert used(store) == 15
+
+    def test_loop_that_was_just_closed(self, store: RedisStore) -> None:
+        """A loop that is closed without its last rites does not disturb the next one."""
+        loop = asyncio.new_event_loop()
+        assert loop.run_until_complete(store.areserve(calls("search", 1))).used == (0,)
+        loop.run_until_complete(store.aclose())
+        loop.close()
+        assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+
+    async def test_closed_store_can_be_used(self, store: RedisStore) -> None:
+        """Closing ends connections, and the next call makes new ones."""
+        for before in range(3):
+            assert (await store.areserve(calls("search", 1))).used == (2 * before,)
+            await store.aclose()
+            await store.aclose()
+            assert store.reserve(calls("search", 1)).used == (2 * before + 1,)
+            store.close()
+
+    async def test_does_not_block_the_loop(self, store: RedisStore) -> None:
+        """The async form makes no blocking call, the first time included."""
+        with blockbuster_ctx():
+            assert (await store.areserve(calls("search", 1))).admitted == (True,)
+            assert await store.apeek(["search"])
+            await store.areset(["search"])
+            await store.aclose()
+
+    def test_unix_socket(self, redis_server: RedisServer) -> None:
+        """A URL may name a socket."""
+        url = f"unix://{redis_server.socket}?db=0"
+        with closing(RedisStore(url, prefix=redis_server.prefix(), timeout=LONG)) as store:
+            assert reserve_in_thread(store, calls("search", 1)).used == (0,)
+            assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+            assert f"unix://{redis_server.socket}" in repr(store)
+
+    def test_url_of_the_environment(
+        self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without a source the environment names the server; its timeouts do not count."""
+        url = f"{redis_server.url}?socket_timeout=0.000001&socket_connect_timeout=0.000001"
+        monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url)
+        with closing(RedisStore(prefix=redis_server.prefix(), timeout=LONG)) as store:
+            assert reserve_in_thread(store, calls("search", 1)).used == (0,)
+            assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+
+    def test_tls(self, tmp_path: Path) -> None:
+        """`rediss://` is TLS, with redis-py's options; another's certificate is not trusted."""
+        openssl = required_program("openssl", "openssl")
+        for name in ("server", "other"):
+            make = [openssl, "req", "-x509", "-nodes", "-days", "1", "-subj", f"/CN={name}"]
+            make += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+            make += ["-addext", "subjectAltName=IP:127.0.0.1"]
+            make += ["-keyout", str(tmp_path / f"{name}.key")]
+            make += ["-out", str(tmp_path / f"{name}.pem")]
+            subprocess.run(make, check=True, capture_output=True)
+        options = ["--tls-port", "{port}", "--port", "0", "--tls-auth-clients", "no"]
+        options += ["--tls-cert-file", str(tmp_path / "server.pem")]
+        options += ["--tls-key-file", str(tmp_path / "server.key")]
+        with running_redis(tmp_path / "redis", *options) as server:
+            url = f"rediss://127.0.0.1:{server.port}/0?ssl_ca_certs={tmp_path}/"
+            with closing(RedisStore(f"{url}server.pem", timeout=LONG)) as store:
+                assert reserve_in_thread(store, calls("search", 1)).used == (0,)
+                assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+            with closing(RedisStore(f"{url}other.pem", timeout=LONG)) as store:
+                for reserve in (reserve_in_thread, reserve_in_loop):
+                    with pytest.raises(QuotaStoreError, match="certificate verify failed"):
+                        reserve(store, calls("search", 1))
+
+
+class TestClientsOfYourOwn:
+    """A client in place of a URL."""
+
+    @pytest.mark.parametrize("decode", [False, True])
+    def test_sync(self, redis_server: RedisServer, decode: bool) -> None:  # noqa: FBT001 - a parameter
+        """A client of redis serves the sync form, whatever it decodes, and stays open."""
+        with redis_server.client(decode_responses=decode) as client:
+            store = RedisStore(client, prefix=redis_server.prefix())
+            lost = calls("search", 1)
+            assert store.reserve(lost).used == (0,)
+            store.reserve(settling(Settlement("lost", attempt=lost.attempt)))
+            assert [use.key for use in store.usages()] == ["search"]
+            assert used(store) == 0
+            identity = client.client_id()
+            store.close()
+            assert client.client_id() == identity
+
+    @pytest.mark.parametrize("decode", [False, True])
+    async def test_async(self, redis_server: RedisServer, decode: bool) -> None:  # noqa: FBT001 - a parameter
+        """A client of redis.asyncio serves the async form."""
+        async with redis.asyncio.Redis.from_url(
+            redis_server.url, decode_responses=decode
+        ) as client:
+            store = RedisStore(client, prefix=redis_server.prefix(), timeout=LONG)
+            lost = calls("search", 1)
+            assert (await store.areserve(lost)).used == (0,)
+            await store.areserve(settling(Settlement("lost", attempt=lost.attempt)))
+            (use,) = await store.apeek(["search"])
+            assert use is not None
+            assert use.used == 0
+            await store.aclose()
+
+    async def test_wrong_form(self, redis_server: RedisServer) -> None:
+        """Asked for the other form, the TypeError says what to pass."""
+        with redis_server.client() as client:
+            store = RedisStore(client)
+            with pytest.raises(TypeError, match=r"or a client of redis\.asyncio"):
+                await store.areserve(calls("search", 1))
+        async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+            store = RedisStore(client)
+            with pytest.raises(TypeError, match=r"URL, or a client of redis$"):
+                store.reserve(calls("search", 1))
+            with pytest.raises(TypeError, match=r"URL, or a client of redis$"):
+                store.usages()
+
+    def test_timeout_of_an_async_client(self, own_redis: RedisServer) -> None:
+        """The store's timeout holds over retries of the client's own."""
+
+        async def reserve() -> None:
+            client = redis.asyncio.Redis.from_url(own_redis.url, socket_timeout=PATIENCE)
+            async with client, asyncio.timeout(PATIENCE):
+                await RedisStore(client, timeout=SHORT).areserve(calls("search", 1))
+
+        own_redis.pause()
+        with pytest.raises(QuotaStoreError) as failed:
+            asyncio.run(reserve())
+        assert failed.value.timed_out
+
+    def test_cluster(self, tmp_path: Path) -> None:
+        """All keys of a prefix are in one slot, so that a cluster takes the script."""
+        options = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / "nodes")]
+        with running_redis(tmp_path / "redis", *options) as server:
+            with server.client() as client:
+                command(client, "CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+                eventually(lambda: "cluster_state:ok" in command(client, "CLUSTER", "INFO"))
+            keys = [f"key-{number}" for number in range(20)]
+            lost = batch([slot(key, 5) for key in keys], dict.fromkeys(range(20), 1))
+            settled = settling(Settlement("lost", {"late": 1}, attempt=lost.attempt))
+            with closing(redis.RedisCluster("127.0.0.1", server.port)) as nodes:
+                store = RedisStore(nodes, prefix="sync")
+                assert store.reserve(lost).admitted == (True,)
+                assert len(store.usages("key-*")) == 20
+                store.reserve(settled)
+                assert [used(store, key) for key in ("late", *keys)] == [1] + [0] * 20
+
+            async def reserve() -> None:
+                async with redis.asyncio.RedisCluster("127.0.0.1", server.port) as nodes:
+                    store = RedisStore(nodes, prefix="async", timeout=LONG)
+                    assert (await store.areserve(lost)).admitted == (True,)
+                    await store.areserve(settled)
+                    uses = await store.apeek(["late", *keys])
+                    assert [use.used for use in uses if use] == [1] + [0] * 20
+
+            asyncio.run(reserve())
+
+
+class TestKeys:
+    """What stands in Redis, and how long."""
+
+    def test_all_keys_are_the_prefixs_and_expire(
+        self, store: RedisStore, redis_server: RedisServer
+    ) -> None:
+        """Every key has the prefix as its hash tag, and an end."""
+        lost = calls("search", 1)
+        store.reserve(lost)
+        store.reserve(calls("email", 1, settlements=[Settlement("s", {"late": 1}, lost.attempt)]))
+        store.reset(["other"])
+        with redis_server.client() as client:
+            names = [*client.scan_iter(match=f"*{store._prefix}*")]
+            assert len(names) == 8
+            assert all(name.startswith(f"{{{store._prefix}}}:".encode()) for name in names)
+            kept = {name: client.ttl(name) for name in names}
+        times = {b"count": 365 * 86_400, b"settled": 7 * 86_400, b"attempt": 3600, b"answer": 3600}
+        kinds = {name: name.split(b":")[1] for name in names}
+        assert {*kinds.values()} == {*times}
+        for name in names:
+            assert times[kinds[name]] - PATIENCE <= kept[name] <= times[kinds[name]]
+
+    def test_script_is_told_all_keys(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """The script touches no key that it was not given, as clusters and proxies demand."""
+        with redis_server.client() as client, client.monitor() as monitor:
+            lost = batch([slot("search", 5), slot("email", 5)], {0: 1, 1: 1})
+            store.reserve(lost)
+            store.reserve(
+                calls("other", 1, settlements=[Settlement("s", {"late": 1}, lost.attempt)])
+            )
+            store.reset(["search"])
+            store.peek(["search", "email"])
+            client.echo("end")
+            given: list[str] = []
+            touched = 0
+            for heard in monitor.listen():
+                words = heard["command"].split(" ")
+                if heard["client_type"] == "lua" and words[0] != "TIME":
+                    touched += 1
+                    assert words[1] in given
+                elif words[0] == "EVALSHA":
+                    given = words[3 : 3 + int(words[2])]
+                elif words[0] == "ECHO":
+                    break
+        assert touched > 20
+
+    def test_window_and_an_hour(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """A count of a window is kept until an hour after its end, however it was made."""
+        keys = [
+            CountKey.at("search", "user_id", who, timedelta(days=1), time.time() + 864_000)
+            for who in ("charged", "settled", "reset")
+        ]
+        charged, settled, reset = map(str, keys)
+        assert keys[0].ends is not None
+        store.reserve(
+            batch(
+                [Slot(charged, 0, float(keys[0].ends))],
+                {0: 1},
+                settlements=[Settlement("s", {settled: 1})],
+            )
+        )
+        store.reset([reset])
+        with redis_server.client() as client:
+            for key in (charged, settled, reset):
+                name = f"{{{store._prefix}}}:count:{key}"
+                assert client.expiretime(name) == keys[0].ends + 3600
+
+    def test_window_that_is_over(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """A worker whose clock is slow counts all the same: its counts last an hour."""
+        past = CountKey.at("search", "user_id", "ada", timedelta(hours=1), 1e9)
+        assert past.ends is not None
+        asked = batch([slot(str(past), 1)], {0: 1}, {0: 1})
+        late = Slot(str(past), 0, float(past.ends), asked.slots[0].caps)
+        assert store.reserve(batch([late], {0: 1})).admitted == (True,)
+        assert store.reserve(batch([late], {0: 1})).admitted == (False,)
+        with redis_server.client() as client:
+            left = client.ttl(f"{{{store._prefix}}}:count:{past}")
+        assert 3600 - PATIENCE <= left <= 3600
+
+    def test_idle_time_begins_anew(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """Each charge puts the end of a count off; a refund does not."""
+        name = f"{{{store._prefix}}}:count:search"
+        with redis_server.client() as client:
+            store.reserve(calls("search", 2))
+            client.expire(name, 1000)
+            store.reserve(settling(Settlement("refund", {"search": -1})))
+            assert client.ttl(name) <= 1000
+            store.reserve(calls("search", 1))
+            assert client.ttl(name) > 1000
+            client.expire(name, 1000)
+            store.reserve(settling(Settlement("late", {"search": 1})))
+            assert client.ttl(name) > 1000
+
+    def test_largest_numbers(self, store: RedisStore) -> None:
+        """Counts are exact up to 2^53 - 1; what is larger is refused, not rounded."""
+        most = 2**53 - 1
+        asked = batch([slot("search", most, used=most - 3)], {0: 2}, {0: 2}, {0: 1})
+        grant = store.reserve(asked)
+        assert (grant.used, grant.admitted) == ((most - 3,), (True, False, True))
+        assert store.reserve(asked).used == (most - 3,)
+        assert used(store) == most
+        for larger in (
+            batch([slot("email", used=most + 1)], {0: 1}),
+            batch([slot("email")], {0: most + 1}),
+            settling(Settlement("s", {"email": -most - 1})),
+        ):
+            with pytest.raises(QuotaStoreError, match="9007199254740991"):
+                store.reserve(larger)
+        assert used(store, "email") is None
+
+
+class TestSecrets:
+    """Credentials appear nowhere."""
+
+    @pytest.fixture
+    def locked(self, own_redis: RedisServer) -> RedisServer:
+        """A server that lets in a user with the least rights, and nobody else."""
+        with own_redis.client() as client:
+            commands = "evalsha eval hget hmget hset get set del exists expireat time scan"
+            allowed = [f"+{each}" for each in commands.split()]
+            keys = "~{langchain_quota}:*"
+            command(client, "ACL", "SETUSER", "worker", "on", f">{SECRET}", keys, *allowed)
+            command(client, "ACL", "SETUSER", "default", "-@all", "+ping")
+        return own_redis
+
+    def test_user_with_least_rights(self, locked: RedisServer) -> None:
+        """A user that may use the prefix's keys and the script's commands is enough."""
+        with closing(RedisStore(self._url(locked), timeout=LONG)) as store:
+            lost = calls("search", 1)
+            for reserve in (reserve_in_thread, reserve_in_loop):
+                assert not reserve(store, lost).known
+                reserve(store, settling(Settlement(lost.attempt, attempt=lost.attempt)))
+                lost = calls("search", 1)
+            store.reset(["search"])
+            assert [use.used for use in store.usages()] == [0]
+
+    def test_in_no_error(
+        self, locked: RedisServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    ) -> None:
+        """No repr, error, traceback or log has the password, whatever goes wrong."""
+        caplog.set_level(logging.DEBUG)
+        told = []
+        with quoting_server() as port:
+            sources = [
+                self._url(locked),
+                self._url(locked, password=SECRET + "x"),
+                self._url(locked, port=free_port()),
+                self._url(locked, port=port),
+                f"unix://worker:{quote(SECRET, safe='')}@{tmp_path}/absent.sock",
+                f"redis://127.0.0.1:{port}/0?username=worker&password={quote(SECRET, safe='')}",
+            ]
+            for source in sources:
+                for prefix in ("langchain_quota", "not_allowed"):
+                    with closing(RedisStore(source, prefix=prefix, timeout=LONG)) as store:
+                        told.append(repr(store))
+                        for reserve in (reserve_in_thread, reserve_in_loop):
+                            try:
+                                reserve(store, calls("search", 1))
+                            except QuotaStoreError as error:
+                                told += [repr(error), str(error)]
+                                told += traceback.format_exception(error)
+            client = redis.Redis(port=port, username="worker", password=SECRET)
+            with client, pytest.raises(QuotaStoreError) as quoted:
+                RedisStore(client).reserve(calls("search", 1))
+            told += traceback.format_exception(quoted.value)
+        told += [record.getMessage() for record in caplog.records]
+        text = "\n".join(told)
+        for expected in ("no permissions", "username-password", "refused", "No such file", "***"):
+            assert expected in text
+        assert SECRET not in text
+        assert quote(SECRET, safe="") not in text
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "redis://:s3cr3t/p@ss@127.0.0.1:6379/0",
+            "redis://worker:s3cr3t#p@127.0.0.1:6379/0",
+            "redis://worker:s3cr3t?p@127.0.0.1:6379/0",
+            "redis://s3cr3t/p@127.0.0.1:6379/0",
+            "redis://worker:12345/s3cr3t@127.0.0.1",
+            "redis://worker:12345?s3cr3t@127.0.0.1",
+            "redis://:12345",
+            "redis://worker:s3cr3t@127.0.0.1:s3cr3t/0",
+            "redis://worker:s3cr3t@[127.0.0.1/0",
+            "redis://worker:s3cr3t@127.0.0.1:99999/0",
+            "redis://worker:s3cr3t@127.0.0.1/zero",
+            "redis://worker:s3cr3t@127.0.0.1/0?socket_timeout=s3cr3t",
+            "redis://worker:s3cr3t@127.0.0.1/0?s3cr3t=1",
+            "unix://worker:s3cr3t/p@/run/redis.sock",
+            "http://worker:s3cr3t@127.0.0.1:6379/0",
+            "worker:s3cr3t@127.0.0.1",
+            "s3cr3t",
+        ],
+    )
+    def test_in_no_error_about_a_url(self, url: str) -> None:
+        """A URL that is wrong, or was not percent-encoded, is refused without quoting it."""
+        with pytest.raises(ValueError, match="the URL of Redis must be") as refused:
+            RedisStore(url)
+        told = "".join(traceback.format_exception(refused.value))
+        assert "s3cr3t" not in told.split("Error: ", 1)[1]
+        assert refused.value.__context__ is None
+
+    def _url(self, server: RedisServer, *, password: str = SECRET, port: int | None = None) -> str:
+        address = f"127.0.0.1:{port or server.port}"
+        return f"redis://worker:{quote(password, safe='')}@{address}/0"
+
+
+@contextmanager
+def quoting_server() -> Iterator[int]:
+    """A server that knows no command, and quotes each in its error, as Redis does."""
+
+    def serve(connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            while request := connection.recv(65_536):
+                words = request.decode().replace("\r\n", " ")
+                connection.sendall(f"-ERR unknown command, with args {words}\r\n".encode())
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+class TestArguments:
+    """What is refused when a store is made."""
+
+    def test_no_url(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without a source and without the variable the error names the variable."""
+        monkeypatch.delenv("LANGCHAIN_QUOTA_REDIS_URL", raising=False)
+        with pytest.raises(ValueError, match="LANGCHAIN_QUOTA_REDIS_URL is not set"):
+            RedisStore()
+
+    @pytest.mark.parametrize(
+        ("options", "error", "text"),
+        [
+            ({"source": 5}, TypeError, "source must be a URL"),
+            ({"source": b"redis://"}, TypeError, "not a bytes"),
+            ({"prefix": ""}, ValueError, "prefix must match"),
+            ({"prefix": "a" * 65}, ValueError, "prefix must match"),
+            ({"prefix": "a:b"}, ValueError, "not 'a:b'"),
+            ({"prefix": "{a}"}, ValueError, "prefix must match"),
+            ({"prefix": "a\n"}, ValueError, "prefix must match"),
+            ({"prefix": None}, TypeError, "prefix must be a string"),
+            ({"timeout": 0}, ValueError, "timeout must be above 0"),
+            ({"timeout": -1}, ValueError, "not -1"),
+            ({"timeout": float("nan")}, ValueError, "not nan"),
+            ({"timeout": float("inf")}, ValueError, "not inf"),
+            ({"timeout": None}, TypeError, "timeout must be a number"),
+            ({"timeout": True}, TypeError, "not True"),
+            ({"idle_ttl": 5}, TypeError, "idle_ttl must be a timedelta"),
+            ({"idle_ttl": timedelta(0)}, ValueError, "idle_ttl must be a second or more"),
+        ],
+    )
+    def test_wrong_argument(
+        self, options: dict[str, object], error: type[Exception], text: str
+    ) -> None:
+        """A wrong argument is refused; the message names it and the value."""
+        arguments: dict[str, Any] = {"source": "redis://127.0.0.1", **options}
+        with pytest.raises(error, match=text):
+            RedisStore(**arguments)
+
+    def test_repr(self) -> None:
+        """The repr says which server, and which prefix."""
+        url = "redis://worker:pw@example.org:1234/5"
+        expected = "RedisStore(redis://example.org:1234/5, prefix='langchain_quota')"
+        assert repr(RedisStore(url)) == expected
+
+    def test_extra_is_missing(self) -> None:
+        """Without redis the import of the store says what to install."""
+        code = (
+            "import sys; sys.modules['redis'] = None; import langchain_quota.stores.memory\n"
+            "import langchain_quota.stores.redis"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ended.stderr.endswith('pip install "langchain-quota[redis]"\n')

@@ -1,0 +1,311 @@
+"""What is MemoryStore's own: its clock, its bounds, and what it forgets."""
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from blockbuster import blockbuster_ctx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.memory import MemoryStore
+
+HOUR = 3600
+DAY = timedelta(days=1)
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    def __init__(self, now: float = 0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def asked(
+    key: str,
+    limit: int = 100,
+    *,
+    id: str = "",  # noqa: A002 - the reservation's field
+    attempt: str = "",
+    ends: float | None = None,
+    settlements: tuple[Settlement, ...] = (),
+) -> Reservation:
+    slots = (Slot(key, 0, ends, (Cap("limit", limit),)),)
+    return Reservation(id, attempt, slots, ({0: 1},), settlements=settlements)
+
+
+def daily(store: MemoryStore, clock: Clock, limit: int = 1) -> Grant:
+    """A call charged to the day's count."""
+    key = CountKey.at("search", "user_id", "ada", DAY, clock())
+    return store.reserve(asked(str(key), limit, ends=key.ends))
+
+
+def settle(store: MemoryStore, *settlements: Settlement) -> None:
+    store.reserve(Reservation("", "", (), (), settlements=settlements))
+
+
+def used(store: MemoryStore, *keys: str) -> list[int | None]:
+    return [None if use is None else use.used for use in store.peek(keys)]
+
+
+def test_window_edges() -> None:
+    """A day's quota is spent until its last moment, and whole again from the next one's first."""
+    clock = Clock(86_400)
+    store = MemoryStore(clock=clock)
+    assert daily(store, clock).admitted == (True,)
+    clock.now = 2 * 86_400 - 0.001
+    assert daily(store, clock).admitted == (False,)
+    clock.now = 2 * 86_400
+    assert daily(store, clock).admitted == (True,)
+    assert daily(store, clock).admitted == (False,)
+
+
+def test_clock_that_goes_backwards() -> None:
+    """Set back over a window's edge, the earlier window's count is still there."""
+    clock = Clock(2 * 86_400 - 1)
+    store = MemoryStore(clock=clock)
+    assert daily(store, clock).admitted == (True,)
+    clock.now = 2 * 86_400 + 1
+    assert daily(store, clock).admitted == (True,)
+    clock.now = 2 * 86_400 - 2
+    assert daily(store, clock).admitted == (False,)
+    clock.now = 2 * 86_400 + 2
+    assert daily(store, clock).admitted == (False,)
+
+
+def test_clock_far_back() -> None:
+    """A clock that jumps back by years forgets nothing."""
+    clock = Clock(1e9)
+    store = MemoryStore(clock=clock)
+    store.reserve(asked("search", id="one", attempt="one"))
+    clock.now = 1
+    store.reserve(asked("search"))
+    assert used(store, "search") == [2]
+    assert store.reserve(asked("search", id="one")).known
+    clock.now = 1e9 + HOUR - 1
+    assert used(store, "search") == [2]
+
+
+def test_past_window_is_kept_for_an_hour() -> None:
+    """A count is there until an hour after its window, and a late charge gives it an hour more."""
+    clock = Clock(0)
+    store = MemoryStore(clock=clock)
+    store.reserve(asked("search", ends=100))
+    clock.now = 100 + HOUR - 1
+    store.reserve(asked("search", ends=100))
+    assert used(store, "search") == [2]
+    clock.now += HOUR - 1
+    assert used(store, "search") == [2]
+    clock.now += 1
+    assert used(store, "search") == [None]
+    assert store.reserve(asked("search", ends=100)).used == (0,)
+
+
+def test_window_by_the_text_of_the_key() -> None:
+    """What settlements and resets make expires with its window, too."""
+    clock = Clock(0)
+    store = MemoryStore(clock=clock)
+    keys = [str(CountKey("search", "user_id", who, 100, 0)) for who in ("ada", "bob")]
+    settle(store, Settlement("s", {keys[0]: 1}))
+    store.reset(keys[1:])
+    clock.now = 100 + HOUR - 1
+    assert used(store, *keys) == [1, 0]
+    clock.now += 1
+    assert used(store, *keys) == [None, None]
+
+
+def test_idle_time() -> None:
+    """A count without a window lasts as long as it is charged now and then; refunds do not help."""
+    clock = Clock(0)
+    store = MemoryStore(idle_ttl=timedelta(seconds=100), clock=clock)
+    store.reserve(asked("search"))
+    clock.now = 99
+    store.reserve(asked("search"))
+    clock.now = 198
+    settle(store, Settlement("refund", {"search": -1}))
+    assert used(store, "search") == [1]
+    clock.now = 199
+    assert used(store, "search") == [None]
+    assert store.usages() == []
+    settle(store, Settlement("other refund", {"search": -1}))
+    assert used(store, "search") == [None]
+
+
+def test_default_idle_time() -> None:
+    """By default a count lasts a year."""
+    clock = Clock(0)
+    store = MemoryStore(clock=clock)
+    store.reserve(asked("search"))
+    clock.now = 365 * 86_400 - 1
+    assert used(store, "search") == [1]
+    clock.now += 1
+    assert used(store, "search") == [None]
+
+
+def test_remembered_for_an_hour() -> None:
+    """Answers and refused attempts are known for an hour, settlements for a week."""
+    clock = Clock(0)
+    store = MemoryStore(clock=clock)
+    store.reserve(asked("search", id="one", attempt="one"))
+    settle(store, Settlement("late", {"email": 1}, attempt="refused"))
+    clock.now = HOUR - 1
+    assert store.reserve(asked("search", id="one")).known
+    settle(store, Settlement("late", {"email": 1}, attempt="refused"))
+    with pytest.raises(QuotaStoreError):
+        store.reserve(asked("search", attempt="refused"))
+    assert used(store, "search", "email") == [1, 1]
+    clock.now = HOUR
+    assert not store.reserve(asked("search", id="one")).known
+    assert store.reserve(asked("search", attempt="refused")).admitted == (True,)
+    settle(store, Settlement("late", {"email": 1}), Settlement("undo", attempt="one"))
+    assert used(store, "search", "email") == [3, 1]
+    clock.now = 7 * 24 * HOUR
+    settle(store, Settlement("late", {"email": 1}))
+    assert used(store, "email") == [2]
+
+
+def test_a_full_store_takes_corrections() -> None:
+    """What has run is counted even where no other key would fit."""
+    store = MemoryStore(max_keys=1)
+    store.reserve(asked("a"))
+    settle(store, Settlement("outage", {"b": 1}))
+    assert used(store, "a", "b") == [1, 1]
+
+
+def test_full_store_refuses_new_keys() -> None:
+    """A store that is full of live counts forgets none: it refuses what needs another."""
+    clock = Clock(0)
+    store = MemoryStore(max_keys=2, clock=clock)
+    store.reserve(asked("a"))
+    store.reserve(asked("b", ends=100))
+    with pytest.raises(QuotaStoreError, match="keeps 2 counts at most"):
+        store.reserve(asked("c"))
+    with pytest.raises(QuotaStoreError):
+        store.reset(["a", "c"])
+    assert store.reserve(asked("a")).used == (1,)
+    assert store.reserve(asked("c", limit=0)).admitted == (False,)
+    store.reset(["a"])
+    assert used(store, "a", "b", "c") == [0, 1, None]
+    clock.now = 100 + HOUR
+    assert store.reserve(asked("c")).admitted == (True,)
+    settle(store, Settlement("s", {"a": 5}))
+    assert used(store, "a", "b", "c") == [5, None, 1]
+
+
+def test_one_batch_with_too_many_keys() -> None:
+    """A batch that does not fit as a whole charges nothing."""
+    store = MemoryStore(max_keys=2)
+    slots = tuple(Slot(key) for key in "abc")
+    with pytest.raises(QuotaStoreError):
+        store.reserve(Reservation("id", "", slots, ({0: 1, 1: 1, 2: 1},)))
+    assert store.usages() == []
+    assert not store.reserve(Reservation("id", "", slots, ({0: 1}, {1: 1}, {}))).known
+
+
+def test_memory_is_bounded() -> None:
+    """However many subjects and reservations come and go, no more is kept than fits."""
+    clock = Clock(0)
+    store = MemoryStore(max_keys=50, idle_ttl=timedelta(seconds=10), clock=clock)
+    for number in range(2000):
+        clock.now += 1
+        settlement = Settlement(f"s{number}", attempt=f"lost{number}")
+        store.reserve(
+            asked(
+                f"user-{number}", id=f"id{number}", attempt=f"a{number}", settlements=(settlement,)
+            )
+        )
+        if number % 3 == 0:
+            store.reserve(asked("steady", 1000, ends=number + 5.5))
+    for recent in (store._answers._values, store._attempts._values):
+        assert len(recent) == 50
+    for marked in (store._refused._values, store._settled._values):
+        assert len(marked) == 50
+    assert len(store._counts) <= 50
+    assert len(store._counts._due) == len(store._counts)
+    assert used(store, "steady") == [667]
+    assert len(store.usages()) == 11
+
+
+def test_expired_counts_go_in_steps() -> None:
+    """No operation pays for all that has expired at once, and in the end all of it is gone."""
+    clock = Clock(0)
+    store = MemoryStore(clock=clock)
+    for number in range(1000):
+        store.reserve(asked(f"user-{number}", ends=10))
+    clock.now = 10 + HOUR
+    sizes = []
+    for _ in range(11):
+        store.reserve(asked("search"))
+        sizes.append(len(store._counts))
+    assert sizes == [901, 801, 701, 601, 501, 401, 301, 201, 101, 1, 1]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(-50, 60), st.sampled_from("abcd"), st.none() | st.integers(0, 300)),
+        max_size=60,
+    )
+)
+def test_counts_against_a_plain_dict(steps: list[tuple[int, str, int | None]]) -> None:
+    """Under a clock that jumps, a count is never lost before its time, nor found after it."""
+    clock = Clock(HOUR)
+    store = MemoryStore(max_keys=4, idle_ttl=timedelta(seconds=HOUR + 50), clock=clock)
+    expected: dict[str, tuple[int, float]] = {}
+    for jump, key, ends in steps:
+        clock.now += jump * 60
+        # What has expired does not come back when the clock goes back.
+        expected = {each: kept for each, kept in expected.items() if kept[1] > clock.now}
+        count, until = expected.get(key, (0, 0.0))
+        last = HOUR + (clock.now + 50 if ends is None else max(clock.now, ends))
+        expected[key] = (count + 1, max(until, last))
+        assert store.reserve(asked(key, ends=ends)).used == (count,)
+        counts = {each: count for each, (count, _) in expected.items()}
+        assert {use.key: use.used for use in store.usages()} == counts
+        assert len(store._counts._due) == len(store._counts)
+
+
+async def test_async_forms_do_not_block() -> None:
+    """The async forms make no blocking call, and wait for nothing."""
+    store = MemoryStore()
+    with blockbuster_ctx():
+        assert (await store.areserve(asked("search"))).admitted == (True,)
+        await store.areset(["search"])
+        (use,) = await store.apeek(["search"])
+    assert use is not None
+    assert use.used == 0
+
+
+def test_many_event_loops() -> None:
+    """One store serves one event loop after the other."""
+    store = MemoryStore()
+    for before in range(3):
+        assert asyncio.run(store.areserve(asked("search"))).used == (before,)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_keys": 0}, ValueError, "max_keys must be 1 or more, not 0"),
+        ({"max_keys": 1.5}, TypeError, "max_keys must be a whole number, not 1.5"),
+        ({"max_keys": True}, TypeError, "max_keys must be a whole number, not True"),
+        ({"idle_ttl": 60}, TypeError, "idle_ttl must be a timedelta, not 60"),
+        ({"idle_ttl": timedelta(seconds=0.5)}, ValueError, "idle_ttl must be a second or more"),
+    ],
+)
+def test_wrong_argument(options: dict[str, object], error: type[Exception], text: str) -> None:
+    """A wrong argument is refused; the message names it and the value."""
+    with pytest.raises(error, match=text):
+        MemoryStore(**options)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_repr() -> None:
+    """The repr tells how full the store is."""
+    store = MemoryStore(max_keys=7)
+    store.reserve(asked("search"))
+    assert repr(store) == "MemoryStore(keys=1, max_keys=7)"

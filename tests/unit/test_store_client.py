@@ -1,0 +1,345 @@
+"""A store as the hooks ask it: its failures are seen, and its corrections not lost."""
+
+import asyncio
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+
+from langchain_quota import KeyUse, MemoryStore, QuotaStore, QuotaStoreError
+from langchain_quota.middleware import store_client
+from langchain_quota.middleware.store_client import StoreClient
+from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot
+from tests.conftest import Signals
+
+Mode = Literal["sync", "async"]
+modes = pytest.mark.parametrize("mode", ["sync", "async"])
+
+KEY = "search:user_id:ann"
+DOWN = QuotaStoreError("refused")
+
+
+class FickleStore:
+    """A store that fails as it is told, having heard of what it is asked or not."""
+
+    def __init__(self) -> None:
+        self.kept = MemoryStore()
+        self.failing: BaseException | None = None
+        self.hears = False
+        self.asked: list[Reservation] = []
+
+    def reserve(self, reservation: Reservation) -> Grant:
+        self.asked.append(reservation)
+        if self.failing is None or self.hears:
+            grant = self.kept.reserve(reservation)
+        self._fail()
+        return grant
+
+    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        self._fail()
+        return self.kept.peek(keys)
+
+    def reset(self, keys: Sequence[str]) -> None:
+        self._fail()
+        self.kept.reset(keys)
+
+    async def areserve(self, reservation: Reservation) -> Grant:
+        return self.reserve(reservation)
+
+    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        return self.peek(keys)
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        self.reset(keys)
+
+    def _fail(self) -> None:
+        if self.failing is not None:
+            raise self.failing
+
+
+class Asked:
+    """A client of a fickle store, asked in one of the two forms."""
+
+    def __init__(self, mode: Mode, signals: Signals) -> None:
+        self.mode = mode
+        self.store = FickleStore()
+        self.client = StoreClient(self.store, signals.telemetry)
+        self._number = 0
+
+    def reservation(self, *, name: str | None = None, limit: int = 5) -> Reservation:
+        """One call of Ann's; under a name of its own unless it is made again."""
+        self._number += 1
+        return Reservation(
+            id=name or f"step-{self._number}",
+            attempt=f"attempt-{self._number}",
+            slots=(Slot(KEY, caps=(Cap("ann", limit),)),),
+            charges=({0: 1},),
+        )
+
+    async def reserve(self, reservation: Reservation | None = None) -> Grant | None:
+        asked = self.reservation() if reservation is None else reservation
+        if self.mode == "sync":
+            return self.client.reserve(asked)
+        return await self.client.areserve(asked)
+
+    async def peek(self, *keys: str) -> dict[str, int] | None:
+        if self.mode == "sync":
+            return self.client.peek(keys)
+        return await self.client.apeek(keys)
+
+    def used(self) -> int:
+        (use,) = self.store.kept.peek([KEY])
+        return 0 if use is None else use.used
+
+    def settlements(self) -> tuple[Settlement, ...]:
+        """The corrections that the last reservation took along."""
+        return self.store.asked[-1].settlements
+
+
+def seconds(signals: Signals, operation: str, outcome: str) -> float | None:
+    """How many requests to the store had this outcome."""
+    name = "langchain_quota_store_seconds_count"
+    return signals.value(name, operation=operation, outcome=outcome)
+
+
+def failures(signals: Signals, error_type: str = "QuotaStoreError") -> float | None:
+    name = "langchain_quota_errors_total"
+    return signals.value(name, component="store", error_type=error_type)
+
+
+@modes
+async def test_the_stores_answer(mode: Mode, signals: Signals) -> None:
+    """A grant is handed on as it is, and its time is taken."""
+    asked = Asked(mode, signals)
+    assert await asked.reserve() == Grant((0,), (True,))
+    assert await asked.reserve(asked.reservation(limit=1)) == Grant((1,), (False,))
+    assert asked.settlements() == ()
+    assert seconds(signals, "reserve", "ok") == 2
+
+
+@modes
+async def test_what_is_kept(mode: Mode, signals: Signals) -> None:
+    """A peek tells the counts that there are; without a key nobody is asked."""
+    asked = Asked(mode, signals)
+    await asked.reserve()
+    assert await asked.peek(KEY, "search:user_id:bob") == {KEY: 1}
+    assert seconds(signals, "peek", "ok") == 1
+    assert await asked.peek() == {}
+    assert seconds(signals, "peek", "ok") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (QuotaStoreError("refused"), "error"),
+        (QuotaStoreError("no answer", timed_out=True), "timeout"),
+        (TimeoutError(), "timeout"),
+        (ConnectionError("reset"), "error"),
+        (ZeroDivisionError(), "error"),
+    ],
+    ids=repr,
+)
+@modes
+async def test_a_store_that_fails_gives_no_answer(
+    mode: Mode, error: Exception, outcome: str, signals: Signals
+) -> None:
+    """Whatever it raises, the caller is told that there is none, and it is timed and counted."""
+    asked = Asked(mode, signals)
+    asked.store.failing = error
+    assert await asked.reserve() is None
+    assert await asked.peek(KEY) is None
+    assert seconds(signals, "reserve", outcome) == 1
+    assert seconds(signals, "peek", outcome) == 1
+    assert failures(signals, type(error).__name__) == 2
+
+
+@modes
+async def test_an_outage_is_logged_once(
+    mode: Mode, signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first failure and its end are logged, each failure is counted, and so the next outage."""
+    asked = Asked(mode, signals)
+    told = []
+    for _ in range(2):
+        asked.store.failing = DOWN
+        for _ in range(3):
+            await asked.reserve()
+        asked.store.failing = None
+        for _ in range(3):
+            await asked.reserve()
+        told.append([record.levelno for record in caplog.records])
+        caplog.clear()
+    assert told == [[logging.ERROR, logging.WARNING]] * 2
+    assert failures(signals) == 6
+
+
+@modes
+async def test_a_misused_store_is_not_down(mode: Mode, signals: Signals) -> None:
+    """A TypeError is the programmer's: it reaches the caller, and is no outage."""
+    asked = Asked(mode, signals)
+    asked.store.failing = TypeError("a client of redis.asyncio serves no sync calls")
+    with pytest.raises(TypeError, match="serves no sync calls"):
+        await asked.reserve()
+    with pytest.raises(TypeError, match="serves no sync calls"):
+        await asked.peek(KEY)
+    assert not failures(signals, "TypeError")
+
+
+@pytest.mark.parametrize("heard", [False, True])
+@modes
+async def test_a_denied_call_is_charged_nowhere(
+    mode: Mode,
+    heard: bool,  # noqa: FBT001 - a parameter of the test
+    signals: Signals,
+) -> None:
+    """What the store may have charged for a call that did not run is undone when it is back."""
+    asked = Asked(mode, signals)
+    asked.store.failing, asked.store.hears = DOWN, heard
+    lost = asked.reservation()
+    assert await asked.reserve(lost) is None
+    asked.client.settle_later(lost)
+    assert asked.used() == heard
+    asked.store.failing = None
+    assert await asked.reserve() == Grant((0,), (True,))
+    assert asked.used() == 1
+
+
+@pytest.mark.parametrize("heard", [False, True])
+@modes
+async def test_what_ran_in_an_outage_is_told(
+    mode: Mode,
+    heard: bool,  # noqa: FBT001 - a parameter of the test
+    signals: Signals,
+) -> None:
+    """A call that was let through without the store is charged once when it is back."""
+    asked = Asked(mode, signals)
+    asked.store.failing, asked.store.hears = DOWN, heard
+    lost = asked.reservation()
+    assert await asked.reserve(lost) is None
+    asked.client.settle_later(lost, {KEY: 1})
+    asked.store.failing = None
+    assert await asked.reserve() == Grant((1,), (True,))
+    assert asked.used() == 2
+
+
+@modes
+async def test_what_arrives_late_is_refused(mode: Mode, signals: Signals) -> None:
+    """An attempt that was settled charges nothing if the network brings it afterwards."""
+    asked = Asked(mode, signals)
+    lost = asked.reservation()
+    asked.client.settle_later(lost)
+    await asked.reserve()
+    with pytest.raises(QuotaStoreError, match="settled before it arrived"):
+        asked.store.kept.reserve(lost)
+    assert asked.used() == 1
+
+
+@modes
+async def test_corrections_are_sent_until_they_arrive(mode: Mode, signals: Signals) -> None:
+    """They wait out an outage, travel with the first request that is answered, and not again."""
+    asked = Asked(mode, signals)
+    lost = asked.reservation()
+    asked.client.settle_later(lost, {KEY: 1})
+    asked.store.failing = DOWN
+    await asked.reserve()
+    assert [each.attempt for each in asked.settlements()] == [lost.attempt]
+    asked.store.failing = None
+    await asked.reserve()
+    assert [each.attempt for each in asked.settlements()] == [lost.attempt]
+    await asked.reserve()
+    assert asked.settlements() == ()
+
+
+@modes
+async def test_corrections_come_before_the_reservations_own(mode: Mode, signals: Signals) -> None:
+    """What ran is charged before what is to be taken back of it."""
+    asked = Asked(mode, signals)
+    asked.client.settle_later(asked.reservation(), {KEY: 1})
+    refund = Settlement("refund", {KEY: -1})
+    last = asked.reservation()
+    reservation = Reservation(
+        last.id, last.attempt, last.slots, last.charges, settlements=(refund,)
+    )
+    assert await asked.reserve(reservation) == Grant((0,), (True,))
+    assert asked.used() == 1
+
+
+@modes
+async def test_a_hook_that_runs_again_did_not_run_before(mode: Mode, signals: Signals) -> None:
+    """What its first run let through without the store never ran: only the second is charged."""
+    asked = Asked(mode, signals)
+    asked.store.failing = DOWN
+    first = asked.reservation(name="step")
+    await asked.reserve(first)
+    asked.client.settle_later(first, {KEY: 1})
+    asked.store.failing = None
+    assert await asked.reserve(asked.reservation(name="step")) == Grant((0,), (True,))
+    assert asked.used() == 1
+
+
+@modes
+async def test_a_few_corrections_at_a_time(mode: Mode, signals: Signals) -> None:
+    """A long outage does not make the first request after it a huge one, and loses none."""
+    asked = Asked(mode, signals)
+    for _ in range(250):
+        asked.client.settle_later(asked.reservation(), {KEY: 1})
+    sent = []
+    for _ in range(4):
+        await asked.reserve(asked.reservation(limit=1000))
+        sent.append(len(asked.settlements()))
+    assert sent == [100, 100, 50, 0]
+    assert asked.used() == 250 + 4
+
+
+def test_corrections_are_bounded(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> None:
+    """Beyond so many the oldest is lost, and that is counted."""
+    monkeypatch.setattr(store_client, "MAX_UNSETTLED", 2)
+    asked = Asked("sync", signals)
+    reservations = [asked.reservation() for _ in range(3)]
+    for number, each in enumerate(reservations):
+        assert not failures(signals), number
+        asked.client.settle_later(each)
+    assert failures(signals) == 1
+    asked.client.reserve(asked.reservation())
+    assert [each.attempt for each in asked.settlements()] == [
+        each.attempt for each in reservations[1:]
+    ]
+
+
+async def test_a_cancelled_reservation_is_undone(signals: Signals) -> None:
+    """Whoever asks next takes back what a cancelled run has, or may yet have, charged."""
+    asked = Asked("async", signals)
+    asked.store.failing, asked.store.hears = asyncio.CancelledError(), True
+    lost = asked.reservation()
+    with pytest.raises(asyncio.CancelledError):
+        await asked.reserve(lost)
+    assert asked.used() == 1
+    asked.store.failing = None
+    assert await asked.reserve() == Grant((0,), (True,))
+    # A cancellation is nobody's failure.
+    assert not failures(signals, "CancelledError")
+
+
+async def test_a_cancelled_peek_owes_nothing(signals: Signals) -> None:
+    """Looking charges nothing, and leaves nothing to correct."""
+    asked = Asked("async", signals)
+    asked.store.failing = asyncio.CancelledError()
+    with pytest.raises(asyncio.CancelledError):
+        await asked.peek(KEY)
+    asked.store.failing = None
+    await asked.reserve()
+    assert asked.settlements() == ()
+
+
+def test_a_copy_is_the_same(signals: Signals) -> None:
+    """Frameworks copy agents: a copy asks the same store, and knows the same corrections."""
+    client = StoreClient(MemoryStore(), signals.telemetry)
+    copied: Any = copy.deepcopy(client)
+    assert copied is client
+
+
+def test_a_fickle_store_is_a_store() -> None:
+    """What stands in for a store here has all that a store has."""
+    assert isinstance(FickleStore(), QuotaStore)
