@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format test-matrix clean
+.PHONY: help demo test dashboards lint format test-matrix clean
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -16,6 +16,12 @@ demo: $(VENV)/.demo ## Watch agents being held to their limits; ARGS="--seconds 
 
 test: $(VENV)/.develop ## Run all tests; ARGS="-k stacked" passes arguments to pytest.
 	@$(BIN)/pytest $(ARGS)
+
+dashboards: $(VENV)/.develop ## Generate the Grafana dashboards and the alert rules anew.
+	@$(BIN)/python -m dashboards.build
+	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus --force
+	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus/tests --per-thread-alerts --force
+	@$(BIN)/langchain-quota export alertmanager --to dashboards/alertmanager --force
 
 lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check

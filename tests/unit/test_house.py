@@ -20,7 +20,7 @@ PACKAGE = "langchain_quota"
 FACADE = "the package itself"
 
 FLOORS = [
-    {"_version", "limits", "decision", "reservation", "messages", "errors"},
+    {"_version", "limits", "decision", "reservation", "messages", "errors", "monitoring"},
     {"engine", "state", "stores", "telemetry"},
     {"middleware", "testing"},
     {"exposition", "cli", FACADE},
@@ -241,7 +241,7 @@ OWN_MACHINE = re.compile(r"(?<![\w.~$}-])/(?:home|root|work|Users)/\w")
 
 def texts() -> Iterator[Path]:
     yield ROOT / "README.md"
-    for folder in ("src", "tests", "docs"):
+    for folder in ("src", "tests", "docs", "dashboards"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".png":
                 yield path

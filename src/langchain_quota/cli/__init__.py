@@ -1,4 +1,4 @@
-"""The command line: `langchain-quota demo` and `langchain-quota quotas`."""
+"""The command line: `langchain-quota demo`, `export` and `quotas`."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from langchain_quota._version import __version__
+from langchain_quota.cli import export
 
 FAILED = 2
 """The exit code of a command that could not do its work, as of a wrong argument."""
@@ -83,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PROVIDER:NAME",
         help="a real chat model, such as openai:gpt-5.5, instead of the scripted one",
     )
+    export.add_arguments(
+        commands.add_parser(
+            "export",
+            help="write dashboards, alert rules and an example for Alertmanager",
+            description="Writes what monitoring needs into a directory.",
+        )
+    )
     _add_quotas(commands.add_parser("quotas", help="see what is used of shared quotas, reset it"))
     return parser
 
@@ -150,6 +158,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    try:
+        export.run(arguments)
+    except export.ExportError as error:
+        return _failed("export", str(error))
+    return 0
+
+
 def _quotas(arguments: argparse.Namespace) -> int:
     try:
         from langchain_quota.cli import quotas  # noqa: PLC0415 - only this needs the extra
@@ -171,7 +187,7 @@ def _quotas(arguments: argparse.Namespace) -> int:
         return _failed("quotas", str(error))
 
 
-_COMMANDS = {"demo": _demo, "quotas": _quotas}
+_COMMANDS = {"demo": _demo, "export": _export, "quotas": _quotas}
 
 
 def _failed(command: str, reason: str) -> int:

@@ -41,8 +41,9 @@ class MemoryStore:
 
     Args:
         max_keys: Most counts that are kept. When so many are alive, a charge that needs another is
-            refused with a `QuotaStoreError`: a count is never forgotten to make room. Of what is
-            remembered (answers, settlements, refused attempts) the latest so many are kept.
+            refused with a `QuotaStoreError`: a count is never forgotten to make room. Only what
+            ran in an outage is counted beyond that. Of what is remembered (answers, settlements,
+            refused attempts) the latest so many are kept.
         idle_ttl: How long a count without a window is kept when nobody charges it.
         clock: The time, in seconds since the Unix epoch.
 

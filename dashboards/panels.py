@@ -1,0 +1,359 @@
+"""What the dashboards are put together from, in one style."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+
+from grafana_foundation_sdk.builders.common import (
+    LineStyle,
+    ReduceDataOptions,
+    StackingConfig,
+    TableFooterOptions,
+    VizLegendOptions,
+    VizTooltipOptions,
+)
+from grafana_foundation_sdk.builders.dashboard import (
+    Dashboard,
+    DashboardLink,
+    Row,
+    ThresholdsConfig,
+)
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.builders.stat import Panel as StatPanel
+from grafana_foundation_sdk.builders.table import Panel as TablePanel
+from grafana_foundation_sdk.builders.tempo import TempoQuery
+from grafana_foundation_sdk.builders.timeseries import Panel as TimeseriesPanel
+from grafana_foundation_sdk.models import common, dashboard
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
+from grafana_foundation_sdk.models.tempo import SearchTableType
+
+from dashboards import settings
+
+PROMETHEUS = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
+TEMPO = dashboard.DataSourceRef(type_val="tempo", uid="${tempo}")
+
+Steps = Sequence[tuple[float | None, str]]
+"""Colours by the value from which they hold; the first has none."""
+
+Properties = Mapping[str, object]
+"""What a column, or a query's series, has of its own: values by the names of properties."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What identifies a panel for good, and its size on the grid.
+
+    Attributes:
+        number: The panel's id: never given to another one, or links to it mislead.
+        width: In 24ths.
+        height: In rows of the grid.
+    """
+
+    number: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A query over time.
+
+    Attributes:
+        expr: PromQL.
+        legend: The name of its series, such as `{{limit}}`.
+        exemplar: Whether its exemplars are shown.
+        properties: What its series have of their own.
+    """
+
+    expr: str
+    legend: str
+    exemplar: bool = False
+    properties: Properties | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: The heading.
+        source: A label's name, or PromQL for the value.
+        properties: What it has of its own.
+    """
+
+    title: str
+    source: str
+    properties: Properties | None = None
+
+
+def new_dashboard(uid: str, title: str, description: str) -> Dashboard:
+    """An empty dashboard, linked to its sisters."""
+    sisters = (
+        DashboardLink("Quota dashboards")
+        .type(dashboard.DashboardLinkType.DASHBOARDS)
+        .tags([settings.TAG])
+        .keep_time(keep_time=True)
+        .include_vars(include_vars=True)
+    )
+    return (
+        Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags([settings.TAG])
+        .time(settings.TIME_FROM, "now")
+        .refresh(settings.REFRESH)
+        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
+        .link(sisters)
+    )
+
+
+def row(number: int, title: str) -> Row:
+    """A heading."""
+    return Row(title).id(number)
+
+
+def stat(  # noqa: PLR0913 - what a panel shows, in one call
+    place: Place, title: str, description: str, expr: str, *, unit: str, steps: Steps
+) -> StatPanel:
+    """One number."""
+    query = _instant(expr, "A")
+    return (
+        StatPanel()
+        .id(place.number)
+        .span(place.width)
+        .height(place.height)
+        .title(title)
+        .description(description)
+        .datasource(PROMETHEUS)
+        .with_target(query)
+        .unit(unit)
+        .no_value(settings.NO_DATA)
+        .thresholds(_thresholds(steps))
+        .color_mode(common.BigValueColorMode.VALUE)
+        .graph_mode(common.BigValueGraphMode.NONE)
+        .justify_mode(common.BigValueJustifyMode.AUTO)
+        .text_mode(common.BigValueTextMode.AUTO)
+        .wide_layout(wide_layout=True)
+        .show_percent_change(show_percent_change=False)
+        .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
+    )
+
+
+def timeseries(
+    place: Place, title: str, description: str, queries: Sequence[Query], *, unit: str
+) -> TimeseriesPanel:
+    """Lines; a gap is a gap."""
+    panel = (
+        TimeseriesPanel()
+        .id(place.number)
+        .span(place.width)
+        .height(place.height)
+        .title(title)
+        .description(description)
+        .datasource(PROMETHEUS)
+        .unit(unit)
+        .min(0)
+        .span_nulls(span_nulls=False)
+        .show_points(common.VisibilityMode.AUTO)
+        .fill_opacity(5)
+        .legend(
+            VizLegendOptions()
+            .show_legend(show_legend=True)
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+            .calcs([])
+        )
+        .tooltip(
+            VizTooltipOptions()
+            .mode(common.TooltipDisplayMode.MULTI)
+            .sort(common.SortOrder.DESCENDING)
+        )
+    )
+    for ref_id, query in zip(ascii_uppercase, queries, strict=False):
+        panel.with_target(
+            Dataquery()
+            .datasource(PROMETHEUS)
+            .editor_mode(QueryEditorMode.CODE)
+            .expr(query.expr)
+            .legend_format(query.legend)
+            .range()
+            .exemplar(query.exemplar)
+            .ref_id(ref_id)
+        )
+        if query.properties is not None:
+            panel.override_by_query(ref_id, _properties(query.properties))
+    return panel
+
+
+def bars(
+    place: Place, title: str, description: str, queries: Sequence[Query], *, unit: str = "short"
+) -> TimeseriesPanel:
+    """Stacked bars: how much happened."""
+    return (
+        timeseries(place, title, description, queries, unit=unit)
+        .draw_style(common.GraphDrawStyle.BARS)
+        .fill_opacity(70)
+        .stacking(StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
+    )
+
+
+def dashed(colour: str) -> Properties:
+    """A dashed line without an area below it."""
+    return {
+        "color": {"mode": dashboard.FieldColorModeId.FIXED, "fixedColor": colour},
+        "custom.lineStyle": LineStyle().fill("dash").dash([10, 10]).build(),
+        "custom.fillOpacity": 0,
+    }
+
+
+def table(  # noqa: PLR0913 - the same
+    place: Place,
+    title: str,
+    description: str,
+    columns: Sequence[Column],
+    *,
+    exprs: Sequence[str] = (),
+    sort_by: str | None = None,
+) -> TablePanel:
+    """A table of labels and of values now.
+
+    Args:
+        place: The panel's number and size.
+        title: Its title.
+        description: What it shows.
+        columns: From left to right; a source with a selector is a query, any other a label.
+        exprs: Queries whose values are not shown.
+        sort_by: The one of all queries by whose values the rows are sorted, falling.
+    """
+    shown = [column.source for column in columns if "{" in column.source]
+    every = [*shown, *exprs]
+    # With a single query Grafana names the value without its query.
+    value = {
+        expr: f"Value #{ref_id}" if len(every) > 1 else "Value"
+        for ref_id, expr in zip(ascii_uppercase, every, strict=False)
+    }
+    panel = (
+        TablePanel()
+        .id(place.number)
+        .span(place.width)
+        .height(place.height)
+        .title(title)
+        .description(description)
+        .datasource(PROMETHEUS)
+        .unit("short")
+        .show_header(show_header=True)
+        .frame_index(0)
+        .footer(TableFooterOptions().show(show=False).reducer([]).enable_pagination(True))
+        .with_transformation(dashboard.DataTransformerConfig("merge", options={}))
+    )
+    for ref_id, expr in zip(ascii_uppercase, every, strict=False):
+        panel.with_target(_instant(expr, ref_id).format(PromQueryFormat.TABLE))
+    if sort_by is not None:
+        by = {"fields": {}, "sort": [{"field": value[sort_by], "desc": True}]}
+        panel.with_transformation(dashboard.DataTransformerConfig("sortBy", options=by))
+    names = [value.get(column.source, column.source) for column in columns]
+    panel.with_transformation(
+        dashboard.DataTransformerConfig(
+            "organize",
+            options={
+                "excludeByName": dict.fromkeys(["Time", *(value[expr] for expr in exprs)], True),
+                "indexByName": {name: index for index, name in enumerate(names)},
+                "renameByName": {
+                    name: column.title for name, column in zip(names, columns, strict=True)
+                },
+            },
+        )
+    )
+    for column in columns:
+        properties = dict(column.properties or {})
+        if column.source not in value:
+            properties.setdefault("unit", "string")  # an id of digits only is no number
+        if properties:
+            panel.override_by_name(column.title, _properties(properties))
+    return panel
+
+
+def gauge_cell() -> object:
+    """A cell with a bar."""
+    return common.TableBarGaugeCellOptions(
+        mode=common.BarGaugeDisplayMode.BASIC,
+        value_display_mode=common.BarGaugeValueMode.TEXT,
+    )
+
+
+def traces(place: Place, title: str, description: str, query: str) -> TablePanel:
+    """Spans that Tempo finds."""
+    target = (
+        TempoQuery()
+        .datasource(TEMPO)
+        .query_type("traceql")
+        .query(query)
+        .limit(settings.TRACES_SHOWN)
+        .spss(settings.SPANS_PER_TRACE)
+        .table_type(SearchTableType.SPANS)
+        .filters([])
+        .ref_id("A")
+    )
+    return (
+        TablePanel()
+        .id(place.number)
+        .span(place.width)
+        .height(place.height)
+        .title(title)
+        .description(description)
+        .datasource(TEMPO)
+        .unit("none")
+        .show_header(show_header=True)
+        .frame_index(0)
+        .footer(TableFooterOptions().show(show=False).reducer([]).enable_pagination(True))
+        .with_target(target)
+    )
+
+
+def thresholds(steps: Steps) -> dict[str, object]:
+    """Thresholds as a property of a column."""
+    return {
+        "mode": dashboard.ThresholdsMode.ABSOLUTE,
+        "steps": [{"value": value, "color": colour} for value, colour in steps],
+    }
+
+
+def breaches(expr: str, *, title: str, text: str) -> dict[str, object]:
+    """Marks on all panels where something was refused.
+
+    A plain dictionary: the SDK's model has no place for the title and text of a mark.
+    """
+    return {
+        "name": "Breaches",
+        "datasource": PROMETHEUS.to_json(),
+        "enable": True,
+        "hide": False,
+        "iconColor": settings.CRITICAL,
+        "expr": f"{expr} > 0",
+        "step": settings.BREACH_STEP,
+        "titleFormat": title,
+        "textFormat": text,
+    }
+
+
+def _instant(expr: str, ref_id: str) -> Dataquery:
+    return (
+        Dataquery()
+        .datasource(PROMETHEUS)
+        .editor_mode(QueryEditorMode.CODE)
+        .expr(expr)
+        .instant()
+        .ref_id(ref_id)
+    )
+
+
+def _thresholds(steps: Steps) -> ThresholdsConfig:
+    return (
+        ThresholdsConfig()
+        .mode(dashboard.ThresholdsMode.ABSOLUTE)
+        .steps([dashboard.Threshold(value, colour) for value, colour in steps])
+    )
+
+
+def _properties(properties: Properties) -> list[dashboard.DynamicConfigValue]:
+    return [dashboard.DynamicConfigValue(key, value) for key, value in properties.items()]

@@ -1,0 +1,50 @@
+"""The variables: which data sources, processes, agents, limits and threads are shown."""
+
+from grafana_foundation_sdk.builders.dashboard import DatasourceVariable, QueryVariable
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models.dashboard import (
+    VariableModel,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+
+from dashboards.panels import PROMETHEUS
+from dashboards.queries import BUILD, CALLS, PROCESS, label_values, select
+
+
+def common_variables() -> list[Builder[VariableModel]]:
+    """Those that all dashboards have."""
+    any_job = f"{BUILD}{{{PROCESS[0].replace('$job', '.+')}}}"
+    this_job = f"{BUILD}{{{PROCESS[0]}}}"
+    return [
+        DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        DatasourceVariable("tempo").label("Traces").type("tempo"),
+        several("job", "Job", label_values(any_job, "job")),
+        several("instance", "Instance", label_values(this_job, "instance")),
+        several("agent", "Agent", label_values(select(CALLS), "agent")),
+    ]
+
+
+def several(name: str, label: str, query: str) -> QueryVariable:
+    """A variable with any number of values; all of them at first."""
+    everything = VariableOption(text=["All"], value=["$__all"], selected=True)
+    return (
+        one(name, label, query)
+        .multi(multi=True)
+        .include_all(include_all=True)
+        .all_value(".+")
+        .current(everything)
+    )
+
+
+def one(name: str, label: str, query: str) -> QueryVariable:
+    """A variable with one value, which can be searched for."""
+    return (
+        QueryVariable(name)
+        .label(label)
+        .datasource(PROMETHEUS)
+        .query(query)
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.ALPHABETICAL_ASC)
+    )

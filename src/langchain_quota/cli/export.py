@@ -1,0 +1,135 @@
+"""The command that writes dashboards, rules and the Alertmanager example into a directory."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from langchain_quota.monitoring import alertmanager, grafana, rules
+
+
+class ExportError(Exception):
+    """The files cannot be written; the message says why, in one line."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's arguments; each option is there only for what it applies to."""
+    whats = parser.add_subparsers(dest="what", required=True)
+    boards = whats.add_parser("grafana", help="dashboards")
+    boards.add_argument(
+        "--datasource",
+        metavar="UID",
+        help="the Prometheus data source that the dashboards begin with",
+    )
+    _add_selector(boards)
+    prometheus = whats.add_parser("prometheus", help="recording and alert rules")
+    _add_selector(prometheus)
+    prometheus.add_argument(
+        "--grafana-url",
+        type=_checked(rules.url_fault),
+        default=rules.GRAFANA_URL,
+        metavar="URL",
+        help="where Grafana is, for the alerts' links (default: %(default)s)",
+    )
+    prometheus.add_argument(
+        "--runbook-base",
+        type=_checked(rules.url_fault),
+        default=rules.RUNBOOK_BASE,
+        metavar="URL",
+        help="where the runbooks are; the alert's name is appended (default: %(default)s)",
+    )
+    prometheus.add_argument(
+        "--format",
+        choices=rules.FORMATS,
+        default="rules",
+        help="a rule file, or the object for the Prometheus Operator (default: %(default)s)",
+    )
+    prometheus.add_argument(
+        "--per-thread-alerts",
+        action="store_true",
+        help="alert also on single threads that come near their limits",
+    )
+    example = whats.add_parser("alertmanager", help="an example of a route")
+    for each in (boards, prometheus, example):
+        each.add_argument(
+            "--to", type=_directory, required=True, metavar="DIR", help="the directory to write to"
+        )
+        each.add_argument("--force", action="store_true", help="overwrite files that exist")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the files, and print a line for each.
+
+    Raises:
+        ExportError: An argument is wrong; a file exists, or cannot be written.
+    """
+    note = ""
+    selector = getattr(arguments, "selector", None) or ""
+    if arguments.what == "grafana":
+        try:
+            files = grafana.dashboards(datasource=arguments.datasource, selector=selector)
+        except ValueError as error:
+            raise ExportError(f"--{error}") from error
+    elif arguments.what == "prometheus":
+        note = f" (needs Prometheus {rules.PROMETHEUS} or newer)"
+        files = rules.files(
+            rules.Options(
+                selector=selector,
+                grafana_url=arguments.grafana_url,
+                runbook_base=arguments.runbook_base,
+                per_thread=arguments.per_thread_alerts,
+                format=arguments.format,
+            )
+        )
+    else:
+        files = alertmanager.files()
+    _write(files, arguments.to, note, force=arguments.force)
+
+
+def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool) -> None:
+    """Write all files, or none if one of them may not be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"cannot use --to {str(directory)!r}: {error.strerror}") from error
+    paths = {directory / name: text for name, text in files.items()}
+    taken = [path for path in paths if os.path.lexists(path)]
+    if taken and not force:
+        names = ", ".join(path.name for path in taken)
+        raise ExportError(f"{str(directory)!r} has {names}; --force overwrites")
+    for path in taken:
+        if not path.is_file():
+            raise ExportError(f"cannot overwrite {str(path)!r}: it is no file")
+    for path, text in paths.items():
+        try:
+            # "x" fails if somebody else made the file since.
+            with path.open("w" if force else "x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+        except OSError as error:
+            raise ExportError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        print(f"{path}{note}")  # noqa: T201 - a command's output
+
+
+def _add_selector(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--selector",
+        type=_checked(rules.selector_fault),
+        metavar="MATCHERS",
+        help="matchers for every query, such as 'job=\"agents\"'",
+    )
+
+
+def _checked(fault: Callable[[str], str | None]) -> Callable[[str], str]:
+    def checked(text: str) -> str:
+        found = fault(text)
+        if found is not None:
+            raise argparse.ArgumentTypeError(found)
+        return text
+
+    return checked
+
+
+def _directory(text: str) -> Path:
+    if not text:  # Path would take it for the current directory
+        raise argparse.ArgumentTypeError("must be a directory, not ''")
+    return Path(text)

@@ -1,0 +1,1 @@
+"""What watches the limits: dashboards, rules and alerts, as files to be exported."""

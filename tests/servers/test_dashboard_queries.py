@@ -1,0 +1,348 @@
+"""Every query of the dashboards, asked of a real Prometheus that scraped real agents."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    MemoryStore,
+    Quota,
+    QuotaMiddleware,
+    QuotaStore,
+    RedisStore,
+    Telemetry,
+    ToolCallLimit,
+    ToolCallLimitMiddleware,
+    start_metrics_server,
+)
+from langchain_quota.exposition import ADDR_VARIABLE
+from tests.grafana import ALL, Board, Query, Values, Variable, boards, interpolate
+from tests.servers.agents import build_agent, run
+from tests.servers.conftest import StartPrometheus
+from tests.servers.prometheus import Prometheus, eventually
+
+OVERVIEW, THREAD = "langchain-quota-overview", "langchain-quota-thread"
+
+COMMAND = "import sys; from langchain_quota.cli import main; sys.exit(main())"
+CUSTOMERS = [f"customer-{number}" for number in range(1, 5)]
+ADDRESS = re.compile(r"http://(127\.0\.0\.1:\d+)/metrics")
+END = re.compile(r"^scrape http://", re.MULTILINE)
+
+HOSTILE = 'a"b\\c\'d $job {x=~"\\.+"} ü'
+BACKSLASH = "a\\b"
+QUIET = "quiet"
+ALLOWED = 4
+"""How often the agents of the second job may search on a thread."""
+TRIED = 7
+"""How often they try on the hostile one."""
+
+ANYTHING: Values = dict.fromkeys(("job", "instance", "agent", "limit"), ALL)
+
+
+class BrokenProcessor(SpanProcessor):
+    """A tracer that fails whenever a span begins."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        raise RuntimeError("this tracer is broken")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A Prometheus that has scraped two jobs, and since when."""
+
+    prometheus: Prometheus
+    began: float
+
+    def ask(self, query: Query, values: Values) -> list[Any]:
+        """The series that a query gives, as Grafana would ask it."""
+        parameters = {"query": interpolate(query.expr, values)}
+        if not query.over_time:
+            found = self.prometheus._get("/api/v1/query", **parameters)
+        else:
+            found = self.prometheus._get(
+                "/api/v1/query_range", **parameters, start=self.began, end=time.time(), step="1s"
+            )
+        result: list[Any] = found["result"]
+        return result
+
+    def offered(self, variable: Variable, values: Values) -> list[str]:
+        """The values that a variable offers."""
+        selector = interpolate(variable.selector, values)
+        found: list[str] = self.prometheus._get(
+            f"/api/v1/label/{variable.label}/values", **{"match[]": selector}
+        )
+        return found
+
+
+@contextmanager
+def demo(output: Path) -> Iterator[str]:
+    """The address of a demo, as a process of its own, that goes on serving after its traffic."""
+    options = ["--threads", str(len(CUSTOMERS)), "--seconds", "5", "--port", "0", "--serve"]
+    # No collector and no address from outside.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("OTEL_") and key != ADDR_VARIABLE
+    }
+    with (
+        output.open("wb") as file,
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", COMMAND, "demo", *options],
+            stdout=file,
+            stderr=file,
+            env=environment,
+        ) as process,
+    ):
+        try:
+            yield wait_for(ADDRESS, output, process).group(1)
+            assert process.poll() is None, output.read_text()
+        finally:
+            process.terminate()
+
+
+def wait_for_scrapes(prometheus: Prometheus, count: int) -> None:
+    """Wait until every job was scraped so many times more."""
+    scrapes = "min(count_over_time(up[1h]) and up == 1)"
+    before = prometheus.value(scrapes) or 0
+    eventually(lambda: (prometheus.value(scrapes) or 0) >= before + count)
+
+
+def wait_for(
+    pattern: re.Pattern[str], output: Path, process: subprocess.Popen[bytes] | None = None
+) -> re.Match[str]:
+    def found() -> re.Match[str] | None:
+        text = output.read_text()
+        assert process is None or process.poll() is None, text
+        return pattern.search(text)
+
+    return eventually(found)
+
+
+class Searchers:
+    """Agents of the second job; their tracer fails."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        provider = TracerProvider()
+        provider.add_span_processor(BrokenProcessor())
+        telemetry = Telemetry(registry=registry, tracer_provider=provider)
+        self._saver = InMemorySaver()
+        self._limiter = ToolCallLimitMiddleware(
+            tool_name="search", thread_limit=ALLOWED, telemetry=telemetry
+        )
+        # One store that answers, and one that nobody listens for.
+        stores: list[QuotaStore] = [MemoryStore(), RedisStore("redis://127.0.0.1:1")]
+        limit = ToolCallLimit("search", quotas=[Quota(100, per="global")])
+        self._sharing = [
+            QuotaMiddleware([limit], store=store, on_store_error="allow", telemetry=telemetry)
+            for store in stores
+        ]
+
+    def search(self, thread: str, times: int) -> None:
+        """Search in one run on a thread."""
+        script = [["search"] * times, "done"]
+        run(build_agent(script, [self._limiter], name="finder", saver=self._saver), thread)
+
+    def share(self) -> None:
+        """Search under quotas that are shared in stores."""
+        for middleware in self._sharing:
+            run(build_agent([["search"], "done"], [middleware], name="sharing"))
+
+
+@pytest.fixture(scope="module")
+def seen(
+    start_prometheus: StartPrometheus, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seen]:
+    """The demo, and agents that were at work before their first scrape and after it."""
+    output = tmp_path_factory.mktemp("demo") / "output"
+    registry = CollectorRegistry()
+    searchers = Searchers(registry)
+    searchers.search(HOSTILE, TRIED)
+    searchers.search(BACKSLASH, 1)
+    searchers.search(QUIET, 1)
+    searchers.share()
+    began = time.time()
+    with demo(output) as address, start_metrics_server(port=0, registry=registry) as server:
+        prometheus = start_prometheus({"demo": address, "agents": f"{server.addr}:{server.port}"})
+        wait_for_scrapes(prometheus, 2)
+        searchers.search(QUIET, 1)
+        searchers.share()
+        wait_for(END, output)
+        wait_for_scrapes(prometheus, 4)
+        yield Seen(prometheus, began)
+
+
+def board(uid: str) -> Board:
+    """A dashboard."""
+    [found] = [each for each in boards() if each.uid == uid]
+    return found
+
+
+def query(where: str) -> Query:
+    """A query of a dashboard."""
+    [found] = [each for board in boards() for each in board.queries if each.where == where]
+    return found
+
+
+def choices(board: Board, seen: Seen, *, everything: bool) -> Iterator[Values]:
+    """What can be chosen for the variables: all or each value, and one thread after the other."""
+    values: dict[str, str | list[str]] = {}
+    after_thread: list[Variable] = []
+    thread: Variable | None = None
+    for variable in board.variables:
+        if thread is not None:
+            after_thread.append(variable)
+        elif variable.several:
+            values[variable.name] = ALL if everything else seen.offered(variable, values)
+        else:
+            thread = variable
+    if thread is None:
+        yield values
+        return
+    for each in seen.offered(thread, values):
+        chosen = {**values, thread.name: each}
+        for variable in after_thread:
+            chosen[variable.name] = ALL if everything else seen.offered(variable, chosen)
+        yield chosen
+
+
+@pytest.mark.parametrize("everything", [True, False], ids=["all", "each"])
+def test_every_query_returns_data(seen: Seen, *, everything: bool) -> None:
+    """Each query of each panel and annotation finds something."""
+    empty = set()
+    for board in boards():
+        chosen = list(choices(board, seen, everything=everything))
+        assert chosen
+        for query in board.queries:
+            if not any(seen.ask(query, values) for values in chosen):
+                empty.add(query.where)
+    assert empty == set()
+
+
+def test_every_variable_offers_values(seen: Seen) -> None:
+    """The variables offer the jobs, processes, agents, limits and threads that there are."""
+    offered: dict[str, set[str]] = {}
+    for board in boards():
+        for values in choices(board, seen, everything=True):
+            for variable in board.variables:
+                found = seen.offered(variable, values)
+                assert found, variable
+                offered.setdefault(variable.name, set()).update(found)
+    assert len(offered.pop("instance")) == 2
+    assert offered == {
+        "job": {"demo", "agents"},
+        "agent": {"support", "finder", "sharing"},
+        "limit": {"model", "tool:*", "tool:search"},
+        "thread": {*CUSTOMERS, HOSTILE, BACKSLASH, QUIET},
+    }
+
+
+def test_exemplars(seen: Seen) -> None:
+    """Where a panel shows exemplars, there are some."""
+    asked = [each for board in boards() for each in board.queries if each.exemplar]
+    assert asked
+    for each in asked:
+        assert seen.prometheus.exemplars(interpolate(each.expr, ANYTHING)), each.where
+
+
+def test_a_hostile_thread_is_found(seen: Seen) -> None:
+    """A thread whose id has quotes, backslashes and variables is shown, and no other."""
+    one = board(THREAD)
+    [values] = [each for each in choices(one, seen, everything=True) if each["thread"] == HOSTILE]
+    [used] = seen.ask(query(f"{THREAD} 6 A"), values)
+    assert used["metric"] == {
+        "job": "agents",
+        "agent": "finder",
+        "limit": "tool:search",
+        "thread_id": HOSTILE,
+    }
+    assert float(used["values"][-1][1]) == ALLOWED
+    [refused] = seen.ask(query(f"{THREAD} 4 A"), values)
+    assert float(refused["value"][1]) == TRIED - ALLOWED
+
+
+def labels_of_links(seen: Seen) -> Mapping[str, str | None]:
+    """The label for links to traces, by thread."""
+    return {
+        series["metric"]["thread_id"]: series["metric"].get("traced")
+        for series in seen.ask(query(f"{OVERVIEW} 6 A"), ANYTHING)
+    }
+
+
+def test_only_harmless_ids_stand_in_links_to_traces(seen: Seen) -> None:
+    """An id that could break out of the link's query is left out of it."""
+    assert labels_of_links(seen) == {
+        **{customer: customer for customer in CUSTOMERS},
+        QUIET: QUIET,
+        HOSTILE: None,
+        BACKSLASH: None,
+    }
+
+
+def test_refusals_before_the_first_scrape_are_counted(seen: Seen) -> None:
+    """What a process refused before Prometheus knew it is in the sum; increase() misses it."""
+    values: Values = {**ANYTHING, "job": ["agents"]}
+    [refused] = seen.ask(query(f"{OVERVIEW} 1 A"), values)
+    assert float(refused["value"][1]) == TRIED - ALLOWED
+    blocked = 'langchain_quota_calls_total{job="agents",decision="blocked"}'
+    assert seen.prometheus.value(f"sum(increase({blocked}[1h]))") == 0
+    [share] = seen.ask(query(f"{OVERVIEW} 2 A"), {**values, "agent": ["finder"]})
+    # increase() guesses what happened between the edges of a range and the nearest scrapes.
+    judged = TRIED + 3
+    assert float(share["value"][1]) == pytest.approx((TRIED - ALLOWED) / judged, rel=0.15)
+
+
+def test_threads_are_ranked(seen: Seen) -> None:
+    """Threads near a limit come first, the nearest on top; then the exhausted; then the others."""
+
+    def by_thread(where: str) -> dict[tuple[str, str], float]:
+        return {
+            (each["metric"]["thread_id"], each["metric"]["limit"]): float(each["value"][1])
+            for each in seen.ask(query(where), ANYTHING)
+        }
+
+    share, rank = by_thread(f"{OVERVIEW} 6 A"), by_thread(f"{OVERVIEW} 6 F")
+    assert share.keys() == rank.keys()
+
+    def urgency(use: float) -> tuple[int, float]:
+        if use >= 1:
+            return (1, 0)
+        return (2, use) if use >= 0.8 else (0, use)
+
+    assert {urgency(use)[0] for use in share.values()} == {0, 1, 2}
+    ranked = sorted(share, key=lambda key: rank[key])
+    assert [urgency(share[key]) for key in ranked] == sorted(map(urgency, share.values()))
+
+
+def test_an_export_for_one_job_sees_that_job_only(seen: Seen) -> None:
+    """With a selector every query and variable is narrowed, whatever is chosen."""
+    [narrowed] = [each for each in boards(selector='job="agents"') if each.uid == OVERVIEW]
+    for variable in narrowed.variables:
+        if variable.name == "job":
+            assert seen.offered(variable, ANYTHING) == ["agents"]
+    found = [
+        series["metric"]["job"]
+        for query in narrowed.queries
+        for series in seen.ask(query, ANYTHING)
+        if "job" in series["metric"]
+    ]
+    assert set(found) == {"agents"}
+    demo_only = board(OVERVIEW)
+    assert {
+        series["metric"]["job"]
+        for query in demo_only.queries
+        for series in seen.ask(query, ANYTHING)
+        if "job" in series["metric"]
+    } == {"agents", "demo"}

@@ -1,0 +1,136 @@
+"""Prometheus' own tools on the rules, the runbooks' queries and the example for Alertmanager."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from langchain_quota.monitoring import alertmanager, rules
+from langchain_quota.monitoring.rules import Options
+from tests.servers.programs import required_program
+from tests.servers.prometheus import DEADLINE
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "dashboards" / "prometheus" / "tests"
+FILES = sorted(TESTS.glob("*_test.yaml"))
+PAGES = sorted((ROOT / "docs" / "runbooks").glob("LangChainQuota*.md"))
+PROMQL = re.compile(r"```promql\n(.*?)```", re.DOTALL)
+
+
+def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return _run(required_program("promtool", "prometheus"), *arguments)
+
+
+def amtool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return _run(required_program("amtool", "prometheus-alertmanager"), *arguments)
+
+
+def _run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(per_thread=True),
+        Options(selector=r'job=~"a|b\\.c",namespace!="\"{}\" = ü"', per_thread=True),
+        Options(grafana_url="https://example.org/a%20b&c", runbook_base="http://[::1]:80/$x"),
+    ],
+    ids=["default", "per thread", "selector", "addresses"],
+)
+def test_the_rules_are_valid(options: Options, tmp_path: Path) -> None:
+    """Promtool takes the rules, whatever the options, and counts all of them."""
+    file = tmp_path / "rules.yaml"
+    file.write_text(rules.render(options), encoding="utf-8")
+    checked = promtool("check", "rules", file)
+    assert checked.returncode == 0, checked.stderr
+    assert f"SUCCESS: {13 if options.per_thread else 11} rules found" in checked.stdout
+
+
+def test_the_operators_rules_are_valid(tmp_path: Path) -> None:
+    """Promtool takes the groups within a PrometheusRule."""
+    [text] = rules.files(Options(format="prometheusrule")).values()
+    file = tmp_path / "rules.yaml"
+    file.write_text(json.dumps(yaml.safe_load(text)["spec"]))  # JSON is YAML
+    checked = promtool("check", "rules", file)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_rules_pass_their_tests(file: Path) -> None:
+    """What each alert says and when it is silent is as its promtool tests have it."""
+    tested = promtool("test", "rules", file)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert "SUCCESS" in tested.stdout
+    assert "WARNING" not in tested.stdout + tested.stderr
+
+
+@pytest.mark.parametrize(
+    ("there", "changed"), [(" > 0\n", " > 99\n"), ("were refused", "were not refused")]
+)
+def test_the_tests_look_at_the_rules(there: str, changed: str, tmp_path: Path) -> None:
+    """With another threshold, or another text, promtool's tests fail."""
+    name = "LimitBreached_test.yaml"
+    shutil.copy(TESTS / name, tmp_path)
+    (tmp_path / rules.FILE).write_text(rules.render(Options()).replace(there, changed))
+    assert promtool("test", "rules", tmp_path / name).returncode == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_queries_of_a_runbook_are_valid(page: Path, tmp_path: Path) -> None:
+    """Every query that a runbook tells to ask is PromQL."""
+    queries = PROMQL.findall(page.read_text())
+    assert queries
+    recorded = [
+        {"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(json.dumps({"groups": [{"name": "page", "rules": recorded}]}))
+    checked = promtool("check", "rules", file)
+    assert checked.returncode == 0, checked.stderr
+    assert f"{len(queries)} rules found" in checked.stdout
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The example for Alertmanager as a file."""
+    [(name, text)] = alertmanager.files().items()
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+def test_the_example_is_valid(example: Path) -> None:
+    """Amtool takes the example for Alertmanager."""
+    checked = amtool("check-config", example)
+    assert checked.returncode == 0, checked.stderr
+    assert "SUCCESS" in checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("alert", "receiver"),
+    [
+        (("LangChainQuotaEnforcementDegraded", "critical"), "pager"),
+        (("LangChainQuotaLimitBreached", "warning"), "chat"),
+        (("LangChainQuotaThreadKeepsHitting", "info"), "log"),
+    ],
+)
+def test_the_example_routes_by_severity(
+    alert: tuple[str, str], receiver: str, example: Path
+) -> None:
+    """Alertmanager pages only for what is critical, and keeps what is info apart."""
+    name, severity = alert
+    labels = (f"alertname={name}", f"severity={severity}")
+    routed = amtool("config", "routes", "test", f"--config.file={example}", *labels)
+    assert routed.stdout.strip() == receiver
