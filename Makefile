@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test dashboards lint format test-matrix clean
+.PHONY: help demo up down test docker-test dashboards lint format test-matrix clean
+
+DOCKER ?= docker
+ENV_FILE ?= docker/.env
+COMPOSE = $(DOCKER) compose --file docker/compose.yaml --env-file $(ENV_FILE)
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -14,8 +18,22 @@ help: ## Show the targets.
 demo: $(VENV)/.demo ## Watch agents being held to their limits; ARGS="--seconds 60" passes arguments.
 	@$(BIN)/langchain-quota demo $(ARGS)
 
+up: ## Start the whole stack in Docker: agents, dashboards, alerts, traces.
+	@$(needs_docker)
+	@$(MAKE) --no-print-directory $(ENV_FILE)
+	@$(COMPOSE) up --build --detach --wait
+	@bash docker/addresses.sh $(ENV_FILE)
+
+down: ## Stop the stack; ARGS=--volumes forgets what it has stored.
+	@$(needs_docker)
+	@$(MAKE) --no-print-directory $(ENV_FILE)
+	@$(COMPOSE) down $(ARGS)
+
 test: $(VENV)/.develop ## Run all tests; ARGS="-k stacked" passes arguments to pytest.
 	@$(BIN)/pytest $(ARGS)
+
+docker-test: ## Build the service's image and try it, if there is a Docker engine; BASE_IMAGE=….
+	@DOCKER=$(DOCKER) BASE_IMAGE=$(BASE_IMAGE) bash docker/test.sh $(ARGS)
 
 dashboards: $(VENV)/.develop ## Generate the Grafana dashboards and the alert rules anew.
 	@$(BIN)/python -m dashboards.build
@@ -37,6 +55,19 @@ test-matrix: ## Run unit and agent tests on every Python found, and oldest and n
 
 clean: ## Remove virtual environments and caches.
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+define needs_docker
+$(DOCKER) compose version >/dev/null 2>&1 || \
+	{ echo "Docker with Compose is needed: https://docs.docker.com/get-started/get-docker/"; exit 1; }; \
+$(DOCKER) info >/dev/null 2>&1 || \
+	{ echo "Docker does not answer: is its engine running, and may you use it?"; exit 1; }
+endef
+
+# Made once, with secrets of its own.
+$(ENV_FILE):
+	@umask 077; secret() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }; \
+	sed -e "s/^METRICS_TOKEN=$$/&$$(secret)/" -e "s/^POSTGRES_PASSWORD=$$/&$$(secret)/" \
+		docker/.env.example > $@
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \

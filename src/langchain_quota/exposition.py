@@ -6,10 +6,15 @@ import logging
 import os
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from pathlib import Path
 from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, start_http_server
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import RestrictedRegistry
+
+from langchain_quota.telemetry.multiprocess import WorkerTables, multiprocess_directory
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -23,6 +28,37 @@ logger = logging.getLogger("langchain_quota")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+class _WorkersRegistry(CollectorRegistry):
+    """The metrics of all workers that share a directory.
+
+    Args:
+        tables: What prometheus_client cannot merge.
+        directory: The directory.
+    """
+
+    def __init__(
+        self, tables: WorkerTables, directory: Path, *, auto_describe: bool = False
+    ) -> None:
+        super().__init__(auto_describe=auto_describe)
+        MultiProcessCollector(self, str(directory))  # type: ignore[no-untyped-call]  # so there
+        self.register(tables)
+        self._tables = tables
+        self._directory = directory
+
+    def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
+        """Only the metrics named; which there are changes, so they are looked up each time."""
+        now = _WorkersRegistry(self._tables, self._directory, auto_describe=True)
+        return CollectorRegistry.restricted_registry(now, names)
+
+
+def _served(registry: CollectorRegistry) -> CollectorRegistry:
+    """What is served of a registry: in multi-process mode what all workers have counted."""
+    directory = multiprocess_directory()
+    if directory is None:
+        return registry
+    return _WorkersRegistry(WorkerTables(registry, directory), directory)
 
 
 class MetricsServer:
@@ -63,6 +99,8 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
 ) -> MetricsServer:
     """Serve the metrics over HTTP, in a daemon thread.
 
+    In prometheus_client's multi-process mode: those of all workers.
+
     Args:
         port: The port; 0 takes a free one.
         addr: The address to bind; by default that in `LANGCHAIN_QUOTA_METRICS_ADDR`, else
@@ -74,7 +112,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     Raises:
         TypeError: `port` is no whole number.
         ValueError: `port` is out of bounds, only one of `certfile` and `keyfile` is given, or
-            `client_cafile` without them.
+            `client_cafile` without them; in multi-process mode, if the directory does not exist.
         OSError: The address cannot be bound; the message names it.
     """
     if isinstance(port, bool) or not isinstance(port, int):
@@ -92,7 +130,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         httpd, thread = start_http_server(
             port,
             bound,
-            registry=registry,
+            registry=_served(registry),
             certfile=certfile,
             keyfile=keyfile,
             client_cafile=client_cafile,
@@ -148,7 +186,7 @@ class _MetricsApp:
     """An ASGI app; an instance, not a function, so that Starlette takes it as a route."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._app = make_asgi_app(registry)
+        self._app = make_asgi_app(_served(registry))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request; rendering happens in a worker thread."""
@@ -189,10 +227,14 @@ def metrics_app(registry: CollectorRegistry = REGISTRY) -> _MetricsApp:
     """An ASGI app that answers with the metrics, rendered off the event loop.
 
     Add it as a route, not as a mount (a mount answers `/metrics` with a redirect). It has no
-    access control of its own: whoever reaches it reads the ids of threads.
+    access control of its own: whoever reaches it reads the ids of threads. In prometheus_client's
+    multi-process mode it answers with the metrics of all workers.
 
     Args:
         registry: The metrics.
+
+    Raises:
+        ValueError: In multi-process mode, if the directory does not exist.
 
     Example:
         ```python

@@ -25,11 +25,24 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
+from prometheus_client.values import MultiProcessValue
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from langchain_quota import metrics_app, start_metrics_server
+from langchain_quota import (
+    Call,
+    Decision,
+    Outcome,
+    Standing,
+    Telemetry,
+    exposition,
+    metrics_app,
+    start_metrics_server,
+)
 from langchain_quota.exposition import ADDR_VARIABLE
+from langchain_quota.telemetry.multiprocess import Worker
+from langchain_quota.telemetry.subjects import SubjectTable
+from langchain_quota.telemetry.threads import ThreadTable
 from tests.servers.programs import required_program
 from tests.servers.prometheus import parse_openmetrics
 
@@ -520,3 +533,122 @@ class TestAppOffTheLoop:
         registry.register(OnCollect(fail))
         with pytest.raises(LookupError, match="no such thing"):
             await client.get("/metrics")
+
+
+def count_as(pid: int, name: str, value: float, **labels: str) -> None:
+    """Count what another process, of this id, has counted in multi-process mode."""
+    values: Any = MultiProcessValue(lambda: pid)  # type: ignore[no-untyped-call]  # so there
+    counter = values(
+        "counter", name, f"{name}_total", list(labels), list(labels.values()), "Fruit."
+    )
+    counter.inc(value)
+    counter._file.close()
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory in which two workers have counted apples; one of them tells of a thread."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(exposition, "multiprocess_directory", lambda: tmp_path)
+    count_as(1, "apples", 3, colour="red")
+    count_as(2, "apples", 4, colour="red")
+    return tmp_path
+
+
+@pytest.fixture
+def other(workers: Path) -> Iterator[ThreadTable]:
+    """The table of another worker."""
+    errors: list[Exception] = []
+    subjects = SubjectTable(near=0.8, ttl=3600)
+    threads = ThreadTable(near=0.8, max_exported=9, ttl=3600, on_error=errors.append)
+    worker = Worker(workers, threads, subjects, errors.append)
+    standing = Standing("search", "continue", 0, 7, 10, 0, 7, None, charged=True)
+    threads.record("boss", "t1", [Decision(Call("tool", "search"), Outcome.ALLOWED, (standing,))])
+    worker.flush()
+    yield threads
+    worker.close()
+    assert errors == []
+
+
+USED = 'langchain_quota_thread_used{agent="boss",limit="search",thread_id="t1"} 7.0'
+
+
+@pytest.mark.usefixtures("other")
+class TestWorkers:
+    """Several workers: what each of them answers."""
+
+    async def test_the_app_answers_for_all(self, client: httpx.AsyncClient) -> None:
+        """Counters are summed and threads merged; what only this process has is not there."""
+        response = await client.get("/metrics")
+        lines = response.text.splitlines()
+        assert 'apples_total{colour="red"} 7.0' in lines
+        assert USED in lines
+        assert "pears" not in response.text
+
+    def test_the_server_answers_for_all(self, registry: CollectorRegistry) -> None:
+        """So it is with a server of its own."""
+        with start_metrics_server(port=0, registry=registry) as server:
+            lines = get(server.url).text.splitlines()
+        assert 'apples_total{colour="red"} 7.0' in lines
+        assert USED in lines
+
+    @pytest.mark.parametrize("accept", ["*/*", OPENMETRICS])
+    async def test_each_family_is_there_once(
+        self, client: httpx.AsyncClient, registry: CollectorRegistry, accept: str
+    ) -> None:
+        """Telemetry on the same registry doubles nothing."""
+        Telemetry(registry=registry)
+        response = await client.get("/metrics", headers={"accept": accept})
+        parse = parse_openmetrics if accept == OPENMETRICS else parse_text
+        names = [family.name for family in parse(response.text)]
+        assert len(names) == len(set(names))
+        assert {"apples", "langchain_quota_thread_used", "langchain_quota_subjects"} <= set(names)
+
+    @pytest.mark.parametrize(
+        ("name", "found"),
+        [
+            ("apples_total", 'apples_total{colour="red"} 7.0'),
+            ("langchain_quota_thread_used", USED),
+        ],
+    )
+    async def test_names_can_be_chosen(
+        self, client: httpx.AsyncClient, name: str, found: str
+    ) -> None:
+        """name[] restricts the answer to the metrics named, of both kinds."""
+        response = await client.get("/metrics", params={"name[]": name})
+        assert [line for line in response.text.splitlines() if line[0] != "#"] == [found]
+
+    async def test_names_that_come_later(self, client: httpx.AsyncClient) -> None:
+        """A metric that no worker had when the app was made can be chosen."""
+        assert (await client.get("/metrics", params={"name[]": "plums_total"})).text == ""
+        count_as(3, "plums", 1)
+        response = await client.get("/metrics", params={"name[]": "plums_total"})
+        assert "plums_total 1.0" in response.text.splitlines()
+
+    async def test_other_workers_are_read_off_the_loop(self, client: httpx.AsyncClient) -> None:
+        """The files of others are read where blocking is no harm."""
+        with blockbuster_ctx():
+            response = await client.get("/metrics")
+        assert USED in response.text.splitlines()
+
+    async def test_reading_on_the_loop_would_be_seen(self, registry: CollectorRegistry) -> None:
+        """The test above can fail: the same files read on the loop are caught."""
+        served = exposition._served(registry)
+        with blockbuster_ctx(), pytest.raises(BlockingError):
+            list(served.collect())
+
+    def test_a_directory_that_is_not_there(
+        self, registry: CollectorRegistry, workers: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without the directory nothing can be merged: that is said at once."""
+        monkeypatch.setattr(exposition, "multiprocess_directory", lambda: workers / "gone")
+        with pytest.raises(ValueError, match="PROMETHEUS_MULTIPROC_DIR"):
+            metrics_app(registry)
+
+
+def test_a_single_process_reads_no_directory(
+    registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where prometheus_client is in its usual mode, the registry itself is served."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    assert exposition._served(registry) is registry

@@ -241,7 +241,7 @@ OWN_MACHINE = re.compile(r"(?<![\w.~$}-])/(?:home|root|work|Users)/\w")
 
 def texts() -> Iterator[Path]:
     yield ROOT / "README.md"
-    for folder in ("src", "tests", "docs", "dashboards"):
+    for folder in ("src", "tests", "docs", "dashboards", "docker"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".png":
                 yield path

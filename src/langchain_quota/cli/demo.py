@@ -227,6 +227,8 @@ def _served(port: int) -> MetricsServer:
     except OSError as error:
         hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
         raise DemoError(f"{error.strerror}{hint}") from error
+    except ValueError as error:  # PROMETHEUS_MULTIPROC_DIR names no directory
+        raise _demo_error("cannot keep metrics", error) from error
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from langchain_quota.telemetry.labels import (
     label,
 )
 from langchain_quota.telemetry.metrics import Exemplar, Metrics
+from langchain_quota.telemetry.multiprocess import share_tables
 from langchain_quota.telemetry.subjects import SubjectTable
 from langchain_quota.telemetry.threads import ThreadTable
 from langchain_quota.telemetry.tracing import Spans, Tracing, exemplar
@@ -133,6 +134,7 @@ class _Signals:
             on_error=self._table_failed,
         )
         registry.register(self.threads)
+        share_tables(registry, self.threads, self.subjects, self._table_failed)
 
     def _table_failed(self, error: Exception) -> None:
         self.errors.failed("threads", error)
@@ -425,6 +427,8 @@ class Telemetry:
                     )
 
     def _watch_thresholds(self, standing: Standing, agent: str, thread: str | None) -> None:
+        if not standing.charged:
+            return
         for scope in standing.scopes:
             reached = standing.crossed(scope, self.near)
             if reached is not None:
@@ -435,12 +439,27 @@ class Telemetry:
                 with self._guarded("observer"):
                     _log(severity, reached, standing, scope, (agent, thread))
 
-    @contextmanager
-    def _guarded(self, component: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - telemetry must not break the agent
-            self._signals.errors.failed(component, error)
+    def _guarded(self, component: str) -> "_Guard":
+        return _Guard(self._signals.errors, component)
+
+
+class _Guard:
+    """What fails within is counted and goes no further: telemetry must not break the agent."""
+
+    __slots__ = ("_component", "_errors")
+
+    def __init__(self, errors: _Errors, component: str) -> None:
+        self._errors = errors
+        self._component = component
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._errors.failed(self._component, error)
+        return True
 
 
 @cache

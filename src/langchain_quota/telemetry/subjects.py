@@ -27,13 +27,17 @@ class Series(NamedTuple):
     scope: Scope
 
 
-class _Key(NamedTuple):
+class Subject(NamedTuple):
+    """Whose use of which quota."""
+
     series: Series
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class SubjectUse:
+    """How much of a quota a subject has used, as the last decision told."""
+
     level: Level
     ends: tuple[float, ...]
     last_decision: float
@@ -61,10 +65,26 @@ class SubjectTable:
         self._ttl = ttl
         self._max_tracked = max_tracked
         self._clock = clock
+        self._on_change: Callable[[], object] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew; also in a process that was forked while a lock was held."""
         self._lock = Lock()
-        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
-        self._windows: Windows[_Key] = Windows()
+        self._entries: OrderedDict[Subject, SubjectUse] = OrderedDict()
+        self._windows: Windows[Subject] = Windows()
         self._counts: dict[Series, dict[Level, int]] = {}
+
+    def listen(self, on_change: Callable[[], object]) -> None:
+        """Tell a function, which must not block, whenever a decision has changed the table."""
+        self._on_change = on_change
+
+    def contents(self) -> tuple[dict[Subject, SubjectUse], list[Series]]:
+        """All subjects, in no order, and what has or had any."""
+        with self._lock:
+            # Of the underlying dict: in an OrderedDict's order it takes longer than decisions
+            # should have to wait.
+            return dict.copy(self._entries), list(self._counts)
 
     def record(self, agent: str, decisions: Iterable[Decision]) -> None:
         """Take in the decisions about calls of one agent, in order; its label is given."""
@@ -76,7 +96,7 @@ class SubjectTable:
             if not quota.per_thread
         }
         found = [
-            (_Key(series, _digest(subject)), *use) for (series, subject), use in newest.items()
+            (Subject(series, _digest(subject)), *use) for (series, subject), use in newest.items()
         ]
         for key, standing, quota in found:
             with self._lock:
@@ -88,6 +108,8 @@ class SubjectTable:
                 self._expire(now, _EXPIRED_PER_UPDATE)
                 if len(self._entries) > self._max_tracked:
                     self._forget(next(iter(self._entries)))
+        if found and self._on_change is not None:
+            self._on_change()
 
     def counts(self) -> dict[Series, dict[Level, int]]:
         """How many subjects have used how much."""
@@ -95,13 +117,13 @@ class SubjectTable:
         with self._lock:
             return {series: dict(counts) for series, counts in self._counts.items()}
 
-    def _entry(self, standing: Standing, quota: QuotaUse, now: float) -> _Entry:
+    def _entry(self, standing: Standing, quota: QuotaUse, now: float) -> SubjectUse:
         near = self._near if standing.near is None else standing.near
         used = quota.before if standing.deferred else quota.used
         ends = () if quota.resets_at is None else (quota.resets_at.timestamp(),)
-        return _Entry(level(used, quota.limit, near), ends, now)
+        return SubjectUse(level(used, quota.limit, near), ends, now)
 
-    def _remember(self, key: _Key, entry: _Entry) -> None:
+    def _remember(self, key: Subject, entry: SubjectUse) -> None:
         self._entries[key] = entry
         self._windows.add(key, entry.ends)
         counts = self._counts.get(key.series)
@@ -109,7 +131,7 @@ class SubjectTable:
             counts = self._counts[key.series] = dict.fromkeys(Level, 0)
         counts[entry.level] += 1
 
-    def _forget(self, key: _Key) -> None:
+    def _forget(self, key: Subject) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._windows.discard(key, entry.ends)

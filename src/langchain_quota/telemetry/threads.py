@@ -3,10 +3,11 @@
 import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Lock
+from typing import Self
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -50,6 +51,8 @@ class LimitUse:
     near: float = 1.0
     enforced: bool = True
     quotas: tuple[QuotaCount, ...] = ()
+    decided: float = field(default=0.0, compare=False)
+    """When a decision last told what is used, in seconds since the Unix epoch."""
 
     @property
     def shown(self) -> tuple[int, int] | None:
@@ -89,6 +92,10 @@ class LimitUse:
         return replace(self, used=max(0, self.used - amount), quotas=tuple(quotas))
 
 
+ThreadKey = tuple[str, str]
+"""The labels of an agent and of a thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadUse:
     """What one thread of one agent has used; replaced, never changed, so readers need no lock."""
@@ -99,6 +106,35 @@ class ThreadUse:
     level: Level
     share: float
     last_decision: float
+    placed: float
+    """When it came to its place among those of its level, in seconds since the Unix epoch."""
+
+    @classmethod
+    def of(
+        cls, key: ThreadKey, limits: Mapping[str, LimitUse], *, last_decision: float, placed: float
+    ) -> Self:
+        """With the level and share that the limits make."""
+        level, share = rate(limits.values())
+        return cls(*key, limits, level, share, last_decision, placed)
+
+    def at(self, now: float) -> "ThreadUse":
+        """As it stands then; that a window has passed is no decision."""
+        if all(end > now for end in self.ends):
+            return self
+        limits = {limit: each.at(now) for limit, each in self.limits.items()}
+        use = ThreadUse.of(
+            (self.agent, self.thread),
+            limits,
+            last_decision=self.last_decision,
+            placed=self.placed,
+        )
+        # At a new level it comes behind those that had a call there.
+        return use if use.level is self.level else replace(use, placed=0.0)
+
+    @property
+    def rated(self) -> Iterator[tuple[str, Level]]:
+        """The limits that say how much of their quota is used, and how much that is."""
+        return ((limit, each.level) for limit, each in self.limits.items() if each.rated)
 
     @property
     def ends(self) -> set[float]:
@@ -111,6 +147,12 @@ class ThreadUse:
         }
 
 
+def rate(limits: Collection[LimitUse]) -> tuple[Level, float]:
+    """The highest level and share of the limits."""
+    level = max((each.level for each in limits), key=_SEVERITY.__getitem__, default=Level.OK)
+    return level, max((each.share for each in limits), default=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What one scrape exports."""
@@ -118,6 +160,17 @@ class Snapshot:
     threads: list[ThreadUse]
     subjects: dict[tuple[str, str], dict[Level, int]]
     hidden: dict[Level, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a table holds."""
+
+    threads: list[ThreadUse]
+    forgotten: dict[ThreadKey, float]
+    """When others were forgotten on request, in seconds since the Unix epoch."""
+    limits: list[tuple[str, str]]
+    """The agents and limits that have or had threads."""
 
 
 class ThreadTable(Collector):
@@ -151,17 +204,45 @@ class ThreadTable(Collector):
         self._on_error = on_error
         self._others = subjects
         self._clock = clock
+        self._on_change: Callable[[], object] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew; also in a process that was forked while a lock was held."""
         self._lock = Lock()
-        self._threads: OrderedDict[tuple[str, str], ThreadUse] = OrderedDict()
+        self._threads: OrderedDict[ThreadKey, ThreadUse] = OrderedDict()
         # Ordered by recency but for the near ones, of which a scrape needs all: a plain dict is
         # copied some ten times faster.
-        self._by_level: dict[Level, dict[tuple[str, str], ThreadUse]] = {
+        self._by_level: dict[Level, dict[ThreadKey, ThreadUse]] = {
             Level.OK: OrderedDict(),
             Level.NEAR: {},
             Level.EXHAUSTED: OrderedDict(),
         }
-        self._windows: Windows[tuple[str, str]] = Windows()
+        self._windows: Windows[ThreadKey] = Windows()
         self._subjects: dict[tuple[str, str], dict[Level, int]] = {}
+        self._forgotten: dict[ThreadKey, float] = {}
+
+    @property
+    def max_exported(self) -> int:
+        """The most threads that a scrape exports."""
+        return self._max_exported
+
+    @property
+    def ttl(self) -> float:
+        """How long, in seconds, a thread without decisions is remembered."""
+        return self._ttl
+
+    def listen(self, on_change: Callable[[], object]) -> None:
+        """Tell a function, which must not block, whenever a decision has changed the table."""
+        self._on_change = on_change
+
+    def contents(self) -> "Contents":
+        """All that it holds; threads in no order."""
+        with self._lock:
+            # The values of the underlying dict: those of an OrderedDict, in its order, take
+            # longer than decisions should have to wait.
+            threads = list(dict.values(self._threads))
+            return Contents(threads, dict(self._forgotten), list(self._subjects))
 
     def record(self, agent: str, thread: str, decisions: Iterable[Decision]) -> None:
         """Take in the decisions about calls of one thread, in order; labels are given."""
@@ -174,11 +255,12 @@ class ThreadTable(Collector):
             for decision in decisions:
                 for standing in decision.standings:
                     refused = refused or (standing.refused and standing.enforced)
-                    limits[standing.limit] = self._use(standing, limits.get(standing.limit))
+                    limits[standing.limit] = self._use(standing, limits.get(standing.limit), now)
             self._put(key, limits, now, refused=refused)
             self._expire(now, _EXPIRED_PER_UPDATE)
             if len(self._threads) > self._max_tracked:
                 self._forget(next(iter(self._threads)))
+        self._changed()
 
     def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
         """Take a charge back from what a thread has used of a limit."""
@@ -190,12 +272,25 @@ class ThreadTable(Collector):
                 return
             limits = {**old.limits, limit: old.limits[limit].less(amount)}
             self._put(key, limits, now, refused=False)
+        self._changed()
 
     def forget(self, agent: str, thread: str) -> None:
         """Forget a thread, if it is tracked."""
+        now = self._clock()
+        key = (agent, thread)
         with self._lock:
-            if (agent, thread) in self._threads:
-                self._forget((agent, thread))
+            if key in self._threads:
+                self._forget(key)
+            # Other workers may know it still, for as long as they remember a thread.
+            self._forgotten.pop(key, None)
+            self._forgotten[key] = now
+            oldest = next(iter(self._forgotten))
+            if (
+                len(self._forgotten) > self._max_tracked
+                or now - self._forgotten[oldest] > self._ttl
+            ):
+                del self._forgotten[oldest]
+        self._changed()
 
     def snapshot(self) -> Snapshot:
         """The threads to export: the near ones first, then the exhausted, then the recent."""
@@ -216,26 +311,12 @@ class ThreadTable(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """The families without samples: for the registry's check for duplicates."""
-        return iter(_families().values())
+        return iter(families().values())
 
     def collect(self) -> Iterator[Metric]:
         """Render a snapshot entry by entry: one that cannot be rendered is left out."""
         snapshot = self.snapshot()
-        families = _families()
-        for use in snapshot.threads:
-            try:
-                samples = list(_samples(use))
-            except Exception as error:  # noqa: BLE001 - whatever one entry raises, the scrape goes on
-                self._on_error(error)
-                continue
-            for name, labels, value in samples:
-                families[name].add_metric(labels, value)
-        for (agent, limit, scope), counts in self._subject_counts(snapshot).items():
-            for each, count in counts.items():
-                families[_SUBJECTS].add_metric([agent, label(limit), scope, each], count)
-        for each, count in snapshot.hidden.items():
-            families[_HIDDEN].add_metric([each], count)
-        return iter(families.values())
+        return render(snapshot, self._subject_counts(snapshot), self._on_error)
 
     def _subject_counts(self, snapshot: Snapshot) -> dict[Series, dict[Level, int]]:
         threads = {
@@ -250,14 +331,18 @@ class ThreadTable(Collector):
             self._on_error(error)
             return threads
 
-    def _current(self, key: tuple[str, str], now: float) -> ThreadUse | None:
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
+
+    def _current(self, key: ThreadKey, now: float) -> ThreadUse | None:
         """A thread as it stands now."""
         use = self._threads.get(key)
         if use is not None and any(end <= now for end in use.ends):
             self._lapse(key, now)
         return self._threads.get(key)
 
-    def _use(self, standing: Standing, known: LimitUse | None) -> LimitUse:
+    def _use(self, standing: Standing, known: LimitUse | None, now: float) -> LimitUse:
         """What a thread has used of a limit after a decision."""
         blocked = (known.blocked if known else 0) + (standing.refused and standing.enforced)
         near = self._near if standing.near is None else standing.near
@@ -280,54 +365,41 @@ class ThreadTable(Collector):
                 for quota in standing.quotas
                 if quota.per_thread and quota.limit
             ),
+            now,
         )
 
     def _put(
-        self, key: tuple[str, str], limits: Mapping[str, LimitUse], now: float, *, refused: bool
+        self, key: ThreadKey, limits: Mapping[str, LimitUse], now: float, *, refused: bool
     ) -> None:
         """Take in what a thread has used now: it is the most recent."""
         old = self._threads.get(key)
-        use = self._replace(key, limits, now, last_decision=now)
+        limits = {limit: each.at(now) for limit, each in limits.items()}
+        use = ThreadUse.of(key, limits, last_decision=now, placed=now)
+        stays = old is not None and old.level is use.level is Level.EXHAUSTED
+        if old is not None and stays and not refused:
+            self._set(replace(use, placed=old.placed))
+        else:
+            self._set(use)
+            group = self._by_level[use.level]
+            if isinstance(group, OrderedDict):
+                group.move_to_end(key)
         self._threads.move_to_end(key)
-        group = self._by_level[use.level]
-        stays = old is not None and old.level is use.level
-        keeps_place = use.level is Level.EXHAUSTED and stays and not refused
-        if isinstance(group, OrderedDict) and not keeps_place:
-            group.move_to_end(key)
 
-    def _lapse(self, key: tuple[str, str], now: float) -> None:
-        """Take in that a window of a thread has passed, which is no decision."""
+    def _lapse(self, key: ThreadKey, now: float) -> None:
+        """Take in that a window of a thread has passed."""
         old = self._threads[key]
-        use = self._replace(key, old.limits, now, last_decision=old.last_decision)
+        use = old.at(now)
+        self._set(use)
         group = self._by_level[use.level]
-        # Behind those that had a call at this level.
         if isinstance(group, OrderedDict) and use.level is not old.level:
             group.move_to_end(key, last=False)
 
-    def _replace(
-        self,
-        key: tuple[str, str],
-        limits: Mapping[str, LimitUse],
-        now: float,
-        *,
-        last_decision: float,
-    ) -> ThreadUse:
+    def _set(self, use: ThreadUse) -> None:
+        """Replace what is known of a thread."""
+        key = (use.agent, use.thread)
         old = self._threads.get(key)
-        limits = {limit: each.at(now) for limit, each in limits.items()}
-        use = ThreadUse(
-            agent=key[0],
-            thread=key[1],
-            limits=limits,
-            level=max(
-                (each.level for each in limits.values()),
-                key=_SEVERITY.__getitem__,
-                default=Level.OK,
-            ),
-            share=max((each.share for each in limits.values()), default=0.0),
-            last_decision=last_decision,
-        )
-        self._count(key[0], old, -1)
-        self._count(key[0], use, +1)
+        self._count(use.agent, old, -1)
+        self._count(use.agent, use, +1)
         if old is not None:
             self._windows.discard(key, old.ends)
             if old.level is not use.level:
@@ -335,19 +407,17 @@ class ThreadTable(Collector):
         self._windows.add(key, use.ends)
         self._by_level[use.level][key] = use
         self._threads[key] = use
-        return use
 
     def _count(self, agent: str, use: ThreadUse | None, by: int) -> None:
         if use is None:
             return
-        for limit, each in use.limits.items():
-            if each.rated:
-                counts = self._subjects.get((agent, limit))
-                if counts is None:
-                    counts = self._subjects[agent, limit] = dict.fromkeys(Level, 0)
-                counts[each.level] += by
+        for limit, each in use.rated:
+            counts = self._subjects.get((agent, limit))
+            if counts is None:
+                counts = self._subjects[agent, limit] = dict.fromkeys(Level, 0)
+            counts[each] += by
 
-    def _forget(self, key: tuple[str, str]) -> None:
+    def _forget(self, key: ThreadKey) -> None:
         use = self._threads.pop(key)
         del self._by_level[use.level][key]
         self._windows.discard(key, use.ends)
@@ -384,9 +454,10 @@ _SUBJECTS = "langchain_quota_subjects"
 _HIDDEN = "langchain_quota_threads_hidden"
 
 
-def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
+def families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
+    """The families of tables, by name, without samples."""
     thread = ["agent", "limit", "thread_id"]
-    families: tuple[GaugeMetricFamily | CounterMetricFamily, ...] = (
+    made: tuple[GaugeMetricFamily | CounterMetricFamily, ...] = (
         GaugeMetricFamily(_USED, "Calls that a thread has used of a limit.", labels=thread),
         GaugeMetricFamily(_LIMIT, "Calls that a thread may use of a limit.", labels=thread),
         CounterMetricFamily(_BLOCKED, "Calls refused on a thread by a limit.", labels=thread),
@@ -402,7 +473,30 @@ def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
         ),
         GaugeMetricFamily(_HIDDEN, "Tracked threads without series.", labels=["state"]),
     )
-    return {family.name: family for family in families}
+    return {family.name: family for family in made}
+
+
+def render(
+    snapshot: Snapshot,
+    subjects: Mapping[Series, Mapping[Level, int]],
+    on_error: Callable[[Exception], None],
+) -> Iterator[Metric]:
+    """The families with the samples of a scrape; an entry that cannot be rendered is left out."""
+    found = families()
+    for use in snapshot.threads:
+        try:
+            samples = list(_samples(use))
+        except Exception as error:  # noqa: BLE001 - whatever one entry raises, the scrape goes on
+            on_error(error)
+            continue
+        for name, labels, value in samples:
+            found[name].add_metric(labels, value)
+    for (agent, limit, scope), counts in subjects.items():
+        for each, count in counts.items():
+            found[_SUBJECTS].add_metric([agent, label(limit), scope, each], count)
+    for each, count in snapshot.hidden.items():
+        found[_HIDDEN].add_metric([each], count)
+    return iter(found.values())
 
 
 def _samples(use: ThreadUse) -> Iterator[tuple[str, list[str], float]]:
@@ -424,5 +518,5 @@ def _is_unknown(standing: Standing) -> bool:
     return standing.shared and not standing.quotas and standing.thread_limit is None
 
 
-def _newest(group: dict[tuple[str, str], ThreadUse], most: int) -> list[ThreadUse]:
+def _newest(group: dict[ThreadKey, ThreadUse], most: int) -> list[ThreadUse]:
     return list(islice(reversed(group.values()), most))

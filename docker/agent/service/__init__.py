@@ -1,0 +1,1 @@
+"""An example service: an agent behind an HTTP API, held to limits."""
