@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import Literal
 
-from langchain_quota.limits import RUN, SCOPES, STORE, THREAD, Exit, Limit, Scope, Terms
+from langchain_quota.limits import RUN, STORE, THREAD, Exit, Limit, Scope, Terms
 
 Kind = Literal["model", "tool"]
 
@@ -32,6 +33,7 @@ class Level(StrEnum):
     EXHAUSTED = "exhausted"
 
 
+@lru_cache(maxsize=1024)
 def near_threshold(limit: int, near: float) -> int:
     """The smallest count that is near the limit; `near` is a share from 0 to 1.
 
@@ -167,12 +169,10 @@ class Standing:
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """The scopes that have a limit: thread, run, and the quotas."""
-        own = tuple(
-            scope
-            for scope, limit in zip(SCOPES, (self.thread_limit, self.run_limit), strict=True)
-            if limit is not None
-        )
-        return (*own, *(quota.scope for quota in self.quotas))
+        thread = () if self.thread_limit is None else (THREAD,)
+        run = () if self.run_limit is None else (RUN,)
+        quotas = tuple(quota.scope for quota in self.quotas) if self.quotas else ()
+        return thread + run + quotas
 
     @property
     def share(self) -> float:

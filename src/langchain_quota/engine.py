@@ -5,7 +5,7 @@ graph state's are granted by `admit`, a store's by the store); the verdict follo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
@@ -105,6 +105,13 @@ def plan(  # noqa: PLR0913 - keyword-only, with defaults
         outage: The store cannot be asked, and what follows: every call that needs it is refused,
             or judged by the caller's own counts.
     """
+    asked, rest = [], {}
+    for each in terms:
+        if any(map(each.limit.matches, calls)):
+            asked.append(each)
+        else:
+            rest[each.limit.counter] = usage.get(each.limit.counter, Used())
+    terms = asked
     slots = _Slots(terms, usage, outage)
     charges: list[dict[int, int]] = []
     by_id: dict[str, int] = {}
@@ -115,18 +122,18 @@ def plan(  # noqa: PLR0913 - keyword-only, with defaults
             charges.append({})
         charge_of.append(index)
         for counter in {each.limit.counter for each in terms if each.limit.matches(call)}:
-            for slot in slots.of_counter(counter):
+            for slot in set(slots.by_scope[counter].values()):
                 charges[index][slot] = charges[index].get(slot, 0) + call.amount
     reservation = Reservation(
         # An answer to other charges would not fit.
-        id=f"{name}/{len(slots.all)}/{len(charges)}" if name else "",
+        id=f"{name}/{len(slots)}/{len(charges)}" if name else "",
         attempt=uuid4().hex if name else "",
-        slots=tuple(slots.all),
+        slots=slots.made(),
         charges=tuple(charges),
         stops=_stops(terms, refusals or {}) if may_stop else {},
         settlements=settlements,
     )
-    return Plan(tuple(terms), tuple(calls), reservation, tuple(charge_of), slots.by_scope)
+    return Plan(tuple(terms), tuple(calls), reservation, tuple(charge_of), slots.by_scope, rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +141,12 @@ class Plan:
     """What a batch of calls asks of which counts.
 
     Attributes:
-        terms: The limits' terms.
+        terms: The terms of the limits that match a call.
         calls: The batch.
         reservation: What is asked.
         charge_of: For each call the index of its charge; calls that share an id have one.
         slots: The index of each counter's slot, by counter, limit and scope.
+        rest: The counts that the calls do not touch, by counter.
     """
 
     terms: tuple[Terms, ...]
@@ -146,6 +154,7 @@ class Plan:
     reservation: Reservation
     charge_of: tuple[int, ...]
     slots: Mapping[str, Mapping[tuple[str, Scope], int]] = field(repr=False)
+    rest: Mapping[str, Used] = field(repr=False)
 
     def keyed(self, charge: int) -> dict[str, int]:
         """What a charge adds to the counts that a store keeps, by key."""
@@ -181,8 +190,9 @@ class Plan:
                     counts[slot] += call.amount
             standings = []
             for each in matching:
-                scope = refused[index].get(each.limit.name)
-                old, new = self._used(each, before), self._used(each, counts)
+                scope = refused[index].get(each.limit.name) if refused[index] else None
+                old = self._used(each, before)
+                new = self._used(each, counts) if runs else old
                 charged = runs and charging and scope is None
                 deferred = runs and not charging
                 standing = _standing(each, old, new, scope, charged=charged, deferred=deferred)
@@ -190,7 +200,7 @@ class Plan:
             outcome = _outcome(standings, admitted=grant.admitted[index], stopped=grant.stopped)
             decisions.append(Decision(call, outcome, tuple(standings)))
 
-        breaches = self._breaches(terms, grant, decisions)
+        breaches = self._breaches(terms, grant, decisions) if any(refused) else ()
         exit_behavior = max(
             (breach.terms.exit_behavior for breach in breaches),
             key=_STRENGTH.__getitem__,
@@ -198,11 +208,13 @@ class Plan:
         )
         if exit_behavior is not None and not grant.stopped:
             exit_behavior = "continue"
-        after = {each.limit.counter: self._used(each, counts) for each in terms}
+        after = {**self.rest, **{each.limit.counter: self._used(each, counts) for each in terms}}
         return Verdict(tuple(decisions), after, breaches, exit_behavior)
 
     def _terms(self, refused: Sequence[Mapping[str, Scope]]) -> list[Terms]:
         """The terms; those of limits that give up with this batch end the run."""
+        if not any(refused):
+            return list(self.terms)
         given_up = {
             name
             for name, after in self.reservation.stops.items()
@@ -219,7 +231,7 @@ class Plan:
         found: list[dict[str, Scope]] = []
         for charge, admitted in zip(self.reservation.charges, grant.admitted, strict=True):
             refusing: dict[str, Scope] = {}
-            for each in self.terms:
+            for each in self.terms if self._exceeds(charge, counts) else ():
                 scope = self._exhausted(each, charge, counts)
                 # A limit that has changed since does not refuse what was admitted before.
                 if scope is not None and not (admitted and each.limit.enforce):
@@ -229,6 +241,16 @@ class Plan:
                 for slot, amount in charge.items():
                     counts[slot] += amount
         return found
+
+    def _exceeds(self, charge: Mapping[int, int], counts: Sequence[int]) -> bool:
+        """Whether a charge would exceed any cap."""
+        slots = self.reservation.slots
+        for slot, amount in charge.items():
+            count = counts[slot] + amount
+            for cap in slots[slot].caps:
+                if count > cap.limit:
+                    return True
+        return False
 
     def _exhausted(
         self, terms: Terms, charge: Mapping[int, int], counts: Sequence[int]
@@ -245,13 +267,12 @@ class Plan:
 
     def _used(self, terms: Terms, counts: Sequence[int]) -> Used:
         slots = self.slots[terms.limit.counter]
+        thread, run = counts[slots["", THREAD]], counts[slots["", RUN]]
         # Without the store there are no counts of quotas.
-        quotas = terms.quotas if self.reservation.shared else ()
-        return Used(
-            counts[slots["", THREAD]],
-            counts[slots["", RUN]],
-            tuple(counts[slots[terms.limit.name, quota.scope]] for quota in quotas),
-        )
+        if not terms.quotas or not self.reservation.shared:
+            return Used(thread, run)
+        name = terms.limit.name
+        return Used(thread, run, tuple(counts[slots[name, quota.scope]] for quota in terms.quotas))
 
     def _breaches(
         self, terms: Sequence[Terms], grant: Grant, decisions: Sequence[Decision]
@@ -275,46 +296,73 @@ class Plan:
         return tuple(breaches)
 
 
+@dataclass(slots=True)
+class _Draft:
+    """A slot that is being made."""
+
+    key: str | None
+    used: int
+    expires_at: float | None
+    caps: list[Cap] = field(default_factory=list)
+
+
 class _Slots:
     """The counts that limits look at, each once."""
 
     def __init__(
         self, terms: Sequence[Terms], usage: Mapping[str, Used], outage: Outage | None
     ) -> None:
-        self.all: list[Slot] = []
+        self._drafts: list[_Draft] = []
+        self._by_name: dict[tuple[str, str], int] = {}
         self.by_scope: dict[str, dict[tuple[str, Scope], int]] = {}
-        self._by_key: dict[tuple[str, str], int] = {}
         for each in terms:
             counter = each.limit.counter
             used = usage.get(counter, Used())
             scopes = self.by_scope.setdefault(counter, {})
             if outage == "deny" and each.shared:
-                self._cap(each, STORE, Slot(), f"{STORE}/{each.limit.name}", -1)
-            thread_key = each.thread_key if outage is None else None
-            self._cap(each, THREAD, Slot(thread_key, used.thread), THREAD, each.thread_limit)
-            self._cap(each, RUN, Slot(None, used.run), RUN, each.run_limit)
-            scopes["", THREAD] = self._by_key[counter, THREAD]
-            scopes["", RUN] = self._by_key[counter, RUN]
+                self._cap(each, STORE, f"{STORE}/{each.limit.name}", -1)
+            key = each.thread_key if outage is None else None
+            self._cap(each, THREAD, THREAD, each.thread_limit, key=key, used=used.thread)
+            self._cap(each, RUN, RUN, each.run_limit, used=used.run)
+            scopes["", THREAD] = self._by_name[counter, THREAD]
+            scopes["", RUN] = self._by_name[counter, RUN]
             for quota in each.quotas if outage is None else ():
-                resets = None if quota.resets_at is None else quota.resets_at.timestamp()
+                ends = None if quota.resets_at is None else quota.resets_at.timestamp()
                 # What a thread has used in all is one count, whichever limit asks.
-                name = THREAD if quota.per_thread and resets is None else quota.key
-                self._cap(each, quota.scope, Slot(quota.key, 0, resets), name, quota.limit)
+                name = THREAD if quota.per_thread and ends is None else quota.key
+                self._cap(each, quota.scope, name, quota.limit, key=quota.key, expires_at=ends)
 
-    def of_counter(self, counter: str) -> set[int]:
-        """The slots that a call of a counter is charged to."""
-        return set(self.by_scope[counter].values())
+    def __len__(self) -> int:
+        return len(self._drafts)
 
-    def _cap(self, terms: Terms, scope: Scope, slot: Slot, name: str, limit: int | None) -> None:
+    def made(self) -> tuple[Slot, ...]:
+        """The slots."""
+        return tuple(
+            Slot(each.key, each.used, each.expires_at, tuple(each.caps)) for each in self._drafts
+        )
+
+    def _cap(  # noqa: PLR0913 - one value for each part of a slot
+        self,
+        terms: Terms,
+        scope: Scope,
+        name: str,
+        limit: int | None,
+        *,
+        key: str | None = None,
+        used: int = 0,
+        expires_at: float | None = None,
+    ) -> None:
+        """Put a limit's cap on the slot of that name, which is made if it is the first."""
         counter = terms.limit.counter
-        index = self._by_key.setdefault((counter, name), len(self.all))
-        if index == len(self.all):
-            self.all.append(slot)
-        elif slot.key is not None and self.all[index].key is None:
-            self.all[index] = replace(self.all[index], key=slot.key)
+        index = self._by_name.get((counter, name))
+        if index is None:
+            index = self._by_name[counter, name] = len(self._drafts)
+            self._drafts.append(_Draft(key, used, expires_at))
+        draft = self._drafts[index]
+        if draft.key is None:
+            draft.key = key
         if limit is not None:
-            cap = Cap(terms.limit.name, limit, terms.limit.enforce)
-            self.all[index] = replace(self.all[index], caps=(*self.all[index].caps, cap))
+            draft.caps.append(Cap(terms.limit.name, limit, terms.limit.enforce))
         self.by_scope[counter][terms.limit.name, scope] = index
 
 
@@ -393,11 +441,10 @@ def _standing(  # noqa: PLR0913 - one value for each part of the record
         deferred=deferred,
         enforced=limit.enforce,
         near=limit.near,
-        computed=(
-            *(each for each in SCOPES if callable(getattr(limit, f"{each}_limit"))),
-            *(each.scope for each in terms.quotas if each.computed),
-        ),
-        quotas=tuple(
+        computed=_computed(terms) if limit.is_dynamic or terms.quotas else (),
+        quotas=()
+        if not terms.quotas
+        else tuple(
             QuotaUse(
                 quota.scope,
                 quota.subject,
@@ -410,4 +457,11 @@ def _standing(  # noqa: PLR0913 - one value for each part of the record
             for quota, count, used in quotas
         ),
         shared=terms.shared,
+    )
+
+
+def _computed(terms: Terms) -> tuple[Scope, ...]:
+    return (
+        *(each for each in SCOPES if callable(getattr(terms.limit, f"{each}_limit"))),
+        *(each.scope for each in terms.quotas if each.computed),
     )

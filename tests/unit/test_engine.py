@@ -853,7 +853,8 @@ def test_a_plan_asks_for_what_is_owed_first() -> None:
     assert first.id == again.id
     assert first.attempt != again.attempt
     larger = plan(terms, {}, calls("search", "calc"), name="step").reservation
-    more = plan([*terms, Terms.of(ToolCallLimit("calc", run_limit=1))], {}, calls("a"), name="step")
+    beside = Terms.of(ToolCallLimit("calc", run_limit=1))
+    more = plan([*terms, beside], {}, calls("calc"), name="step")
     assert len({first.id, larger.id, more.reservation.id}) == 3
     assert (plan(terms, {}, []).reservation.id, plan(terms, {}, []).reservation.attempt) == ("", "")
 
@@ -864,7 +865,8 @@ def test_a_plan_asks_for_what_is_owed_first() -> None:
 def test_patience_that_is_left(refusals: dict[str, int], expected: int) -> None:
     """A limit that gives up stops the batch after the refusals that it has left in this run."""
     terms = [Terms.of(ToolCallLimit(run_limit=0, give_up_after=3))]
-    assert plan(terms, {}, [], refusals=refusals).reservation.stops == {"tool:*": expected}
+    asked = plan(terms, {}, calls("search"), refusals=refusals)
+    assert asked.reservation.stops == {"tool:*": expected}
 
 
 def test_what_stops_a_batch() -> None:
@@ -876,8 +878,8 @@ def test_what_stops_a_batch() -> None:
         ToolCallLimit(run_limit=0, name="trial", exit_behavior="error", enforce=False),
     ]
     terms = [Terms.of(limit) for limit in limits]
-    assert plan(terms, {}, []).reservation.stops == {"end": 1, "error": 1}
-    assert plan(terms, {}, [], may_stop=False).reservation.stops == {}
+    assert plan(terms, {}, calls("x")).reservation.stops == {"end": 1, "error": 1}
+    assert plan(terms, {}, calls("x"), may_stop=False).reservation.stops == {}
 
 
 def in_outage(terms: Sequence[Terms], batch: Sequence[Call], outage: Outage) -> Plan:
@@ -1055,7 +1057,10 @@ def test_a_verdict_charges_what_is_granted(
         used + amount
         for used, amount in zip(grant.used, grant.charged(asked.reservation), strict=True)
     ]
-    for each in terms:
+    assert {each.limit.counter for each in terms} == verdict.usage.keys()
+    for counter in verdict.usage.keys() - asked.slots.keys():
+        assert verdict.usage[counter] == usage.get(counter, Used())
+    for each in asked.terms:
         slots = asked.slots[each.limit.counter]
         left = verdict.usage[each.limit.counter]
         assert (left.thread, left.run) == (after[slots["", "thread"]], after[slots["", "run"]])

@@ -85,6 +85,9 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
         self._store = None if store is None else StoreClient(store, self._telemetry)
         self._on_store_error: Outage = on_store_error
         self._clock = time.time
+        is_fixed = store is None and not any(limit.is_dynamic for limit in limits)
+        # Terms that are the same at every moment, by the limit's name.
+        self._fixed = {limit.name: Terms.of(limit) for limit in limits} if is_fixed else {}
         self._tell_model = tell_model
         self._hide_exhausted = hide_exhausted
         self._tells = tell_model or hide_exhausted
@@ -190,13 +193,22 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
             str(CountKey.at(counter, THREAD, thread, window, now)) for counter, window in counts
         )
 
-    def _terms_now(self, limits: Sequence[Limit], state: Any, runtime: Any) -> list[Terms]:
+    def _terms_now(self, limits: Sequence[Limit], state: Any, runtime: Any) -> Sequence[Terms]:
+        if self._fixed:
+            return self._fixed_terms(limits)
         now = None if self._store is None else self._clock()
         return terms_now(limits, state, runtime, self._telemetry, now=now)
 
-    async def _aterms_now(self, limits: Sequence[Limit], state: Any, runtime: Any) -> list[Terms]:
+    async def _aterms_now(
+        self, limits: Sequence[Limit], state: Any, runtime: Any
+    ) -> Sequence[Terms]:
+        if self._fixed:
+            return self._fixed_terms(limits)
         now = None if self._store is None else self._clock()
         return await aterms_now(limits, state, runtime, self._telemetry, now=now)
+
+    def _fixed_terms(self, limits: Sequence[Limit]) -> list[Terms]:
+        return [self._fixed[limit.name] for limit in limits]
 
     def _judge(self, case: Case) -> Ruling:
         """Judge calls, by the store's counts where there are any."""

@@ -18,7 +18,7 @@ _FALLBACKS = ("deny", "allow")
 Exemplar = dict[str, str] | None
 
 
-_Configured = tuple[bool, tuple[tuple[Scope, int | None], ...]]
+_Configured = tuple[bool, tuple[Scope, ...], int | None, int | None, tuple[tuple[Scope, int], ...]]
 """Whether a store keeps a count; the limit of each scope, `None` for one that is computed."""
 
 
@@ -163,17 +163,22 @@ class Metrics:
 
     def _series(self, agent: str, standing: Standing) -> _LimitSeries:
         """The series of a limit, created at first touch."""
-        thresholds = tuple(
-            (scope, None if scope in standing.computed else standing.threshold(scope))
-            for scope in standing.scopes
+        configured = (
+            standing.shared,
+            standing.computed,
+            standing.thread_limit,
+            standing.run_limit,
+            tuple((quota.scope, quota.limit) for quota in standing.quotas)
+            if standing.quotas
+            else (),
         )
-        configured = (standing.shared, thresholds)
         key = (agent, standing.limit)
         known, series = self._limits.get(key, (None, None))
         if series is None or known != configured:
             series = _LimitSeries(self, agent, standing)
             self._limits[key] = (configured, series)
-            for scope, limit in thresholds:
-                if limit is not None:
-                    self.limit.labels(agent, label(standing.limit), scope).set(limit)
+            for scope in standing.scopes:
+                if scope not in standing.computed:
+                    limit = standing.threshold(scope)
+                    self.limit.labels(agent, label(standing.limit), scope).set(limit or 0)
         return series
