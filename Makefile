@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test docker-test dashboards lint format test-matrix clean
+.PHONY: help demo up down test docker-test dashboards bench lint format test-matrix clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -40,6 +40,9 @@ dashboards: $(VENV)/.develop ## Generate the Grafana dashboards and the alert ru
 	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus --force
 	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus/tests --per-thread-alerts --force
 	@$(BIN)/langchain-quota export alertmanager --to dashboards/alertmanager --force
+
+bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
+	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check

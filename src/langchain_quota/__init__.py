@@ -10,6 +10,7 @@ from langchain_quota.errors import (
 )
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
 from langchain_quota.limits import ExitBehavior, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.model_call_limit import ModelCallLimitMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.middleware.tool_call_limit import ToolCallLimitMiddleware
@@ -44,6 +45,7 @@ __all__ = [
     "Call",
     "Decision",
     "ExitBehavior",
+    "InlineQuotaMiddleware",
     "KeyUse",
     "Level",
     "MemoryStore",

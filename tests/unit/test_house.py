@@ -34,7 +34,7 @@ LANDINGS = [
     {"dynamic", "tool_case", "model_case"},
     {"limiter"},
     {"tool_call_limit", "model_call_limit", "quotas"},
-    {"quota"},
+    {"quota", "inline"},
 ]
 """The steps within the middleware's room; what stands on one step does not know each other."""
 LANDING = {name: index for index, names in enumerate(LANDINGS) for name in names}

@@ -1,0 +1,58 @@
+"""Many runs at the same time."""
+
+import asyncio
+import time
+from statistics import quantiles
+
+from langgraph.checkpoint.memory import InMemorySaver
+
+from tests.benchmarks.report import NOTHING, Result, Table, number
+from tests.benchmarks.scenes import NONE, agent, run
+from tests.benchmarks.sizes import Size
+
+COMPARED = (
+    NONE,
+    "LangChain, 2",
+    "LangChain, 8",
+    "drop-in, 2",
+    "QuotaMiddleware, 8",
+    "Inline, 2",
+    "Inline, 8",
+)
+
+
+def measure(size: Size) -> Result:
+    """Measure."""
+    runs, steps = size.concurrent
+    latencies = {setup: asyncio.run(_latencies(setup, runs, steps)) for setup in COMPARED}
+    none_p50, none_p99 = _percentiles(latencies[NONE])
+    rows = []
+    for setup, taken in latencies.items():
+        p50, p99 = _percentiles(taken)
+        added = [NOTHING, NOTHING]
+        if setup != NONE:
+            added = [number(p50 - none_p50), number(p99 - none_p99)]
+        rows.append([setup, number(runs * steps / max(taken), 0), number(p50), number(p99), *added])
+    columns = ("limits", "steps per second", "p50", "p99", "added p50", "added p99")
+    note = (
+        f"{runs:,} runs of {steps} steps, begun at the same time on one event loop, checkpoints in "
+        "memory. The percentiles are of a run's seconds from the beginning of all to its own end."
+    )
+    return Result([Table("Concurrent runs", columns, rows, note)])
+
+
+async def _latencies(setup: str, runs: int, steps: int) -> list[float]:
+    made = agent(setup, InMemorySaver())
+    await run(made, 1, "warm")
+    began = time.perf_counter()
+
+    async def timed(thread: str) -> float:
+        await run(made, steps, thread)
+        return time.perf_counter() - began
+
+    return await asyncio.gather(*(timed(f"thread-{number}") for number in range(runs)))
+
+
+def _percentiles(values: list[float]) -> tuple[float, float]:
+    found = quantiles(values, n=100, method="inclusive")
+    return found[49], found[98]

@@ -1,0 +1,63 @@
+"""What the telemetry of one decision costs, beside a bare counter and a bare span."""
+
+from tests.benchmarks.costs import UNIT, costs, cpu_time
+from tests.benchmarks.report import Ratio, Result, Table, number
+from tests.benchmarks.scenes import Mode
+from tests.benchmarks.sizes import Size
+from tests.benchmarks.workloads import Counting, Emitting, Judging, Tracing, Work, attributes
+
+MODES: tuple[Mode, ...] = ("no SDK", "not sampled")
+
+WORKS: dict[str, Work] = {
+    "`inc()` of a counter's cached child": Counting(),
+    "a bare span, recorded": Tracing(),
+    'a decision by 1 limit, spans="off"': Emitting(1, "off"),
+    "a decision by 1 limit, no SDK": Emitting(1, "no SDK"),
+    "a decision by 1 limit, span not sampled": Emitting(1, "not sampled"),
+    "a decision by 1 limit, span recorded": Emitting(1, "sampled"),
+    "a decision by 2 limits, span not sampled": Emitting(2, "not sampled"),
+    "a decision by 8 limits, span not sampled": Emitting(8, "not sampled"),
+    "judging by 1 limit": Judging(1),
+    "judging by 8 limits": Judging(8),
+}
+
+
+def measure(size: Size) -> Result:
+    """Measure."""
+    works = list(WORKS.values())
+    taken = cpu_time(works, size.decisions, size.rounds)
+    found = costs(works, size.decisions, counted=size.counts_instructions, rounds=size.rounds)
+    inc, span = Counting(), Tracing()
+    rows = [
+        [
+            name,
+            number(found.of[work], 0),
+            number(found.of[work] / found.of[inc], 1),
+            number(taken[work]),
+            number(taken[work] / taken[inc], 1),
+        ]
+        for name, work in WORKS.items()
+    ]
+    columns = ("what", found.unit, "to `inc()`", UNIT, "to `inc()`")
+    note = (
+        "A decision is a tool call on a thread, each limit with a threshold for thread and run; "
+        f"its span has {len(attributes())} attributes. Judging is done before, and not in it."
+    )
+    ratios = []
+    for unit, costs_of in {found.unit: found.of, UNIT: taken}.items():
+        ratios += [
+            Ratio(
+                f"a decision, span not recorded ({mode}), to a bare `inc()`; in {unit}",
+                10,
+                costs_of[Emitting(1, mode)] / costs_of[inc],
+            )
+            for mode in MODES
+        ]
+        ratios.append(
+            Ratio(
+                f"a decision, span recorded, to a bare span; in {unit}",
+                1.5,
+                costs_of[Emitting(1, "sampled")] / costs_of[span],
+            )
+        )
+    return Result([Table("The telemetry of a decision", columns, rows, note)], ratios)

@@ -1,0 +1,84 @@
+"""What a benchmark hands back, and how it is shown: Markdown, on the terminal and in the docs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NOTHING = "-"
+"""The cell of what there is not."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        title: Its heading.
+        columns: The heads of the columns.
+        rows: The cells.
+        note: What stands below.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rule = ["-" * width for width in widths]
+        text = "\n".join(_line(cells, widths) for cells in (self.columns, rule, *self.rows))
+        note = f"\n\n{self.note}" if self.note else ""
+        return f"## {self.title}\n\n{text}{note}\n"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return f"| {' | '.join(padded)} |"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A number that has a target.
+
+    Attributes:
+        what: What is compared.
+        most: The target: at most this.
+        measured: What was measured; `None` if it could not be.
+    """
+
+    what: str
+    most: float
+    measured: float | None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table of targets."""
+        if self.measured is None:
+            return (self.what, f"≤ {self.most:.3g}", NOTHING, "not measured")
+        met = "met" if self.measured <= self.most else "**not met**"
+        return (self.what, f"≤ {self.most:.3g}", f"{self.measured:.3g}", met)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark measured."""
+
+    tables: Sequence[Table] = ()
+    ratios: Sequence[Ratio] = ()
+
+
+def targets(ratios: Sequence[Ratio]) -> Table:
+    """The table of targets."""
+    columns = ("ratio", "target", "measured", "")
+    return Table("Targets", columns, [each.cells for each in ratios])
+
+
+def divided(part: float | None, whole: float | None) -> float | None:
+    """A quotient; `None` where one of both is not known."""
+    return None if part is None or not whole else part / whole
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number as a cell."""
+    return NOTHING if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,207 @@
+"""The agents that are measured: the same steps, held to limits that nothing comes near to."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
+from langchain.agents.middleware import ModelCallLimitMiddleware as LangChainModelLimiter
+from langchain.agents.middleware import ToolCallLimitMiddleware as LangChainToolLimiter
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage, ToolCall
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
+from opentelemetry.trace import NoOpTracerProvider
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    InlineQuotaMiddleware,
+    ModelCallLimit,
+    ModelCallLimitMiddleware,
+    QuotaMiddleware,
+    Telemetry,
+    ToolCallLimit,
+    ToolCallLimitMiddleware,
+)
+
+TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
+"""The tools of the agent; its steps call them in turn."""
+
+ANY: tuple[str | None, ...] = (None,)
+EACH: tuple[str | None, ...] = (None, *TOOLS)
+
+UNREACHED = 1_000_000
+"""The number of every limit, in calls."""
+
+Mode = Literal["no SDK", "not sampled", "off", "sampled"]
+"""What becomes of spans: no SDK makes any; the SDK makes, and drops, them; none is asked for; the
+SDK records them, and hands them to nobody."""
+
+Limits = dict[str, Any]
+"""The arguments that all limiters have in common."""
+Middlewares = list[AgentMiddleware[Any, Any, Any]]
+Setup = Callable[[Telemetry, Limits], Middlewares]
+
+
+class InstantModel(BaseChatModel):
+    """A model that answers at once: the tools in turn, as many calls as it was asked for."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "instant"
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
+        return self
+
+    async def _agenerate(
+        self, messages: list[BaseMessage], *args: Any, **kwargs: Any
+    ) -> ChatResult:
+        return self._generate(messages)
+
+    def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
+        done = sum(message.type == "tool" for message in messages)
+        answer = AIMessage("done")
+        if done < int(str(messages[0].content)):
+            name = TOOLS[done % len(TOOLS)]
+            call = ToolCall(name=name, args={}, id=f"call_{done}", type="tool_call")
+            answer = AIMessage("", tool_calls=[call])
+        return ChatResult(generations=[ChatGeneration(message=answer)])
+
+
+def telemetry(mode: Mode = "not sampled") -> Telemetry:
+    """Telemetry of its own registry and tracer provider."""
+    registry = CollectorRegistry()
+    if mode == "no SDK":
+        return Telemetry(registry=registry, tracer_provider=NoOpTracerProvider())
+    return Telemetry(
+        registry=registry,
+        tracer_provider=provider(mode),
+        spans="off" if mode == "off" else "all",
+    )
+
+
+def provider(mode: Mode) -> TracerProvider:
+    """A tracer provider that samples all spans or none; its processor does nothing with them."""
+    sampler = ALWAYS_ON if mode == "sampled" else ALWAYS_OFF
+    made = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+    made.add_span_processor(SpanProcessor())
+    return made
+
+
+def _nothing(_telemetry: Telemetry, _limits: Limits) -> Middlewares:
+    return []
+
+
+def _langchain(tools: Sequence[str | None], *, model: bool) -> Setup:
+    def make(_telemetry: Telemetry, limits: Limits) -> Middlewares:
+        first: Middlewares = [LangChainModelLimiter(**limits)] if model else []
+        return [*first, *(LangChainToolLimiter(tool_name=name, **limits) for name in tools)]
+
+    return make
+
+
+def _drop_in(tools: Sequence[str | None], *, model: bool) -> Setup:
+    def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
+        first: Middlewares = []
+        if model:
+            first.append(ModelCallLimitMiddleware(telemetry=telemetry, **limits))
+        others = (
+            ToolCallLimitMiddleware(tool_name=name, telemetry=telemetry, **limits) for name in tools
+        )
+        return [*first, *others]
+
+    return make
+
+
+def _together(
+    kind: type[QuotaMiddleware[Any, Any] | InlineQuotaMiddleware[Any, Any]],
+    tools: Sequence[str | None],
+    *,
+    model: bool,
+) -> Setup:
+    def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
+        first = [ModelCallLimit(**limits)] if model else []
+        together: list[ModelCallLimit | ToolCallLimit] = [*first]
+        together += [ToolCallLimit(name, **limits) for name in tools]
+        return [kind(together, telemetry=telemetry)]
+
+    return make
+
+
+NONE = "none"
+SETUPS: dict[str, Setup] = {
+    NONE: _nothing,
+    "LangChain, model": _langchain((), model=True),
+    "LangChain, tool": _langchain(ANY, model=False),
+    "LangChain, 2": _langchain(ANY, model=True),
+    "LangChain, 8": _langchain(EACH, model=True),
+    "drop-in, model": _drop_in((), model=True),
+    "drop-in, tool": _drop_in(ANY, model=False),
+    "drop-in, 2": _drop_in(ANY, model=True),
+    "drop-in, 8": _drop_in(EACH, model=True),
+    "QuotaMiddleware, 1": _together(QuotaMiddleware, ANY, model=False),
+    "QuotaMiddleware, 2": _together(QuotaMiddleware, ANY, model=True),
+    "QuotaMiddleware, 8": _together(QuotaMiddleware, EACH, model=True),
+    "Inline, 1": _together(InlineQuotaMiddleware, ANY, model=False),
+    "Inline, 2": _together(InlineQuotaMiddleware, ANY, model=True),
+    "Inline, 8": _together(InlineQuotaMiddleware, EACH, model=True),
+}
+"""The set-ups by name. One limit is on all tools together, two are that and one on model calls,
+eight are those and one on each tool."""
+
+
+LIMITERS = {
+    "model": "the model limiter",
+    "tool": "the tool limiter",
+    "2": "both",
+    "8": "8 limiters",
+}
+"""What LangChain's set-ups and the drop-ins are called, and what they are."""
+
+
+def middlewares(setup: str, *, has_threads: bool, mode: Mode = "not sampled") -> Middlewares:
+    """The middlewares of a set-up; without a checkpointer there are no limits on threads."""
+    limits: Limits = {"run_limit": UNREACHED}
+    if has_threads:
+        limits["thread_limit"] = UNREACHED
+    return SETUPS[setup](telemetry(mode), limits)
+
+
+def agent(
+    setup: str, saver: BaseCheckpointSaver[Any] | None = None, mode: Mode = "not sampled"
+) -> Any:
+    """An agent of a set-up."""
+    return create_agent(
+        InstantModel(),
+        tools=list(tools()),
+        middleware=middlewares(setup, has_threads=saver is not None, mode=mode),
+        checkpointer=saver,
+        name="benchmark",
+    )
+
+
+async def run(agent: Any, steps: int, thread: str) -> dict[str, Any]:
+    """Run an agent once: so many steps of a model call and a tool call, and a last model call.
+
+    Raises:
+        RuntimeError: It did something else.
+    """
+    config = {"configurable": {"thread_id": thread}}
+    state: dict[str, Any] = await agent.ainvoke({"messages": [("user", str(steps))]}, config)
+    last = state["messages"][-1]
+    if len(state["messages"]) != 2 * steps + 2 or last.content != "done":
+        raise RuntimeError(f"not a run of {steps} steps: {state['messages']}")
+    return state
+
+
+def tools() -> Iterator[BaseTool]:
+    """The tools: each does nothing, at once."""
+
+    async def work() -> str:
+        return "done"
+
+    for name in TOOLS:
+        yield StructuredTool.from_function(coroutine=work, name=name, description="Works.")

@@ -1,0 +1,163 @@
+"""Scraping the metrics of many threads, and how late the event loop is meanwhile."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import Telemetry, ToolCallLimit, metrics_app
+from langchain_quota.decision import Call
+from langchain_quota.engine import Used, judge
+from langchain_quota.limits import Terms
+from tests.benchmarks.report import Ratio, Result, Table, divided, number
+from tests.benchmarks.sizes import Size
+
+LIMIT = 100
+NEAR = 90
+FEW = 10
+_TICK = 0.001
+
+
+@dataclass(frozen=True)
+class Scraped:
+    """What is scraped of so many threads, and how long each scrape took, in milliseconds."""
+
+    threads: int
+    has_urgent: bool
+    registry: CollectorRegistry
+    took: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+    """How late the event loop was at most."""
+    size: list[int] = field(default_factory=list)
+    """The bytes of the answer."""
+
+
+def used(thread: int) -> int:
+    """What a thread has used: one in fifty has nothing left, one in ten is near its limit."""
+    if thread % 50 == 0:
+        return LIMIT
+    return NEAR if thread % 10 == 1 else FEW
+
+
+def tracked(threads: int, *, all_near: bool = False) -> CollectorRegistry:
+    """The metrics of an agent with so many threads."""
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry=registry, spans="off")
+    terms = [
+        Terms.of(ToolCallLimit("search", thread_limit=LIMIT)),
+        Terms.of(ToolCallLimit(thread_limit=LIMIT * 10)),
+    ]
+    for thread in range(threads):
+        count = NEAR if all_near else used(thread)
+        call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
+        usage = {each.limit.counter: Used(count, 1) for each in terms}
+        telemetry.emit(judge(terms, usage, [call]).decisions, started=time.time_ns())
+    return registry
+
+
+def measure(size: Size) -> Result:
+    """Measure."""
+    most = max(size.tracked)
+    scenes = [
+        *(Scraped(each, has_urgent=False, registry=tracked(each)) for each in size.tracked),
+        Scraped(most, has_urgent=True, registry=tracked(most, all_near=True)),
+    ]
+    idle = asyncio.run(_measure(scenes, size.scrapes))
+    rows = [
+        [
+            f"{each.threads:,}{', all near' if each.has_urgent else ''}",
+            number(median(each.took), 1),
+            number(max(each.took), 1),
+            number(median(each.late), 1),
+            number(max(each.late), 1),
+            number(each.size[-1], 0),
+        ]
+        for each in scenes
+    ]
+    columns = ("threads", "scrape", "longest", "loop late", "latest", "bytes")
+    note = (
+        "Milliseconds: the median and the longest of the scrapes (by `metrics_app`, rendered in a "
+        f"worker thread), and how late a timer of {_TICK * 1_000:.0f} ms on the event loop was at "
+        f"most during one (when nothing is scraped: {number(median(idle), 1)}). 500 threads are "
+        "exported; of those tracked one in ten is near its limit, and one in fifty has nothing "
+        "left."
+    )
+    least, largest = scenes[0], scenes[-2]
+    ratio = Ratio(
+        f"scrape with {largest.threads:,} tracked threads, to one with {least.threads:,}",
+        3,
+        divided(median(largest.took), median(least.took)),
+    )
+    return Result([Table("Scraping", columns, rows, note)], [ratio])
+
+
+async def _measure(scenes: list[Scraped], scrapes: int) -> list[float]:
+    """Scrape each in turn.
+
+    Returns:
+        How late the event loop is when nothing is scraped, in milliseconds.
+    """
+    idle = []
+    for _ in range(scrapes):
+        for each in scenes:
+            app = metrics_app(each.registry)
+            size, took, late = await _watched(_scraped(app))
+            each.size.append(size)
+            each.took.append(took)
+            each.late.append(late)
+        idle.append((await _watched(asyncio.sleep(0.05, 0)))[2])
+    return idle
+
+
+async def _watched(doing: Coroutine[Any, Any, int]) -> tuple[int, float, float]:
+    """What it gives, how long it takes, and how late the event loop is at most meanwhile."""
+    late = 0.0
+
+    async def tick() -> None:
+        nonlocal late
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_TICK)
+            late = max(late, time.perf_counter() - before - _TICK)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    started = time.perf_counter()
+    given = await doing
+    took = time.perf_counter() - started
+    # What kept the loop from its last tick.
+    await asyncio.sleep(2 * _TICK)
+    ticking.cancel()
+    with suppress(asyncio.CancelledError):
+        await ticking
+    return given, took * 1_000, late * 1_000
+
+
+async def _scraped(app: Any) -> int:
+    """Scrape as a server does.
+
+    Returns:
+        The bytes of the answer.
+    """
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/metrics",
+        "query_string": b"",
+        "headers": [],
+    }
+    await app(scope, receive, send)
+    return sum(len(message.get("body", b"")) for message in sent)

@@ -1,0 +1,51 @@
+"""How much is measured."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        rounds: How often each set-up has its turn.
+        steps: The two numbers of steps, of which the difference is counted.
+        decisions: The two numbers of decisions, likewise.
+        concurrent: How many runs go on at the same time, and of how many steps each is.
+        tracked: How many threads there are when metrics are scraped.
+        scrapes: How often.
+        reservations: How often a store is asked.
+        counts_instructions: Whether callgrind counts, where it is found; it takes some minutes.
+    """
+
+    rounds: int
+    steps: tuple[int, int]
+    decisions: tuple[int, int]
+    concurrent: tuple[int, int]
+    tracked: tuple[int, ...]
+    scrapes: int
+    reservations: int
+    counts_instructions: bool
+
+
+FULL = Size(
+    rounds=30,
+    steps=(2, 12),
+    decisions=(200, 1_200),
+    concurrent=(1_000, 2),
+    tracked=(1_000, 10_000, 100_000),
+    scrapes=15,
+    reservations=2_000,
+    counts_instructions=True,
+)
+
+QUICK = Size(
+    rounds=2,
+    steps=(1, 4),
+    decisions=(100, 600),
+    concurrent=(50, 2),
+    tracked=(1_000, 3_000),
+    scrapes=3,
+    reservations=100,
+    counts_instructions=False,
+)

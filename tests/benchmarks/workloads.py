@@ -1,0 +1,169 @@
+"""What is repeated to find out what one of it costs: a step of an agent, a decision's telemetry."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count, repeat
+
+from langgraph.checkpoint.memory import InMemorySaver
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+from opentelemetry.util.types import AttributeValue
+from prometheus_client import CollectorRegistry, Counter
+
+from langchain_quota import Telemetry
+from langchain_quota.decision import Call, Decision
+from langchain_quota.engine import Used, judge
+from langchain_quota.limits import Terms, ToolCallLimit
+from tests.benchmarks import scenes
+
+Repeat = Callable[[int], None]
+"""Does something so many times."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of an agent: its set-up, whether it has a checkpointer, in memory, and its spans."""
+
+    setup: str
+    has_memory: bool
+    mode: scenes.Mode = "not sampled"
+
+
+@dataclass(frozen=True)
+class Emitting:
+    """The telemetry of a decision: by how many limits, and what becomes of its span."""
+
+    limits: int
+    mode: scenes.Mode
+
+
+@dataclass(frozen=True)
+class Judging:
+    """Judging a call by so many limits."""
+
+    limits: int
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Incrementing a child of a counter."""
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """Making a span with as many attributes as that of a decision."""
+
+
+Work = Step | Emitting | Judging | Counting | Tracing
+KINDS: dict[str, type[Work]] = {
+    each.__name__: each for each in (Step, Emitting, Judging, Counting, Tracing)
+}
+
+
+def prepare(work: Work) -> Repeat:
+    """Make what is needed, and do it once."""
+    repeated = _prepared(work)
+    repeated(1)
+    return repeated
+
+
+def decision(limits: int) -> Decision:
+    """A call that runs, by so many limits on one tool, of a thread."""
+    call = Call("tool", "search", "call_1", agent="benchmark", thread_id="thread-1")
+    return judge(_terms(limits), {"search": Used(7, 3)}, [call]).decisions[0]
+
+
+def _prepared(work: Work) -> Repeat:
+    match work:
+        case Step():
+            return _steps(work)
+        case Emitting(limits, mode):
+            return _emitting(limits, mode)
+        case Judging(limits):
+            return _judging(limits)
+        case Counting():
+            counter = Counter("calls", "Calls.", ["tool"], registry=CollectorRegistry())
+            return _repeating(counter.labels("search").inc)
+        case Tracing():
+            return _spans()
+
+
+def _steps(work: Step) -> Repeat:
+    agent = scenes.agent(work.setup, InMemorySaver() if work.has_memory else None, work.mode)
+    threads = count()
+
+    def steps(number: int) -> None:
+        asyncio.run(scenes.run(agent, number, f"thread-{next(threads)}"))
+
+    return steps
+
+
+def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
+    telemetry = scenes.telemetry(mode)
+    decisions = [decision(limits)]
+    tasks = count()
+
+    def emit(number: int) -> None:
+        for _ in repeat(None, number):
+            telemetry.emit(decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}")
+
+    return emit
+
+
+def _judging(limits: int) -> Repeat:
+    terms, usage = _terms(limits), {"search": Used(7, 3)}
+    calls = [decision(1).call]
+    return _repeating(lambda: judge(terms, usage, calls))
+
+
+def attributes() -> dict[str, AttributeValue]:
+    """The attributes of the span of a decision by one limit."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
+    telemetry.emit([decision(1)], started=time.time_ns())
+    (span,) = exporter.get_finished_spans()
+    return dict(span.attributes or {})
+
+
+def _spans() -> Repeat:
+    tracer = scenes.provider("sampled").get_tracer("benchmark")
+    same = attributes()
+
+    def span() -> None:
+        made = tracer.start_span(
+            "check_quota tool search",
+            kind=SpanKind.INTERNAL,
+            attributes=same,
+            start_time=time.time_ns(),
+        )
+        made.end()
+
+    return _repeating(span)
+
+
+def _repeating(once: Callable[[], object]) -> Repeat:
+    def repeated(number: int) -> None:
+        for _ in repeat(None, number):
+            once()
+
+    return repeated
+
+
+def _terms(limits: int) -> list[Terms]:
+    return [
+        Terms.of(
+            ToolCallLimit(
+                "search",
+                thread_limit=scenes.UNREACHED,
+                run_limit=scenes.UNREACHED,
+                name=f"limit-{index}",
+            )
+        )
+        for index in range(limits)
+    ]

@@ -1,0 +1,223 @@
+"""The benchmarks measure what they say: exact counts, and no times."""
+
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langgraph.checkpoint.memory import InMemorySaver
+
+from langchain_quota import QuotaMiddleware, ToolCallLimit
+from langchain_quota.middleware.inline import OLDEST_LANGCHAIN
+from langchain_quota.testing import captured_decisions
+from tests.benchmarks import concurrency, costs, decisions, per_step, scenes, scrape
+from tests.benchmarks.optional import required
+from tests.benchmarks.report import Ratio, Table, targets
+from tests.benchmarks.runs import per_step as stored_per_step
+from tests.benchmarks.runs import stored_of
+from tests.benchmarks.savers import Stored, memory
+from tests.benchmarks.sizes import QUICK
+from tests.benchmarks.workloads import (
+    Counting,
+    Emitting,
+    Judging,
+    Step,
+    Tracing,
+    Work,
+    attributes,
+    decision,
+    prepare,
+)
+from tests.servers.programs import required_program
+
+HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= OLDEST_LANGCHAIN
+needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
+
+SETUPS = [
+    pytest.param(setup, marks=needs_inline) if setup.startswith("Inline") else setup
+    for setup in scenes.SETUPS
+]
+
+ADDED = {
+    "LangChain, model": 2,
+    "LangChain, tool": 1,
+    "LangChain, 2": 3,
+    "LangChain, 8": 9,
+    "drop-in, model": 2,
+    "drop-in, tool": 1,
+    "drop-in, 2": 3,
+    "drop-in, 8": 9,
+    "QuotaMiddleware, 1": 2,
+    "QuotaMiddleware, 2": 2,
+    "QuotaMiddleware, 8": 2,
+    "Inline, 1": 0,
+    "Inline, 2": 0,
+    "Inline, 8": 0,
+}
+"""The nodes that limits add to a step."""
+
+TINY = replace(
+    QUICK,
+    rounds=1,
+    steps=(1, 2),
+    decisions=(1, 2),
+    concurrent=(2, 1),
+    tracked=(2, 3),
+    scrapes=1,
+)
+
+
+async def stored(setup: str) -> Stored:
+    async with memory() as (saver, look):
+        return await stored_per_step(setup, saver, look)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("has_memory", [False, True])
+async def test_nothing_is_over_its_limit(setup: str, *, has_memory: bool) -> None:
+    """In every set-up all calls run, and ours allow each of them; without warnings."""
+    saver = InMemorySaver() if has_memory else None
+    with captured_decisions() as found:
+        state = await scenes.run(scenes.agent(setup, saver), 7, "thread")
+    answers = [message for message in state["messages"] if message.type == "tool"]
+    assert [answer.name for answer in answers] == [*scenes.TOOLS, scenes.TOOLS[0]]
+    assert {answer.content for answer in answers} == {"done"}
+    assert {decision.outcome.value for decision in found} <= {"allowed"}
+
+
+@pytest.mark.parametrize("setup", ["LangChain", "drop-in", "QuotaMiddleware", "Inline"])
+def test_the_same_limits(setup: str) -> None:
+    """Eight limits are eight, on the same calls, whoever holds them."""
+    made = scenes.middlewares(f"{setup}, 8", has_threads=True)
+    if len(made) == 1:
+        limits = list(getattr(made[0], "_limits", ()))
+        tools = [next(iter(each.tools), None) for each in limits if each.kind == "tool"]
+    else:
+        limits = made
+        tools = [each.tool_name for each in made if hasattr(each, "tool_name")]
+    assert len(limits) == 8
+    assert tools == [None, *scenes.TOOLS]
+    assert {(each.thread_limit, each.run_limit) for each in limits} == {
+        (scenes.UNREACHED, scenes.UNREACHED)
+    }
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+async def test_supersteps_of_a_step(setup: str) -> None:
+    """A step takes one superstep and one checkpoint for each node; Inline adds none."""
+    found = await stored(setup)
+    expected = 2 + ADDED.get(setup, 0)
+    assert (found.supersteps, found.checkpoints) == (expected, expected)
+
+
+@needs_inline
+async def test_inline_adds_one_superstep_to_a_run() -> None:
+    """Beside its steps a run of Inline has one superstep more, where it begins."""
+    async with memory() as (saver, look):
+        none = await stored_of(scenes.NONE, 1, saver, look)
+        inline = await stored_of("Inline, 8", 1, saver, look)
+    assert (inline - none).supersteps == 1
+    assert (inline - none).checkpoints == 1
+
+
+async def test_what_is_stored_is_counted() -> None:
+    """Limits write rows and bytes of their own."""
+    none, ours = await stored(scenes.NONE), await stored("QuotaMiddleware, 8")
+    assert ours.rows > none.rows > none.checkpoints
+    assert ours.size > none.size > 0
+
+
+async def test_another_run_is_an_error() -> None:
+    """A run that does not make all of its steps is not measured."""
+    limiter = QuotaMiddleware([ToolCallLimit(run_limit=1, exit_behavior="end")])
+    agent = create_agent(scenes.InstantModel(), tools=list(scenes.tools()), middleware=[limiter])
+    with pytest.raises(RuntimeError, match="not a run of 3 steps"):
+        await scenes.run(agent, 3, "thread")
+
+
+def test_the_decision_that_is_told() -> None:
+    """The decision whose telemetry is measured is charged to each limit, and crosses none."""
+    found = decision(8)
+    assert found.outcome == "allowed"
+    assert [standing.charged for standing in found.standings] == [True] * 8
+    crossed = {each.crossed(scope, 0.8) for each in found.standings for scope in each.scopes}
+    assert crossed == {None}
+
+
+def test_the_bare_span_has_as_many_attributes() -> None:
+    """The span that a decision's is compared with has the same attributes."""
+    assert attributes()["langchain_quota.limit"] == "limit-0"
+    assert attributes()["gen_ai.conversation.id"] == "thread-1"
+
+
+@pytest.mark.parametrize(
+    "work",
+    [Counting(), Tracing(), Judging(1), Emitting(1, "sampled"), Step("none", has_memory=True)],
+    ids=lambda work: type(work).__name__,
+)
+def test_works_are_told_apart(work: Work) -> None:
+    """Each work can be repeated, and has a key of its own among all others."""
+    prepare(work)(2)
+    others = [Counting(), Tracing(), Judging(2), Emitting(1, "off"), Step("none", has_memory=False)]
+    assert work not in [each for each in others if type(each) is not type(work)]
+
+
+def test_instructions_are_read(tmp_path: Path) -> None:
+    """The count is what callgrind writes as the total; without one there is no count."""
+    path = tmp_path / "7.callgrind"
+    path.write_text("events: Ir\nsummary: 12\n\n\ntotals: 1234\n")
+    assert costs._counted(path) == 1234
+    path.write_text("events: Ir\n")
+    with pytest.raises(RuntimeError, match="no total"):
+        costs._counted(path)
+
+
+@pytest.mark.parametrize("threads", [600, 1_200])
+def test_scrapes_export_the_same(threads: int) -> None:
+    """However many threads are tracked, as many are exported."""
+    registry = scrape.tracked(threads)
+    exported = hidden = 0.0
+    for family in registry.collect():
+        for sample in family.samples:
+            exported += sample.name == "langchain_quota_thread_last_decision_timestamp_seconds"
+            if sample.name == "langchain_quota_threads_hidden":
+                hidden += sample.value
+    assert (exported, hidden) == (500, threads - 500)
+
+
+@needs_inline
+def test_every_set_up_has_a_row() -> None:
+    """The table of steps has all set-ups, and each ratio is measured."""
+    found = per_step.measure(TINY)
+    assert [row[0] for row in found.tables[0].rows] == list(scenes.SETUPS)
+    assert None not in [ratio.measured for ratio in found.ratios]
+
+
+@needs_inline
+@pytest.mark.parametrize("part", [concurrency, decisions, scrape])
+def test_parts_can_be_tried(part: Any) -> None:
+    """Each part of the benchmark ends with a table, in small, too."""
+    found = part.measure(TINY)
+    assert all(len(row) == len(table.columns) for table in found.tables for row in table.rows)
+    assert None not in [ratio.measured for ratio in found.ratios]
+
+
+def test_targets() -> None:
+    """A ratio is met up to its target; what was not measured is not met."""
+    table = targets([Ratio("a", 1.5, 1.5), Ratio("b", 1.5, 1.51), Ratio("c", 0, None)])
+    assert [row[-1] for row in table.rows] == ["met", "**not met**", "not measured"]
+
+
+def test_tables_are_markdown() -> None:
+    """A table has a heading, a rule below its head, and a note."""
+    shown = str(Table("Costs", ("what", "µs"), [("a", "1.0")], "Few."))
+    assert shown == "## Costs\n\n| what | µs  |\n| ---- | --- |\n| a    | 1.0 |\n\nFew.\n"
+
+
+def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a server's program is missing, the benchmark goes on without it."""
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(LookupError, match="no-such-program not found"), required():
+        required_program("no-such-program", "a-package")
