@@ -12,6 +12,7 @@ class Size:
         steps: The two numbers of steps, of which the difference is counted.
         decisions: The two numbers of decisions, likewise.
         concurrent: How many runs go on at the same time, and of how many steps each is.
+        crowds: How often they do so, in turns.
         tracked: How many threads there are when metrics are scraped.
         scrapes: How often.
         reservations: How often a store is asked.
@@ -22,6 +23,7 @@ class Size:
     steps: tuple[int, int]
     decisions: tuple[int, int]
     concurrent: tuple[int, int]
+    crowds: int
     tracked: tuple[int, ...]
     scrapes: int
     reservations: int
@@ -33,6 +35,7 @@ FULL = Size(
     steps=(2, 12),
     decisions=(200, 1_200),
     concurrent=(1_000, 2),
+    crowds=2,
     tracked=(1_000, 10_000, 100_000),
     scrapes=15,
     reservations=2_000,
@@ -44,6 +47,7 @@ QUICK = Size(
     steps=(1, 4),
     decisions=(100, 600),
     concurrent=(50, 2),
+    crowds=1,
     tracked=(1_000, 3_000),
     scrapes=3,
     reservations=100,
