@@ -115,8 +115,9 @@ def test_async_functions_need_async_methods(function: Any, signals: Signals) -> 
         with pytest.raises(RuntimeError, match=r"run_limit of limit 'plan' is async: .*ainvoke"):
             terms_now([limit], STATE, RUNTIME, signals.telemetry)
         gc.collect()
-    # Nobody is told of a coroutine that was never awaited, beside the error.
-    assert caught == []
+    # Nobody is told of a coroutine that was never awaited, beside the error. What other tests
+    # left to the garbage collector may be told here, too.
+    assert [each for each in caught if "never awaited" in str(each.message)] == []
 
 
 async def test_a_future_needs_async_methods(signals: Signals) -> None:
