@@ -219,11 +219,15 @@ def test_concurrent_posts_to_one_thread(service: Service) -> None:
     assert service.usage("crowded")["thread"]["model"] == statuses.count(200) > 0
 
 
+HUNG_UP = 32
+"""How many clients hang up: more than pools have connections for those that do so at once."""
+
+
 @pytest.mark.parametrize("path", ["messages", "messages/stream"])
 def test_a_client_that_hangs_up(endless: Service, path: str) -> None:
     """The runs of clients that hang up are cancelled: nothing leaks, and their threads go on."""
     endless.ask("first", "!")
-    names = [f"hung-up-{uuid4().hex}" for _ in range(6)]
+    names = [f"hung-up-{uuid4().hex}" for _ in range(2 + HUNG_UP)]
 
     def hang_up(thread: str) -> None:
         with _connected(endless) as connection:
@@ -243,7 +247,8 @@ def test_a_client_that_hangs_up(endless: Service, path: str) -> None:
     for thread in names:
         _wait_until_free(endless, thread)
         assert endless.usage(thread)["thread"]["tools"] == {"search": 1}
-    assert eventually(lambda: _open_files(endless) <= before + 1)
+    # Pools of connections may have grown, but not by a file for each client.
+    assert eventually(lambda: _open_files(endless) <= before + HUNG_UP // 2)
     assert endless.client.get("/readyz").status_code == 200
     assert "Traceback" not in endless.log
 
