@@ -1,6 +1,7 @@
 """Fixtures for all tests: telemetry of each test's own, so that tests cannot see each other."""
 
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -9,6 +10,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry
+from langchain_quota.middleware.inline import OLDEST_LANGCHAIN
+
+HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= OLDEST_LANGCHAIN
+needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
 
 
 @dataclass(frozen=True)

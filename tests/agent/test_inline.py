@@ -23,6 +23,9 @@ from tests.agent import (
     test_shared_reruns,
     test_shared_threads,
 )
+from tests.conftest import needs_inline
+
+pytestmark = needs_inline
 
 MODULES: list[ModuleType] = [
     test_quota,

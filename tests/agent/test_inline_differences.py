@@ -21,7 +21,9 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from tests.agent.rules import CONFIG, Middleware, Mode, Scene, modes
-from tests.conftest import Signals
+from tests.conftest import Signals, needs_inline
+
+pytestmark = needs_inline
 
 Quota = type[QuotaMiddleware[Any, Any]] | type[InlineQuotaMiddleware[Any, Any]]
 both = pytest.mark.parametrize("quota", [QuotaMiddleware, InlineQuotaMiddleware])

@@ -42,7 +42,9 @@ from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
 from tests.agent.rules import CONFIG, Mode, Scene, check_history
 from tests.agent.test_properties import ProviderError, TurnPlan, World
-from tests.conftest import Signals
+from tests.conftest import Signals, needs_inline
+
+pytestmark = needs_inline
 
 LIMIT_ERRORS = (ToolCallLimitExceededError, ModelCallLimitExceededError)
 RAN = {Outcome.ALLOWED, Outcome.WOULD_BLOCK}

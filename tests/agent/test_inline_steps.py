@@ -21,7 +21,9 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.rules import CONFIG, Middleware, Mode, Scene, modes
 from tests.agent.test_quota import eight_limits
-from tests.conftest import Signals
+from tests.conftest import Signals, needs_inline
+
+pytestmark = needs_inline
 
 ASK: dict[str, Any] = {"messages": [("user", "hi")]}
 TOOLS = ("search", "calc", "ask")

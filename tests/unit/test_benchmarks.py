@@ -1,7 +1,6 @@
 """The benchmarks measure what they say: exact counts, and no times."""
 
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from langchain.agents import create_agent
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import QuotaMiddleware, ToolCallLimit
-from langchain_quota.middleware.inline import OLDEST_LANGCHAIN
 from langchain_quota.testing import captured_decisions
 from tests.benchmarks import concurrency, costs, decisions, per_step, scenes, scrape
 from tests.benchmarks.optional import required
@@ -30,10 +28,8 @@ from tests.benchmarks.workloads import (
     decision,
     prepare,
 )
+from tests.conftest import needs_inline
 from tests.servers.programs import required_program
-
-HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= OLDEST_LANGCHAIN
-needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
 
 SETUPS = [
     pytest.param(setup, marks=needs_inline) if setup.startswith("Inline") else setup
