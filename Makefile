@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test docker-test dashboards bench lint format test-matrix clean
+.PHONY: help demo up down test docker-test dashboards bench lint format test-matrix picture docs docs-serve coverage dist langgraph-server clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
+# Without the theme's notice about its successor. Not --quiet: with it --strict sees no warnings.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 COMPOSE = $(DOCKER) compose --file docker/compose.yaml --env-file $(ENV_FILE)
 
 help: ## Show the targets.
@@ -32,6 +34,12 @@ down: ## Stop the stack; ARGS=--volumes forgets what it has stored.
 test: $(VENV)/.develop ## Run all tests; ARGS="-k stacked" passes arguments to pytest.
 	@$(BIN)/pytest $(ARGS)
 
+ifeq ($(CI),true)
+test: .venv-langgraph/.server
+endif
+
+langgraph-server: .venv-langgraph/.server ## Install LangGraph's own server, which one test needs; CI=true does it.
+
 docker-test: ## Build the service's image and try it, if there is a Docker engine; BASE_IMAGE=….
 	@DOCKER=$(DOCKER) BASE_IMAGE=$(BASE_IMAGE) bash docker/test.sh $(ARGS)
 
@@ -44,10 +52,15 @@ dashboards: $(VENV)/.develop ## Generate the Grafana dashboards and the alert ru
 bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
+picture: $(VENV)/.develop ## Draw the README's picture anew, from the demo's own traffic.
+	@$(BIN)/python -m tests.picture $(ARGS)
+
 lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check
+	$(BIN)/ruff check --preview --select DOC102,DOC202,DOC403,DOC501 src
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.develop ## Mend what can be mended of the style.
 	$(BIN)/ruff check --fix
@@ -56,8 +69,23 @@ format: $(VENV)/.develop ## Mend what can be mended of the style.
 test-matrix: ## Run unit and agent tests on every Python found, and oldest and newest langchain.
 	@$(PYTHON) tests/matrix.py
 
-clean: ## Remove virtual environments and caches.
-	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+docs: $(VENV)/.docs ## Build the documentation into site/; a dead link or an unknown name fails.
+	@$(MKDOCS) build --strict
+
+docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 while you write it.
+	@$(MKDOCS) serve $(ARGS)
+
+coverage: $(VENV)/.develop ## Run all tests, and show the lines of the package that none of them runs.
+	@$(BIN)/pytest --cov --cov-report=term $(ARGS)
+
+dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as a user would.
+	rm -rf dist
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/python tests/dist.py
+
+clean: ## Remove virtual environments, caches and what was built.
+	rm -rf .venv .venv-* .coverage* dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 define needs_docker
 $(DOCKER) compose version >/dev/null 2>&1 || \
@@ -84,6 +112,21 @@ $(VENV)/.python:
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.python pyproject.toml constraints.txt
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	@touch $@
+
+$(VENV)/.dist: $(VENV)/.python pyproject.toml constraints.txt
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --group dist
+	@touch $@
+
+# In an environment of its own: it needs older packages than ours.
+.venv-langgraph/.server: $(VENV)/.python pyproject.toml
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
+	@$(@D)/bin/python -m pip install --quiet --editable '.[redis]' --group langgraph-server
 	@touch $@
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml constraints.txt

@@ -47,6 +47,7 @@ from dashboards.settings import CRITICAL, NEUTRAL, OK, RANGE, RATE, WARNING
 from dashboards.variables import common_variables, several
 
 _BLOCKED = 'decision="blocked"'
+_OF_THREADS = 'scope="thread"'
 _THREADS = Threads()
 _COLOURS = {"ok": OK, "near": WARNING, "exhausted": CRITICAL}
 
@@ -119,7 +120,7 @@ def _stats(board: Dashboard) -> None:
                 title,
                 f"Conversations that {told}, now. Each limit counts for itself, and a thread that "
                 "several processes serve is counted by each.",
-                f"sum({_subjects(state)})",
+                f"sum({_subjects(state, _OF_THREADS)})",
                 unit="short",
                 steps=[(None, OK), (1, _COLOURS[state])],
             )
@@ -248,13 +249,13 @@ def _decisions(board: Dashboard) -> None:
     board.with_panel(
         timeseries(
             Place(11, 12, 8),
-            "Threads by state",
-            "How many conversations have room, are near a limit, or have used it up. Each limit "
-            "counts for itself.",
+            "Subjects by state",
+            "How many threads, users and other subjects of quotas have room, are near a limit, or "
+            "have used it up. Each limit counts for itself.",
             [
                 Query(
-                    f"sum by (state) ({_subjects(state)})",
-                    "{{state}}",
+                    f"sum by (scope, state) ({_subjects(state)})",
+                    "{{scope}}: {{state}}",
                     properties={"color": {"mode": "fixed", "fixedColor": colour}},
                 )
                 for state, colour in _COLOURS.items()
@@ -387,5 +388,5 @@ def _health(board: Dashboard) -> None:
     )
 
 
-def _subjects(state: str) -> str:
-    return select(SUBJECTS, AGENT, LIMIT, f'state="{state}"')
+def _subjects(state: str, *matchers: str) -> str:
+    return select(SUBJECTS, AGENT, LIMIT, f'state="{state}"', *matchers)

@@ -9,7 +9,7 @@ from langchain_quota.errors import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
-from langchain_quota.limits import ExitBehavior, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.model_call_limit import ModelCallLimitMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
@@ -48,6 +48,7 @@ __all__ = [
     "InlineQuotaMiddleware",
     "KeyUse",
     "Level",
+    "Limit",
     "MemoryStore",
     "MetricsServer",
     "ModelCallLimit",

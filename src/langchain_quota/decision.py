@@ -13,7 +13,15 @@ Kind = Literal["model", "tool"]
 
 
 class Outcome(StrEnum):
-    """What was decided about a call; outcomes exclude each other."""
+    """What was decided about a call; outcomes exclude each other.
+
+    The values are the label `decision` in metrics, and `langchain_quota.decision` in spans.
+
+    Examples:
+        >>> from langchain_quota import Outcome
+        >>> Outcome("blocked") is Outcome.BLOCKED
+        True
+    """
 
     ALLOWED = "allowed"
     """Every limit that matches the call admits it: it runs."""
@@ -26,11 +34,20 @@ class Outcome(StrEnum):
 
 
 class Level(StrEnum):
-    """How much of a limit is used."""
+    """How much of a limit is used.
+
+    Examples:
+        >>> from langchain_quota import Level
+        >>> [str(level) for level in Level]
+        ['ok', 'near', 'exhausted']
+    """
 
     OK = "ok"
+    """Less than the near share."""
     NEAR = "near"
+    """The near share or more, rounded up to whole calls; see `near` of `Telemetry`."""
     EXHAUSTED = "exhausted"
+    """All of it: the next call is over the limit."""
 
 
 @lru_cache(maxsize=1024)
@@ -63,6 +80,12 @@ class Call:
         agent: The name of the agent that makes the call, if it has one.
         thread_id: The thread's id as the caller gave it; `None` where there is no thread, or
             where its usage cannot be told from that of an enclosing agent.
+
+    Examples:
+        >>> from langchain_quota import Call, ToolCallLimit
+        >>> call = Call("tool", "search", id="call_1", agent="researcher", thread_id="7")
+        >>> ToolCallLimit("search", run_limit=3).matches(call)
+        True
     """
 
     kind: Kind
@@ -80,10 +103,17 @@ class QuotaUse:
     Attributes:
         scope: The quota's name.
         subject: Whose calls are counted; empty for all.
-        before, used: The count, in calls, before and after the call.
+        before: The count, in calls, before the call.
+        used: The count, in calls, after the call.
         limit: The quota's number, in calls.
         resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
         per_thread: Whether the subject is the thread.
+
+    Examples:
+        >>> from langchain_quota import QuotaUse
+        >>> use = QuotaUse("user_id", "ada", before=4, used=5, limit=5)
+        >>> use.limit - use.used
+        0
     """
 
     scope: Scope
@@ -110,11 +140,29 @@ class Standing:
         enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
         near: The limit's own near share; `None` for that of the telemetry.
         computed: The scopes whose limit was computed for this call.
-        thread_before, thread_used: The thread's count, in calls, before and after the call.
-        thread_limit: The thread's limit; `None` for none.
-        run_before, run_used, run_limit: Likewise for the run.
+        thread_before: The thread's count, in calls, before the call.
+        thread_used: The thread's count, in calls, after the call.
+        thread_limit: The thread's limit, in calls; `None` for none.
+        run_before: The run's count, in calls, before the call.
+        run_used: The run's count, in calls, after the call.
+        run_limit: The run's limit, in calls; `None` for none.
         quotas: Likewise for each of the limit's quotas.
         shared: Whether a store keeps one of the counts.
+
+    Examples:
+        >>> from langchain_quota import Standing
+        >>> third = Standing(
+        ...     limit="tool:search",
+        ...     exit_behavior="continue",
+        ...     thread_before=11,
+        ...     thread_used=12,
+        ...     thread_limit=20,
+        ...     run_before=2,
+        ...     run_used=3,
+        ...     run_limit=3,
+        ... )
+        >>> third.scopes, third.threshold("thread"), third.used("thread"), third.share
+        (('thread', 'run'), 20, 12, 1.0)
     """
 
     limit: str
@@ -136,7 +184,11 @@ class Standing:
     shared: bool = False
 
     def threshold(self, scope: Scope) -> int | None:
-        """The limit of a scope; `None` for none."""
+        """The limit of a scope, in calls; `None` for none.
+
+        Args:
+            scope: `"thread"`, `"run"`, or a quota's name.
+        """
         if scope == RUN:
             return self.run_limit
         if scope == THREAD and self.thread_limit is not None:
@@ -145,7 +197,11 @@ class Standing:
         return None if quota is None else quota.limit
 
     def used(self, scope: Scope) -> int:
-        """The count of a scope after the call; 0 for a scope that it does not have."""
+        """The count of a scope after the call, in calls; 0 for a scope that it does not have.
+
+        Args:
+            scope: `"thread"`, `"run"`, or a quota's name.
+        """
         if scope == RUN:
             return self.run_used
         quota = self.quota(scope)
@@ -154,7 +210,11 @@ class Standing:
         return self.thread_used if scope == THREAD else 0
 
     def before(self, scope: Scope) -> int:
-        """The count of a scope before the call; 0 for a scope that it does not have."""
+        """The count of a scope before the call, in calls; 0 for a scope that it does not have.
+
+        Args:
+            scope: `"thread"`, `"run"`, or a quota's name.
+        """
         if scope == RUN:
             return self.run_before
         quota = self.quota(scope)
@@ -163,7 +223,11 @@ class Standing:
         return self.thread_before if scope == THREAD else 0
 
     def quota(self, scope: Scope | None) -> QuotaUse | None:
-        """The quota of a scope."""
+        """The quota of a scope; `None` where there is none.
+
+        Args:
+            scope: A quota's name.
+        """
         return next((each for each in self.quotas if each.scope == scope), None)
 
     @property
@@ -202,19 +266,34 @@ class Standing:
         """The level that charging this call made the count cross into, if any.
 
         Args:
-            scope: The scope.
-            near: The share from which a limit without a share of its own is near.
+            scope: `"thread"`, `"run"`, or a quota's name.
+            near: The share, above 0 and at most 1, from which a limit without a share of its own
+                is near.
         """
-        limit = self.threshold(scope)
-        if limit is None or not self.charged or not self.enforced:
-            return None
+        return dict(self.crossings(near)).get(scope)
+
+    def crossings(self, near: float) -> list[tuple[Scope, Level]]:
+        """The scopes of which charging this call made the count cross into a level.
+
+        Args:
+            near: The share, above 0 and at most 1, from which a limit without a share of its own
+                is near.
+        """
+        if not (self.charged and self.enforced):
+            return []
         near = near if self.near is None else self.near
-        before, used = self.before(scope), self.used(scope)
-        if before < limit <= used:
-            return Level.EXHAUSTED
-        if before < near_threshold(limit, near) <= used:
-            return Level.NEAR
-        return None
+        counts = [
+            (THREAD, self.thread_before, self.thread_used, self.thread_limit),
+            (RUN, self.run_before, self.run_used, self.run_limit),
+        ]
+        if self.quotas:
+            counts += [(each.scope, each.before, each.used, each.limit) for each in self.quotas]
+        return [
+            (scope, Level.EXHAUSTED if before < limit <= used else Level.NEAR)
+            for scope, before, used, limit in counts
+            if limit is not None
+            and (before < limit <= used or before < near_threshold(limit, near) <= used)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +304,20 @@ class Decision:
         call: The call.
         outcome: What was decided.
         standings: One for each limit that matches the call, in the order of the limits.
+
+    Examples:
+        >>> from langchain_quota import Decision, ModelCallLimit, Outcome, QuotaMiddleware
+        >>> def audit(decision: Decision) -> None:
+        ...     if decision.outcome is Outcome.BLOCKED:
+        ...         limits = [standing.limit for standing in decision.refused_by]
+        ...         print(f"{decision.call.kind} call refused by {limits}")
+        >>> quota = QuotaMiddleware([ModelCallLimit(run_limit=0)], on_decision=audit)
+
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> agent = create_agent(ScriptedChatModel(script=[]), middleware=[quota])
+        >>> result = agent.invoke({"messages": [("user", "Hi!")]})
+        model call refused by ['model']
     """
 
     call: Call

@@ -4,13 +4,22 @@ A plan says what a batch asks of which counts; whoever keeps them grants it in o
 graph state's are granted by `admit`, a store's by the store); the verdict follows from both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 from uuid import uuid4
 
-from langchain_quota.decision import Breach, Call, Decision, Outcome, QuotaUse, Standing
-from langchain_quota.limits import RUN, SCOPES, STORE, THREAD, Exit, Limit, Scope, Terms
+from langchain_quota.decision import Breach, Call, Decision, Kind, Outcome, QuotaUse, Standing
+from langchain_quota.limits import (
+    RUN,
+    STORE,
+    THREAD,
+    Exit,
+    Limit,
+    Scope,
+    Terms,
+    named_tools,
+)
 from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot, admit
 
 Outage = Literal["deny", "allow"]
@@ -33,6 +42,9 @@ class Used:
         return Used(self.thread + amount, self.run + amount, quotas)
 
 
+_UNUSED = Used()
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What was decided about a batch of calls.
@@ -51,12 +63,13 @@ class Verdict:
     exit: Exit | None = None
 
 
-def judge(
-    limits: Sequence[Limit | Terms],
+def judge(  # noqa: PLR0913 - keyword-only, with defaults
+    limits: "Limits | Sequence[Limit | Terms]",
     usage: Mapping[str, Used],
     calls: Sequence[Call],
     *,
     may_stop: bool = True,
+    refusals: Mapping[str, int] | None = None,
     charging: bool = True,
 ) -> Verdict:
     """Decide which calls of a batch run.
@@ -73,12 +86,90 @@ def judge(
         usage: The counts before the batch, by counter; a missing one counts as zero.
         calls: The batch.
         may_stop: Whether a refusal may stop the batch; if not, each acts as `"continue"`.
+        refusals: How often limits that give up have refused in this run, by name.
         charging: Whether admitted calls are charged now; a limiter that counts a call only when
             it has returned charges it then.
     """
-    terms = [each if isinstance(each, Terms) else Terms.of(each) for each in limits]
-    asked = plan(terms, usage, calls, may_stop=may_stop)
+    if not isinstance(limits, Limits):
+        limits = Limits(each if isinstance(each, Terms) else Terms.of(each) for each in limits)
+    verdict = all_admitted(limits, usage, calls, charging=charging)
+    if verdict is not None:
+        return verdict
+    asked = plan(limits.terms, usage, calls, may_stop=may_stop, refusals=refusals)
     return asked.verdict(asked.own_grant(), charging=charging)
+
+
+class Limits:
+    """Limits, and which of them match which call: looked for once per tool.
+
+    Args:
+        terms: The limits' terms.
+    """
+
+    def __init__(self, terms: Iterable[Terms]) -> None:
+        self.terms = tuple(terms)
+        self.shared = any(each.shared for each in self.terms)
+        """Whether a store keeps one of their counts."""
+        self.counters = {each.limit.name: each.limit.counter for each in self.terms}
+        """What each counts under, by name."""
+        self._named = {name for each in self.terms for name in named_tools(each.limit)}
+        self._are_ours = {type(each.limit) for each in self.terms} <= {*get_args(Limit)}
+        self._found: dict[tuple[Kind, str | None], tuple[Terms, ...]] = {}
+
+    def of(self, call: Call) -> tuple[Terms, ...]:
+        """The terms of the limits that match the call, in their order."""
+        if not self._are_ours:
+            # A limit of the user's own may match by anything.
+            return tuple(each for each in self.terms if each.limit.matches(call))
+        # Tools that no limit names are all alike, and there may be any number of them.
+        key = call.kind, call.tool if call.tool in self._named else None
+        found = self._found.get(key)
+        if found is None:
+            found = tuple(each for each in self.terms if each.limit.matches(call))
+            self._found[key] = found
+        return found
+
+
+def all_admitted(
+    limits: Limits, usage: Mapping[str, Used], calls: Sequence[Call], *, charging: bool = True
+) -> Verdict | None:
+    """The verdict on a batch that no limit refuses a call of, by the caller's own counts.
+
+    What a plan comes to where there is enough left of everything, which is nearly always.
+
+    Args:
+        limits: The limits.
+        usage: The counts before the batch, by counter; a missing one counts as zero.
+        calls: The batch.
+        charging: Whether the calls are charged now.
+
+    Returns:
+        The verdict; `None` if a limit refuses a call, or has quotas, which only a store counts.
+    """
+    counts: dict[str, Used] = {}
+    decisions = []
+    for call in calls:
+        charged: dict[str, tuple[Used, Used]] = {}
+        standings = []
+        for each in limits.of(call):
+            counter = each.limit.counter
+            if counter not in charged:
+                old = counts.get(counter) or usage.get(counter, _UNUSED)
+                charged[counter] = old, Used(old.thread + call.amount, old.run + call.amount)
+            before, after = charged[counter]
+            if (
+                each.quotas
+                or (each.thread_limit is not None and after.thread > each.thread_limit)
+                or (each.run_limit is not None and after.run > each.run_limit)
+            ):
+                return None
+            standing = _standing(each, before, after, None, charged=charging, deferred=not charging)
+            standings.append(standing)
+        for counter, (_, after) in charged.items():
+            counts[counter] = after
+        decisions.append(Decision(call, Outcome.ALLOWED, tuple(standings)))
+    untouched = {counter: usage.get(counter, _UNUSED) for counter in limits.counters.values()}
+    return Verdict(tuple(decisions), {**untouched, **counts})
 
 
 def plan(  # noqa: PLR0913 - keyword-only, with defaults
@@ -424,8 +515,6 @@ def _standing(  # noqa: PLR0913 - one value for each part of the record
     deferred: bool = False,
 ) -> Standing:
     limit = terms.limit
-    # Where the store could not be asked there are no counts of quotas.
-    quotas = zip(terms.quotas, before.quotas, after.quotas, strict=False)
     return Standing(
         limit=limit.name,
         exit_behavior=terms.exit_behavior,
@@ -441,27 +530,23 @@ def _standing(  # noqa: PLR0913 - one value for each part of the record
         deferred=deferred,
         enforced=limit.enforce,
         near=limit.near,
-        computed=_computed(terms) if limit.is_dynamic or terms.quotas else (),
-        quotas=()
-        if not terms.quotas
-        else tuple(
-            QuotaUse(
-                quota.scope,
-                quota.subject,
-                count,
-                used,
-                quota.limit,
-                quota.resets_at,
-                quota.per_thread,
-            )
-            for quota, count, used in quotas
-        ),
+        computed=terms.computed,
+        quotas=_quota_uses(terms, before, after) if terms.quotas else (),
         shared=terms.shared,
     )
 
 
-def _computed(terms: Terms) -> tuple[Scope, ...]:
-    return (
-        *(each for each in SCOPES if callable(getattr(terms.limit, f"{each}_limit"))),
-        *(each.scope for each in terms.quotas if each.computed),
+def _quota_uses(terms: Terms, before: Used, after: Used) -> tuple[QuotaUse, ...]:
+    return tuple(
+        QuotaUse(
+            quota.scope,
+            quota.subject,
+            count,
+            used,
+            quota.limit,
+            quota.resets_at,
+            quota.per_thread,
+        )
+        # Where the store could not be asked there are no counts.
+        for quota, count, used in zip(terms.quotas, before.quotas, after.quotas, strict=False)
     )

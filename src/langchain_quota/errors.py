@@ -8,12 +8,21 @@ from langchain_quota.decision import Decision
 class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
     """A tool call limit with `exit_behavior="error"` refused a call.
 
+    A subclass of LangChain's exception of the same name, with its attributes and its text.
+
     Args:
-        thread_count, run_count: The counts, in calls, as if the refused calls had run.
-        thread_limit, run_limit: The limits; `None` for none.
+        thread_count: The thread's count, in calls, as if the refused calls had run.
+        run_count: The run's count, likewise.
+        thread_limit: The thread's limit, in calls; `None` for none.
+        run_limit: The run's limit, likewise.
         tool_name: The limited tool, or tools; `None` for all tools.
         message: The text; by default made from the counts.
         decision: The refusal; `None` for an exception that no middleware raised.
+
+    Examples:
+        >>> from langchain_quota import ToolCallLimitExceededError
+        >>> str(ToolCallLimitExceededError(4, 4, None, 3, "search"))
+        "'search' tool call limit reached: run limit exceeded (4/3 calls)."
     """
 
     def __init__(  # noqa: PLR0913 - LangChain's arguments, and ours
@@ -36,11 +45,27 @@ class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
 class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
     """A model call limit with `exit_behavior="error"` refused a call.
 
+    A subclass of LangChain's exception of the same name, with its attributes and its text.
+
     Args:
-        thread_count, run_count: The counts, in calls, before the refused call.
-        thread_limit, run_limit: The limits; `None` for none.
+        thread_count: The thread's count, in calls, before the refused call.
+        run_count: The run's count, likewise.
+        thread_limit: The thread's limit, in calls; `None` for none.
+        run_limit: The run's limit, likewise.
         message: The text; by default made from the counts.
         decision: The refusal; `None` for an exception that no middleware raised.
+
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import ModelCallLimitExceededError, ModelCallLimitMiddleware
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> limiter = ModelCallLimitMiddleware(run_limit=0, exit_behavior="error")
+        >>> agent = create_agent(ScriptedChatModel(script=[]), middleware=[limiter])
+        >>> try:
+        ...     result = agent.invoke({"messages": [("user", "Hi!")]})
+        ... except ModelCallLimitExceededError as error:
+        ...     print(f"{error.run_count} of {error.run_limit}")
+        0 of 0
     """
 
     def __init__(  # noqa: PLR0913 - LangChain's arguments, and ours
@@ -60,7 +85,27 @@ class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
 
 
 class QuotaWarning(UserWarning):
-    """A limit is set up so that it cannot hold as its user will expect."""
+    """A limit is set up so that it cannot hold as its user will expect.
+
+    Today: a thread limit whose counts do not outlive the run. It is given once per middleware,
+    when a run begins.
+
+    Examples:
+        Fail on it, in tests:
+
+        >>> import warnings
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import QuotaMiddleware, QuotaWarning, ToolCallLimit
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> quota = QuotaMiddleware([ToolCallLimit(thread_limit=20)])
+        >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", QuotaWarning)
+        ...     agent.invoke({"messages": [("user", "Hi!")]})
+        Traceback (most recent call last):
+            ...
+        langchain_quota.errors.QuotaWarning: QuotaMiddleware has a thread limit, but ...
+    """
 
 
 class QuotaStoreError(Exception):
@@ -69,6 +114,14 @@ class QuotaStoreError(Exception):
     Args:
         message: What happened; never with credentials.
         timed_out: Whether it did not answer in time.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore, QuotaStoreError
+        >>> try:
+        ...     MemoryStore(max_keys=2).reset(["ada", "bob", "eve"])
+        ... except QuotaStoreError as error:
+        ...     print(f"{error}, timed out: {error.timed_out}")
+        the store is full: it keeps 2 counts at most, timed out: False
     """
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:

@@ -14,7 +14,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, start_
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import RestrictedRegistry
 
-from langchain_quota.telemetry.multiprocess import WorkerTables, multiprocess_directory
+from langchain_quota.telemetry.multiprocess import (
+    WorkerTables,
+    multiprocess_directory,
+    unusable,
+)
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -54,20 +58,42 @@ class _WorkersRegistry(CollectorRegistry):
 
 
 def _served(registry: CollectorRegistry) -> CollectorRegistry:
-    """What is served of a registry: in multi-process mode what all workers have counted."""
+    """What is served of a registry: in multi-process mode what all workers have counted.
+
+    Raises:
+        ValueError: The directory of the workers does not exist.
+    """  # noqa: DOC501 - the name is that of the function which makes the ValueError
     directory = multiprocess_directory()
     if directory is None:
         return registry
+    if not directory.is_dir():
+        raise unusable(directory, "read")
     return _WorkersRegistry(WorkerTables(registry, directory), directory)
 
 
 class MetricsServer:
     """A running metrics server; `close()` it, or use it in a `with` statement.
 
+    `start_metrics_server` makes it.
+
+    Args:
+        addr: The address that it is bound to.
+        port: The port that it is bound to.
+        tls: Whether it speaks HTTPS.
+        stop: Stops it.
+
     Attributes:
         addr: The address that it is bound to.
         port: The port that it is bound to.
         url: Where Prometheus finds the metrics.
+
+    Examples:
+        >>> from urllib.request import urlopen
+        >>> from langchain_quota import start_metrics_server
+        >>> with start_metrics_server(port=0) as server:
+        ...     with urlopen(server.url) as response:
+        ...         response.status
+        200
     """
 
     def __init__(self, addr: str, port: int, *, tls: bool, stop: Callable[[], None]) -> None:
@@ -102,10 +128,11 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     In prometheus_client's multi-process mode: those of all workers.
 
     Args:
-        port: The port; 0 takes a free one.
+        port: The port, from 0 to 65535; 0 takes a free one.
         addr: The address to bind; by default that in `LANGCHAIN_QUOTA_METRICS_ADDR`, else
             127.0.0.1. In a container, bind 0.0.0.0. Whoever reaches it reads the ids of threads.
-        certfile, keyfile: The server's certificate and key, in PEM files, for TLS.
+        certfile: The server's certificate, in a PEM file, for TLS.
+        keyfile: The certificate's key, in a PEM file.
         client_cafile: Authorities, in a PEM file, whose certificates clients must show.
         registry: The metrics.
 
@@ -113,7 +140,15 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         TypeError: `port` is no whole number.
         ValueError: `port` is out of bounds, only one of `certfile` and `keyfile` is given, or
             `client_cafile` without them; in multi-process mode, if the directory does not exist.
-        OSError: The address cannot be bound; the message names it.
+        OSError: The address cannot be bound, or a certificate or key cannot be read; the message
+            names it.
+
+    Examples:
+        >>> from langchain_quota import start_metrics_server
+        >>> server = start_metrics_server(port=0)
+        >>> server.url
+        'http://127.0.0.1:.../metrics'
+        >>> server.close()
     """
     if isinstance(port, bool) or not isinstance(port, int):
         raise TypeError(f"port must be a whole number, not {port!r}")
@@ -137,10 +172,13 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
             client_auth_required=client_cafile is not None,
         )
     except OSError as error:
-        reason = (
-            "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        )
-        raise OSError(error.errno, f"cannot serve metrics on {bound}:{port}: {reason}") from error
+        taken = error.errno == errno.EADDRINUSE
+        reason = "the port is taken" if taken else error.strerror or str(error)
+        raise OSError(
+            error.errno,
+            f"cannot serve metrics on {bound}:{port}: {reason}; give another port= (0 takes a free "
+            f"one), or another address with addr= or {ADDR_VARIABLE}",
+        ) from error
 
     if isinstance(httpd.socket, ssl.SSLSocket):
         # Shake hands in each connection's own thread: a silent client must not stop the others.
@@ -168,7 +206,11 @@ def _log_broken_connection(_request: object, client: object) -> None:
 
 
 def _check_certificates(certfile: str, keyfile: str | None, client_cafile: str | None) -> None:
-    """Read the files before anything is bound."""
+    """Read the files before anything is bound.
+
+    Raises:
+        OSError: One of them cannot be read.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certfile, keyfile)
@@ -189,7 +231,11 @@ class _MetricsApp:
         self._app = make_asgi_app(_served(registry))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request; rendering happens in a worker thread."""
+        """Answer one request; rendering happens in a worker thread.
+
+        Raises:
+            ValueError: It is no HTTP request.
+        """
         if scope["type"] != "http":
             raise ValueError(f"metrics are served over HTTP only, not {scope['type']!r}")
         await receive()
@@ -207,7 +253,11 @@ class _MetricsApp:
             await send(message)
 
     def _render(self, scope: MutableMapping[str, Any]) -> list[Message]:
-        """Run prometheus_client's app in this worker thread; it awaits only us, so no loop."""
+        """Run prometheus_client's app in this worker thread; it awaits only us, so no loop.
+
+        Raises:
+            RuntimeError: It awaits something else.
+        """
         sent: list[Message] = []
 
         async def receive() -> Message:
@@ -223,12 +273,14 @@ class _MetricsApp:
         raise RuntimeError("prometheus_client's ASGI app waits for something unknown")
 
 
-def metrics_app(registry: CollectorRegistry = REGISTRY) -> _MetricsApp:
+# Starlette types what `add_route` takes as a function of a request: any arguments, then.
+def metrics_app(registry: CollectorRegistry = REGISTRY) -> Callable[..., Any]:
     """An ASGI app that answers with the metrics, rendered off the event loop.
 
-    Add it as a route, not as a mount (a mount answers `/metrics` with a redirect). It has no
-    access control of its own: whoever reaches it reads the ids of threads. In prometheus_client's
-    multi-process mode it answers with the metrics of all workers.
+    Add it as a route, not as a mount (a mount answers `/metrics` with a redirect); in FastAPI with
+    `app.add_route("/metrics", metrics_app())`. It has no access control of its own: whoever
+    reaches it reads the ids of threads. In prometheus_client's multi-process mode it answers with
+    the metrics of all workers.
 
     Args:
         registry: The metrics.
@@ -236,13 +288,10 @@ def metrics_app(registry: CollectorRegistry = REGISTRY) -> _MetricsApp:
     Raises:
         ValueError: In multi-process mode, if the directory does not exist.
 
-    Example:
-        ```python
-        from fastapi import FastAPI
-        from langchain_quota import metrics_app
-
-        app = FastAPI()
-        app.add_route("/metrics", metrics_app())
-        ```
+    Examples:
+        >>> from starlette.applications import Starlette
+        >>> from starlette.routing import Route
+        >>> from langchain_quota import metrics_app
+        >>> app = Starlette(routes=[Route("/metrics", metrics_app())])
     """
     return _MetricsApp(registry)

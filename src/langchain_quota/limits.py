@@ -68,10 +68,12 @@ class Quota:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of bounds. The message names the argument and the value.
 
-    Example:
-        ```python
-        ToolCallLimit("email", quotas=[Quota(5, per="user_id", window=timedelta(days=1))])
-        ```
+    Examples:
+        >>> from datetime import timedelta
+        >>> from langchain_quota import Quota, ToolCallLimit
+        >>> daily = Quota(5, per="user_id", window=timedelta(days=1))
+        >>> ToolCallLimit("email", quotas=[daily]).quotas[0].name
+        'user_id'
     """
 
     limit: "int | Callable[[Any, Any], int | Awaitable[int | None] | None]"
@@ -100,7 +102,8 @@ class Quota:
         name = self.name or str(self.per)
         if not _SCOPE_NAME.fullmatch(name):
             argument = "name" if self.name else "per, without a name,"
-            raise ValueError(f"{argument} must match [a-z_]{{1,32}}, not {name!r}")
+            hint = "" if self.name else ": give the quota a name, the scope in metrics"
+            raise ValueError(f"{argument} must match [a-z_]{{1,32}}, not {name!r}{hint}")
         if name in _RESERVED or (name in _FIXED and name != self.per):
             raise ValueError(f"name must not be {name!r}: it has a meaning of its own")
         _set(self, "name", name)
@@ -143,11 +146,24 @@ class ToolCallLimit:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: No limit is given, `run_limit` exceeds `thread_limit`, or an argument is out
-            of bounds. The message names the argument and the value.
+        ValueError: No limit is given, `run_limit` exceeds `thread_limit`, two arguments do not
+            go together, two thresholds have one scope, or an argument is out of bounds. The
+            message names the argument and the value.
+
+    Examples:
+        >>> from langchain_quota import ToolCallLimit
+        >>> ToolCallLimit("search", thread_limit=20, run_limit=3).name
+        'tool:search'
+        >>> ToolCallLimit(run_limit=50, exclude=("write_todos",)).name
+        'tool:*-write_todos'
+        >>> ToolCallLimit("search", run_limit=-1)
+        Traceback (most recent call last):
+            ...
+        ValueError: run_limit must be 0 or more, not -1
     """
 
     kind: ClassVar[Literal["tool"]] = "tool"
+    """The kind of calls that are limited."""
 
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
@@ -200,7 +216,11 @@ class ToolCallLimit:
         return callable(self.thread_limit) or callable(self.run_limit)
 
     def matches(self, call: "Call") -> bool:
-        """Whether the limit applies to the call."""
+        """Whether the limit applies to the call.
+
+        Args:
+            call: The call.
+        """
         if call.kind != "tool":
             return False
         return call.tool in self.tools if self.tools else call.tool not in self.exclude
@@ -217,7 +237,7 @@ class ModelCallLimit:
         run_limit: Most calls in one run (one invocation), likewise.
         exit_behavior: What reaching the limit does. `"end"` ends the run with a message,
             `"error"` raises `ModelCallLimitExceededError`; `"finalize"` tells the last call that
-            it is the last, offers it no tools, and ends the run with its answer.
+            it is the last and may call no tool, and ends the run with its answer.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
@@ -229,14 +249,23 @@ class ModelCallLimit:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: No limit is given, or an argument is out of bounds. The message names the
-            argument and the value.
+        ValueError: No limit is given, two arguments do not go together, two thresholds have one
+            scope, or an argument is out of bounds. The message names the argument and the value.
+
+    Examples:
+        >>> from langchain_quota import ModelCallLimit
+        >>> ModelCallLimit(run_limit=10, thread_limit=100, exit_behavior="finalize").name
+        'model'
     """
 
     kind: ClassVar[Literal["model"]] = "model"
+    """The kind of calls that are limited."""
     counter: ClassVar[str] = MODEL
+    """The key under which calls are counted."""
     tools: ClassVar[tuple[str, ...]] = ()
+    """No tools."""
     give_up_after: ClassVar[None] = None
+    """Refusals of model calls are not counted: the first one ends the run."""
 
     thread_limit: Threshold = None
     run_limit: Threshold = None
@@ -260,11 +289,21 @@ class ModelCallLimit:
         return callable(self.thread_limit) or callable(self.run_limit)
 
     def matches(self, call: "Call") -> bool:
-        """Whether the limit applies to the call."""
+        """Whether the limit applies to the call.
+
+        Args:
+            call: The call.
+        """
         return call.kind == "model"
 
 
 Limit = ToolCallLimit | ModelCallLimit
+"""What a middleware of many limits takes: for the type of a list of both."""
+
+
+def named_tools(limit: Limit) -> tuple[str, ...]:
+    """The tools that a limit names: those that it limits, and those that it excludes."""
+    return limit.tools or getattr(limit, "exclude", ())
 
 
 def stored_as(limit: Limit) -> str:
@@ -309,6 +348,7 @@ class Terms:
         exit_behavior: What a refusal does now.
         thread_key: Where a store keeps the thread's count; `None` if only the state does.
         quotas: The quotas.
+        computed: The scopes whose number was computed.
     """
 
     limit: Limit
@@ -317,6 +357,7 @@ class Terms:
     exit_behavior: Exit
     thread_key: str | None = None
     quotas: tuple[QuotaTerms, ...] = ()
+    computed: tuple[Scope, ...] = ()
 
     @classmethod
     def of(
@@ -353,6 +394,10 @@ class Terms:
             # A thread that is not limited is not counted in the store.
             None if numbers["thread_limit"] is None else thread_key,
             quotas,
+            (
+                *(each for each in SCOPES if callable(getattr(limit, f"{each}_limit"))),
+                *(quota.scope for quota in quotas if quota.computed),
+            ),
         )
 
     def threshold(self, scope: Scope) -> int | None:
@@ -376,8 +421,11 @@ def check_together(limits: Sequence[Limit]) -> None:
         TypeError: They are no limits.
         ValueError: There is none, two have one name, or one can never be reached.
     """
-    if not isinstance(limits, Sequence):
-        raise TypeError(f"limits must be a sequence of limits, not {limits!r}")
+    given: object = limits
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(
+            f"limits must be a sequence of limits, such as [ToolCallLimit(…)], not {given!r}"
+        )
     if not limits:
         raise ValueError("limits must have at least one limit")
     for limit in limits:

@@ -102,7 +102,11 @@ class Grant:
     known: bool = False
 
     def charged(self, reservation: Reservation) -> tuple[int, ...]:
-        """What the batch adds to each slot, in calls."""
+        """What the batch adds to each slot, in calls.
+
+        Args:
+            reservation: The one that was answered.
+        """
         amounts = [0] * len(reservation.slots)
         if not self.stopped:
             for charge, admitted in zip(reservation.charges, self.admitted, strict=True):

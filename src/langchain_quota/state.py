@@ -98,7 +98,21 @@ def latest(_old: int, new: int) -> int:
 
 
 class ToolCallLimitState(AgentState[ResponseT]):
-    """The agent's state with the counts of tool calls, under LangChain's keys, and the ledger."""
+    """The agent's state with the counts of tool calls, under LangChain's keys, and the ledger.
+
+    Attributes:
+        thread_tool_call_count: Tool calls of the thread, by what is counted; see `ThreadUsage`.
+        run_tool_call_count: Those that the run asked for, refused ones included, as LangChain's
+            limiter counts them. Limits go by the ledger, where it has a count.
+        langchain_quota: Our own part of the ledger; not for use elsewhere.
+
+    Examples:
+        >>> from langchain_quota import ToolCallLimitState
+        >>> def searches(state: ToolCallLimitState) -> int:
+        ...     return state.get("thread_tool_call_count", {}).get("search", 0)
+        >>> searches({"messages": [], "thread_tool_call_count": {"search": 2}})
+        2
+    """
 
     thread_tool_call_count: NotRequired[Annotated[dict[str, int], PrivateStateAttr]]
     run_tool_call_count: NotRequired[Annotated[dict[str, int], UntrackedValue, PrivateStateAttr]]
@@ -106,7 +120,21 @@ class ToolCallLimitState(AgentState[ResponseT]):
 
 
 class ModelCallLimitState(AgentState[ResponseT]):
-    """The agent's state with the counts of model calls, under LangChain's keys, and the ledger."""
+    """The agent's state with the counts of model calls, under LangChain's keys, and the ledger.
+
+    Attributes:
+        thread_model_call_count: Model calls of the thread.
+        run_model_call_count: Those of the run, as LangChain's limiter counts them. Limits go by
+            the ledger, where it has a count.
+        langchain_quota: Our own part of the ledger; not for use elsewhere.
+
+    Examples:
+        >>> from langchain_quota import ModelCallLimitState
+        >>> def model_calls(state: ModelCallLimitState) -> int:
+        ...     return state.get("thread_model_call_count", 0)
+        >>> model_calls({"messages": []})
+        0
+    """
 
     thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, latest]]
     run_model_call_count: NotRequired[Annotated[int, UntrackedValue, PrivateStateAttr]]
@@ -114,7 +142,19 @@ class ModelCallLimitState(AgentState[ResponseT]):
 
 
 class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
-    """The agent's state with all counts and the ledger."""
+    """The agent's state with all counts and the ledger.
+
+    Its keys are those of `ToolCallLimitState` and `ModelCallLimitState`. To read what a thread has
+    used, take `usage`.
+
+    Examples:
+        A limit that is a function of the state gets one:
+
+        >>> from langchain_quota import QuotaState, ToolCallLimit
+        >>> def searches(state: QuotaState, runtime) -> int:
+        ...     return 3 if len(state["messages"]) < 50 else 1
+        >>> limit = ToolCallLimit("search", run_limit=searches)
+    """
 
 
 NEW_RUN: Ledger = {
@@ -171,7 +211,14 @@ class ThreadUsage:
         tools: Tool calls of the thread, by what is counted: a tool's name, several joined by
             commas, `"__all__"` for all tools.
         model: Model calls of the thread.
-        run_tools, run_model: Those of its newest run.
+        run_tools: Tool calls of its newest run, likewise.
+        run_model: Model calls of its newest run.
+
+    Examples:
+        >>> from langchain_quota import ThreadUsage
+        >>> used = ThreadUsage(tools={"search": 5}, model=9, run_tools={"search": 1}, run_model=2)
+        >>> used.tools.get("search", 0)
+        5
     """
 
     tools: Mapping[str, int]
@@ -186,11 +233,20 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
     Args:
         snapshot: What `agent.get_state(config)` or `await agent.aget_state(config)` gives.
 
-    Example:
-        ```python
-        used = usage(await agent.aget_state({"configurable": {"thread_id": "7"}}))
-        print(used.model, used.tools.get("search", 0))
-        ```
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langgraph.checkpoint.memory import InMemorySaver
+        >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, usage
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> agent = create_agent(
+        ...     ScriptedChatModel(script=["Hello."]),
+        ...     middleware=[QuotaMiddleware([ModelCallLimit(thread_limit=100)])],
+        ...     checkpointer=InMemorySaver(),
+        ... )
+        >>> config = {"configurable": {"thread_id": "7"}}
+        >>> result = agent.invoke({"messages": [("user", "Hi!")]}, config)
+        >>> usage(agent.get_state(config)).model
+        1
     """
     state = snapshot.values
     return ThreadUsage(
@@ -209,7 +265,8 @@ class ToolCounts:
     """The counts of tool calls as one hook reads and rewrites them.
 
     Args:
-        thread, run: The counts by counter; changed in place.
+        thread: The thread's counts, by counter; changed in place.
+        run: The run's counts, by counter; changed in place.
         charges: The charges of the current batch; changed in place.
         reserved: What a store charged for its calls; changed in place.
         owed: What a store is to take back; changed in place.
@@ -244,7 +301,9 @@ class ToolCounts:
 
     def used(self, counter: str, ids: Iterable[str]) -> Used:
         """The counts of a counter without what these calls are charged to it."""
-        own = sum(self._charged(call_id, counter) for call_id in set(ids))
+        own = 0
+        if self.charges:
+            own = sum(self._charged(call_id, counter) for call_id in set(ids))
         # Never below zero, even where someone else reset the counts.
         return Used(
             max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)

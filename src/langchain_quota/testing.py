@@ -38,6 +38,13 @@ class ModelCall:
     Attributes:
         messages: The messages.
         tools: The names of the tools that were offered.
+
+    Examples:
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> model = ScriptedChatModel(script=["Hello."])
+        >>> answer = model.invoke("Hi!")
+        >>> model.calls[0].messages[-1].content
+        'Hi!'
     """
 
     messages: tuple[BaseMessage, ...]
@@ -47,7 +54,7 @@ class ModelCall:
 class ScriptedChatModel(BaseChatModel):
     """A chat model that plays a script, for tests and demos: no network, no key.
 
-    Args:
+    Attributes:
         script: The answers, one for each model call, in order: a text, a list of tool calls
             (each a tool's name, a `(name, arguments)` pair or a LangChain `ToolCall`), an
             `AIMessage`, or an exception, which is raised. Or a function from the messages to
@@ -56,12 +63,13 @@ class ScriptedChatModel(BaseChatModel):
     Raises:
         RuntimeError: When called beyond the end of the script.
 
-    Example:
-        ```python
-        from langchain_quota.testing import ScriptedChatModel
-
-        model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
-        ```
+    Examples:
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
+        >>> [call["name"] for call in model.invoke("Find it!").tool_calls]
+        ['search', 'search']
+        >>> model.invoke("And?").content
+        'That is all I found.'
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -84,7 +92,7 @@ class ScriptedChatModel(BaseChatModel):
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Offer tools; their names are recorded with each request."""
+        """Offer tools, as of LangChain's `BaseChatModel`; each request records their names."""
         names = tuple(_tool_name(tool) for tool in tools)
         return self.bind(offered=names, tool_choice=tool_choice, **kwargs)
 
@@ -149,12 +157,23 @@ class ScriptedChatModel(BaseChatModel):
 def captured_decisions() -> Iterator[list[Decision]]:
     """Capture the decisions made in this context, and in tasks and `asyncio.to_thread` from it.
 
-    Example:
-        ```python
-        with captured_decisions() as decisions:
-            await agent.ainvoke({"messages": [("user", "hi")]})
-        assert [decision.outcome for decision in decisions] == ["allowed", "blocked"]
-        ```
+    They are in the list in the order in which they were made.
+
+    Examples:
+        >>> import asyncio
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import QuotaMiddleware, ToolCallLimit
+        >>> from langchain_quota.testing import ScriptedChatModel, captured_decisions
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
+        >>> quota = QuotaMiddleware([ToolCallLimit("search", run_limit=1)])
+        >>> agent = create_agent(model, [search], middleware=[quota])
+        >>> with captured_decisions() as decisions:
+        ...     result = asyncio.run(agent.ainvoke({"messages": [("user", "Find it!")]}))
+        >>> [f"{decision.call.kind} {decision.outcome}" for decision in decisions]
+        ['model allowed', 'tool allowed', 'tool blocked', 'model allowed']
     """
     decisions: list[Decision] = []
     with capturing(decisions):

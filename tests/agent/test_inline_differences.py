@@ -152,3 +152,65 @@ async def test_review_comes_after(mode: Mode, quota: Quota, signals: Signals) ->
     await scene.resume({"decisions": [{"type": "approve"}] * 2})
     assert scene.ran == ["search"]
     scene.check()
+
+
+class Dying(AgentMiddleware[Any, Any, Any]):
+    """Takes the process down, once, where the tool calls have just been judged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 1
+
+    def die(self) -> None:
+        if self.times:
+            self.times -= 1
+            raise ConnectionError("gone")
+
+
+class DyingInStep(Dying):
+    def wrap_model_call(self, request: Any, handler: Any) -> Any:
+        response = handler(request)
+        self.die()
+        return response
+
+    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+        response = await handler(request)
+        self.die()
+        return response
+
+
+class DyingAfterStep(Dying):
+    def after_model(self, state: Any, runtime: Any) -> None:
+        self.die()
+
+    async def aafter_model(self, state: Any, runtime: Any) -> None:
+        self.die()
+
+
+@modes
+@both
+@pytest.mark.parametrize("stored", [False, True], ids=["in the state", "in a store"])
+async def test_a_death_after_judging(
+    mode: Mode,
+    quota: Quota,
+    stored: bool,  # noqa: FBT001 - a row of the table
+    signals: Signals,
+) -> None:
+    """What is judged is judged once; inline the model is called again, and a store keeps both."""
+    store = MemoryStore() if stored else None
+    limits: list[Limit] = [ToolCallLimit("search", thread_limit=9), ModelCallLimit(thread_limit=9)]
+    limiter = quota(limits, store=store, telemetry=signals.telemetry)
+    dying = DyingAfterStep() if quota is QuotaMiddleware else DyingInStep()
+
+    def search_once(messages: list[Any]) -> Any:
+        return "done" if messages[-1].type == "tool" else ["search"]
+
+    scene = Scene(mode, signals, search_once, [dying, limiter])
+    with pytest.raises(ConnectionError):
+        await scene.turn()
+    await scene.invoke(None)
+    again = quota is InlineQuotaMiddleware
+    assert scene.ran == ["search"]
+    assert len(scene.model.calls) == (3 if again else 2)
+    assert used(scene).tools["search"] == (2 if again and stored else 1)
+    assert used(scene).model == 2

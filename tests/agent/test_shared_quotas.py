@@ -262,7 +262,7 @@ async def test_a_wrong_computed_quota(
 
 NEEDS = (
     "quota 'user_id' of limit {limit!r} needs 'user_id' in runtime.context: call the agent with "
-    "context=… that has it"
+    'context={{"user_id": …}}, or an object that has it'
 )
 WRONG = (
     "the subject of quota 'user_id' of limit {limit!r} must be a string, a whole number or a UUID, "

@@ -40,13 +40,13 @@ else run meanwhile.
 - Versions: {versions}
 - Instructions are counted by callgrind, where valgrind is found (else CPU time is taken): the
   difference between a run of few steps and one of many, without Python's garbage collector. They
-  repeat within a percent, but miss what waits: LangChain's tracing of a middleware that wraps the
-  model call (ours do, its limiters do not) goes to a thread and back twice. Times by the clock have
+  repeat within a percent, but miss what waits for a disk or another thread. Times by the clock have
   that, and do not repeat: compare them within one run only.
 - *none* is an agent without limits; *LangChain, 2* are LangChain's `ModelCallLimitMiddleware` and
   `ToolCallLimitMiddleware`, *8* those and a `ToolCallLimitMiddleware` for each of six tools;
   *drop-in* are ours of the same names; *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`)
   hold the same limits. A single limit is on all tools together. Nothing is over its limit.
+- What each ratio should be, and which are met, is [at the end](#targets).
 
 """
 
@@ -78,7 +78,7 @@ def main() -> int:
 
 def _page(results: list[Result]) -> str:
     met = targets([ratio for result in results for ratio in result.ratios])
-    return "\n".join(map(str, [met, *(table for result in results for table in result.tables)]))
+    return "\n".join(map(str, [*(table for result in results for table in result.tables), met]))
 
 
 if __name__ == "__main__":

@@ -106,10 +106,14 @@ def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
     telemetry = scenes.telemetry(mode)
     decisions = [decision(limits)]
     tasks = count()
+    # In mid-run: the run's first span has begun its trace.
+    trace = telemetry.emit(decisions, started=time.time_ns()).trace
 
     def emit(number: int) -> None:
         for _ in repeat(None, number):
-            telemetry.emit(decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}")
+            telemetry.emit(
+                decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}", trace=trace
+            )
 
     return emit
 

@@ -60,7 +60,7 @@ PANELS = {
         8: "Calls by decision",
         9: "Refusals by limit and scope",
         10: "Near and exhausted",
-        11: "Threads by state",
+        11: "Subjects by state",
         12: "Charged to each limit",
         13: "Configured limits",
         14: "Health of the limits themselves",

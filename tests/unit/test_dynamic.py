@@ -78,9 +78,9 @@ LIMITS: list[Limit] = [
     ModelCallLimit(run_limit=lambda state, _: state["plan"], exit_behavior="error"),
 ]
 EXPECTED = [
-    Terms(LIMITS[0], 5, 2, "continue"),
+    Terms(LIMITS[0], 5, 2, "continue", computed=("thread",)),
     Terms(LIMITS[1], None, 9, "continue"),
-    Terms(LIMITS[2], None, 3, "error"),
+    Terms(LIMITS[2], None, 3, "error", computed=("run",)),
 ]
 
 
@@ -139,7 +139,7 @@ async def test_none_is_no_limit(signals: Signals) -> None:
     """A function may give None: at this moment there is no limit."""
     limit = ToolCallLimit(run_limit=lambda *_: None)
     (terms,) = terms_now([limit], STATE, RUNTIME, signals.telemetry)
-    assert terms == Terms(limit, None, None, "continue")
+    assert terms == Terms(limit, None, None, "continue", computed=("run",))
     assert await aterms_now([limit], STATE, RUNTIME, signals.telemetry) == [terms]
 
 

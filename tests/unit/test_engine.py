@@ -10,7 +10,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from langchain_quota import Call, Decision, ModelCallLimit, Outcome, Quota, ToolCallLimit
-from langchain_quota.engine import Outage, Plan, Used, charge, exhausted_scope, judge, plan, stops
+from langchain_quota.engine import (
+    Limits,
+    Outage,
+    Plan,
+    Used,
+    all_admitted,
+    charge,
+    exhausted_scope,
+    judge,
+    plan,
+    stops,
+)
 from langchain_quota.limits import (
     Exit,
     Limit,
@@ -1133,3 +1144,167 @@ def test_an_outage_that_allows_is_a_middleware_without_a_store(
     verdict, expected = (each.verdict(each.own_grant()) for each in (asked, without))
     assert outcomes(verdict.decisions) == outcomes(expected.decisions)
     assert (verdict.usage, verdict.exit) == (expected.usage, expected.exit)
+
+
+def limit_of(call: Call, *limits: Limit) -> list[str]:
+    """The names of the limits that match a call, as `Limits` finds them."""
+    return [each.limit.name for each in Limits(map(Terms.of, limits)).of(call)]
+
+
+def test_matching_keeps_the_order_of_the_limits() -> None:
+    """The limits that match a call come in the order in which they were given."""
+    named = [
+        ToolCallLimit(run_limit=9, name="last by name"),
+        ToolCallLimit("search", run_limit=9, name="b"),
+        ToolCallLimit(["calc", "search"], run_limit=9, name="a"),
+    ]
+    search = Call("tool", "search")
+    assert limit_of(search, *named) == ["last by name", "b", "a"]
+    assert limit_of(search, *named[::-1]) == ["a", "b", "last by name"]
+
+
+def test_matching_of_excluded_tools() -> None:
+    """A tool that a limit excludes is no tool like any other, whichever is asked for first."""
+    matching = Limits(
+        [
+            Terms.of(ToolCallLimit(run_limit=9, exclude=("calc",), name="but calc")),
+            Terms.of(ToolCallLimit(run_limit=9, name="all")),
+        ]
+    )
+    for tools in (("fetch", "calc", "fetch"), ("calc", "fetch", "calc")):
+        found = [[each.limit.name for each in matching.of(Call("tool", tool))] for tool in tools]
+        expected = {"fetch": ["but calc", "all"], "calc": ["all"]}
+        assert found == [expected[tool] for tool in tools]
+
+
+def test_matching_of_model_calls() -> None:
+    """A model call is matched by the limits of the model, and by none on a tool of that name."""
+    limits = (
+        ModelCallLimit(run_limit=9, name="model"),
+        ToolCallLimit("model", run_limit=9, name="tool"),
+        ToolCallLimit(run_limit=9, name="all"),
+    )
+    assert limit_of(Call("model"), *limits) == ["model"]
+    assert limit_of(Call("tool", "model"), *limits) == ["tool", "all"]
+    assert limit_of(Call("tool"), *limits) == ["all"]
+
+
+def test_matching_remembers_no_invented_name() -> None:
+    """A model may invent any number of names: those that no limit names are kept as one."""
+    matching = Limits([Terms.of(ToolCallLimit("search", run_limit=9))])
+    for number in range(100):
+        assert matching.of(Call("tool", f"invented-{number}", f"call-{number}")) == ()
+    assert matching.of(Call("tool", "search")) == matching.terms
+    assert len(matching._found) == 2
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        (Terms.of(ToolCallLimit(run_limit=9)), False),
+        (Terms.of(ToolCallLimit(thread_limit=9), thread_key="thread"), True),
+        (Terms.of(ToolCallLimit(run_limit=9), thread_key="thread"), False),
+        (Terms.of(ToolCallLimit(run_limit=9), quotas=(everybody(9),)), True),
+    ],
+    ids=["the state's", "a thread", "a thread that is not limited", "a quota"],
+)
+def test_matching_knows_of_the_store(terms: Terms, expected: bool) -> None:  # noqa: FBT001 - a row of the table
+    """Limits are shared where a store keeps a count of one of them."""
+    other = Terms.of(ToolCallLimit("search", run_limit=9))
+    assert Limits([other, terms]).shared is expected
+
+
+def test_without_limits_all_is_admitted() -> None:
+    """Where nothing is limited every call is allowed, and nothing is counted."""
+    matching = Limits([])
+    assert (matching.terms, matching.shared, matching.of(Call("model"))) == ((), False, ())
+    verdict = all_admitted(matching, {"search": Used(9, 9)}, calls("search"))
+    assert verdict is not None
+    assert outcomes(verdict.decisions) == ["allowed"]
+    assert (verdict.usage, verdict.breaches, verdict.exit) == ({}, (), None)
+
+
+@st.composite
+def any_terms(draw: st.DrawFn) -> list[Terms]:
+    """Limits of every kind: on one count, on trial, with patience, computed, ending, shared."""
+    found = []
+    alone = limit_lists().map(lambda limits: [Terms.of(each) for each in limits])
+    for given_terms in draw(shared_terms() if draw(st.integers(0, 3)) == 0 else alone):
+        terms, limit = given_terms, given_terms.limit
+        change = draw(st.integers(0, 5))
+        if change == 0 and limit.enforce and limit.exit_behavior == "continue":
+            patient = replace(limit, give_up_after=draw(st.integers(1, 3)))
+            terms = replace(terms, limit=patient)
+        elif change == 1:
+            computed = Terms.of(
+                replace(limit, run_limit=lambda *_: None), run_limit=draw(THRESHOLD)
+            )
+            terms = replace(computed, thread_key=terms.thread_key, quotas=terms.quotas)
+        elif change == 2:
+            terms = terms.ending()
+        found.append(terms)
+    return found
+
+
+@given(
+    terms=any_terms(),
+    usage=USAGES,
+    batch=batches() | batches(unique=True),
+    charging=st.booleans(),
+    may_stop=st.booleans(),
+    refusals=st.dictionaries(
+        st.sampled_from([f"limit-{index}" for index in range(4)]), st.integers(0, 3)
+    ),
+)
+def test_all_admitted_is_what_a_plan_comes_to(
+    *,
+    terms: list[Terms],
+    usage: dict[str, Used],
+    batch: list[Call],
+    charging: bool,
+    may_stop: bool,
+    refusals: dict[str, int],
+) -> None:
+    """It has no verdict exactly where a limit refuses or has quotas, else that of the plan."""
+    matching = Limits(terms)
+    asked = plan(terms, usage, batch, may_stop=may_stop, refusals=refusals)
+    expected = asked.verdict(asked.own_grant(), charging=charging)
+    verdict = all_admitted(matching, usage, batch, charging=charging)
+    touched = [each for each in terms if any(map(each.limit.matches, batch))]
+    refused = any(decision.refused_by for decision in expected.decisions)
+    assert (verdict is None) == (refused or any(each.quotas for each in touched))
+    if verdict is None:
+        return
+    assert verdict == expected
+
+
+@given(terms=any_terms(), usage=USAGES, batch=batches(), charging=st.booleans(), stop=st.booleans())
+def test_the_judge_says_what_a_plan_comes_to(
+    *, terms: list[Terms], usage: dict[str, Used], batch: list[Call], charging: bool, stop: bool
+) -> None:
+    """Whichever way the judge goes, its verdict is the plan's, with the counts not touched."""
+    asked = plan(terms, usage, batch, may_stop=stop)
+    expected = asked.verdict(asked.own_grant(), charging=charging)
+    assert judge(terms, usage, batch, may_stop=stop, charging=charging) == expected
+
+
+@given(terms=any_terms(), batch=batches())
+def test_a_call_is_matched_by_what_it_was_matched_by(terms: list[Terms], batch: list[Call]) -> None:
+    """What is remembered of a tool is what each limit says of the call, call after call."""
+    matching = Limits(terms)
+    for call in [*batch, Call("tool", "invented"), Call("tool", "calc"), Call("tool"), *batch]:
+        assert matching.of(call) == tuple(each for each in terms if each.limit.matches(call))
+
+
+def test_a_limit_of_ones_own_matches_by_what_it_likes() -> None:
+    """A limit that overrides what it matches is asked about each call."""
+
+    class Databases(ToolCallLimit):
+        __slots__ = ()
+
+        def matches(self, call: Call) -> bool:
+            return str(call.tool).startswith("db_")
+
+    limits = [Databases(run_limit=1, name="databases")]
+    verdict = judge(limits, {}, calls("web", "db_x", "db_x"))
+    assert [each.outcome for each in verdict.decisions] == ["allowed", "allowed", "blocked"]

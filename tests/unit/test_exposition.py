@@ -422,7 +422,7 @@ class TestApp:
     async def test_add_route(self, registry: CollectorRegistry) -> None:
         """It can be added with add_route, as FastAPI's and Starlette's users do."""
         app = Starlette()
-        app.add_route("/metrics", metrics_app(registry))  # type: ignore[arg-type]  # an ASGI app is taken too
+        app.add_route("/metrics", metrics_app(registry))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             response = await client.get("/metrics")
@@ -435,7 +435,7 @@ class TestApp:
             raise AssertionError
 
         with pytest.raises(ValueError, match="websocket"):
-            await metrics_app(registry)({"type": "websocket"}, unused, unused)  # type: ignore[arg-type]  # never called
+            await metrics_app(registry)({"type": "websocket"}, unused, unused)
 
 
 class TestAppOffTheLoop:

@@ -29,8 +29,9 @@ FLOORS = [
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 
 LANDINGS = [
-    {"origin", "history", "requests", "observers"},
+    {"origin", "history", "requests", "observers", "typevars", "unknown_tools"},
     {"subjects", "rulings", "store_client"},
+    {"case"},
     {"dynamic", "tool_case", "model_case"},
     {"limiter"},
     {"tool_call_limit", "model_call_limit", "quotas"},

@@ -236,8 +236,10 @@ def test_the_terms_of_computed_numbers() -> None:
         raise AssertionError
 
     limit = ToolCallLimit(thread_limit=never, run_limit=2)
-    assert Terms.of(limit, thread_limit=7) == Terms(limit, 7, 2, "continue")
-    assert Terms.of(limit, thread_limit=None) == Terms(limit, None, 2, "continue")
+    computed = ("thread",)
+    assert Terms.of(limit, thread_limit=7) == Terms(limit, 7, 2, "continue", computed=computed)
+    none = Terms.of(limit, thread_limit=None)
+    assert none == Terms(limit, None, 2, "continue", computed=computed)
 
 
 def test_terms_need_every_number() -> None:

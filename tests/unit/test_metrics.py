@@ -515,6 +515,8 @@ def test_a_quota_is_counted_by_its_scope(signals: Signals) -> None:
         for value in sample.labels.values()
     }
     assert not any("ada" in value for value in values)
+    kept = signals.telemetry._signals.metrics._limits.values()
+    assert not any("ada" in str(vars(series)) for series in kept)
 
 
 def test_the_number_of_a_quota_is_shown_unless_it_is_computed(signals: Signals) -> None:

@@ -7,7 +7,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 
 from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, Quota
-from langchain_quota.engine import Outage
+from langchain_quota.engine import Limits, Outage
 from langchain_quota.limits import QuotaTerms, Terms
 from langchain_quota.middleware.model_case import ModelCase
 from langchain_quota.middleware.rulings import Ruling
@@ -33,7 +33,7 @@ OWING = Ledger(owed={"refund": {ANN: 2}})
 
 
 def case_of(state: dict[str, Any], *terms: Terms) -> ModelCase:
-    return ModelCase(state, None, terms or [terms_of()], judge="QuotaMiddleware")
+    return ModelCase(state, None, Limits(terms or [terms_of()]), judge="QuotaMiddleware")
 
 
 def granted(case: ModelCase, **kept: int) -> Grant:
@@ -175,7 +175,7 @@ def test_a_call_that_is_charged_later_writes_nothing() -> None:
 
 def test_without_limits_nothing_is_written() -> None:
     """A model that nobody limits is told of, and not counted."""
-    case = ModelCase(state_of(2), None, [], judge="QuotaMiddleware")
+    case = ModelCase(state_of(2), None, Limits([]), judge="QuotaMiddleware")
     ruling = case.rule(case.plan.own_grant())
     assert [decision.outcome for decision in ruling.decisions] == ["allowed"]
     assert ruling.update is None

@@ -1,7 +1,7 @@
 """The table of users, tenants and other subjects: what is counted, and what is forgotten."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import pytest
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from langchain_quota import Call, Decision, Level, ToolCallLimit
-from langchain_quota.engine import Outage, plan
+from langchain_quota import Call, Decision, Level, Outcome, ToolCallLimit
+from langchain_quota.engine import Outage, judge, plan
 from langchain_quota.limits import Quota, QuotaTerms, Terms
 from langchain_quota.reservation import admit
 from langchain_quota.telemetry.subjects import SubjectTable
@@ -141,6 +141,23 @@ def test_subjects_are_told_apart(bench: Bench) -> None:
         ("boss", "other", "user_id"): {"exhausted": 1},
         ("clerk", "search", "user_id"): {"ok": 1},
     }
+
+
+def test_only_the_limits_with_quotas_have_subjects(bench: Bench) -> None:
+    """Limits without quotas, and calls without limits, before and after count nobody."""
+    table = bench.table()
+    call = Call("tool", "search", "a", agent="boss")
+    plain = judge([ToolCallLimit("search", run_limit=5, name="plain")], {}, [call]).decisions
+    (decision,) = decide(9, quota())
+    mixed = replace(
+        decision,
+        standings=(*plain[0].standings, *decision.standings, *plain[0].standings),
+    )
+    free = Decision(call, Outcome.ALLOWED)
+    table.record("boss", [free, *plain])
+    assert table.counts() == {}
+    table.record("boss", [free, mixed, *plain])
+    assert told(table) == {SEARCH: {"exhausted": 1}}
 
 
 def test_what_all_share_is_one_subject(bench: Bench) -> None:

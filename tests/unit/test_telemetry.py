@@ -1,17 +1,21 @@
 """Telemetry as a whole: it tells everything, shares its metrics, and never breaks the agent."""
 
+import asyncio
 import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
-from opentelemetry.trace import NoOpTracerProvider
+from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
+from opentelemetry.trace import NoOpTracerProvider, format_span_id
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,6 +29,7 @@ from langchain_quota import (
     ToolCallLimit,
     hmac_label,
 )
+from langchain_quota import telemetry as telemetry_module
 from langchain_quota.decision import Refund
 from langchain_quota.engine import Outage, Used, charge, judge, plan
 from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
@@ -197,6 +202,164 @@ def test_a_failing_thread_table_changes_nothing(
     assert errors(signals.registry) == {("threads", "MemoryError"): 3}
     assert len(logged_errors(caplog)) == 1
     assert calls_total(signals.registry) == 1
+
+
+class RaisingSampler(Sampler):
+    """Fails whenever it is asked."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def should_sample(self, *_: Any, **__: Any) -> SamplingResult:
+        raise self._error
+
+    def get_description(self) -> str:
+        return "raising"
+
+
+class RaisingAtEnd(SpanProcessor):
+    """Fails when a span has ended."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise RuntimeError("no exporter")
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that takes anything and raises."""
+
+    def broken(*_: object, **__: object) -> Any:
+        raise error
+
+    return broken
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function that makes a signal: whose it is, its name, and as what its failure counts."""
+
+    owner: Callable[[Telemetry], object]
+    name: str
+    component: str
+    signals: frozenset[str] = frozenset()
+    """What there is not without it."""
+
+
+PARTS = [
+    Part(lambda telemetry: telemetry._signals.tools, "label", "metrics"),
+    Part(lambda telemetry: telemetry._tracing, "place", "tracing"),
+    Part(lambda telemetry: telemetry._tracing, "record", "tracing", frozenset({"span"})),
+    Part(lambda _: telemetry_module, "carried", "tracing"),
+    Part(lambda _: telemetry_module, "exemplar", "tracing"),
+    Part(lambda telemetry: telemetry._signals.metrics, "record", "metrics", frozenset({"calls"})),
+    Part(
+        lambda telemetry: telemetry._signals.metrics, "crossed", "metrics", frozenset({"crossings"})
+    ),
+    Part(lambda telemetry: telemetry._signals.threads, "record", "threads", frozenset({"thread"})),
+    Part(lambda telemetry: telemetry._signals.subjects, "record", "threads", frozenset({"user"})),
+]
+each_part = pytest.mark.parametrize(
+    "part", PARTS, ids=lambda part: f"{part.component} {part.name} {sorted(part.signals)}"
+)
+
+
+def told(signals: Signals, caplog: pytest.LogCaptureFixture) -> set[str]:
+    """The signals that there are of a call which used up the limits of a thread and of a user."""
+    thread = {"agent": "boss", "limit": "tool:email", "thread_id": "t1"}
+    crossings = [
+        {"agent": "boss", "limit": "tool:email", "scope": scope} for scope in ("thread", "user_id")
+    ]
+    found = {
+        "calls": calls_total(signals.registry) == 1,
+        "crossings": [
+            signals.value("langchain_quota_exhausted_total", **labels) for labels in crossings
+        ]
+        == [1, 1],
+        "span": len(signals.spans()) == 1,
+        "logs": [record.levelno for record in caplog.records].count(logging.WARNING) == 2,
+        "thread": signals.value("langchain_quota_thread_used", **thread) == 1,
+        "user": subjects(signals, "user_id")["exhausted"] == 1,
+    }
+    return {signal for signal, is_told in found.items() if is_told}
+
+
+@each_part
+def test_a_part_that_fails_does_not_stop_the_others(
+    part: Part,
+    signals: Signals,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one part raises is counted once, as its failure, and all other signals are there."""
+    caplog.set_level(logging.WARNING, LOGGER)
+    decisions = stored(DAILY, used=4, thread_limit=1)
+    monkeypatch.setattr(part.owner(signals.telemetry), part.name, raising(LookupError("x")))
+    assert signals.telemetry.emit(decisions, started=0).is_new
+    assert (
+        told(signals, caplog)
+        == {*("calls", "crossings", "span", "logs", "thread", "user")} - part.signals
+    )
+    assert set(errors(signals.registry)) == {(part.component, "LookupError")}
+
+
+@each_part
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+def test_no_part_swallows_an_interrupt(
+    part: Part, error: BaseException, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation or an interrupt that comes while a part is at work passes through."""
+    decisions = stored(DAILY, used=4, thread_limit=1)
+    monkeypatch.setattr(part.owner(signals.telemetry), part.name, raising(error))
+    with pytest.raises(type(error)):
+        signals.telemetry.emit(decisions, started=0)
+    assert errors(signals.registry) == {}
+
+
+@pytest.mark.parametrize("at", ["sampler", "end of a span"])
+def test_a_failing_sdk_changes_nothing(at: str) -> None:
+    """A sampler, or a processor at a span's end, that raises costs no count and no thread."""
+    provider, registry = TracerProvider(), CollectorRegistry()
+    if at == "sampler":
+        provider = TracerProvider(sampler=RaisingSampler(RuntimeError("no")))
+    else:
+        provider.add_span_processor(RaisingAtEnd())
+    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    emitted = telemetry.emit(decide(calls=3), started=0)
+    assert (emitted.is_new, emitted.trace) == (True, None)
+    assert errors(registry) == {("tracing", "RuntimeError"): 3}
+    assert calls_total(registry) == 3
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert registry.get_sample_value("langchain_quota_thread_used", labels) == 3
+
+
+@pytest.mark.parametrize("counter", ["calls", "limit_decisions", "near"])
+def test_a_counter_that_cannot_count_changes_nothing(
+    counter: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registry whose counters raise, for a full disk say, costs no span and no thread."""
+    broken = SimpleNamespace(inc=raising(OSError("disk full")))
+    metrics = signals.telemetry._signals.metrics
+    monkeypatch.setattr(getattr(metrics, counter), "labels", lambda *_: broken)
+    signals.telemetry.emit(decide(7), started=0)
+    assert set(errors(signals.registry)) == {("metrics", "OSError")}
+    assert len(signals.spans()) == 1
+    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
+    assert signals.value("langchain_quota_thread_used", **labels) == 8
+
+
+def test_a_failed_span_leaves_the_callers_exemplar() -> None:
+    """A call whose own span failed is linked to the active span, like a call without a span."""
+    registry = CollectorRegistry()
+    provider = TracerProvider(sampler=RaisingSampler(RuntimeError("no")))
+    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    with TracerProvider().get_tracer("app").start_as_current_span("request") as request:
+        telemetry.emit(decide(), started=0)
+    found = [
+        sample.exemplar.labels["span_id"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.exemplar
+    ]
+    assert found == [format_span_id(request.get_span_context().span_id)] * 2
 
 
 def test_failures_of_what_users_hang_in_are_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -1054,3 +1217,12 @@ def test_failing_metrics_of_the_store_change_nothing(
     signals.telemetry.stored("reserve", "ok", 0.1)
     signals.telemetry.fell_back("boss", "deny", 1)
     assert errors(signals.registry) == {("metrics", "ValueError"): 1, ("metrics", "OSError"): 2}
+
+
+def test_a_limit_beyond_all_floats_changes_nothing(signals: Signals) -> None:
+    """What cannot be computed of a limit is counted as a failure, and not raised."""
+    limit = ModelCallLimit(thread_limit=10**400)
+    verdict = judge([limit], {}, [Call("model", thread_id="t")])
+    signals.telemetry.emit(verdict.decisions, started=0)
+    assert calls_total(signals.registry) == 1
+    assert ("metrics", "OverflowError") in errors(signals.registry)

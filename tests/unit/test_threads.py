@@ -16,7 +16,7 @@ from langchain_quota.decision import QuotaUse
 from langchain_quota.engine import Outage, Used, plan
 from langchain_quota.limits import Quota, QuotaTerms, Terms
 from langchain_quota.reservation import admit
-from langchain_quota.telemetry.threads import LimitUse, QuotaCount, Snapshot, ThreadTable
+from langchain_quota.telemetry.threads import LimitUse, QuotaCount, Snapshot, ThreadTable, rate
 
 STANDING = Standing(
     limit="search",
@@ -235,18 +235,53 @@ def test_a_limits_own_near_makes_the_level(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "level", "share", "rated"),
+    ("use", "level", "share"),
     [
-        (LimitUse(0, 10, near=0.8), Level.OK, 0.0, True),
-        (LimitUse(8, 10, near=0.8), Level.NEAR, 0.8, True),
-        (LimitUse(10, 10, near=0.8), Level.EXHAUSTED, 1.0, True),
-        (LimitUse(10, 10, near=0.8, enforced=False), Level.OK, 0.0, False),
-        (LimitUse(10, None, near=0.8), Level.OK, 0.0, False),
+        (LimitUse(0, 10, near=0.8), Level.OK, 0.0),
+        (LimitUse(8, 10, near=0.8), Level.NEAR, 0.8),
+        (LimitUse(10, 10, near=0.8), Level.EXHAUSTED, 1.0),
+        (LimitUse(10, 10, near=0.8, enforced=False), None, 0.0),
+        (LimitUse(10, None, near=0.8), None, 0.0),
     ],
 )
-def test_the_use_of_a_limit(use: LimitUse, level: Level, share: float, rated: bool) -> None:  # noqa: FBT001 - a row of the table
+def test_the_use_of_a_limit(use: LimitUse, level: Level | None, share: float) -> None:
     """Only an enforced limit with a number says how much of it is used."""
-    assert (use.level, use.share, use.rated) == (level, share, rated)
+    assert use.level is level
+    assert rate([use]) == (level or Level.OK, share)
+
+
+@pytest.mark.parametrize("limit", [10, 0, None])
+def test_each_decision_is_the_latest_word(bench: Bench, limit: int | None) -> None:
+    """When a limit was last told is known of one without a number, too: other workers go by it."""
+    table = bench.table()
+    for used in (1, 2):
+        bench.clock.now += 1
+        table.record("boss", "t1", [allowed(used, limit)])
+    (use,) = table.contents().threads
+    assert use.limits["search"].decided == use.last_decision == 1002
+
+
+def test_a_limit_that_comes_and_goes(bench: Bench) -> None:
+    """A limit that is computed, none, on trial or 0 counts a thread only while it says a number."""
+    table = bench.table()
+    moved = []
+    for decision in (
+        allowed(9, None),
+        allowed(9),
+        allowed(9, 0),
+        allowed(10),
+        allowed(10, None),
+        on_trial(10, name="search"),
+        allowed(1),
+        blocked(1, None),
+        allowed(9),
+    ):
+        table.record("boss", "t1", [decision, allowed(1, 50, "all")])
+        moved.append(states(table, "search"))
+    near, exhausted, ok = ({level: 1} for level in (Level.NEAR, Level.EXHAUSTED, Level.OK))
+    assert moved == [{}, near, {}, exhausted, {}, {}, ok, {}, near]
+    assert states(table, "all") == {Level.OK: 1}
+    assert shown(table, "search") == {"t1": (9, 10, 1)}
 
 
 def test_a_computed_limit_may_move(bench: Bench) -> None:
@@ -546,13 +581,16 @@ def stored(
     return asked.verdict(admit(asked.reservation, known)).decisions
 
 
-def shown(table: ThreadTable) -> dict[str, tuple[float | None, float | None, float]]:
-    """What the threads have used, of how much, and how often they were refused."""
+def shown(
+    table: ThreadTable, limit: str | None = None
+) -> dict[str, tuple[float | None, float | None, float]]:
+    """What the threads have used of their limit, of how much, and how often it refused."""
     used = samples(table, "langchain_quota_thread_used")
     limits = samples(table, "langchain_quota_thread_limit")
     return {
         key[2]: (used.get(key), limits.get(key), count)
         for key, count in samples(table, "langchain_quota_thread_blocked_total").items()
+        if limit in {None, key[1]}
     }
 
 
@@ -667,6 +705,25 @@ def test_a_decision_in_the_new_window_counts(bench: Bench) -> None:
     assert shown(table) == {"t1": (0, 5, 1)}
 
 
+def test_a_window_that_is_another_now(bench: Bench) -> None:
+    """A quota whose window was lengthened, or that is gone, is not reset at the former end."""
+    table = bench.table()
+    table.record("boss", "longer", stored(hourly(5, 1050), used=[3]))
+    table.record("boss", "longer", stored(hourly(5, 2000), used=[4]))
+    table.record("boss", "gone", stored(hourly(5, 1050), used=[3]))
+    table.record("boss", "gone", [allowed(4, 5, "tool:search")])
+    table.record(
+        "boss", "one of two", stored(hourly(5, 1050), hourly(9, 2000, "daily"), used=[3] * 2)
+    )
+    assert windows(table) == {
+        1050: {("boss", "one of two")},
+        2000: {("boss", "longer"), ("boss", "one of two")},
+    }
+    bench.clock.now = 1050
+    assert shown(table) == {"longer": (5, 5, 0), "gone": (4, 5, 0), "one of two": (4, 9, 0)}
+    assert windows(table) == {2000: {("boss", "longer"), ("boss", "one of two")}}
+
+
 def test_a_decision_that_is_told_too_late(bench: Bench) -> None:
     """Of a window that has passed before its decision is told, nothing counts."""
     table = bench.table()
@@ -725,6 +782,17 @@ def test_a_forgotten_thread_leaves_no_window(bench: Bench) -> None:
     bench.clock.now += 3601
     table.snapshot()
     assert table._windows._keys == {10**9: {}}
+
+
+def test_a_refund_in_a_new_window(bench: Bench) -> None:
+    """A charge taken back after its window has passed takes nothing from the new one."""
+    table = bench.table()
+    table.record("boss", "t1", stored(hourly(5, 1050), used=[3], thread=(7, 10)))
+    bench.clock.now = 1050
+    table.refund("boss", "t1", "tool:search", 1)
+    (use,) = table.snapshot().threads
+    assert use.limits["tool:search"] == LimitUse(7, 10, 0, 0.8, True, (QuotaCount(0, 5),))
+    assert (states(table), windows(table)) == ({Level.OK: 1}, {})
 
 
 def test_a_refund_lowers_quotas_too(bench: Bench) -> None:
@@ -910,6 +978,19 @@ class Model:
                     counts[level_of(use)] += 1
         return found
 
+    def windows(self) -> dict[float, set[Key]]:
+        found: dict[float, set[Key]] = {}
+        for key, entry in self.entries.items():
+            for quota in (each for use in entry.limits.values() for each in use.quotas):
+                if quota.resets_at is not None:
+                    found.setdefault(quota.resets_at, set()).add(key)
+        return found
+
+
+def windows(table: ThreadTable) -> dict[float, set[Key]]:
+    """The threads that a table looks at when a window ends."""
+    return {end: set(keys) for end, keys in table._windows._keys.items() if keys}
+
 
 THREADS = st.tuples(st.sampled_from(["boss", "clerk"]), st.sampled_from(["t1", "t2", "t3"]))
 LIMITS = st.sampled_from(["search", "all"])
@@ -926,6 +1007,7 @@ STEPS = st.lists(
         st.tuples(st.just("blocked"), THREADS, LIMITS, USES),
         st.tuples(st.just("would_block"), THREADS, LIMITS, USES),
         st.tuples(st.just("refund"), THREADS, LIMITS, st.integers(1, 3)),
+        st.tuples(st.just("forget"), THREADS),
         st.tuples(st.just("wait"), st.sampled_from([10, 60, 101])),
     ),
     max_size=30,
@@ -981,6 +1063,9 @@ def moments(
                     entry = model.entries[agent, thread]
                     assert table._threads[agent, thread].last_decision in {entry.last, clock.now}
                     entry.last = table._threads[agent, thread].last_decision
+            case ("forget", (str(agent), str(thread))):
+                table.forget(agent, thread)
+                model.entries.pop((agent, thread), None)
             case ("quotas", (str(agent), str(thread)), str(limit), (int(used), number), [*quotas]):
                 decision = allowed(used, number if isinstance(number, int) else None, limit)
                 decision = by_quotas(decision, quotas, clock.now)
@@ -1026,6 +1111,7 @@ def test_the_table_is_what_a_recount_gives(
         for key in order[exported:]:
             hidden[model.entries[key].level] += 1
         assert snapshot.hidden == hidden
+        assert windows(table) == model.windows()
     assert errors == []
 
 

@@ -7,7 +7,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
 from langchain_quota import Quota, ToolCallLimit, ToolCallLimitExceededError, messages
-from langchain_quota.engine import Outage
+from langchain_quota.engine import Limits, Outage
 from langchain_quota.limits import Limit, QuotaTerms, Terms
 from langchain_quota.middleware.rulings import Ruling
 from langchain_quota.middleware.tool_case import ToolCase, tool_case
@@ -29,9 +29,9 @@ def state_of(*tools: str, **values: Any) -> dict[str, Any]:
 
 def rule(state: dict[str, Any], *limits: Limit) -> Ruling:
     terms = [Terms.of(limit) for limit in limits]
-    case = tool_case(state, None, terms, judge="QuotaMiddleware", every_call=True)
+    case = tool_case(state, None, Limits(terms), judge="QuotaMiddleware", every_call=True)
     assert case is not None
-    return case.rule(case.plan.own_grant())
+    return case.rule()
 
 
 def written(ruling: Ruling) -> dict[str, Any]:
@@ -190,7 +190,7 @@ EVERYBODY = Terms.of(
 
 
 def shared_case(state: dict[str, Any], *terms: Terms) -> ToolCase:
-    case = tool_case(state, None, terms or [shared_terms()], judge=JUDGE, every_call=True)
+    case = tool_case(state, None, Limits(terms or [shared_terms()]), judge=JUDGE, every_call=True)
     assert case is not None
     return case
 
@@ -295,7 +295,7 @@ def test_what_another_middleware_reserved_stays() -> None:
     state = state_of("search")
     first = shared_case(state)
     known = after(state, written(first.rule(granted(first))))
-    other = tool_case(known, None, [EVERYBODY], judge="Other", every_call=True)
+    other = tool_case(known, None, Limits([EVERYBODY]), judge="Other", every_call=True)
     assert other is not None
     assert taken_back(other) == []
     update = written(other.rule(granted(other)))

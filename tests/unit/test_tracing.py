@@ -1,9 +1,12 @@
 """The span of a judged call: when there is one, what it says, and what it costs otherwise."""
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 from opentelemetry import baggage, trace
@@ -365,6 +368,52 @@ def test_lazy_attributes_are_a_mapping() -> None:
     assert calls == [1]
 
 
+class Adding(KeepBlocked):
+    """Keeps everything, with one attribute more, added in a way of its own."""
+
+    def __init__(self, add: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        self._add = add
+
+    def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
+        given = kwargs.get("attributes") or args[4]
+        return SamplingResult(Sampling.RECORD_AND_SAMPLE, self._add(given))
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda given: {**given, "priority": 1},
+        lambda given: dict(given) | {"priority": 1},
+        lambda given: given.copy() | {"priority": 1},
+        lambda given: dict(given.items(), priority=1),
+        lambda given: {"priority": 1, **{key: given[key] for key in given.keys()}},  # noqa: SIM118
+        lambda given: dict(zip(given, given.values(), strict=True), priority=1),
+    ],
+    ids=["unpacked", "dict", "copy", "items", "keys", "values"],
+)
+def test_a_sampler_may_add_attributes(
+    add: Callable[[Mapping[str, Any]], Mapping[str, Any]], builds: list[Decision]
+) -> None:
+    """However it reads those that it is given, the span has all of them and its own."""
+    exported = Exported(Adding(add))
+    exported.telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    found = attributes(exported.spans[0])
+    assert found.pop("priority") == 1
+    plain = Exported()
+    plain.telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    assert found == attributes(plain.spans[0])
+    assert len(builds) == 2
+
+
+def test_the_items_of_lazy_attributes_change_nothing() -> None:
+    """What the SDK takes them from is no way to change what the next reader sees."""
+    lazy = LazyAttributes(lambda: {"a": 1})
+    items = lazy.items()
+    assert list(items) == [("a", 1)]
+    assert not hasattr(items, "clear")
+    assert lazy.items() == items == {("a", 1)}
+
+
 def exemplars(registry: CollectorRegistry) -> list[dict[str, str]]:
     return [
         dict(sample.exemplar.labels)
@@ -684,6 +733,133 @@ def test_baggage_reaches_every_span(signals: Signals) -> None:
     finally:
         detach(token)
     assert noting.seen == [{"tenant": "acme"}] * 2
+
+
+GIVEN = {"traceparent": f"00-{5:032x}-{7:016x}-01", "tracestate": "vendor=kept"}
+
+
+def test_baggage_is_that_of_each_step(signals: Signals) -> None:
+    """Steps in one given trace have each the baggage of their own caller, or none."""
+    noting = Baggage()
+    signals.provider.add_span_processor(noting)
+    for tenant in ("acme", "bolt"):
+        token = attach(baggage.set_baggage("tenant", tenant))
+        try:
+            signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
+        finally:
+            detach(token)
+    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
+    assert noting.seen == [{"tenant": "acme"}, {"tenant": "bolt"}, {}]
+    assert {span.context.trace_id for span in signals.spans()} == {5}
+
+
+@pytest.mark.parametrize(
+    ("given", "states"),
+    [
+        (GIVEN, [{"vendor": "kept"}]),
+        (dict(reversed(GIVEN.items())), [{"vendor": "kept"}]),
+        (GIVEN | {"tracestate": "vendor=other"}, [{"vendor": "other"}]),
+        ({"traceparent": GIVEN["traceparent"]}, [{}]),
+        (GIVEN | {"traceparent": f"00-{5:032x}-{7:016x}-00"}, []),
+    ],
+    ids=["the same", "in another order", "another state", "no state", "not sampled"],
+)
+def test_given_traces_are_told_apart(
+    given: Mapping[str, str], states: Sequence[Mapping[str, str]], signals: Signals
+) -> None:
+    """Traces that differ only in the state, or in whether they are sampled, are not mixed up."""
+    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
+    emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=given)
+    assert emitted.trace == given
+    found = [dict(span.context.trace_state) for span in signals.spans()]
+    assert found == [{"vendor": "kept"}, *states]
+
+
+class Instrumentation:
+    """What OpenInference's module has, with a span that is not the active one."""
+
+    is_instrumented_by_opentelemetry = True
+
+    def __init__(self, span: trace.Span | None) -> None:
+        self._span = span
+
+    def LangChainInstrumentor(self) -> "Instrumentation":  # noqa: N802 - its name
+        return self
+
+    def get_current_span(self) -> trace.Span | None:
+        return self._span
+
+
+def remote(trace_id: int, span_id: int) -> trace.Span:
+    flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+    return trace.NonRecordingSpan(
+        trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags)
+    )
+
+
+@pytest.mark.parametrize(
+    ("active", "other", "given", "parent", "begins"),
+    [
+        (None, remote(5, 6), None, (5, 6), False),
+        (None, remote(5, 6), GIVEN, (5, 6), False),
+        (remote(5, 4), remote(5, 6), None, (5, 6), False),
+        (remote(3, 4), remote(5, 6), None, (3, 4), False),
+        (remote(3, 4), None, GIVEN, (3, 4), False),
+        (None, None, GIVEN, (5, 7), False),
+        (None, None, None, None, True),
+        (None, trace.INVALID_SPAN, None, None, False),
+    ],
+    ids=[
+        "theirs alone",
+        "theirs, and a given one",
+        "theirs in the active trace",
+        "theirs in another trace",
+        "the active one, and a given one",
+        "a given one",
+        "none",
+        "theirs, of no trace",
+    ],
+)
+def test_where_spans_belong(
+    signals: Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    active: trace.Span | None,
+    other: trace.Span | None,
+    given: Mapping[str, str] | None,
+    parent: tuple[int, int] | None,
+    begins: bool,
+) -> None:
+    """Below OpenInference's span, else the active, else the given; only without any one begins."""
+    module = "openinference.instrumentation.langchain"
+    monkeypatch.setitem(sys.modules, module, cast("ModuleType", Instrumentation(other)))
+    with trace.use_span(active) if active is not None else nullcontext():
+        emitted = signals.telemetry.emit(
+            decide(LIMIT, tools=["search", "search"]), started=5, trace=given
+        )
+    first, second = signals.spans()
+    found = first.parent and (first.parent.trace_id, first.parent.span_id)
+    assert found == parent
+    assert span_of(emitted.trace) == ids(first) if begins else emitted.trace == given
+    siblings = second.parent and (second.parent.trace_id, second.parent.span_id)
+    assert siblings == ((first.context.trace_id, first.context.span_id) if begins else parent)
+
+
+def test_a_broken_instrumentation_costs_no_span(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If OpenInference's span cannot be asked for, ours is made below the active one."""
+    module = "openinference.instrumentation.langchain"
+    monkeypatch.setitem(sys.modules, module, cast("ModuleType", Instrumentation(None)))
+    monkeypatch.setattr(Instrumentation, "get_current_span", lambda _: 1 // 0)
+    with trace.use_span(remote(3, 4)):
+        emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    (span,) = signals.spans()
+    assert span.parent is not None
+    assert (span.parent.trace_id, span.parent.span_id) == (3, 4)
+    assert emitted.trace is None
+    labels = {"component": "tracing", "error_type": "ZeroDivisionError"}
+    assert signals.value("langchain_quota_errors_total", **labels) == 1
 
 
 def test_a_task_that_runs_again_keeps_the_trace_that_it_began(signals: Signals) -> None:

@@ -37,10 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has gone; the interpreter's last flush must not fail as well.
+    except OSError as error:
+        # Whoever read the output has gone, or there is no room for it: the interpreter's last
+        # flush must not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        if isinstance(error, BrokenPipeError):
+            return 1
+        return _failed(arguments.command, error.strerror or str(error))
 
 
 def _parser() -> argparse.ArgumentParser:

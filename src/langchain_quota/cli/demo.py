@@ -74,7 +74,7 @@ def run(options: Options) -> None:
     Raises:
         DemoError: The port, the file, the model, the directory of metrics or the exporter of spans
             cannot be used.
-    """
+    """  # noqa: DOC501 - the name is that of the function which makes the DemoError
     with ExitStack() as stack:
         stack.enter_context(_only_errors_logged())
         model = scripted_model() if options.model is None else _real_model(options.model)
@@ -87,7 +87,7 @@ def run(options: Options) -> None:
         provider = stack.enter_context(_traced(spans))
         try:
             traffic = _Traffic(options, model, provider)
-        except OSError as error:  # PROMETHEUS_MULTIPROC_DIR names no directory
+        except (OSError, ValueError) as error:  # PROMETHEUS_MULTIPROC_DIR cannot be written to
             raise _demo_error("cannot keep metrics", error) from error
         say(f"{options.threads} threads of agent {AGENT!r}, {TURNS} turns each; {server.url}")
         began = time.monotonic()
@@ -225,8 +225,10 @@ def _served(port: int) -> MetricsServer:
     try:
         return start_metrics_server(port=port)
     except OSError as error:
-        hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
-        raise DemoError(f"{error.strerror}{hint}") from error
+        reason = str(error.strerror)
+        if error.errno == errno.EADDRINUSE:
+            reason = f"{reason.partition(';')[0]}; choose another with --port"
+        raise DemoError(reason) from error
     except ValueError as error:  # PROMETHEUS_MULTIPROC_DIR names no directory
         raise _demo_error("cannot keep metrics", error) from error
 

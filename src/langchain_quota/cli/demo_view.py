@@ -94,7 +94,7 @@ def table(rows: Sequence[Row], console: Console) -> Table:
     """The threads as a table; names are shown as they are, never read as markup."""
     with_refusals = console.width >= _WIDTH_WITH_REFUSALS
     fixed = max(len(row.thread) for row in rows) + _FIXED_WIDTH
-    fixed += len(_REFUSAL_HEADING) if with_refusals else 0
+    fixed += len(_REFUSAL_HEADING) + 1 if with_refusals else 0
     least, most = _BAR_WIDTHS
     bar = max(least, min(most, (console.width - fixed) // len(rows[0].uses)))
     characters = _bar_characters(console.encoding)

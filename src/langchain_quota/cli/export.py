@@ -87,11 +87,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool) -> None:
-    """Write all files, or none if one of them may not be written."""
+    """Write all files, or none if one of them may not be written.
+
+    Raises:
+        ExportError: One of them may not, or cannot, be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ExportError(f"cannot use --to {str(directory)!r}: {error.strerror}") from error
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "a file is in the way" if in_the_way else error.strerror
+        raise ExportError(
+            f"cannot use --to {str(directory)!r}: {reason}; name a directory that you can write to"
+        ) from error
     paths = {directory / name: text for name, text in files.items()}
     taken = [path for path in paths if os.path.lexists(path)]
     if taken and not force:
@@ -106,7 +114,10 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
             with path.open("w" if force else "x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
         except OSError as error:
-            raise ExportError(f"cannot write {str(path)!r}: {error.strerror}") from error
+            raise ExportError(
+                f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can "
+                "write to with --to"
+            ) from error
         print(f"{path}{note}")  # noqa: T201 - a command's output
 
 

@@ -28,13 +28,15 @@ def terms_now(
 
     Args:
         limits: The limits.
-        state, runtime: The hook's.
+        state: The hook's state.
+        runtime: The hook's runtime.
         telemetry: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
 
     Raises:
         RuntimeError: A function is async; only the agent's async methods can wait for it.
-        TypeError, ValueError: A number or subject is missing or of the wrong type.
+        TypeError: A number or subject has the wrong type.
+        ValueError: A number is negative, or a subject is missing.
         Exception: Whatever a function raises; it is counted.
     """
     found = []
@@ -71,12 +73,14 @@ async def aterms_now(
 
     Args:
         limits: The limits.
-        state, runtime: The hook's.
+        state: The hook's state.
+        runtime: The hook's runtime.
         telemetry: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
 
     Raises:
-        TypeError, ValueError: A number or subject is missing or of the wrong type.
+        TypeError: A number or subject has the wrong type.
+        ValueError: A number is negative, or a subject is missing.
         Exception: Whatever a function raises; it is counted.
     """
     found = []

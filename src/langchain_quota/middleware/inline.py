@@ -1,6 +1,7 @@
 """InlineQuotaMiddleware: many limits without a node of the graph."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import takewhile
@@ -15,14 +16,14 @@ from langchain.agents.middleware.types import (
 )
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMessage
 from langgraph.types import Command, PregelTask
-from langgraph.typing import ContextT
 
+from langchain_quota.engine import Limits
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.limits import Terms
 from langchain_quota.middleware.model_case import ModelCase
 from langchain_quota.middleware.quotas import Quotas
 from langchain_quota.middleware.rulings import Update
 from langchain_quota.middleware.tool_case import ToolCase, tool_case
+from langchain_quota.middleware.typevars import ContextT
 from langchain_quota.state import (
     LEDGER,
     ledger,
@@ -48,22 +49,25 @@ class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
 
     Args:
         limits: The limits, at least one, each under a name of its own.
-        tell_model, hide_exhausted, on_decision, store, on_store_error, telemetry: As of
-            `QuotaMiddleware`.
+        tell_model: As of `QuotaMiddleware`.
+        hide_exhausted: As of `QuotaMiddleware`.
+        on_decision: As of `QuotaMiddleware`.
+        store: As of `QuotaMiddleware`.
+        on_store_error: As of `QuotaMiddleware`.
+        telemetry: As of `QuotaMiddleware`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, one can never be reached, or one has
-            quotas and there is no store.
+        ValueError: There is no limit, two have one name, one can never be reached, one has quotas
+            and there is no store, or `on_store_error` is unknown.
 
-    Example:
-        ```python
-        from langchain.agents import create_agent
-        from langchain_quota import InlineQuotaMiddleware, ModelCallLimit, ToolCallLimit
-
-        quota = InlineQuotaMiddleware([ModelCallLimit(run_limit=10), ToolCallLimit(run_limit=50)])
-        agent = create_agent("openai:gpt-5.5", tools=[search], middleware=[quota])
-        ```
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import InlineQuotaMiddleware, ModelCallLimit, ToolCallLimit
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> limits = [ModelCallLimit(run_limit=10), ToolCallLimit(run_limit=50)]
+        >>> quota = InlineQuotaMiddleware(limits)
+        >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
     """
 
     def wrap_model_call(
@@ -74,17 +78,25 @@ class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
         """Judge the model call, make it, and judge the tool calls that it makes.
 
         Raises:
-            ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A limit's function or an observer is async.
+            ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached, or a run
+                that a limit has ended is led back to the model.
+            ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call, or a
+                run that a limit has ended is led back to its tools.
+            RuntimeError: A limit's function or an observer is async, or another middleware of this
+                agent judges around the model call, too.
+            TypeError: What a limit or a quota computes or reads from the context has the wrong
+                type, or the store does not serve sync calls.
+            ValueError: It is out of bounds or missing.
         """
         step = _Step(self.name, request)
-        terms = self._terms_now(self._model_limits, step.state, request.runtime)
-        step.write(self._conclude(self._judge(step.model_case(terms))))
+        limits = self._terms_now("model", step.state, request.runtime)
+        step.write(self._conclude(self._judge(step.model_case(limits))))
         if not step.ended:
-            step.answer(handler(self._shape(step.request)))
-            terms = self._terms_now(self._tool_limits, step.state, request.runtime)
-            case = step.tool_case(terms)
+            self._learn_tools(request)
+            given = step.request
+            step.answer(handler(self._shape(given) if self._shapes_requests else given))
+            limits = self._terms_now("tool", step.state, request.runtime)
+            case = step.tool_case(limits)
             if case is not None:
                 step.write(self._conclude(self._judge(case)))
         return step.response()
@@ -97,28 +109,43 @@ class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
         """Judge the model call, make it, and judge the tool calls that it makes.
 
         Raises:
-            ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
+            ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached, or a run
+                that a limit has ended is led back to the model.
+            ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call, or a
+                run that a limit has ended is led back to its tools.
+            RuntimeError: Another middleware of this agent judges around the model call, too.
+            TypeError: What a limit or a quota computes or reads from the context has the wrong
+                type, or the store does not serve async calls.
+            ValueError: It is out of bounds or missing.
         """
         step = _Step(self.name, request)
-        terms = await self._aterms_now(self._model_limits, step.state, request.runtime)
-        step.write(await self._aconclude(await self._ajudge(step.model_case(terms))))
+        limits = await self._aterms_now("model", step.state, request.runtime)
+        step.write(await self._aconclude(await self._ajudge(step.model_case(limits))))
         if not step.ended:
-            step.answer(await handler(await self._ashape(step.request)))
-            terms = await self._aterms_now(self._tool_limits, step.state, request.runtime)
-            case = step.tool_case(terms)
+            self._learn_tools(request)
+            given = step.request
+            given = await self._ashape(given) if self._shapes_requests else given
+            step.answer(await handler(given))
+            limits = await self._aterms_now("tool", step.state, request.runtime)
+            case = step.tool_case(limits)
             if case is not None:
                 step.write(await self._aconclude(await self._ajudge(case)))
         return step.response()
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:
-        if tuple(map(int, version("langchain").split(".")[:2])) < OLDEST_LANGCHAIN:
+        if _langchain() < OLDEST_LANGCHAIN:
             raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
         return super()._begin_run(state, runtime)
 
     def _stopped_at_a_limit(self, task: PregelTask) -> bool:
         """Whether a task failed because a limit ended the run with an exception."""
         return task.name == "model" and "CallLimitExceededError" in repr(task.error)
+
+
+@cache
+def _langchain() -> tuple[int, ...]:
+    """The version of LangChain, as far as it matters."""
+    return tuple(map(int, version("langchain").split(".")[:2]))
 
 
 class _StepState(dict[str, Any]):
@@ -149,21 +176,23 @@ class _Step:
         self._written: Update = {}
         self._messages: list[Any] = []
         self._structured: Any = None
+        self._state: _StepState | None = None
 
     @property
     def state(self) -> _StepState:
         """The state as it is after what was written."""
-        state: Mapping[str, Any] = self._given.state
-        written = {key: value for key, value in self._written.items() if key != LEDGER}
-        return _StepState(
-            {
-                **state,
-                **written,
-                LEDGER: merge_ledgers(ledger(state), self._written.get(LEDGER, {})),
-                "messages": [*self._kept(state.get("messages") or ()), *self._messages],
-                "structured_response": self._structured,
-            }
-        )
+        if self._state is None:
+            state: Mapping[str, Any] = self._given.state
+            self._state = _StepState(
+                {
+                    **state,
+                    **self._written,
+                    LEDGER: merge_ledgers(ledger(state), self._written.get(LEDGER, {})),
+                    "messages": [*self._kept(state.get("messages") or []), *self._messages],
+                    "structured_response": self._structured,
+                }
+            )
+        return self._state
 
     @property
     def request(self) -> ModelRequest[Any]:
@@ -180,10 +209,14 @@ class _Step:
         """Take in what is to be written to the state.
 
         Raises:
-            ModelCallLimitExceededError, ToolCallLimitExceededError: It ends a run that it has
-                ended before, and that was led back.
+            ModelCallLimitExceededError: It ends a run that it has ended before, and that was led
+                back.
+            ToolCallLimitExceededError: Likewise, at the tools.
         """
-        update = dict(update or {})
+        if not update:
+            return
+        self._state = None
+        update = dict(update)
         self._refuse_circling(update)
         self._messages += update.pop("messages", ())
         known = self._written.get(LEDGER, {})
@@ -193,6 +226,7 @@ class _Step:
 
     def answer(self, response: ModelResponse[Any]) -> None:
         """Take in what the model answered."""
+        self._state = None
         # Charges are kept by the message's id. A copy: a cache may give the same message again.
         self._messages += [
             message.model_copy(update={"id": str(uuid4())})
@@ -202,12 +236,12 @@ class _Step:
         ]
         self._structured = response.structured_response
 
-    def model_case(self, terms: Sequence[Terms]) -> ModelCase:
+    def model_case(self, limits: Limits) -> ModelCase:
         """The model call that is about to be made."""
         judge = f"{self._middleware}.model"
-        return ModelCase(self.state, self._given.runtime, terms, judge=judge)
+        return ModelCase(self.state, self._given.runtime, limits, judge=judge)
 
-    def tool_case(self, terms: Sequence[Terms]) -> ToolCase | None:
+    def tool_case(self, limits: Limits) -> ToolCase | None:
         """The tool calls that the model has made."""
         calls = [
             f"{call['id']}/{call['name']}"
@@ -218,14 +252,14 @@ class _Step:
         # When the step runs again, the model may call other tools.
         digest = sha256("\n".join(calls).encode(errors="backslashreplace")).hexdigest()
         judge = f"{self._middleware}.tools.{digest}"
-        return tool_case(self.state, self._given.runtime, terms, judge=judge, every_call=True)
+        return tool_case(self.state, self._given.runtime, limits, judge=judge, every_call=True)
 
     def response(self) -> ExtendedModelResponse[Any]:
         """What the model node makes of it."""
-        removed = [RemoveMessage(id=each) for each in sorted(self._overruled)]
-        made = ModelResponse(
-            result=[*self._messages, *removed], structured_response=self._structured
-        )
+        result = self._messages
+        if self._overruled:
+            result = [*result, *(RemoveMessage(id=each) for each in sorted(self._overruled))]
+        made = ModelResponse(result=result, structured_response=self._structured)
         return ExtendedModelResponse(model_response=made, command=Command(update=self._written))
 
     def _refuse_circling(self, update: Update) -> None:
@@ -233,6 +267,10 @@ class _Step:
 
         Another middleware's `after_model` hook may do so, or LangChain itself, which waits for a
         structured response where there are no tools.
+
+        Raises:
+            ModelCallLimitExceededError: The limit refuses the model call.
+            ToolCallLimitExceededError: It refuses tool calls.
         """
         if "jump_to" not in update:
             return
@@ -251,7 +289,9 @@ class _Step:
             run = max(run_tools(state).values(), default=0)
             raise ToolCallLimitExceededError(thread, run, None, None, message=text)
 
-    def _kept(self, messages: Sequence[AnyMessage]) -> list[AnyMessage]:
+    def _kept(self, messages: list[AnyMessage]) -> list[AnyMessage]:
+        if not self._overruled:
+            return messages
         return [message for message in messages if message.id not in self._overruled]
 
 

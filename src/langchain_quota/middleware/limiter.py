@@ -12,6 +12,7 @@ from langchain_core.messages import AIMessage, RemoveMessage
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 from langgraph.typing import ContextT
+from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
 from langchain_quota.decision import Call, Refund
@@ -22,8 +23,9 @@ from langchain_quota.middleware.history import (
     answered_history,
     dangling_calls,
 )
-from langchain_quota.middleware.origin import Origin, origin
+from langchain_quota.middleware.origin import Origin, origin, running_agent
 from langchain_quota.middleware.rulings import Ruling, Update
+from langchain_quota.middleware.unknown_tools import unknown_tools
 from langchain_quota.state import (
     LEDGER,
     NEW_RUN,
@@ -42,6 +44,12 @@ ModelMode = Literal["admitted", "returned"]
 _BEGINS = "__begins_run__"
 """The mark on a `before_agent` that begins runs."""
 
+_REMEDY = (
+    "Give create_agent a checkpointer; for a sub-agent, limit the calls of its parent, or use "
+    "run_limit"
+)
+"""What to do where a thread's counts do not outlive the run."""
+
 _HOOKS = ("before_agent", "before_model", "after_model", "after_agent")
 
 
@@ -52,6 +60,9 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         limits: The limits, judged together.
         limit_name: The name that the user gave, if any.
         telemetry: Where decisions are made visible; `None` for the process's default.
+
+    Raises:
+        TypeError: `telemetry` has the wrong type.
     """
 
     def __init__(
@@ -64,11 +75,20 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._limit_name = limit_name
         self._telemetry = default_telemetry() if telemetry is None else telemetry
         self._telemetry.watch(limits)
+        if not tracing_is_enabled():
+            vars(self)["awrap_model_call"] = self._untraced_model_call
         self._model_mode: ModelMode | None = None
         self._warned = False
+        self._remedy = _REMEDY
+        # The tools by agent.
+        self._offered: dict[str | None, list[str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Honour a subclass's hook in both forms, and begin its runs whatever it overrides."""
+        """Honour a subclass's hook in both forms, and begin its runs whatever it overrides.
+
+        Raises:
+            TypeError: It overrides `wrap_model_call`, and not `awrap_model_call`.
+        """
         super().__init_subclass__(**kwargs)
         for hook in _HOOKS:
             if _owner(cls, hook) < _owner(cls, f"a{hook}"):
@@ -97,6 +117,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Begin a new run: a new budget, and an answer for every call that was left without one.
 
         LangGraph does not call this when a run is resumed.
+
+        Raises:
+            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
+                is older than `InlineQuotaMiddleware` needs.
         """
         return self._begin_run(state, runtime)
 
@@ -106,16 +130,41 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Begin a new run: a new budget, and an answer for every call that was left without one.
 
         LangGraph does not call this when a run is resumed.
+
+        Raises:
+            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
+                is older than `InlineQuotaMiddleware` needs.
         """
         return self._begin_run(state, runtime)
 
     setattr(abefore_agent, _BEGINS, True)
 
+    def _untraced_model_call(
+        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[Any]]
+    ) -> Awaitable[Any]:
+        """`awrap_model_call` as LangChain may wrap it for LangSmith while that is switched off.
+
+        A hook that it sees to be `async` costs two trips through worker threads a call.
+        """
+        return type(self).awrap_model_call(self, request, handler)
+
     def _learn_tools(self, request: ModelRequest[Any]) -> None:
         """Tell the telemetry which tools there really are, before the model invents others."""
         names = [tool.name for tool in request.tools if not isinstance(tool, dict)]
-        caller = origin(request.runtime, model_name=None)
-        self._telemetry.offered(caller.agent, names)
+        agent = running_agent()
+        known = self._offered.get(agent)
+        if names == known:
+            return
+        self._offered[agent] = names
+        self._telemetry.offered(agent, names)
+        if known is None:
+            self._tell_unknown_tools(agent, request)
+
+    def _tell_unknown_tools(self, agent: str | None, request: ModelRequest[Any]) -> None:
+        offered = {_tool_name(tool) for tool in request.tools}
+        # Logged, and no QuotaWarning, which can be an error: a tool may be offered later.
+        for limit, tool, hint in unknown_tools(self._limits, offered):
+            self._telemetry.missed(agent, limit, tool, hint)
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Runtime[ContextT]) -> Update:
         caller = origin(runtime, model_name=None)
@@ -223,12 +272,18 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                 self._warned = True
                 warnings.warn(
                     f"{self.name} has a thread limit, but this agent's state does not outlive the "
-                    "run: the limit holds within one run only. Give create_agent a checkpointer; "
-                    "for a sub-agent, limit the calls of its parent, or use run_limit",
+                    f"run: the limit holds within one run only. {self._remedy}",
                     QuotaWarning,
                     stacklevel=2,
                 )
                 return
+
+
+def _tool_name(tool: Any) -> str:
+    """The name of a tool, also of a provider's own, or one that is written as OpenAI does."""
+    if not isinstance(tool, dict):
+        return str(tool.name)
+    return str((tool.get("function") or tool).get("name") or tool.get("type"))
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:

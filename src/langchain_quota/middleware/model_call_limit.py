@@ -1,7 +1,7 @@
 """ModelCallLimitMiddleware: a drop-in for LangChain's, with exact counts and telemetry."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 from langchain.agents.middleware.types import (
     ExtendedModelResponse,
@@ -12,16 +12,16 @@ from langchain.agents.middleware.types import (
 )
 from langgraph.runtime import Runtime
 from langgraph.types import Command
-from langgraph.typing import ContextT
 
 from langchain_quota.decision import Call, Decision
-from langchain_quota.engine import Used, charge
+from langchain_quota.engine import Limits, Used, charge
 from langchain_quota.limits import ModelCallLimit, Terms, check_choice
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.limiter import Limiter
 from langchain_quota.middleware.model_case import ModelCase
 from langchain_quota.middleware.origin import origin
 from langchain_quota.middleware.rulings import Update
+from langchain_quota.middleware.typevars import ContextT
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,
@@ -35,13 +35,13 @@ from langchain_quota.state import (
 from langchain_quota.telemetry import Telemetry
 
 
-class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT, ResponseT]):
+class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
     """Limits how many model calls an agent's thread and run may make, and makes each visible.
 
     A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
-    messages and exceptions. A call is judged before the model is called, and counted when the
-    model has returned: a call that raises is not counted, a call retried within one step counts
-    once.
+    messages and exceptions; `limit_name`, `message` and `telemetry` are ours. A call is judged
+    before the model is called, and counted when the model has returned: a call that raises is not
+    counted, a call retried within one step counts once.
 
     Args:
         thread_limit: Most calls over the life of a thread, a whole number from 0; `None` for no
@@ -61,19 +61,21 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
         ValueError: No limit is given, or an argument is out of bounds. The message names the
             argument and the value.
 
-    Example:
-        ```python
-        from langchain.agents import create_agent
-        from langchain_quota import ModelCallLimitMiddleware
-
-        agent = create_agent(
-            "openai:gpt-5.5",
-            middleware=[ModelCallLimitMiddleware(thread_limit=100, run_limit=10)],
-        )
-        ```
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import ModelCallLimitMiddleware
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=lambda messages: ["search"])
+        >>> limiter = ModelCallLimitMiddleware(run_limit=3)
+        >>> agent = create_agent(model, [search], middleware=[limiter])
+        >>> agent.invoke({"messages": [("user", "Find it!")]})["messages"][-1].content
+        'Model call limits exceeded: run limit (3/3)'
     """
 
-    state_schema = ModelCallLimitState  # type: ignore[assignment]  # generic, as LangChain's own
+    state_schema: type[ModelCallLimitState[Any]] = ModelCallLimitState
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -94,7 +96,8 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
             name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
-        self._terms = (Terms.of(limit),)
+        self._terms = Terms.of(limit)
+        self._matching = Limits([self._terms])
         self._model_mode = "returned"
         self.thread_limit = thread_limit
         self.run_limit = run_limit
@@ -157,8 +160,8 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        case = ModelCase(state, runtime, self._terms, judge=self.name)
-        update = self._conclude(case.rule(case.plan.own_grant(), charging=False)) or {}
+        case = ModelCase(state, runtime, self._matching, judge=self.name)
+        update = self._conclude(case.rule(charging=False)) or {}
         if "jump_to" not in update and ledger(state).get("model_counted"):
             update[LEDGER] = {**update.get(LEDGER, {}), "model_counted": False}
         return update or None
@@ -185,6 +188,6 @@ class ModelCallLimitMiddleware(Limiter[ModelCallLimitState[ResponseT], ContextT,
         call = Call("model", agent=caller.agent, thread_id=caller.thread_id)
         # Two limiters count one call in one task.
         task_id = caller.task_id and f"{caller.task_id}/{self.name}"
-        self._telemetry.charge(call, charge(self._terms[0], used, call.amount), task_id=task_id)
+        self._telemetry.charge(call, charge(self._terms, used, call.amount), task_id=task_id)
         after = used.plus(call.amount)
         return {THREAD_MODEL: after.thread, LEDGER: Ledger(run_model=after.run, model_counted=True)}

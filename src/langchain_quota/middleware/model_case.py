@@ -1,18 +1,16 @@
 """The model call that is about to be made: from the state to what is decided and written."""
 
-import time
-from collections.abc import Mapping, Sequence
-from copy import copy
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from langchain_core.messages import AIMessage
 
 from langchain_quota import messages
 from langchain_quota.decision import Call, Decision
-from langchain_quota.engine import Outage, Plan, Used, Verdict, plan, stops
+from langchain_quota.engine import Limits, Outage, Plan, Used, Verdict, judge, plan, stops
 from langchain_quota.errors import ModelCallLimitExceededError
-from langchain_quota.limits import MODEL, Terms
+from langchain_quota.limits import MODEL
+from langchain_quota.middleware.case import Case
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.origin import origin
 from langchain_quota.middleware.rulings import Ruling, Update
@@ -20,59 +18,39 @@ from langchain_quota.reservation import Grant, Settlement
 from langchain_quota.state import LEDGER, THREAD_MODEL, Ledger, ledger, run_model, thread_model
 
 
-class ModelCase:
+class ModelCase(Case):
     """The model call that is about to be made.
 
     Args:
         state: The agent's state.
         runtime: The hook's runtime.
-        terms: The limits for model calls.
+        limits: The limits for model calls.
         judge: The name of the middleware.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], runtime: Any, terms: Sequence[Terms], *, judge: str
+        self, state: Mapping[str, Any], runtime: Any, limits: Limits, *, judge: str
     ) -> None:
         self._used = Used(thread_model(state), run_model(state))
         name = newest_name(state.get("messages") or ()) if self._used.run else None
         caller = origin(runtime, model_name=name)
-        self._ruling = partial(
-            Ruling,
-            started=time.time_ns(),
-            task_id=caller.task(judge),
-            trace=ledger(state).get("trace"),
-        )
+        calls = [Call("model", agent=caller.agent, thread_id=caller.thread_id)]
+        super().__init__(state, limits, caller, calls, judge=judge)
         self._owed = ledger(state).get("owed") or {}
-        self.calls = [Call("model", agent=caller.agent, thread_id=caller.thread_id)]
-        self._plan = partial(
-            plan,
-            terms,
-            {MODEL: self._used},
-            self.calls,
-            name=caller.step(judge),
-            settlements=tuple(
-                Settlement(refund, {key: -amount for key, amount in amounts.items()})
-                for refund, amounts in self._owed.items()
-            ),
-        )
-        self.plan: Plan = self._plan()
-        self._in_store = self.plan.reservation.shared
 
-    def without_store(self, outage: Outage) -> "ModelCase":
-        """The same call, judged by what the state alone knows."""
-        case = copy(self)
-        case.plan = self._plan(outage=outage)
-        case._in_store = False  # noqa: SLF001 - a copy of its own
-        return case
-
-    def rule(self, grant: Grant, *, charging: bool = True) -> Ruling:
-        """What is decided, once the counts have been asked.
+    def rule(self, grant: Grant | None = None, *, charging: bool = True) -> Ruling:
+        """What is decided.
 
         Args:
-            grant: What was answered to the plan's reservation.
+            grant: What was answered to the plan's reservation; `None` to judge by the state's
+                counts.
             charging: Whether an admitted call is charged now, and written to the state.
         """
-        verdict = self.plan.verdict(grant, charging=charging)
+        verdict = (
+            judge(self._limits, {MODEL: self._used}, self.judged, charging=charging)
+            if grant is None
+            else self.plan.verdict(grant, charging=charging)
+        )
         decisions = verdict.decisions
         error = _model_error(verdict)
         if error is not None:
@@ -80,16 +58,30 @@ class ModelCase:
         if stops(verdict.exit):
             text = messages.final(verdict.breaches)
             update: Update = {"jump_to": "end", "messages": [AIMessage(content=text)]}
-            if self._in_store and self._owed:
+            if self.shared and self._owed:
                 update[LEDGER] = Ledger(owed={})
             return self._ruling(decisions, update=update)
-        if not charging or not self.plan.terms:
+        if not charging or not self._limits.terms:
             return self._ruling(decisions)
         used = verdict.usage[MODEL]
         written = Ledger(run_model=used.run, final=_is_last(decisions[0]))
-        if self._in_store and self._owed:
+        if self.shared and self._owed:
             written["owed"] = {}
         return self._ruling(decisions, update={THREAD_MODEL: used.thread, LEDGER: written})
+
+    def _planned(self, outage: Outage | None) -> Plan:
+        settlements = (
+            Settlement(refund, {key: -amount for key, amount in amounts.items()})
+            for refund, amounts in self._owed.items()
+        )
+        return plan(
+            self._limits.terms,
+            {MODEL: self._used},
+            self.judged,
+            name=self._name,
+            settlements=tuple(settlements),
+            outage=outage,
+        )
 
 
 def _is_last(decision: Decision) -> bool:

@@ -31,6 +31,8 @@ class Observers:
         if not isinstance(observers, Sequence) or not all(map(callable, observers)):
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
         self._observers: tuple[Observer, ...] = tuple(observers)
+        self.present = bool(self._observers)
+        """Whether there is anybody to tell."""
         self._telemetry = telemetry
         self._told: OrderedDict[str, tuple[tuple[Outcome, ...], int]] = OrderedDict()
         self._lock = Lock()
@@ -44,7 +46,7 @@ class Observers:
 
         Raises:
             RuntimeError: One of the observers is async.
-        """
+        """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
         for observer in self._observers:
             if _is_async(observer):
                 raise _async_error(observer)
@@ -59,7 +61,7 @@ class Observers:
 
         Raises:
             RuntimeError: One returns an awaitable.
-        """
+        """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
         for decision, observer in self._untold(decisions, task_id):
             result: Any = None
             try:

@@ -57,7 +57,7 @@ def origin(runtime: Any, *, model_name: str | None) -> Origin:
             inside a tool from one that merely carries its parent's name.
     """
     config = _running_config()
-    agent = (config.get("metadata") or {}).get("lc_agent_name")
+    agent = _agent(config)
     info = getattr(runtime, "execution_info", None)
     if info is None:
         return Origin(agent)
@@ -74,6 +74,16 @@ def origin(runtime: Any, *, model_name: str | None) -> Origin:
         # A namespace with a task id in it is that of one invocation.
         remembers=checkpointer is not None and not any(":" in each for each in enclosing),
     )
+
+
+def running_agent() -> str | None:
+    """The name of the agent that runs, if it has one."""
+    return _agent(_running_config())
+
+
+def _agent(config: Mapping[str, Any]) -> str | None:
+    name: str | None = (config.get("metadata") or {}).get("lc_agent_name")
+    return name
 
 
 def _running_config() -> Mapping[str, Any]:

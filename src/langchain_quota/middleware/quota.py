@@ -9,12 +9,12 @@ from langchain.agents.middleware.types import (
     hook_config,
 )
 from langgraph.runtime import Runtime
-from langgraph.typing import ContextT
 
 from langchain_quota.middleware.model_case import ModelCase
 from langchain_quota.middleware.quotas import Quotas
 from langchain_quota.middleware.rulings import Update
 from langchain_quota.middleware.tool_case import tool_case
+from langchain_quota.middleware.typevars import ContextT
 from langchain_quota.state import QuotaState
 
 
@@ -48,23 +48,28 @@ class QuotaMiddleware(Quotas[ContextT, ResponseT]):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, one can never be reached, or one has
-            quotas and there is no store.
+        ValueError: There is no limit, two have one name, one can never be reached, one has quotas
+            and there is no store, or `on_store_error` is unknown.
 
-    Example:
-        ```python
-        from langchain.agents import create_agent
-        from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
-
-        quota = QuotaMiddleware(
-            [
-                ModelCallLimit(run_limit=10, thread_limit=100),
-                ToolCallLimit("search", run_limit=3, thread_limit=20),
-                ToolCallLimit(run_limit=50, exclude=("write_todos",)),
-            ]
-        )
-        agent = create_agent("openai:gpt-5.5", tools=[search], middleware=[quota])
-        ```
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
+        >>> quota = QuotaMiddleware(
+        ...     [
+        ...         ModelCallLimit(run_limit=10),
+        ...         ToolCallLimit("search", run_limit=1),
+        ...         ToolCallLimit(run_limit=50, exclude=("write_todos",)),
+        ...     ]
+        ... )
+        >>> agent = create_agent(model, [search], middleware=[quota])
+        >>> result = agent.invoke({"messages": [("user", "Find it!")]})
+        >>> sorted(message.content for message in result["messages"] if message.type == "tool")
+        ["Tool call limit exceeded. Do not call 'search' again.", 'nothing found']
     """
 
     @hook_config(can_jump_to=["end"])
@@ -76,9 +81,12 @@ class QuotaMiddleware(Quotas[ContextT, ResponseT]):
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
             RuntimeError: A limit's function or an observer is async.
+            TypeError: What a limit or a quota computes or reads from the context has the wrong
+                type, or the store does not serve sync calls.
+            ValueError: It is out of bounds or missing.
         """
-        terms = self._terms_now(self._model_limits, state, runtime)
-        case = ModelCase(state, runtime, terms, judge=self.name)
+        limits = self._terms_now("model", state, runtime)
+        case = ModelCase(state, runtime, limits, judge=self.name)
         return self._conclude(self._judge(case))
 
     @hook_config(can_jump_to=["end"])
@@ -89,9 +97,12 @@ class QuotaMiddleware(Quotas[ContextT, ResponseT]):
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
+            TypeError: What a limit or a quota computes or reads from the context has the wrong
+                type, or the store does not serve async calls.
+            ValueError: It is out of bounds or missing.
         """
-        terms = await self._aterms_now(self._model_limits, state, runtime)
-        case = ModelCase(state, runtime, terms, judge=self.name)
+        limits = await self._aterms_now("model", state, runtime)
+        case = ModelCase(state, runtime, limits, judge=self.name)
         return await self._aconclude(await self._ajudge(case))
 
     @hook_config(can_jump_to=["end"])
@@ -103,9 +114,12 @@ class QuotaMiddleware(Quotas[ContextT, ResponseT]):
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
             RuntimeError: A limit's function or an observer is async.
+            TypeError: What a limit or a quota computes or reads from the context has the wrong
+                type, or the store does not serve sync calls.
+            ValueError: It is out of bounds or missing.
         """
-        terms = self._terms_now(self._tool_limits, state, runtime)
-        case = tool_case(state, runtime, terms, judge=self.name, every_call=True)
+        limits = self._terms_now("tool", state, runtime)
+        case = tool_case(state, runtime, limits, judge=self.name, every_call=True)
         return None if case is None else self._conclude(self._judge(case))
 
     @hook_config(can_jump_to=["end"])
@@ -116,9 +130,12 @@ class QuotaMiddleware(Quotas[ContextT, ResponseT]):
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
+            TypeError: What a limit or a quota computes or reads from the context has the wrong
+                type, or the store does not serve async calls.
+            ValueError: It is out of bounds or missing.
         """
-        terms = await self._aterms_now(self._tool_limits, state, runtime)
-        case = tool_case(state, runtime, terms, judge=self.name, every_call=True)
+        limits = await self._aterms_now("tool", state, runtime)
+        case = tool_case(state, runtime, limits, judge=self.name, every_call=True)
         return None if case is None else await self._aconclude(await self._ajudge(case))
 
     def wrap_model_call(
@@ -126,8 +143,16 @@ class QuotaMiddleware(Quotas[ContextT, ResponseT]):
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ModelResponse[ResponseT]:
-        """Tell the model what is left, and offer it what it may call."""
-        return handler(self._shape(request))
+        """Tell the model what is left, and offer it what it may call.
+
+        Raises:
+            RuntimeError: A limit's function is async.
+            TypeError: What a limit or a quota computes or reads from the context has the wrong
+                type, or the store does not serve sync calls.
+            ValueError: It is out of bounds or missing.
+        """
+        self._learn_tools(request)
+        return handler(self._shape(request) if self._shapes_requests else request)
 
     async def awrap_model_call(
         self,
@@ -135,4 +160,5 @@ class QuotaMiddleware(Quotas[ContextT, ResponseT]):
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ModelResponse[ResponseT]:
         """Tell the model what is left, and offer it what it may call."""
-        return await handler(await self._ashape(request))
+        self._learn_tools(request)
+        return await handler(await self._ashape(request) if self._shapes_requests else request)

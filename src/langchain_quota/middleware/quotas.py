@@ -13,9 +13,9 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.constants import END
 from langgraph.pregel import Pregel
 from langgraph.types import PregelTask, StateSnapshot
-from langgraph.typing import ContextT
 
-from langchain_quota.engine import Outage, Used
+from langchain_quota.decision import Kind
+from langchain_quota.engine import Limits, Outage, Used
 from langchain_quota.limits import (
     THREAD,
     Limit,
@@ -24,6 +24,7 @@ from langchain_quota.limits import (
     check_together,
     stored_as,
 )
+from langchain_quota.middleware.case import Case
 from langchain_quota.middleware.dynamic import aterms_now, terms_now
 from langchain_quota.middleware.limiter import Limiter
 from langchain_quota.middleware.observers import Observer, Observers
@@ -34,8 +35,9 @@ from langchain_quota.middleware.requests import (
     with_note,
     without_exhausted,
 )
-from langchain_quota.middleware.rulings import Case, Ruling, Update
+from langchain_quota.middleware.rulings import Ruling, Update
 from langchain_quota.middleware.store_client import StoreClient
+from langchain_quota.middleware.typevars import ContextT
 from langchain_quota.state import (
     UNUSED,
     QuotaState,
@@ -50,14 +52,10 @@ from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry import Telemetry
 
 
-class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[ContextT, ResponseT]):
-    """Holds an agent to many limits at once.
+class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
+    """Holds an agent to many limits at once; arguments and errors as of `QuotaMiddleware`."""
 
-    Args:
-        As of `QuotaMiddleware`.
-    """
-
-    state_schema = QuotaState  # type: ignore[assignment]  # generic, as LangChain's own
+    state_schema: type[QuotaState[Any]] = QuotaState
 
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
@@ -73,21 +71,28 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
         check_together(limits)
         check_choice("on_store_error", on_store_error, ("deny", "allow"))
         if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
-            raise TypeError(f"store must be a QuotaStore or None, not {store!r}")
+            given: object = store
+            # Not the value of a URL: it may hold a password.
+            shown = "a string: RedisStore(url) is one" if isinstance(given, str) else repr(given)
+            raise TypeError(f"store must be a QuotaStore or None, not {shown}")
         for limit in limits:
             if store is None and limit.quotas:
-                raise ValueError(f"limit {limit.name!r} has quotas: give a store that counts them")
+                raise ValueError(
+                    f"limit {limit.name!r} has quotas: give a store that counts them, "
+                    "store=MemoryStore() in one process, store=RedisStore() in several"
+                )
         for argument, value in (("tell_model", tell_model), ("hide_exhausted", hide_exhausted)):
             if not isinstance(value, bool):
                 raise TypeError(f"{argument} must be True or False, not {value!r}")
         super().__init__(tuple(limits), limit_name=None, telemetry=telemetry)
         self._observers = Observers(on_decision, self._telemetry)
+        if store is not None:
+            self._remedy = (
+                'Call the agent with {"configurable": {"thread_id": …}}: the store counts by it'
+            )
         self._store = None if store is None else StoreClient(store, self._telemetry)
         self._on_store_error: Outage = on_store_error
         self._clock = time.time
-        is_fixed = store is None and not any(limit.is_dynamic for limit in limits)
-        # Terms that are the same at every moment, by the limit's name.
-        self._fixed = {limit.name: Terms.of(limit) for limit in limits} if is_fixed else {}
         self._tell_model = tell_model
         self._hide_exhausted = hide_exhausted
         self._tells = tell_model or hide_exhausted
@@ -96,9 +101,18 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
             or hide_exhausted
             or any(limit.exit_behavior == "finalize" for limit in limits)
         )
-        self._model_limits = [limit for limit in limits if limit.kind == "model"]
-        self._model_mode = "admitted" if self._model_limits else None
-        self._tool_limits = [limit for limit in limits if limit.kind == "tool"]
+        self._limits_of: dict[Kind | None, list[Limit]] = {
+            "model": [limit for limit in limits if limit.kind == "model"],
+            "tool": [limit for limit in limits if limit.kind == "tool"],
+            None: [*limits],
+        }
+        self._model_mode = "admitted" if self._limits_of["model"] else None
+        # Terms that are the same at every moment.
+        self._fixed: dict[Kind | None, Limits] = {}
+        if store is None and not any(limit.is_dynamic for limit in limits):
+            self._fixed = {
+                kind: Limits(map(Terms.of, each)) for kind, each in self._limits_of.items()
+            }
 
     @property
     def name(self) -> str:
@@ -113,6 +127,7 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
+            TypeError: The agent runs elsewhere.
             ValueError: The agent does not have this middleware.
             RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed
                 elsewhere than at a limit).
@@ -121,7 +136,7 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
         node = self._own_node(agent)
         self._check_at_rest(agent.get_state(config), config)
         if self._store is not None:
-            self._store.store.reset(self._thread_keys(config))
+            self._store.reset(self._thread_keys(config))
         agent.update_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         agent.update_state(config, None, as_node=END)
@@ -135,6 +150,7 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
+            TypeError: The agent runs elsewhere.
             ValueError: The agent does not have this middleware.
             RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed
                 elsewhere than at a limit).
@@ -143,13 +159,18 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
         node = self._own_node(agent)
         self._check_at_rest(await agent.aget_state(config), config)
         if self._store is not None:
-            await self._store.store.areset(self._thread_keys(config))
+            await self._store.areset(self._thread_keys(config))
         await agent.aupdate_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         await agent.aupdate_state(config, None, as_node=END)
         self._forget(agent, config)
 
     def _own_node(self, agent: Pregel[Any, Any, Any, Any]) -> str:
+        if not isinstance(agent, Pregel):
+            raise TypeError(
+                f"agent must be what create_agent made, not a {type(agent).__name__}: reset where "
+                "the agent runs"
+            )
         node = f"{self.name}.before_agent"
         if node not in agent.nodes:
             raise ValueError(f"the agent does not have the middleware {self.name}")
@@ -193,39 +214,36 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
             str(CountKey.at(counter, THREAD, thread, window, now)) for counter, window in counts
         )
 
-    def _terms_now(self, limits: Sequence[Limit], state: Any, runtime: Any) -> Sequence[Terms]:
+    def _terms_now(self, kind: Kind | None, state: Any, runtime: Any) -> Limits:
+        """The limits on calls of a kind, or all of them, as they are at this moment."""
         if self._fixed:
-            return self._fixed_terms(limits)
+            return self._fixed[kind]
         now = None if self._store is None else self._clock()
-        return terms_now(limits, state, runtime, self._telemetry, now=now)
+        limits = self._limits_of[kind]
+        return Limits(terms_now(limits, state, runtime, self._telemetry, now=now))
 
-    async def _aterms_now(
-        self, limits: Sequence[Limit], state: Any, runtime: Any
-    ) -> Sequence[Terms]:
+    async def _aterms_now(self, kind: Kind | None, state: Any, runtime: Any) -> Limits:
+        """The limits on calls of a kind, or all of them, as they are at this moment."""
         if self._fixed:
-            return self._fixed_terms(limits)
+            return self._fixed[kind]
         now = None if self._store is None else self._clock()
-        return await aterms_now(limits, state, runtime, self._telemetry, now=now)
-
-    def _fixed_terms(self, limits: Sequence[Limit]) -> list[Terms]:
-        return [self._fixed[limit.name] for limit in limits]
+        limits = self._limits_of[kind]
+        return Limits(await aterms_now(limits, state, runtime, self._telemetry, now=now))
 
     def _judge(self, case: Case) -> Ruling:
         """Judge calls, by the store's counts where there are any."""
-        reservation = case.plan.reservation
-        if self._store is None or not reservation.shared:
-            return case.rule(case.plan.own_grant())
+        if self._store is None or not case.shared:
+            return case.rule()
         # Nothing is charged for what would then fail.
         self._observers.refuse_async()
-        grant = self._store.reserve(reservation)
+        grant = self._store.reserve(case.plan.reservation)
         return self._judge_alone(case) if grant is None else case.rule(grant)
 
     async def _ajudge(self, case: Case) -> Ruling:
         """Judge calls, by the store's counts where there are any."""
-        reservation = case.plan.reservation
-        if self._store is None or not reservation.shared:
-            return case.rule(case.plan.own_grant())
-        grant = await self._store.areserve(reservation)
+        if self._store is None or not case.shared:
+            return case.rule()
+        grant = await self._store.areserve(case.plan.reservation)
         return self._judge_alone(case) if grant is None else case.rule(grant)
 
     def _judge_alone(self, case: Case) -> Ruling:
@@ -253,19 +271,13 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
 
     def _shape(self, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
         """The request as the model gets it: told what is left, offered what it may call."""
-        self._learn_tools(request)
-        if not self._shapes_requests:
-            return request
-        terms = self._terms_now(self._limits, request.state, request.runtime)
+        terms = self._terms_now(None, request.state, request.runtime).terms
         kept = self._store.peek(_keys(terms)) if self._store and self._tells else {}
         return self._shaped(request, terms, kept)
 
     async def _ashape(self, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
         """The request as the model gets it: told what is left, offered what it may call."""
-        self._learn_tools(request)
-        if not self._shapes_requests:
-            return request
-        terms = await self._aterms_now(self._limits, request.state, request.runtime)
+        terms = (await self._aterms_now(None, request.state, request.runtime)).terms
         kept = await self._store.apeek(_keys(terms)) if self._store and self._tells else {}
         return self._shaped(request, terms, kept)
 
@@ -300,7 +312,8 @@ class Quotas(Limiter[QuotaState[ResponseT], ContextT, ResponseT], Generic[Contex
         if ruling is None:
             return None
         emitted = super()._emit(ruling)
-        await self._observers.atell(ruling.decisions, ruling.task_id)
+        if self._observers.present:
+            await self._observers.atell(ruling.decisions, ruling.task_id)
         return self._effect(emitted)
 
 

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from langchain_quota.decision import Decision, Refund
-from langchain_quota.engine import Outage, Plan
-from langchain_quota.reservation import Grant
 from langchain_quota.state import LEDGER
 
 Update = dict[str, Any]
@@ -41,17 +39,3 @@ class Ruling:
         update = self.update or {}
         written = {**update, LEDGER: {**update.get(LEDGER, {}), "trace": dict(trace)}}
         return replace(self, update=written, trace=trace)
-
-
-class Case(Protocol):
-    """Calls that wait to be judged, and what they ask of which counts."""
-
-    plan: Plan
-
-    def without_store(self, outage: Outage) -> "Case":
-        """The same calls, judged by what the state alone knows."""
-        ...
-
-    def rule(self, grant: Grant) -> Ruling:
-        """What is decided, once the counts have been asked."""
-        ...

@@ -82,6 +82,24 @@ class StoreClient:
                 counts = {each.key: each.used for each in found if each is not None}
         return counts
 
+    def reset(self, keys: Sequence[str]) -> None:
+        """Set what is used of keys to 0.
+
+        Raises:
+            QuotaStoreError: The store could not be asked.
+        """
+        with self._timing("reset"):
+            self.store.reset(keys)
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        """Set what is used of keys to 0.
+
+        Raises:
+            QuotaStoreError: The store could not be asked.
+        """
+        with self._timing("reset"):
+            await self.store.areset(keys)
+
     def settle_later(
         self, reservation: Reservation, amounts: Mapping[str, int] | None = None
     ) -> None:
@@ -125,16 +143,12 @@ class StoreClient:
 
     @contextmanager
     def _asking(self, operation: str, reservation: Reservation | None = None) -> Iterator[None]:
-        started = time.perf_counter()
-        outcome = "error"
         try:
-            yield
-            outcome = "ok"
+            with self._timing(operation):
+                yield
         except TypeError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a store raises, it has not answered
-            timed_out = getattr(error, "timed_out", False) or isinstance(error, TimeoutError)
-            outcome = "timeout" if timed_out else "error"
             with self._lock:
                 first, self._down = not self._down, True
             self._telemetry.failed("store", error, log=first)
@@ -148,6 +162,18 @@ class StoreClient:
                 back, self._down = self._down, False
             if back:
                 self._telemetry.recovered("store")
+
+    @contextmanager
+    def _timing(self, operation: str) -> Iterator[None]:
+        started = time.perf_counter()
+        outcome = "error"
+        try:
+            yield
+            outcome = "ok"
+        except Exception as error:
+            if getattr(error, "timed_out", False) or isinstance(error, TimeoutError):
+                outcome = "timeout"
+            raise
         finally:
             self._telemetry.stored(operation, outcome, time.perf_counter() - started)
 

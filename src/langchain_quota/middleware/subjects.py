@@ -38,7 +38,8 @@ def subject_of(what: str, per: str, runtime: Any, caller: Origin) -> str:
     value = context.get(per) if isinstance(context, Mapping) else getattr(context, per, None)
     if value is None:
         raise ValueError(
-            f"{what} needs {per!r} in runtime.context: call the agent with context=… that has it"
+            f"{what} needs {per!r} in runtime.context: call the agent with "
+            f'context={{"{per}": …}}, or an object that has it'
         )
     return checked_subject(what, value)
 

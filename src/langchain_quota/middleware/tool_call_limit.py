@@ -1,28 +1,29 @@
 """ToolCallLimitMiddleware: a drop-in for LangChain's, with exact counts and telemetry."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 from langchain.agents.middleware.types import ResponseT, hook_config
 from langgraph.runtime import Runtime
-from langgraph.typing import ContextT
 
 from langchain_quota.decision import Decision
+from langchain_quota.engine import Limits
 from langchain_quota.limits import Terms, ToolCallLimit, ToolExitBehavior, check_choice
 from langchain_quota.middleware.limiter import Limiter
 from langchain_quota.middleware.rulings import Ruling, Update
 from langchain_quota.middleware.tool_case import tool_case
+from langchain_quota.middleware.typevars import ContextT
 from langchain_quota.state import ToolCallLimitState
 from langchain_quota.telemetry import Telemetry
 
 OnPending = Literal["skip", "raise"]
 
 
-class ToolCallLimitMiddleware(Limiter[ToolCallLimitState[ResponseT], ContextT, ResponseT]):
+class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
     """Limits how many tool calls an agent's thread and run may make, and makes each visible.
 
     A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
-    messages and exceptions.
+    messages and exceptions; `limit_name`, `message`, `on_pending` and `telemetry` are ours.
 
     Args:
         tool_name: The tool that is limited; `None` limits all tools together.
@@ -48,20 +49,22 @@ class ToolCallLimitMiddleware(Limiter[ToolCallLimitState[ResponseT], ContextT, R
         ValueError: No limit is given, `run_limit` exceeds `thread_limit`, or an argument is out
             of bounds. The message names the argument and the value.
 
-    Example:
-        ```python
-        from langchain.agents import create_agent
-        from langchain_quota import ToolCallLimitMiddleware
-
-        agent = create_agent(
-            "openai:gpt-5.5",
-            tools=[search],
-            middleware=[ToolCallLimitMiddleware(tool_name="search", thread_limit=20, run_limit=3)],
-        )
-        ```
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import ToolCallLimitMiddleware
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
+        >>> limiter = ToolCallLimitMiddleware(tool_name="search", run_limit=1)
+        >>> agent = create_agent(model, [search], middleware=[limiter])
+        >>> result = agent.invoke({"messages": [("user", "Find it!")]})
+        >>> sorted(message.content for message in result["messages"] if message.type == "tool")
+        ["Tool call limit exceeded. Do not call 'search' again.", 'nothing found']
     """
 
-    state_schema = ToolCallLimitState  # type: ignore[assignment]  # generic, as LangChain's own
+    state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -87,7 +90,7 @@ class ToolCallLimitMiddleware(Limiter[ToolCallLimitState[ResponseT], ContextT, R
             name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
-        self._terms = (Terms.of(limit),)
+        self._matching = Limits([Terms.of(limit)])
         self.tool_name = tool_name
         self.thread_limit = thread_limit
         self.run_limit = run_limit
@@ -119,7 +122,7 @@ class ToolCallLimitMiddleware(Limiter[ToolCallLimitState[ResponseT], ContextT, R
         return self._conclude(self._rule(state, runtime))
 
     def _rule(self, state: Mapping[str, Any], runtime: Any) -> Ruling | None:
-        case = tool_case(state, runtime, self._terms, judge=self.name, every_call=False)
+        case = tool_case(state, runtime, self._matching, judge=self.name, every_call=False)
         if case is None:
             return None
-        return case.rule(case.plan.own_grant(), pending_error=self._on_pending == "raise")
+        return case.rule(pending_error=self._on_pending == "raise")

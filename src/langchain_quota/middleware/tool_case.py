@@ -1,20 +1,17 @@
 """The tool calls that wait for an answer: from the state to what is decided and written."""
 
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from langchain_core.messages import AIMessage, AnyMessage
 
 from langchain_quota import messages
 from langchain_quota.decision import Call, Decision, Outcome, Refund
-from langchain_quota.engine import Outage, Plan, Verdict, plan, stops
+from langchain_quota.engine import Limits, Outage, Plan, Used, Verdict, judge, plan, stops
 from langchain_quota.errors import ToolCallLimitExceededError
 from langchain_quota.limits import Terms
+from langchain_quota.middleware.case import Case
 from langchain_quota.middleware.history import PendingCalls, answer, pending_calls
 from langchain_quota.middleware.origin import origin
 from langchain_quota.middleware.rulings import Ruling, Update
@@ -31,33 +28,39 @@ from langchain_quota.state import (
     ledger,
 )
 
+_NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
+
 
 def tool_case(
-    state: Mapping[str, Any], runtime: Any, terms: Sequence[Terms], *, judge: str, every_call: bool
+    state: Mapping[str, Any], runtime: Any, limits: Limits, *, judge: str, every_call: bool
 ) -> "ToolCase | None":
     """The tool calls that wait for an answer; `None` if there is nothing to judge.
 
     Args:
         state: The agent's state.
         runtime: The hook's runtime.
-        terms: The limits for tool calls.
+        limits: The limits for tool calls.
         judge: The name of the middleware.
         every_call: Whether calls that match no limit are decided (as allowed), too.
     """
     pending = pending_calls(state)
     if pending is None or not pending.calls:
         return None
-    case = ToolCase(state, runtime, terms, pending, judge=judge, every_call=every_call)
-    return case if case.judged or case.final else None
+    final = bool(ledger(state).get("final"))
+    if not (every_call or final) and not any(
+        limits.of(Call("tool", call["name"])) for call in pending.calls
+    ):
+        return None
+    return ToolCase(state, runtime, limits, pending, judge=judge, every_call=every_call)
 
 
-class ToolCase:
+class ToolCase(Case):
     """The tool calls of one AIMessage that wait for an answer.
 
     Args:
         state: The agent's state.
         runtime: The hook's runtime.
-        terms: The limits for tool calls.
+        limits: The limits for tool calls.
         pending: The calls.
         judge: The name of the middleware.
         every_call: Whether calls that match no limit are decided (as allowed), too.
@@ -67,86 +70,56 @@ class ToolCase:
         self,
         state: Mapping[str, Any],
         runtime: Any,
-        terms: Sequence[Terms],
+        limits: Limits,
         pending: PendingCalls,
         *,
         judge: str,
         every_call: bool,
     ) -> None:
-        self._state = state
         self._message_id = pending.message.id
-        self._terms = terms
+        # Where the structured response is there, the run ends anyway.
+        self._may_stop = not pending.structured
+        self._refusals = ledger(state).get("refusals")
+        self._every_call = every_call
         caller = origin(runtime, model_name=pending.message.name)
-        self._ruling = partial(
-            Ruling,
-            started=time.time_ns(),
-            task_id=caller.task(judge),
-            trace=ledger(state).get("trace"),
-        )
-        self._judge = judge
-        self.calls = [
+        self._calls = [
             Call("tool", call["name"], call["id"], agent=caller.agent, thread_id=caller.thread_id)
             for call in pending.calls
         ]
-        self.final = bool(ledger(state).get("final"))
-        """Whether the calls were made by the last model call of its budget."""
-        self._matching = [call for call in self.calls if _matches(terms, call)]
-        self.judged = self.calls if every_call else self._matching
-        self._every_call = every_call
-        counts = ToolCounts.of(state, self._message_id)
-        ids = [str(call.id) for call in self._matching]
-        name = caller.step(judge)
-        self._plan = partial(
-            plan,
-            () if self.final else terms,
-            {each.limit.counter: counts.used(each.limit.counter, ids) for each in terms},
-            self.judged,
-            may_stop=not pending.structured,
-            refusals=ledger(state).get("refusals"),
-            name=name,
-            settlements=self._settlements(counts, name),
-        )
-        self.plan: Plan = self._plan()
-        self._asked = self.plan
-        self._in_store = self.plan.reservation.shared
+        self._matched = [call for call in self._calls if limits.of(call)]
+        # Whether the calls were made by the last model call of its budget.
+        self._final = bool(ledger(state).get("final"))
+        judged = self._calls if every_call else self._matched
+        super().__init__(state, Limits(()) if self._final else limits, caller, judged, judge=judge)
 
-    @property
-    def others(self) -> list[Call]:
-        """The calls that no limit matches."""
-        return [call for call in self.calls if not _matches(self._terms, call)]
-
-    def without_store(self, outage: Outage) -> "ToolCase":
-        """The same calls, judged by what the state alone knows."""
-        case = copy(self)
-        case.plan = self._plan(outage=outage)
-        case._in_store = False  # noqa: SLF001 - a copy of its own
-        return case
-
-    def rule(self, grant: Grant, *, pending_error: bool = False) -> Ruling:
-        """What is decided, once the counts have been asked.
+    def rule(self, grant: Grant | None = None, *, pending_error: bool = False) -> Ruling:
+        """What is decided.
 
         Args:
-            grant: What was answered to the plan's reservation.
+            grant: What was answered to the plan's reservation; `None` to judge by the state's
+                counts.
             pending_error: Whether ending the run with other tools' calls pending is an error.
         """
-        if self.final:
+        if self._final:
             return self._finalized()
-        verdict = self.plan.verdict(grant)
+        counts = self._counts()
+        verdict = self._verdict(counts, grant)
         decisions = self._all_decisions(verdict)
-        error = _tool_error(verdict, self.others if pending_error else ())
+        others = [call for call in self._calls if pending_error and not self._limits.of(call)]
+        error = _tool_error(verdict, others)
         if error is not None:
             return self._ruling(decisions, error=error)
-        counts = ToolCounts.of(self._state, self._message_id)
         renewed = self._renewed(counts)
-        if self._in_store:
+        if self.shared:
             counts.owed.clear()
         else:
             counts.owe(renewed.values())
-        refunds = _settle(counts, self._terms, decisions)
-        self._mirror(counts, verdict, grant)
-        update = _counts_update(self._state, self._terms, self._matching, counts)
+        refunds = _settle(counts, self._limits.counters, decisions)
+        if grant is not None:
+            self._mirror(counts, verdict, grant)
+        update = _counts_update(self._state, self._limits, self._matched, counts)
         update[LEDGER] = self._ledger(counts, verdict)
-        answers = _answers(decisions, self._terms, messages.SKIPPED)
+        answers = _answers(decisions, self._limits.terms, messages.SKIPPED)
         if stops(verdict.exit):
             answers.append(AIMessage(content=messages.final(verdict.breaches)))
             update["jump_to"] = "end"
@@ -154,10 +127,42 @@ class ToolCase:
             update["messages"] = answers
         return self._ruling(decisions, update=update, refunds=refunds)
 
+    def _verdict(self, counts: ToolCounts, grant: Grant | None) -> Verdict:
+        if grant is not None:
+            return self.plan.verdict(grant)
+        return judge(
+            self._limits,
+            self._used(counts, (each for call in self._matched for each in self._limits.of(call))),
+            self.judged,
+            may_stop=self._may_stop,
+            refusals=self._refusals,
+        )
+
+    def _planned(self, outage: Outage | None) -> Plan:
+        counts = self._counts()
+        return plan(
+            self._limits.terms,
+            self._used(counts, self._limits.terms),
+            self.judged,
+            may_stop=self._may_stop,
+            refusals=self._refusals,
+            name=self._name,
+            settlements=self._settlements(counts),
+            outage=outage,
+        )
+
+    def _counts(self) -> ToolCounts:
+        return ToolCounts.of(self._state, self._message_id)
+
+    def _used(self, counts: ToolCounts, terms: Iterable[Terms]) -> dict[str, Used]:
+        ids = [str(call.id) for call in self._matched]
+        counters = {each.limit.counter for each in terms}
+        return {counter: counts.used(counter, ids) for counter in counters}
+
     def _finalized(self) -> Ruling:
-        decisions = tuple(Decision(call, Outcome.SKIPPED) for call in self.calls)
+        decisions = tuple(Decision(call, Outcome.SKIPPED) for call in self._calls)
         update: Update = {
-            "messages": _answers(decisions, self._terms, messages.FINALIZED),
+            "messages": _answers(decisions, self._limits.terms, messages.FINALIZED),
             "jump_to": "end",
         }
         return self._ruling(decisions, update=update)
@@ -168,24 +173,29 @@ class ToolCase:
             return verdict.decisions
         rest = iter(verdict.decisions)
         return tuple(
-            next(rest) if _matches(self._terms, call) else Decision(call, Outcome.SKIPPED)
-            for call in self.calls
+            next(rest) if self._limits.of(call) else Decision(call, Outcome.SKIPPED)
+            for call in self._calls
         )
 
     def _renewed(self, counts: ToolCounts) -> dict[str, Amounts]:
         """What a store charged for these calls before, by tool call id."""
-        keys = {quota.key for each in self._terms for quota in each.quotas}
-        keys |= {each.thread_key for each in self._terms if each.thread_key is not None}
+        if not counts.reserved:
+            return {}
+        terms = self._limits.terms
+        keys = {quota.key for each in terms for quota in each.quotas}
+        keys |= {each.thread_key for each in terms if each.thread_key is not None}
         found = {}
-        for call in self._matching:
+        for call in self._matched:
             amounts = counts.renew(str(call.id), self._judge, keys)
             if amounts:
                 found[str(call.id)] = amounts
         return found
 
-    def _settlements(self, counts: ToolCounts, name: str) -> tuple[Settlement, ...]:
+    def _settlements(self, counts: ToolCounts) -> tuple[Settlement, ...]:
         """What a store is to take back: what is owed, and what these calls were charged before."""
-        renewed = {f"{name}/{each}": charged for each, charged in self._renewed(counts).items()}
+        renewed = {
+            f"{self._name}/{each}": charged for each, charged in self._renewed(counts).items()
+        }
         return tuple(
             Settlement(refund, {key: -amount for key, amount in amounts.items()})
             for refund, amounts in {**counts.owed, **renewed}.items()
@@ -193,8 +203,8 @@ class ToolCase:
 
     def _mirror(self, counts: ToolCounts, verdict: Verdict, grant: Grant) -> None:
         """Write down what the store counts, and what it charges, now or later, for which call."""
-        for each in self._terms:
-            if self._in_store and each.thread_key is not None:
+        for each in self._limits.terms:
+            if self.shared and each.thread_key is not None:
                 counts.thread[each.limit.counter] = verdict.usage[each.limit.counter].thread
         for call, index in zip(self.judged, self.plan.charge_of, strict=True):
             if grant.admitted[index] and not grant.stopped:
@@ -205,7 +215,7 @@ class ToolCase:
     def _ledger(self, counts: ToolCounts, verdict: Verdict) -> Ledger:
         known = ledger(self._state)
         batch = batch_of(self._state, self._message_id)
-        passed = [*(batch["passed"] if batch else ()), *(each.limit.name for each in self._terms)]
+        passed = [*(batch["passed"] if batch else ()), *self._limits.counters]
         judged = Batch(message=self._message_id or "", charges=counts.charges, passed=passed)
         if counts.reserved:
             judged["reserved"] = counts.reserved
@@ -219,10 +229,6 @@ class ToolCase:
         return written
 
 
-def _matches(terms: Sequence[Terms], call: Call) -> bool:
-    return any(each.limit.matches(call) for each in terms)
-
-
 def _refusals(known: Mapping[str, int], verdict: Verdict) -> dict[str, int]:
     """How often each limit that gives up after some has refused in this run."""
     refusals = dict(known)
@@ -234,15 +240,14 @@ def _refusals(known: Mapping[str, int], verdict: Verdict) -> dict[str, int]:
 
 
 def _counts_update(
-    state: Mapping[str, Any], terms: Sequence[Terms], calls: Sequence[Call], counts: ToolCounts
+    state: Mapping[str, Any], limits: Limits, calls: Sequence[Call], counts: ToolCounts
 ) -> Update:
     """The thread's counts, and the run's as LangChain writes them: with the calls refused."""
     attempted = dict(state.get(RUN_TOOLS) or {})
-    for counter, limit in {each.limit.counter: each.limit for each in terms}.items():
-        asked = sum(map(limit.matches, calls))
-        if asked:
+    for call in calls:
+        for counter in {each.limit.counter for each in limits.of(call)}:
             counts.thread.setdefault(counter, 0)
-            attempted[counter] = attempted.get(counter, 0) + asked
+            attempted[counter] = attempted.get(counter, 0) + 1
     return {THREAD_TOOLS: counts.thread, RUN_TOOLS: attempted}
 
 
@@ -268,16 +273,15 @@ def _tool_error(verdict: Verdict, others: Sequence[Call]) -> Exception | None:
 
 
 def _settle(
-    counts: ToolCounts, terms: Sequence[Terms], decisions: Sequence[Decision]
+    counts: ToolCounts, counters: Mapping[str, str], decisions: Sequence[Decision]
 ) -> tuple[Refund, ...]:
     """Charge what is let through; take back what other limiters charged for what is not."""
-    counters = {each.limit.name: each.limit.counter for each in terms}
     refunds: list[Refund] = []
-    amounts: Counter[tuple[str, str, str]] = Counter()
+    amounts: dict[tuple[str, str, str], int] = {}
     for decision in decisions:
         call = decision.call
         call_id = str(call.id)
-        if decision.outcome in {Outcome.BLOCKED, Outcome.SKIPPED}:
+        if decision.outcome in _NOT_RUN:
             refunds += [
                 Refund(replace(call, amount=amount), limit)
                 for limit, amount in counts.take_back(call_id).items()
@@ -290,7 +294,8 @@ def _settle(
             for standing in decision.standings
         }
         for counter, name in counted:
-            amounts[call_id, counter, name] += call.amount
+            key = call_id, counter, name
+            amounts[key] = amounts.get(key, 0) + call.amount
     for (call_id, counter, name), amount in amounts.items():
         counts.charge(call_id, counter, name, amount)
     return tuple(refund for refund in refunds if refund.limit)
@@ -300,9 +305,11 @@ def _answers(
     decisions: Sequence[Decision], terms: Sequence[Terms], skipped: str
 ) -> list[AnyMessage]:
     """One answer for each call that does not run; the refused ones first."""
+    if all(decision.outcome not in _NOT_RUN for decision in decisions):
+        return []
     limits = {each.limit.name: each.limit for each in terms}
     found: dict[str, AnyMessage] = {}
-    for outcome in (Outcome.BLOCKED, Outcome.SKIPPED):
+    for outcome in _NOT_RUN:
         for decision in decisions:
             call_id = str(decision.call.id)
             if decision.outcome is outcome and call_id not in found:

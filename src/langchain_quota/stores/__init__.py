@@ -32,6 +32,13 @@ class KeyUse:
         used: The count, in calls.
         limit: The smallest enforced limit when it was last charged, for show; `None` for none.
         expires_at: When its window ends, in seconds since the Unix epoch; `None` if it has none.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore
+        >>> store = MemoryStore()
+        >>> store.reset(["search:user_id:ada"])
+        >>> store.usages()
+        [KeyUse(key='search:user_id:ada', used=0, limit=None, expires_at=None)]
     """
 
     key: str
@@ -55,6 +62,14 @@ class QuotaStore(Protocol):
         QuotaStoreError: The store failed, or did not answer in time. What was asked may have
             happened all the same.
         TypeError: The store, or the method, is used in a wrong way.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore, QuotaStore
+        >>> from langchain_quota.reservation import Cap, Reservation, Slot
+        >>> store: QuotaStore = MemoryStore()
+        >>> slot = Slot("search:user_id:ada", caps=(Cap("one search", 1),))
+        >>> store.reserve(Reservation("batch", "first try", (slot,), ({0: 1}, {0: 1}))).admitted
+        (True, False)
     """
 
     def reserve(self, reservation: Reservation) -> Grant:
@@ -75,15 +90,25 @@ class QuotaStore(Protocol):
            it is charged.
         5. The keys are charged; one that did not exist begins at the slot's own count. The answer
            is remembered if it charged a key, else the next try is judged anew.
+
+        Args:
+            reservation: The batch; its counts without a key are the caller's, and stay so.
         """
 
     def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
-        """What is kept under keys, in their order; `None` where nothing is."""
+        """What is kept under keys, in their order; `None` where nothing is.
+
+        Args:
+            keys: The keys, as `KeyUse` and `Slot` have them.
+        """
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0.
 
         The keys are kept, or made, so that a caller's own count does not fill them again.
+
+        Args:
+            keys: The keys, as `KeyUse` and `Slot` have them.
         """
 
     async def areserve(self, reservation: Reservation) -> Grant:

@@ -54,7 +54,9 @@ class CountKey:
         """The key of a count at a moment.
 
         Args:
-            counter, dimension, subject: What is counted, and for whom.
+            counter: What is counted.
+            dimension: For whom: what a quota is `per`.
+            subject: Who that is; empty for all.
             window: How long a window lasts, in whole seconds; `None` for a count without windows.
             now: The moment, in seconds since the Unix epoch.
 

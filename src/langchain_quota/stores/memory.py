@@ -40,16 +40,23 @@ class MemoryStore:
     the process its counts are gone; other processes do not see them.
 
     Args:
-        max_keys: Most counts that are kept. When so many are alive, a charge that needs another is
-            refused with a `QuotaStoreError`: a count is never forgotten to make room. Only what
-            ran in an outage is counted beyond that. Of what is remembered (answers, settlements,
-            refused attempts) the latest so many are kept.
-        idle_ttl: How long a count without a window is kept when nobody charges it.
+        max_keys: Most counts that are kept, from 1. When so many are alive, a charge that needs
+            another is refused with a `QuotaStoreError`: a count is never forgotten to make room.
+            Only what ran in an outage is counted beyond that. Of what is remembered (answers,
+            settlements, refused attempts) the latest so many are kept.
+        idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
         clock: The time, in seconds since the Unix epoch.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of bounds.
+        ValueError: `max_keys` is below 1, or `idle_ttl` is less than a second.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit
+        >>> store = MemoryStore()
+        >>> quota = QuotaMiddleware([ToolCallLimit("search", thread_limit=3)], store=store)
+        >>> store.usages("search:*")
+        []
     """
 
     def __init__(
@@ -75,7 +82,13 @@ class MemoryStore:
         return f"MemoryStore(keys={len(self._counts)}, max_keys={self._counts.max_keys})"
 
     def reserve(self, reservation: Reservation) -> Grant:
-        """Admit each call of a batch against all of its limits; see `QuotaStore.reserve`."""
+        """Admit each call of a batch against all of its limits; see `QuotaStore.reserve`.
+
+        Raises:
+            QuotaStoreError: The store is full, the attempt was settled before it arrived, or the
+                reservation's id was given to a batch of another form.
+            TypeError: It is no `Reservation`.
+        """
         check_reservation(reservation)
         with self._lock:
             now = self._clock()
@@ -90,14 +103,23 @@ class MemoryStore:
             return self._judge(reservation, now)
 
     def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
-        """What is kept under keys, in their order; `None` where nothing is."""
+        """What is kept under keys, in their order; `None` where nothing is.
+
+        Raises:
+            TypeError: The keys are no sequence of strings.
+        """
         check_keys(keys)
         with self._lock:
             now = self._clock()
             return tuple(self._counts.use(key, now) for key in keys)
 
     def reset(self, keys: Sequence[str]) -> None:
-        """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
+        """Set counts to 0, and keep the keys; see `QuotaStore.reset`.
+
+        Raises:
+            QuotaStoreError: The store is full.
+            TypeError: The keys are no sequence of strings.
+        """
         check_keys(keys)
         with self._lock:
             now = self._clock()
@@ -106,7 +128,11 @@ class MemoryStore:
                 self._counts.put(key, 0, window_end(key), now)
 
     def usages(self, pattern: str = "*") -> list[KeyUse]:
-        """What is kept under the keys that match a glob pattern, sorted by key."""
+        """What is kept under the keys that match a glob pattern, sorted by key.
+
+        Args:
+            pattern: As of Python's `fnmatch.fnmatchcase`.
+        """
         with self._lock:
             now = self._clock()
             uses = [self._counts.use(key, now) for key in self._counts.matching(pattern)]

@@ -20,6 +20,7 @@ from langchain_quota.stores import (
 )
 from langchain_quota.stores.redis_clients import (
     FAILURES,
+    OUT_OF_REACH,
     TIMEOUTS,
     AsyncClient,
     NoScriptError,
@@ -54,14 +55,21 @@ class RedisStore:
             `redis.asyncio` the async form, on its own event loop.
         prefix: What all keys begin with, `[A-Za-z0-9_.-]{1,64}`. Stores with different prefixes
             share nothing.
-        timeout: How long an operation may take, in seconds: an async one in all, a sync one
-            whenever it waits for the network. Nothing is tried twice.
-        idle_ttl: How long a count without a window is kept when nobody charges it.
+        timeout: How long an operation may take, in seconds above 0: an async one in all, a sync
+            one whenever it waits for the network. Nothing is tried twice.
+        idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of bounds, or there is no URL. No message has credentials.
-        ModuleNotFoundError: redis is not installed; on import.
+        ModuleNotFoundError: The package redis is not installed; the message says what to install.
+
+    Examples:
+        Nothing is connected before the first operation:
+
+        >>> from langchain_quota import RedisStore
+        >>> RedisStore("rediss://worker:secret@redis.example/0", prefix="prod")
+        RedisStore(rediss://redis.example:6379/0, prefix='prod')
     """
 
     def __init__(
@@ -145,6 +153,13 @@ class RedisStore:
 
         Redis is asked for some at a time, and works for others in between: a count that is made
         or removed meanwhile may be missing.
+
+        Args:
+            pattern: As of Python's `fnmatch.fnmatchcase`.
+
+        Raises:
+            QuotaStoreError: Redis failed, or did not answer in time.
+            TypeError: The store was given a client of `redis.asyncio`.
         """
         # Redis reads classes and escapes in a way of its own.
         simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
@@ -186,7 +201,11 @@ class RedisStore:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Raises what fails as a `QuotaStoreError`."""
+        """Turn what fails into a `QuotaStoreError`.
+
+        Raises:
+            QuotaStoreError: It failed.
+        """
         try:
             yield
         except FAILURES as error:
@@ -195,6 +214,10 @@ class RedisStore:
             reason = f"{type(error).__name__}: {error}"
             if timed_out:
                 reason = f"no answer within {self._timeout} s"
+            if isinstance(error, OUT_OF_REACH):
+                reason = (
+                    f"{reason.rstrip('.')}: check that Redis runs there and that the URL is right"
+                )
             raise QuotaStoreError(f"{self!r}: {reason}", timed_out=timed_out) from error
 
 

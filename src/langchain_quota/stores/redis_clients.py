@@ -36,6 +36,7 @@ _CONNECTIONS = 32
 NoScriptError = exceptions.NoScriptError
 FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
 TIMEOUTS = (exceptions.TimeoutError, TimeoutError)
+OUT_OF_REACH = (exceptions.ConnectionError, OSError, *TIMEOUTS)
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
@@ -82,7 +83,10 @@ def clients(source: object, timeout: float) -> Clients:
         return _Given(source)
     url = os.environ.get(URL_VARIABLE) if source is None else source
     if not url:
-        raise ValueError(f"no source, and {URL_VARIABLE} is not set: one of them names the server")
+        raise ValueError(
+            f"no URL of Redis was given, and {URL_VARIABLE} is not set: give one, such as "
+            "redis://127.0.0.1:6379/0, or set the variable"
+        )
     if not isinstance(url, str):
         # Not its value: whatever it is, it may hold a password.
         raise TypeError(

@@ -13,24 +13,32 @@ from threading import Lock
 from typing import Self
 from weakref import WeakKeyDictionary
 
-from opentelemetry.trace import TracerProvider
+from opentelemetry.trace import Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from langchain_quota.decision import Call, Decision, Level, Outcome, Refund, Standing
-from langchain_quota.limits import STORE, Limit, Scope, check_choice, check_share
+from langchain_quota.limits import (
+    STORE,
+    Limit,
+    Scope,
+    check_choice,
+    check_share,
+    named_tools,
+)
 from langchain_quota.telemetry.labels import (
     OTHER,
     UNNAMED,
     ToolLabels,
     agent_label,
+    described,
     hmac_label,
     label,
 )
 from langchain_quota.telemetry.metrics import Exemplar, Metrics
-from langchain_quota.telemetry.multiprocess import share_tables
+from langchain_quota.telemetry.multiprocess import check_directory, share_tables
 from langchain_quota.telemetry.subjects import SubjectTable
 from langchain_quota.telemetry.threads import ThreadTable
-from langchain_quota.telemetry.tracing import Spans, Tracing, exemplar
+from langchain_quota.telemetry.tracing import Place, Spans, Tracing, carried, exemplar
 
 __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label"]
 
@@ -73,10 +81,11 @@ class _Errors:
             if log:
                 self._logged.add((component, error_type))
                 logger.error(
-                    "%s of langchain-quota failed with %s; %s are only counted in "
+                    "%s of langchain-quota failed with %s%s; %s are only counted in "
                     "langchain_quota_errors_total",
                     component,
                     error_type,
+                    f" ({described(error)})" if component == "store" else "",
                     what,
                     exc_info=shown,
                 )
@@ -121,6 +130,7 @@ class _Signals:
 
     def __init__(self, registry: CollectorRegistry, options: _Options) -> None:
         self.options = options
+        check_directory()
         self.metrics = Metrics(registry)
         self.errors = _Errors(self.metrics)
         self.tools = ToolLabels(options.max_tools)
@@ -154,7 +164,7 @@ def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:
         if ours != theirs:
             raise ValueError(
                 f"{name}={ours!r} conflicts with {name}={theirs!r} of another Telemetry on the "
-                "same registry"
+                "same registry: make one Telemetry, and give it to all middlewares"
             )
     return signals
 
@@ -176,7 +186,8 @@ class Telemetry:
     """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
 
     It never raises into the agent: what fails is counted in `langchain_quota_errors_total` and
-    logged once. Several on one registry share its metrics.
+    logged once. Several on one registry share its metrics. Attributes of spans that are not ours
+    alone have the names of OpenTelemetry's semantic conventions (`gen_ai.*`, `error.type`).
 
     Args:
         registry: Where the metrics are registered.
@@ -190,14 +201,25 @@ class Telemetry:
             nearest to their limits come first, then the most recently refused, then the most
             recent.
         thread_ttl: How long a thread without calls keeps its series, and a user or another subject
-            of a quota is counted.
-        max_tools: The most tool names per agent that are labels, beside those that limits name;
-            further ones are labelled `_other`.
+            of a quota is counted; above 0.
+        max_tools: The most tool names per agent that are labels, beside those that limits name,
+            from 0; further ones are labelled `_other`.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of bounds, or conflicts with another `Telemetry` on the
-            same registry. The message names the argument and the value.
+            same registry: the message names the argument and the value. Or, in prometheus_client's
+            multi-process mode, its directory cannot be written to.
+
+    Examples:
+        >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, Telemetry, hmac_label
+        >>> from prometheus_client import CollectorRegistry
+        >>> telemetry = Telemetry(
+        ...     registry=CollectorRegistry(),
+        ...     near=0.9,
+        ...     thread_label=hmac_label("a secret of 16 bytes or more"),
+        ... )
+        >>> quota = QuotaMiddleware([ModelCallLimit(run_limit=10)], telemetry=telemetry)
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
@@ -240,12 +262,21 @@ class Telemetry:
         self._tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)
 
     def watch(self, limits: Sequence[Limit]) -> None:
-        """Learn the limits of a middleware: the tools that they name keep their names."""
+        """Learn the limits of a middleware: the tools that they name keep their names.
+
+        Args:
+            limits: The limits.
+        """
         for limit in limits:
-            self._signals.tools.keep((*limit.tools, *getattr(limit, "exclude", ())))
+            self._signals.tools.keep(named_tools(limit))
 
     def offered(self, agent: str | None, tools: Iterable[str]) -> None:
-        """Learn the tools that an agent has: they are labels before any that its model invents."""
+        """Learn the tools that an agent has: they are labels before any that its model invents.
+
+        Args:
+            agent: The name of the agent, if it has one.
+            tools: The names of the tools.
+        """
         with self._guarded("metrics"):
             self._signals.tools.offer(agent_label(agent), tools)
 
@@ -274,37 +305,77 @@ class Telemetry:
             return Emitted(is_new=False, trace=trace)
         for captured in _captures.get():
             captured.extend(decisions)
-        call = decisions[0].call
-        signals = self._signals
-        agent, thread = self._labels(call)
-        parent = None
-        with self._guarded("tracing"):
-            parent = self._tracing.parent(trace)
+        agent, thread = self._labels(decisions[0].call)
+        place = self._place(trace)
         for decision in decisions:
-            shown: Exemplar = None
-            tool = OTHER
-            with self._guarded("metrics"):
-                tool = signals.tools.label(agent, decision.call.tool)
-            with self._guarded("tracing"):
-                span = self._tracing.record(
-                    decision,
-                    tool=tool,
-                    thread=thread,
-                    started=started,
-                    error=error,
-                    parent=parent,
-                )
-                shown = exemplar(span)
-                if not trace and (trace := self._tracing.begun(span)):
-                    parent = self._tracing.parent(trace)
-                    self._reruns.begin(task_id, trace)
-            with self._guarded("metrics"):
-                signals.metrics.record(decision, agent, tool, shown)
-            self._log_refusals(decision, agent, thread)
+            tool = self._tool(agent, decision.call)
+            span = self._span(decision, tool, thread, started, error, place)
+            if span is not None and place.is_root:
+                trace = self._begin(task_id, span)
+                place = self._place(trace)
+            self._count(decision, agent, tool, span)
             for standing in decision.standings:
+                if standing.scope is not None:
+                    self._log_refusal(standing, agent, thread)
                 self._watch_thresholds(standing, agent, thread)
         self._remember(agent, thread, decisions)
         return Emitted(is_new=True, trace=trace)
+
+    # What every call goes through catches what fails itself: the guard costs more than some of it.
+
+    def _place(self, trace: Mapping[str, str] | None) -> Place:
+        try:
+            return self._tracing.place(trace)
+        except Exception as failure:  # noqa: BLE001 - telemetry must not break the agent
+            self._signals.errors.failed("tracing", failure)
+            return Place(None, is_root=False)
+
+    def _tool(self, agent: str, call: Call) -> str:
+        try:
+            return self._signals.tools.label(agent, call.tool)
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("metrics", failure)
+            return OTHER
+
+    def _span(  # noqa: PLR0913, PLR0917 - what a span tells
+        self,
+        decision: Decision,
+        tool: str,
+        thread: str | None,
+        started: int,
+        error: BaseException | None,
+        place: Place,
+    ) -> Span | None:
+        try:
+            return self._tracing.record(
+                decision, tool=tool, thread=thread, started=started, error=error, place=place
+            )
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("tracing", failure)
+            return None
+
+    def _begin(self, task_id: str | None, span: Span) -> Mapping[str, str] | None:
+        """Begin a trace for those spans of the run that find no active one."""
+        with self._guarded("tracing"):
+            carrier = carried(span)
+            if carrier:
+                self._reruns.begin(task_id, carrier)
+                return carrier
+        return None
+
+    def _exemplar(self, span: Span | None) -> Exemplar:
+        try:
+            return exemplar(span)
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("tracing", failure)
+            return None
+
+    def _count(self, decision: Decision, agent: str, tool: str, span: Span | None) -> None:
+        shown = self._exemplar(span)
+        try:
+            self._signals.metrics.record(decision, agent, tool, shown)
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("metrics", failure)
 
     def charge(self, call: Call, standing: Standing, *, task_id: str | None = None) -> None:
         """Make visible that a call which was let through before is charged now.
@@ -317,13 +388,19 @@ class Telemetry:
         if self._reruns.seen(task_id):
             return
         agent, thread = self._labels(call)
+        shown = self._exemplar(None)
         with self._guarded("metrics"):
-            self._signals.metrics.charged(agent, standing, call.amount, exemplar(None))
+            self._signals.metrics.charged(agent, standing, call.amount, shown)
         self._watch_thresholds(standing, agent, thread)
         self._remember(agent, thread, [Decision(call, Outcome.ALLOWED, (standing,))])
 
     def forget(self, agent: str | None, thread_id: object) -> None:
-        """Forget what a thread has used: its series end until its next call."""
+        """Forget what a thread has used: its series end until its next call.
+
+        Args:
+            agent: The name of the agent, if it has one.
+            thread_id: The thread's id as the caller gave it; `None` does nothing.
+        """
         name, thread = self._labels(Call("model", agent=agent, thread_id=thread_id))
         if thread is not None:
             with self._guarded("threads"):
@@ -337,15 +414,38 @@ class Telemetry:
         """Count a failure of what a user hung in, and log it.
 
         Args:
-            component: What failed.
+            component: What failed, as the metric's label has it: `"observer"`, `"store"` or
+                `"dynamic_limit"`.
             error: What it raised.
             log: Whether it is logged now, for who tells when it has `recovered`; by default once
                 per kind.
         """
         self._signals.errors.failed(component, error, log=log)
 
+    def missed(self, agent: str | None, limit: str, tool: str, hint: str) -> None:
+        """Log that a limit names a tool that an agent does not have.
+
+        Args:
+            agent: The name of the agent, if it has one.
+            limit: The limit's name.
+            tool: The tool that it names.
+            hint: What to do.
+        """
+        with self._guarded("observer"):
+            logger.warning(
+                "limit %r names the tool %r, which agent %r does not offer its model: %s",
+                limit,
+                tool,
+                agent_label(agent),
+                hint,
+            )
+
     def recovered(self, component: str) -> None:
-        """Log that what failed works again."""
+        """Log that what failed works again.
+
+        Args:
+            component: As for `failed`.
+        """
         with self._guarded("observer"):
             # As loud as is needed to be seen where the failure was.
             logger.warning("%s of langchain-quota works again", component)
@@ -373,7 +473,11 @@ class Telemetry:
             self._signals.metrics.fell_back(agent_label(agent), action, calls)
 
     def refund(self, refunds: Sequence[Refund]) -> None:
-        """Take charges back from what was counted."""
+        """Take charges back from what was counted.
+
+        Args:
+            refunds: The charges.
+        """
         for refund in refunds:
             call = refund.call
             agent, thread = self._labels(call)
@@ -384,24 +488,36 @@ class Telemetry:
                     self._signals.threads.refund(agent, thread, refund.limit, call.amount)
 
     def _remember(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
-        if thread is not None:
-            with self._guarded("threads"):
+        try:
+            if thread is not None:
                 self._signals.threads.record(agent, thread, decisions)
-        with self._guarded("threads"):
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("threads", failure)
+        try:
             self._signals.subjects.record(agent, decisions)
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("threads", failure)
 
     def _labels(self, call: Call) -> tuple[str, str | None]:
         """The labels of the call's agent and, if there is one, thread."""
         agent, thread = UNNAMED, None
-        with self._guarded("metrics"):
+        try:
             agent = agent_label(call.agent)
-        with self._guarded("thread_label"):
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("metrics", failure)
+        try:
             if call.thread_id is not None:
                 thread = label(self._shown(call.thread_id))
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("thread_label", failure)
         return agent, thread
 
     def _shown(self, thread_id: object) -> object:
-        """What is shown of a thread's id."""
+        """What is shown of a thread's id.
+
+        Raises:
+            TypeError: `thread_label` returns no string.
+        """
         if self._thread_label is None:
             return thread_id
         made: object = self._thread_label(thread_id)
@@ -411,33 +527,32 @@ class Telemetry:
             raise TypeError(f"thread_label must return a string, not a {type(made).__name__}")
         return made
 
-    def _log_refusals(self, decision: Decision, agent: str, thread: str | None) -> None:
-        for standing in decision.standings:
-            if standing.scope is not None:
-                event = "refused" if standing.enforced else "would refuse"
-                with self._guarded("observer"):
-                    resets = standing.resets_at
-                    _log(
-                        logging.DEBUG,
-                        event,
-                        standing,
-                        standing.scope,
-                        (agent, thread),
-                        quota_resets_at=None if resets is None else resets.isoformat(),
-                    )
+    def _log_refusal(self, standing: Standing, agent: str, thread: str | None) -> None:
+        event = "refused" if standing.enforced else "would refuse"
+        with self._guarded("observer"):
+            resets = standing.resets_at
+            _log(
+                logging.DEBUG,
+                event,
+                standing,
+                str(standing.scope),
+                (agent, thread),
+                quota_resets_at=None if resets is None else resets.isoformat(),
+            )
 
     def _watch_thresholds(self, standing: Standing, agent: str, thread: str | None) -> None:
-        if not standing.charged:
-            return
-        for scope in standing.scopes:
-            reached = standing.crossed(scope, self.near)
-            if reached is not None:
-                with self._guarded("metrics"):
-                    self._signals.metrics.crossed(agent, standing, scope, reached)
-                severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
-                # A handler or filter that raises is somebody who looks on.
-                with self._guarded("observer"):
-                    _log(severity, reached, standing, scope, (agent, thread))
+        crossings: Sequence[tuple[Scope, Level]] = ()
+        try:
+            crossings = standing.crossings(self.near)
+        except Exception as failure:  # noqa: BLE001 - the same
+            self._signals.errors.failed("metrics", failure)
+        for scope, reached in crossings:
+            with self._guarded("metrics"):
+                self._signals.metrics.crossed(agent, standing, scope, reached)
+            severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
+            # A handler or filter that raises is somebody who looks on.
+            with self._guarded("observer"):
+                _log(severity, reached, standing, scope, (agent, thread))
 
     def _guarded(self, component: str) -> "_Guard":
         return _Guard(self._signals.errors, component)

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock
@@ -11,6 +11,8 @@ from threading import Lock
 _MIN_KEY_BYTES = 16
 
 MAX_LENGTH = 64
+MAX_DESCRIPTION = 256
+"""The longest text of an exception, in characters."""
 _KEPT = 40
 _DIGITS = 12
 _TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -37,6 +39,11 @@ def label(value: object) -> str:
     return f"{kept}~{digest[:_DIGITS]}"
 
 
+def described(error: BaseException) -> str:
+    """The exception's text, which may have names that a model invented: bounded and printable."""
+    return "".join(char for char in str(error) if char.isprintable())[:MAX_DESCRIPTION]
+
+
 def agent_label(name: str | None) -> str:
     """The label of an agent's name."""
     return label(name) if name else UNNAMED
@@ -51,7 +58,7 @@ class _HmacLabel:
         return hmac.new(self.key, message, hashlib.sha256).hexdigest()[:20]
 
 
-def hmac_label(key: str | bytes) -> _HmacLabel:
+def hmac_label(key: str | bytes) -> Callable[[object], str]:
     """A `thread_label` that hides thread ids: 20 hex digits of HMAC-SHA256 under a secret key.
 
     Thread ids are often e-mail addresses or phone numbers; a plain hash of those is guessed in
@@ -64,6 +71,12 @@ def hmac_label(key: str | bytes) -> _HmacLabel:
     Raises:
         TypeError: The key is neither a string nor bytes.
         ValueError: The key is shorter than 16 bytes (its value is not shown).
+
+    Examples:
+        >>> from langchain_quota import hmac_label
+        >>> label = hmac_label("a secret of 16 bytes or more")
+        >>> label("ada@example.org")
+        '57d2846abe13c8d7044b'
     """
     if not isinstance(key, str | bytes):
         raise TypeError(f"key must be a string or bytes, not a {type(key).__name__}")
@@ -111,6 +124,8 @@ class ToolLabels:
             return NONE
         if name in self._kept:
             return label(name)
+        if name in self._seen.get(agent, ()):
+            return name
         if not _TOOL.fullmatch(name):
             return OTHER
         with self._lock:

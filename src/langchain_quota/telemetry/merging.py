@@ -23,6 +23,7 @@ from langchain_quota.telemetry.threads import (
     Snapshot,
     ThreadTable,
     ThreadUse,
+    ends_of,
     rate,
     render,
 )
@@ -238,7 +239,8 @@ def _merge_uses(uses: Sequence[ThreadUse]) -> ThreadUse:
     last = max(use.last_decision for use in uses)
     level, share = rate(limits.values())
     placed = max((use.placed for use in uses if use.level is level), default=last)
-    return ThreadUse(uses[0].agent, uses[0].thread, limits, level, share, last, placed)
+    ends = ends_of(limits.values())
+    return ThreadUse(uses[0].agent, uses[0].thread, limits, level, share, last, placed, ends)
 
 
 def _merge_limit(one: LimitUse, other: LimitUse) -> LimitUse:
@@ -271,7 +273,8 @@ def _thread(key: Key, told: ThreadUse | str) -> ThreadUse:
     agent, thread = json.loads(key)
     level, share, last_decision, placed, limits = json.loads(told)
     uses = {name: _limit(*columns) for name, *columns in limits}
-    return ThreadUse(agent, thread, uses, _LEVELS[level], share, last_decision, placed)
+    ends = ends_of(uses.values())
+    return ThreadUse(agent, thread, uses, _LEVELS[level], share, last_decision, placed, ends)
 
 
 def _limit(  # noqa: PLR0913, PLR0917 - the columns of the row

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota._version import __version__
 from langchain_quota.decision import Decision, Level, Outcome, Standing
-from langchain_quota.limits import STORE, Scope
+from langchain_quota.limits import STORE
 from langchain_quota.telemetry.labels import NONE, label
 
 _REFUNDED = "refunded"
@@ -18,14 +18,11 @@ _FALLBACKS = ("deny", "allow")
 Exemplar = dict[str, str] | None
 
 
-_Configured = tuple[bool, tuple[Scope, ...], int | None, int | None, tuple[tuple[Scope, int], ...]]
-"""Whether a store keeps a count; the limit of each scope, `None` for one that is computed."""
-
-
 class _LimitSeries:
     """The series of one limit of one agent, all created together at 0."""
 
     def __init__(self, metrics: "Metrics", agent: str, standing: Standing) -> None:
+        self._configured = _configured(standing)
         limit = label(standing.limit)
 
         def decisions(scope: str, decision: str) -> Counter:
@@ -43,6 +40,21 @@ class _LimitSeries:
             labels = (agent, limit, scope)
             self.crossings[scope, Level.NEAR] = metrics.near.labels(*labels)
             self.crossings[scope, Level.EXHAUSTED] = metrics.exhausted.labels(*labels)
+
+    def fits(self, standing: Standing) -> bool:
+        """Whether a limit has the scopes and the fixed numbers that it had."""
+        return self._configured == _configured(standing)
+
+
+def _configured(standing: Standing) -> tuple[object, ...]:
+    """What a limit's series are made by; of a quota not whose it is."""
+    if standing.computed or standing.quotas:
+        numbers = [
+            (scope, None if scope in standing.computed else standing.threshold(scope))
+            for scope in standing.scopes
+        ]
+        return standing.shared, *numbers
+    return standing.shared, standing.thread_limit, standing.run_limit
 
 
 class Metrics:
@@ -111,7 +123,7 @@ class Metrics:
         )
         build_info.labels(__version__).set(1)
         self._calls: dict[tuple[str, str, str], dict[Outcome, Counter]] = {}
-        self._limits: dict[tuple[str, str], tuple[_Configured, _LimitSeries]] = {}
+        self._limits: dict[tuple[str, str], _LimitSeries] = {}
         self._store_seconds: dict[str, dict[str, Histogram]] = {}
 
     def record(self, decision: Decision, agent: str, tool: str, exemplar: Exemplar) -> None:
@@ -163,20 +175,9 @@ class Metrics:
 
     def _series(self, agent: str, standing: Standing) -> _LimitSeries:
         """The series of a limit, created at first touch."""
-        configured = (
-            standing.shared,
-            standing.computed,
-            standing.thread_limit,
-            standing.run_limit,
-            tuple((quota.scope, quota.limit) for quota in standing.quotas)
-            if standing.quotas
-            else (),
-        )
-        key = (agent, standing.limit)
-        known, series = self._limits.get(key, (None, None))
-        if series is None or known != configured:
-            series = _LimitSeries(self, agent, standing)
-            self._limits[key] = (configured, series)
+        series = self._limits.get((agent, standing.limit))
+        if series is None or not series.fits(standing):
+            series = self._limits[agent, standing.limit] = _LimitSeries(self, agent, standing)
             for scope in standing.scopes:
                 if scope not in standing.computed:
                     limit = standing.threshold(scope)

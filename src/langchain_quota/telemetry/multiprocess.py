@@ -70,6 +70,28 @@ def multiprocess_directory() -> Path | None:
     return next((Path(os.environ[name]) for name in names if name in os.environ), None)
 
 
+def unusable(directory: Path, purpose: str) -> ValueError:
+    """The error of a directory that cannot be read, or written to."""
+    return ValueError(
+        f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is no directory that this process can "
+        f"{purpose}: make it before the workers start, or unset the variable where there is one "
+        "worker only"
+    )
+
+
+def check_directory() -> None:
+    """Check that this process can tell the others what it counts, if it is to.
+
+    Raises:
+        ValueError: The directory is not there, or cannot be written to.
+    """  # noqa: DOC501 - the name is that of the function which makes the ValueError
+    directory = multiprocess_directory()
+    if directory is None:
+        return
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        raise unusable(directory, "write to")
+
+
 def share_tables(
     registry: CollectorRegistry, threads: ThreadTable, subjects: SubjectTable, on_error: OnError
 ) -> None:
@@ -90,7 +112,8 @@ class Worker:
 
     Args:
         directory: Where they meet.
-        threads, subjects: The tables.
+        threads: The table of threads.
+        subjects: The table of subjects.
         on_error: Told of what could not be written, read or merged.
     """
 

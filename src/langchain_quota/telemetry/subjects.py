@@ -92,6 +92,7 @@ class SubjectTable:
             (Series(agent, standing.limit, quota.scope), quota.subject): (standing, quota)
             for decision in decisions
             for standing in decision.standings
+            if standing.quotas
             for quota in standing.quotas
             if not quota.per_thread
         }

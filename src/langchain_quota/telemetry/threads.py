@@ -3,7 +3,7 @@
 import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Lock
@@ -23,6 +23,7 @@ MAX_TRACKED = 100_000
 
 _EXPIRED_PER_UPDATE = 2
 _EXPIRED_PER_SCRAPE_STEP = 50
+_NO_ENDS: frozenset[float] = frozenset()
 _SEVERITY = {Level.OK: 0, Level.NEAR: 1, Level.EXHAUSTED: 2}
 
 
@@ -53,6 +54,17 @@ class LimitUse:
     quotas: tuple[QuotaCount, ...] = ()
     decided: float = field(default=0.0, compare=False)
     """When a decision last told what is used, in seconds since the Unix epoch."""
+    level: Level | None = field(init=False, compare=False)
+    """How much of its quota the thread has used; `None` if the limit does not say."""
+    share: float = field(init=False, compare=False)
+    """The used share of the thread limit, from 0."""
+
+    def __post_init__(self) -> None:
+        """Rate it once: it is read more often than made."""
+        shown = self.shown if self.enforced else None
+        used, limit = shown or (0, 1)
+        object.__setattr__(self, "level", level(used, limit, self.near) if shown else None)
+        object.__setattr__(self, "share", used / limit)
 
     @property
     def shown(self) -> tuple[int, int] | None:
@@ -62,23 +74,6 @@ class LimitUse:
             return own
         counts = [(each.used, each.limit) for each in self.quotas]
         return max([own, *counts] if own else counts, key=lambda count: count[0] / count[1])
-
-    @property
-    def rated(self) -> bool:
-        """Whether the limit says how much of its quota the thread has used."""
-        return self.enforced and self.shown is not None
-
-    @property
-    def share(self) -> float:
-        """The used share of the thread limit, from 0."""
-        shown = self.shown if self.enforced else None
-        return shown[0] / shown[1] if shown else 0.0
-
-    @property
-    def level(self) -> Level:
-        """How much of the thread limit is used."""
-        shown = self.shown if self.enforced else None
-        return level(*shown, self.near) if shown else Level.OK
 
     def at(self, now: float) -> "LimitUse":
         """As it stands then."""
@@ -108,6 +103,8 @@ class ThreadUse:
     last_decision: float
     placed: float
     """When it came to its place among those of its level, in seconds since the Unix epoch."""
+    ends: frozenset[float]
+    """When windows end, in seconds since the Unix epoch."""
 
     @classmethod
     def of(
@@ -115,7 +112,8 @@ class ThreadUse:
     ) -> Self:
         """With the level and share that the limits make."""
         level, share = rate(limits.values())
-        return cls(*key, limits, level, share, last_decision, placed)
+        ends = ends_of(limits.values())
+        return cls(*key, limits, level, share, last_decision, placed, ends)
 
     def at(self, now: float) -> "ThreadUse":
         """As it stands then; that a window has passed is no decision."""
@@ -134,23 +132,24 @@ class ThreadUse:
     @property
     def rated(self) -> Iterator[tuple[str, Level]]:
         """The limits that say how much of their quota is used, and how much that is."""
-        return ((limit, each.level) for limit, each in self.limits.items() if each.rated)
-
-    @property
-    def ends(self) -> set[float]:
-        """When windows end."""
-        return {
-            quota.resets_at
-            for use in self.limits.values()
-            for quota in use.quotas
-            if quota.resets_at is not None
-        }
+        levels = ((limit, each.level) for limit, each in self.limits.items())
+        return ((limit, each) for limit, each in levels if each is not None)
 
 
-def rate(limits: Collection[LimitUse]) -> tuple[Level, float]:
+def ends_of(limits: Iterable[LimitUse]) -> frozenset[float]:
+    """When windows end, in seconds since the Unix epoch."""
+    ends = [quota.resets_at for use in limits if use.quotas for quota in use.quotas]
+    return frozenset(end for end in ends if end is not None) if ends else _NO_ENDS
+
+
+def rate(limits: Iterable[LimitUse]) -> tuple[Level, float]:
     """The highest level and share of the limits."""
-    level = max((each.level for each in limits), key=_SEVERITY.__getitem__, default=Level.OK)
-    return level, max((each.share for each in limits), default=0.0)
+    highest, share = Level.OK, 0.0
+    for each in limits:
+        share = max(share, each.share)
+        if each.level is not None and _SEVERITY[each.level] > _SEVERITY[highest]:
+            highest = each.level
+    return highest, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +337,10 @@ class ThreadTable(Collector):
     def _current(self, key: ThreadKey, now: float) -> ThreadUse | None:
         """A thread as it stands now."""
         use = self._threads.get(key)
-        if use is not None and any(end <= now for end in use.ends):
-            self._lapse(key, now)
-        return self._threads.get(key)
+        if use is None or all(end > now for end in use.ends):
+            return use
+        self._lapse(key, now)
+        return self._threads[key]
 
     def _use(self, standing: Standing, known: LimitUse | None, now: float) -> LimitUse:
         """What a thread has used of a limit after a decision."""
@@ -356,15 +356,7 @@ class ThreadTable(Collector):
             blocked,
             near,
             standing.enforced,
-            tuple(
-                QuotaCount(
-                    quota.before if standing.deferred else quota.used,
-                    quota.limit,
-                    None if quota.resets_at is None else quota.resets_at.timestamp(),
-                )
-                for quota in standing.quotas
-                if quota.per_thread and quota.limit
-            ),
+            _quota_counts(standing) if standing.quotas else (),
             now,
         )
 
@@ -373,8 +365,10 @@ class ThreadTable(Collector):
     ) -> None:
         """Take in what a thread has used now: it is the most recent."""
         old = self._threads.get(key)
-        limits = {limit: each.at(now) for limit, each in limits.items()}
         use = ThreadUse.of(key, limits, last_decision=now, placed=now)
+        if any(end <= now for end in use.ends):
+            limits = {limit: each.at(now) for limit, each in limits.items()}
+            use = ThreadUse.of(key, limits, last_decision=now, placed=now)
         stays = old is not None and old.level is use.level is Level.EXHAUSTED
         if old is not None and stays and not refused:
             self._set(replace(use, placed=old.placed))
@@ -398,30 +392,41 @@ class ThreadTable(Collector):
         """Replace what is known of a thread."""
         key = (use.agent, use.thread)
         old = self._threads.get(key)
-        self._count(use.agent, old, -1)
-        self._count(use.agent, use, +1)
-        if old is not None:
-            self._windows.discard(key, old.ends)
-            if old.level is not use.level:
-                del self._by_level[old.level][key]
-        self._windows.add(key, use.ends)
+        self._recount(use.agent, old.limits if old else {}, use.limits)
+        before = old.ends if old else _NO_ENDS
+        if before != use.ends:
+            self._windows.discard(key, before)
+            self._windows.add(key, use.ends)
+        if old is not None and old.level is not use.level:
+            del self._by_level[old.level][key]
         self._by_level[use.level][key] = use
         self._threads[key] = use
 
-    def _count(self, agent: str, use: ThreadUse | None, by: int) -> None:
-        if use is None:
-            return
-        for limit, each in use.rated:
+    def _recount(
+        self, agent: str, old: Mapping[str, LimitUse], new: Mapping[str, LimitUse]
+    ) -> None:
+        """Count a thread under what it has used now, no longer under what it had."""
+        # A thread that is known has its limits, and may come to have more.
+        for limit in new or old:
+            known, use = old.get(limit), new.get(limit)
+            if known is use:
+                continue
+            before, after = known.level if known else None, use.level if use else None
+            if before is after:
+                continue
             counts = self._subjects.get((agent, limit))
             if counts is None:
                 counts = self._subjects[agent, limit] = dict.fromkeys(Level, 0)
-            counts[each] += by
+            if before is not None:
+                counts[before] -= 1
+            if after is not None:
+                counts[after] += 1
 
     def _forget(self, key: ThreadKey) -> None:
         use = self._threads.pop(key)
         del self._by_level[use.level][key]
         self._windows.discard(key, use.ends)
-        self._count(key[0], use, -1)
+        self._recount(key[0], use.limits, {})
 
     def _expire(self, now: float, most: int) -> bool:
         """Forget idle threads and what passed windows held, at most so many.
@@ -508,6 +513,19 @@ def _samples(use: ThreadUse) -> Iterator[tuple[str, list[str], float]]:
             yield _LIMIT, labels, float(of)
         yield _BLOCKED, labels, float(each.blocked)
     yield _TIMESTAMP, [use.agent, use.thread], float(use.last_decision)
+
+
+def _quota_counts(standing: Standing) -> tuple[QuotaCount, ...]:
+    """What a thread has used of the quotas that are the thread's."""
+    return tuple(
+        QuotaCount(
+            quota.before if standing.deferred else quota.used,
+            quota.limit,
+            None if quota.resets_at is None else quota.resets_at.timestamp(),
+        )
+        for quota in standing.quotas
+        if quota.per_thread and quota.limit
+    )
 
 
 def _is_unknown(standing: Standing) -> bool:

@@ -1,8 +1,9 @@
 """The OpenTelemetry span of a judged call."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, ItemsView, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context, get_current
@@ -12,7 +13,7 @@ from opentelemetry.util.types import AttributeValue
 from langchain_quota._version import __version__
 from langchain_quota.decision import Decision, Outcome
 from langchain_quota.limits import STORE
-from langchain_quota.telemetry.labels import label
+from langchain_quota.telemetry.labels import described, label
 
 Spans = Literal["all", "refused", "off"]
 
@@ -38,9 +39,6 @@ QUOTA_USED = "langchain_quota.{scope}.used"
 QUOTA_LIMIT = "langchain_quota.{scope}.limit"
 RESETS_AT = "langchain_quota.resets_at"
 THREAD_LABEL = "langchain_quota.thread.id"
-
-MAX_DESCRIPTION = 256
-"""The longest description of a span's status, in characters."""
 
 Attributes = dict[str, AttributeValue]
 
@@ -71,9 +69,28 @@ class LazyAttributes(Mapping[str, AttributeValue]):
     def __len__(self) -> int:
         return len(self._attributes())
 
+    def items(self) -> ItemsView[str, AttributeValue]:
+        """All of them at once, as the SDK takes them."""
+        return self._attributes().items()
+
     def copy(self) -> Attributes:
         """A plain copy, as samplers that add attributes take one."""
         return dict(self._attributes())
+
+
+class Place(NamedTuple):
+    """Where spans of a run belong.
+
+    Attributes:
+        parent: What they are children of; `None` for the active span, if there is one.
+        is_root: Whether there is no active span and no earlier one of the run.
+    """
+
+    parent: Context | None
+    is_root: bool
+
+
+_ROOT = Place(None, is_root=True)
 
 
 class Tracing:
@@ -92,23 +109,27 @@ class Tracing:
         self._spans = spans
         self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
 
-    def parent(self, carrier: Mapping[str, str] | None) -> Context | None:
-        """What the spans of a run are children of; `None` for the active span, if there is one.
+    def place(self, carrier: Mapping[str, str] | None) -> Place:
+        """Where the spans of a run belong.
 
         Args:
             carrier: The first span of the run, where there was no active one.
         """
-        active = trace.get_current_span().get_span_context()
+        current = get_current()
         other = _span_of_openinference()
+        if not current and other is None:
+            return _place_below(*sorted(carrier.items())) if carrier else _ROOT
+        active = trace.get_current_span(current).get_span_context()
         # It is further in than the active span of its trace.
         if other is not None and active.trace_id in {
             trace.INVALID_TRACE_ID,
             other.get_span_context().trace_id,
         }:
-            return trace.set_span_in_context(other)
+            return Place(trace.set_span_in_context(other), is_root=False)
         if active.is_valid or not carrier:
-            return None
-        return _PROPAGATOR.extract(carrier, get_current())
+            return Place(None, is_root=not active.is_valid)
+        below = _place_below(*sorted(carrier.items()))
+        return Place(trace.set_span_in_context(trace.get_current_span(below.parent)), is_root=False)
 
     def record(  # noqa: PLR0913 - keyword-only, all needed
         self,
@@ -118,7 +139,7 @@ class Tracing:
         thread: str | None,
         started: int,
         error: BaseException | None,
-        parent: Context | None = None,
+        place: Place,
     ) -> trace.Span | None:
         """Make the span; `None` where the decision gets none.
 
@@ -128,16 +149,16 @@ class Tracing:
             thread: The label of the thread, if there is one.
             started: When judging began, in nanoseconds since the Unix epoch.
             error: The exception by which the refusal reaches the caller, if it does.
-            parent: What it is a child of; `None` for the active span.
+            place: Where it belongs.
         """
-        if not self._wanted(decision.outcome):
+        if not self._wants(decision.outcome):
             return None
         kind = decision.call.kind
         raised = error if decision.outcome is Outcome.BLOCKED else None
-        description = None if raised is None else _description(raised)
+        description = None if raised is None else described(raised)
         span = self._tracer.start_span(
             f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
-            context=parent,
+            context=place.parent,
             kind=trace.SpanKind.INTERNAL,
             attributes=LazyAttributes(lambda: self._attributes(decision, tool, thread, raised)),
             start_time=started,
@@ -147,16 +168,7 @@ class Tracing:
         span.end()
         return span
 
-    def begun(self, span: trace.Span | None) -> Carrier | None:
-        """What later steps of a run are to be children of, if this span has no parent itself."""
-        if span is None or trace.get_current_span().get_span_context().is_valid:
-            return None
-        carrier: Carrier = {}
-        if _span_of_openinference() is None:
-            _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
-        return carrier or None
-
-    def _wanted(self, outcome: Outcome) -> bool:
+    def _wants(self, outcome: Outcome) -> bool:
         return self._spans == "all" or (self._spans == "refused" and outcome is not Outcome.ALLOWED)
 
     def _attributes(
@@ -197,9 +209,17 @@ class Tracing:
         return {key: value for key, value in attributes.items() if value is not None}
 
 
-def _description(error: BaseException) -> str:
-    """The exception's text, which may have names that a model invented: bounded and printable."""
-    return "".join(char for char in str(error) if char.isprintable())[:MAX_DESCRIPTION]
+def carried(span: trace.Span) -> Carrier:
+    """The headers that name a span."""
+    carrier: Carrier = {}
+    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
+    return carrier
+
+
+@lru_cache(maxsize=1024)
+def _place_below(*headers: tuple[str, str]) -> Place:
+    """Below the span that the headers name, with nothing else in the context."""
+    return Place(_PROPAGATOR.extract(dict(headers), Context()), is_root=False)
 
 
 def _span_of_openinference() -> trace.Span | None:

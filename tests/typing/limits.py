@@ -1,0 +1,186 @@
+"""QuotaMiddleware, its limits and quotas; checked by mypy and pyright, never run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, assert_type
+
+from langchain.agents import AgentState, create_agent
+from langchain.agents.middleware import PIIMiddleware, TodoListMiddleware
+from langgraph.runtime import Runtime
+from pydantic import BaseModel
+from typing_extensions import TypedDict
+
+from langchain_quota import (
+    Decision,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    RedisStore,
+    Telemetry,
+    ToolCallLimit,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel
+
+
+@dataclass
+class Caller:
+    user_id: str
+    plan: str
+
+
+class CallerDict(TypedDict):
+    user_id: str
+
+
+class CallerModel(BaseModel):
+    user_id: str
+
+
+class Answer(BaseModel):
+    text: str
+
+
+model = ScriptedChatModel(script=["Hello."])
+
+# A model, one tool, several, all but some.
+limits: list[Limit] = [
+    ModelCallLimit(run_limit=10, thread_limit=100, exit_behavior="finalize", near=0.9),
+    ToolCallLimit("search", run_limit=3, thread_limit=20, message="Search no more."),
+    ToolCallLimit(["create_order", "cancel_order"], thread_limit=5, exit_behavior="end"),
+    ToolCallLimit(("read", "write"), run_limit=5, give_up_after=3, name="files"),
+    ToolCallLimit(run_limit=50, exclude=("write_todos",), enforce=False),
+]
+quota = QuotaMiddleware(limits)
+assert_type(quota, QuotaMiddleware[Any, Any])
+assert_type(quota.name, str)
+
+
+# Limits that a user's own function makes.
+def limits_of(plan: str) -> list[Limit]:
+    return [ModelCallLimit(run_limit=100 if plan == "pro" else 10)]
+
+
+def tool_limits() -> list[ToolCallLimit]:
+    return [ToolCallLimit("search", run_limit=3)]
+
+
+def model_limits() -> tuple[ModelCallLimit, ...]:
+    return (ModelCallLimit(run_limit=3),)
+
+
+QuotaMiddleware(limits_of("pro"))
+QuotaMiddleware(tool_limits())
+QuotaMiddleware([*tool_limits(), *model_limits()])
+
+# What a limit tells.
+one = ToolCallLimit("search", run_limit=3)
+assert_type(one.name, str)
+assert_type(one.tools, tuple[str, ...])
+assert_type(one.near, float | None)
+assert_type(one.enforce, bool)
+assert_type(one.quotas, Sequence[Quota])
+
+
+# Thresholds from the tenant's plan, sync and async, with precise types or without.
+def searches(state: AgentState[Any], runtime: Runtime[Caller]) -> int:
+    return 100 if runtime.context.plan == "pro" else len(state["messages"])
+
+
+async def models(state: AgentState[Any], runtime: Runtime[Caller]) -> int | None:
+    return None if runtime.context.plan == "pro" else 10
+
+
+def anything(state: Any, runtime: Any) -> Any:
+    return runtime.context["plan"]
+
+
+ToolCallLimit("search", thread_limit=searches, run_limit=lambda state, runtime: 3)
+ModelCallLimit(thread_limit=models, run_limit=anything)
+
+# Quotas.
+day = timedelta(days=1)
+
+
+def tenant(state: AgentState[Any], runtime: Runtime[Caller]) -> str:
+    return runtime.context.user_id.partition("@")[2]
+
+
+async def looked_up(state: AgentState[Any], runtime: Runtime[Caller]) -> int:
+    return 7
+
+
+quotas = [
+    Quota(5, per="user_id", window=day),
+    Quota(searches, per="agent", name="agent"),
+    Quota(models, per="global", window=timedelta(hours=1)),
+    Quota(5, per=tenant, name="tenant"),
+    Quota(5, per=looked_up, name="account"),
+    Quota(20),
+]
+ToolCallLimit("email", quotas=quotas)
+ModelCallLimit(quotas=tuple(quotas))
+assert_type(quotas[0].window, timedelta | None)
+assert_type(quotas[0].name, str)
+
+
+# All options.
+def audit(decision: Decision) -> None:
+    print(decision.outcome)
+
+
+QuotaMiddleware(
+    limits,
+    tell_model=True,
+    hide_exhausted=True,
+    on_decision=audit,
+    store=MemoryStore(),
+    on_store_error="allow",
+    telemetry=Telemetry(),
+)
+QuotaMiddleware(limits, store=RedisStore("redis://127.0.0.1/0"))
+
+# In an agent: alone, beside others, with a context of any kind, with a structured response.
+create_agent(model, middleware=[quota])
+create_agent(model, middleware=[quota, PIIMiddleware("email")])
+create_agent(model, middleware=[TodoListMiddleware(), quota])
+create_agent(model, middleware=[quota], context_schema=Caller)
+create_agent(model, middleware=[quota], context_schema=CallerDict)
+create_agent(model, middleware=[quota], context_schema=CallerModel)
+create_agent(model, middleware=[quota], response_format=Answer)
+create_agent(model, middleware=[QuotaMiddleware(limits)], context_schema=Caller)
+
+agent = create_agent(
+    model, middleware=[quota, PIIMiddleware[Any, Caller]("email")], context_schema=Caller
+)
+agent.invoke({"messages": []}, context=Caller("ada", "pro"))
+
+# With its types given: the context, then the response.
+typed: QuotaMiddleware[Caller] = QuotaMiddleware(limits)
+assert_type(typed, QuotaMiddleware[Caller, Any])
+create_agent(model, middleware=[typed], context_schema=Caller)
+create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=Caller)
+both = QuotaMiddleware[Caller, Answer](limits)
+create_agent(model, middleware=[both], context_schema=Caller, response_format=Answer)
+
+# Not these.
+QuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, store=MemoryStore)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, on_store_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, on_decision=print("no"))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ModelCallLimit(10)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ModelCallLimit(run_limit=10, give_up_after=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+ToolCallLimit("search", 3)  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
+ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ToolCallLimit("search", run_limit=2.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ToolCallLimit("search", run_limit=lambda state: 3)  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
+ToolCallLimit("search", quotas=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Quota(None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Quota(5, "user_id")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+Quota(5, per="user_id", window=3600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+one.run_limit = 4  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=CallerDict)  # type: ignore[misc]  # pyright: ignore[reportCallIssue,reportArgumentType]

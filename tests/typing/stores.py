@@ -1,0 +1,108 @@
+"""Stores, and one of the user's own; checked by mypy and pyright, never run."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import assert_type
+
+import redis
+import redis.asyncio
+
+from langchain_quota import (
+    KeyUse,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    QuotaStore,
+    RedisStore,
+)
+from langchain_quota.reservation import Grant, Reservation, admit
+
+limits = [ModelCallLimit(quotas=[Quota(5, per="user_id", window=timedelta(days=1))])]
+
+
+class Forgetful:
+    """A store by its form: it inherits nothing."""
+
+    def reserve(self, reservation: Reservation) -> Grant:
+        return admit(reservation, [slot.used for slot in reservation.slots])
+
+    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        return tuple(None for _ in keys)
+
+    def reset(self, keys: Sequence[str]) -> None:
+        pass
+
+    async def areserve(self, reservation: Reservation) -> Grant:
+        return self.reserve(reservation)
+
+    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        return self.peek(keys)
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        self.reset(keys)
+
+
+class SyncOnly:
+    """No store: half of it is missing."""
+
+    def reserve(self, reservation: Reservation) -> Grant:
+        return admit(reservation, [])
+
+    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+        return ()
+
+    def reset(self, keys: Sequence[str]) -> None:
+        pass
+
+
+class Renamed(Forgetful):
+    """No store: an async form that is none."""
+
+    def areset(self, keys: Sequence[str]) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        pass
+
+
+memory = MemoryStore(max_keys=1_000, idle_ttl=timedelta(days=30), clock=time.time)
+shared = RedisStore("redis://127.0.0.1/0", prefix="mine", timeout=0.5, idle_ttl=timedelta(days=30))
+stores: list[QuotaStore] = [
+    memory,
+    shared,
+    Forgetful(),
+    RedisStore(),
+    RedisStore(redis.Redis()),
+    RedisStore(redis.asyncio.Redis()),
+    RedisStore(redis.RedisCluster(host="127.0.0.1")),
+]
+for store in stores:
+    QuotaMiddleware(limits, store=store)
+QuotaMiddleware(limits, store=None)
+
+assert_type(memory.usages("search:*"), list[KeyUse])
+assert_type(shared.usages(), list[KeyUse])
+for use in shared.usages():
+    assert_type(use.key, str)
+    assert_type(use.used, int)
+    assert_type(use.limit, int | None)
+    assert_type(use.expires_at, float | None)
+
+
+async def asynchronously(store: QuotaStore) -> None:
+    [use] = await store.apeek(["search:thread:7"])
+    assert_type(use, KeyUse | None)
+    await store.areset(["search:thread:7"])
+    await shared.aclose()
+
+
+shared.close()
+
+# Not these.
+QuotaMiddleware(limits, store=SyncOnly())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, store=Renamed())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, store="redis://127.0.0.1/0")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+MemoryStore(idle_ttl=3600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+MemoryStore(1_000)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+RedisStore("redis://127.0.0.1/0", timeout="1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+RedisStore(6379)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+RedisStore("redis://127.0.0.1/0", "mine")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

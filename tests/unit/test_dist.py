@@ -1,0 +1,143 @@
+"""What is released: the checks of tests/dist.py find what is wrong; tests/typing is complete."""
+
+import ast
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import langchain_quota
+from tests.dist import (
+    DIST_INFO,
+    ROOT,
+    package_files,
+    sdist_faults,
+    version_faults,
+    wheel_faults,
+)
+
+INFO = "langchain_quota-1.2.3.dist-info/"
+PACKAGE = {"langchain_quota/__init__.py": b"x = 1", "langchain_quota/py.typed": b""}
+METADATA = b"Metadata-Version: 2.4\nName: langchain-quota\n\n"
+CHANGELOG = "# Changelog\n\n## [{}]\n\n## [1.0.0] - 2026-01-01\n"
+
+
+def wheel(directory: Path, changes: Mapping[str, bytes | None]) -> list[str]:
+    """What is wrong with a wheel of the package, after some changes to its files."""
+    files: dict[str, bytes | None] = {
+        **PACKAGE,
+        **{INFO + name: b"" for name in DIST_INFO},
+        INFO + "METADATA": METADATA,
+        **changes,
+    }
+    path = directory / "some.whl"
+    with ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            if content is not None:
+                archive.writestr(name, content)
+    return wheel_faults(path, PACKAGE, "1.2.3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({}, []),
+        ({"langchain_quota/py.typed": None}, ["langchain_quota/py.typed is missing in the wheel"]),
+        ({f"{INFO}licenses/LICENSE": None}, [f"{INFO}licenses/LICENSE is missing in the wheel"]),
+        ({"tests/test_x.py": b""}, ["tests/test_x.py should not be in the wheel"]),
+        (
+            {"langchain_quota/__init__.py": b"x = 2"},
+            ["langchain_quota/__init__.py is not that of the checkout"],
+        ),
+    ],
+    ids=["whole", "untyped", "unlicensed", "tests", "old"],
+)
+def test_a_wheel_is_the_package(
+    changes: Mapping[str, bytes | None], faults: list[str], tmp_path: Path
+) -> None:
+    """A file too few, one too many, and one of another version are found."""
+    assert wheel(tmp_path, changes) == faults
+
+
+@pytest.mark.parametrize(
+    ("description", "target"),
+    [
+        ("see [limits](docs/limits.md)", "docs/limits.md"),
+        ("![a picture](docs/demo.svg)", "docs/demo.svg"),
+        ("see [limits]\n\n[limits]: docs/limits.md\n", "docs/limits.md"),
+        ("see [limits](https://example.org/docs/limits.md), [below](#below)", None),
+    ],
+)
+def test_links_hold_on_a_package_index(
+    description: str, target: str | None, tmp_path: Path
+) -> None:
+    """A link of the README that only leads somewhere in the repository is found."""
+    expected = [f"a link of the README leads nowhere on a package index: {target}"]
+    metadata = {INFO + "METADATA": METADATA + description.encode()}
+    assert wheel(tmp_path, metadata) == (expected if target else [])
+
+
+def test_the_wheel_is_to_hold_what_is_needed() -> None:
+    """What the package reads at run time is expected in the wheel, and no tests."""
+    files = package_files(ROOT)
+    assert {
+        "langchain_quota/py.typed",
+        "langchain_quota/stores/reserve.lua",
+        "langchain_quota/_version.py",
+    } <= files.keys()
+    assert any(name.startswith("langchain_quota/monitoring/dashboards/") for name in files)
+    assert not any("test_" in name or name.endswith(".pyc") for name in files)
+
+
+def test_an_sdist_is_the_repository(tmp_path: Path) -> None:
+    """A file of the repository that is missing, and one that is none of it, are found."""
+    path = tmp_path / "some.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name in ("PKG-INFO", "pyproject.toml", "notes.txt"):
+            archive.addfile(tarfile.TarInfo(f"langchain_quota-1.2.3/{name}"), io.BytesIO())
+    assert sdist_faults(path, ["pyproject.toml", "notes.txt"]) == []
+    assert sdist_faults(path, ["pyproject.toml", "Makefile"]) == [
+        "Makefile is missing in the sdist",
+        "notes.txt should not be in the sdist",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("built", "newest", "tags", "faults"),
+    [
+        ("1.2.3", "Unreleased", [], []),
+        ("1.2.3", "1.2.3", [], []),
+        ("1.2.3", "1.2.3", ["v1.2.3", "latest"], []),
+        ("1.2.2", "1.2.3", [], ["dist/ holds version 1.2.2, and the package says 1.2.3"]),
+        ("1.2.3", "1.2.2", [], ["CHANGELOG.md begins with 1.2.2, and the package says 1.2.3"]),
+        (
+            "1.2.3",
+            "Unreleased",
+            ["v1.2.3"],
+            ["CHANGELOG.md begins with Unreleased, and the package says 1.2.3"],
+        ),
+        (
+            "1.2.3",
+            "1.2.3",
+            ["v1.2.4"],
+            ["the commit has the tag v1.2.4, and the package says 1.2.3"],
+        ),
+    ],
+)
+def test_there_is_one_version(built: str, newest: str, tags: list[str], faults: list[str]) -> None:
+    """Package, changelog and tag that do not agree are found; only a release needs an entry."""
+    assert version_faults("1.2.3", built, CHANGELOG.format(newest), tags) == faults
+
+
+def test_the_types_of_every_public_name_are_checked() -> None:
+    """Each public name stands in tests/typing."""
+    used = {
+        node.id
+        for path in (ROOT / "tests" / "typing").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name)
+    }
+    assert {*langchain_quota.__all__} - used == {"__version__"}

@@ -1,0 +1,83 @@
+"""The reference says everything that is public; `make docs` checks the pages, links and anchors."""
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import langchain_quota
+from langchain_quota import cli, testing
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+
+_OPTION = re.compile(r"^\| `(--[a-z-]+)", re.MULTILINE)
+
+
+def described() -> list[str]:
+    """The names that the pages of the reference take from the code."""
+    return [
+        name.rpartition(".")[2]
+        for page in sorted(REFERENCE.glob("*.md"))
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+
+
+def defined_in_testing() -> set[str]:
+    """The public names that `langchain_quota.testing` defines itself."""
+    names = set()
+    for node in ast.parse(Path(testing.__file__).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return {name for name in names if not name.startswith("_")}
+
+
+def commands(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, set[str]]]:
+    """The commands that do something, each with its options."""
+    deeper = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    for action in deeper:
+        for name, command in action.choices.items():
+            yield from commands(command, (*path, name))
+    if not deeper:
+        options = {text for each in parser._actions for text in each.option_strings}
+        yield " ".join(path), options - {"-h", "--help"}
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    """The reference has each name of `__all__` and of `testing` once, and no other."""
+    assert sorted(described()) == sorted([*langchain_quota.__all__, *defined_in_testing()])
+
+
+def test_testing_has_public_names() -> None:
+    """The names of `testing` are found in its source, those of its types included."""
+    assert {"ScriptedChatModel", "captured_decisions", "Turn"} <= defined_in_testing()
+
+
+def test_every_command_is_in_the_reference() -> None:
+    """The page of the command line has a section for each command, with exactly its options."""
+    _, *sections = re.split(
+        r"^## ", (REFERENCE / "command-line.md").read_text(), flags=re.MULTILINE
+    )
+    told = {text.partition("\n")[0]: set(_OPTION.findall(text)) for text in sections}
+    assert told == dict(commands(cli._parser()))
+
+
+@pytest.mark.parametrize("kind", ["nav", "links"])
+def test_a_strict_build_checks_pages_and_links(kind: str) -> None:
+    """Everything that mkdocs can find wrong with pages and links is a warning, so it fails."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["validation"][kind]
+    assert set(settings.values()) == {"warn"}
+    assert "$(MKDOCS) build --strict\n" in (ROOT / "Makefile").read_text()
+
+
+def test_the_changelog_is_included() -> None:
+    """The changelog's page has no text of its own: there is one changelog."""
+    assert (ROOT / "docs" / "changelog.md").read_text() == '--8<-- "CHANGELOG.md"\n'

@@ -1,0 +1,467 @@
+"""docs/observability.md is what the code has: nothing on the page is gone, nothing is missing."""
+
+import ast
+import asyncio
+import inspect
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry, Metric
+
+from langchain_quota import (
+    Decision,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    QuotaStoreError,
+    Telemetry,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+    ToolCallLimitMiddleware,
+    __version__,
+    hmac_label,
+)
+from langchain_quota.limits import Exit
+from langchain_quota.telemetry import subjects, threads, tracing
+from langchain_quota.testing import Script, ScriptedChatModel
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "langchain_quota"
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "observability.md").read_text()
+
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
+EVERYWHERE = "all that have it"
+MODULES = [ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))]
+
+AGENT, THREAD, USER, PER, TOOL = "boss", "anna", "ada", "user_id", "search"
+LIMITED = "bert"
+"""A thread with a thread limit, and no other."""
+LABELLED = hmac_label("at least sixteen bytes")
+RAISED = {"KeyError", "QuotaStoreError"}
+GIVEN = {AGENT, THREAD, LIMITED, PER, TOOL, __version__, *RAISED}
+"""What the scene brings along; every other value is the code's own."""
+
+
+def section(heading: str) -> str:
+    """The text below a heading, up to the next one."""
+    found = re.search(rf"^##+ {heading}\n(.*?)(?=^#|\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    assert found is not None, heading
+    return found[1]
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The tables of a text: rows, by the headings of their columns."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
+        )
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
+
+
+def quoted(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def name(cell: str) -> str:
+    """The one thing that stands in backticks."""
+    (found,) = quoted(cell)
+    return found
+
+
+[METRICS] = tables(section("Metrics"))
+[LABELS] = tables(section("Labels"))
+[SPANS] = tables(section("Spans"))
+[MESSAGES, FIELDS] = tables(section("Logs"))
+[VARIABLES] = tables(section("Environment variables"))
+
+
+class Broken(MemoryStore):
+    """A store that cannot be asked."""
+
+    async def areserve(self, reservation: Any) -> Any:
+        raise QuotaStoreError("down")
+
+
+def complain(_: Decision) -> None:
+    """An observer that fails."""
+    raise KeyError("observer")
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@tool
+async def search(query: str = "") -> str:
+    """Search."""
+    return "found"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that agents in every situation made visible."""
+
+    families: Sequence[Metric]
+    spans: Sequence[ReadableSpan]
+    records: Sequence[logging.LogRecord]
+
+    def labels(self) -> Iterator[tuple[str, str, str]]:
+        """Each metric's labels and their values."""
+        for family in self.families:
+            for sample in family.samples:
+                for label, value in sample.labels.items():
+                    if label != "le" and not sample.name.endswith("_created"):
+                        yield exposed(family), label, value
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """Each attribute of each span."""
+        for span in self.spans:
+            yield from (span.attributes or {}).items()
+
+
+async def play(
+    script: Script, *middleware: Any, agent: str | None = AGENT, thread: str = THREAD
+) -> tuple[Any, RunnableConfig]:
+    """Let an agent run once on a thread; a limit may end the run. The agent, and the thread."""
+    built: Any = create_agent(
+        ScriptedChatModel(script=script),
+        [search],
+        middleware=middleware,
+        name=agent,
+        checkpointer=InMemorySaver(),
+    )
+    config: RunnableConfig = {"configurable": {"thread_id": thread}}
+    with suppress(ToolCallLimitExceededError):
+        await built.ainvoke({"messages": [("user", "go on")]}, config, context={PER: USER})
+    return built, config
+
+
+async def play_all(telemetry: Telemetry, hiding: Telemetry) -> None:
+    """Every decision, scope, exit behaviour, operation, action and event."""
+
+    def quota(*limits: Any, **options: Any) -> Any:
+        return QuotaMiddleware(limits, telemetry=telemetry, **options)
+
+    searches = [[TOOL] * 6, "done"]
+    model = ModelCallLimit(run_limit=9, exit_behavior="finalize")
+    # Near, exhausted and refused, by thread and by run; an observer fails.
+    limits = ToolCallLimit(TOOL, thread_limit=5), model
+    await play(searches, quota(*limits, on_decision=complain), thread=LIMITED)
+    # An invented tool; an agent without a name; tried out only.
+    trial = ToolCallLimit(run_limit=1, enforce=False)
+    await play([[TOOL, "no such tool"], "done"], quota(trial), agent=None)
+    # The batch is stopped: by the limit, and by another middleware, which is a refund.
+    await play(searches, quota(ToolCallLimit(TOOL, run_limit=5, exit_behavior="end")))
+    stacked = [
+        ToolCallLimitMiddleware(tool_name=TOOL, run_limit=5, telemetry=telemetry),
+        ToolCallLimitMiddleware(run_limit=0, exit_behavior="error", telemetry=telemetry),
+    ]
+    await play([[TOOL], "done"], *stacked)
+    # Each kind of quota is used up; what is left is looked up; windows end.
+    for per in ("thread", "agent", "global", PER):
+        shared = ToolCallLimit(TOOL, quotas=[Quota(5, per=per, window=timedelta(days=1))])
+        stored = quota(shared, store=MemoryStore(), tell_model=True)
+        await stored.areset(*await play(searches, stored))
+    for action in ("deny", "allow"):
+        daily = ToolCallLimit(TOOL, quotas=[Quota(5, per="global")])
+        await play(searches, quota(daily, store=Broken(), on_store_error=action))
+    await play([[TOOL], "done"], ToolCallLimitMiddleware(run_limit=5, telemetry=hiding))
+
+
+@pytest.fixture(scope="module")
+def scene() -> Scene:
+    """The scene, played once for all tests."""
+    registry, exporter = CollectorRegistry(), InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    hiding = Telemetry(
+        registry=CollectorRegistry(), tracer_provider=provider, thread_label=LABELLED
+    )
+    kept = Kept()
+    logger = logging.getLogger("langchain_quota")
+    level = logger.level
+    logger.addHandler(kept)
+    logger.setLevel(logging.DEBUG)
+    try:
+        asyncio.run(play_all(telemetry, hiding))
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(level)
+    return Scene(list(registry.collect()), exporter.get_finished_spans(), kept.records)
+
+
+def exposed(family: Metric) -> str:
+    """A metric's name as it is queried."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def test_metrics(scene: Scene) -> None:
+    """Each metric is on the page with its type and labels, and no other is."""
+    page = {name(row["name"]): (row["type"], {*quoted(row["labels"])}) for row in METRICS}
+    assert len(page) == len(METRICS)
+    assert page == {
+        exposed(family): (
+            family.type,
+            {label for metric, label, _ in scene.labels() if metric == exposed(family)},
+        )
+        for family in scene.families
+    }
+
+
+def test_units(scene: Scene) -> None:
+    """What the page says is counted, the metric's name or help says, too; seconds are named so."""
+    units = {name(row["name"]): row["unit"] for row in METRICS}
+    for family in scene.families:
+        unit = units[exposed(family)]
+        words = re.findall(r"[a-z0-9]+", f"{family.name} {family.documentation}".lower())
+        assert unit in [each for word in words for each in word.split("_")], family
+        assert (unit == "seconds") == family.name.endswith("_seconds")
+
+
+def rows_of(label: str) -> list[dict[str, str]]:
+    return [row for row in LABELS if name(row["label"]) == label]
+
+
+def carriers(row: dict[str, str], scene: Scene) -> set[str]:
+    """The metrics of which a row tells."""
+    if row["on"] != EVERYWHERE:
+        return {*quoted(row["on"])}
+    return {metric for metric, label, _ in scene.labels() if label == name(row["label"])}
+
+
+def test_labels(scene: Scene) -> None:
+    """Each label of each metric is explained once, and no label or metric that does not exist."""
+    explained = [(metric, name(row["label"])) for row in LABELS for metric in carriers(row, scene)]
+    assert all(carriers(row, scene) for row in LABELS)
+    assert len(explained) == len(set(explained))
+    assert set(explained) == {(metric, label) for metric, label, _ in scene.labels()}
+
+
+def failures() -> set[str]:
+    """The components that the code blames for failures."""
+    return {
+        node.args[0].value
+        for module in MODULES
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"failed", "_guarded"}
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }
+
+
+@pytest.mark.parametrize("row", LABELS, ids=lambda row: f"{row['label']} {row['on']}")
+def test_label_values(row: dict[str, str], scene: Scene) -> None:
+    """The values of the code's own that a label has are those on the page."""
+    label, on = name(row["label"]), carriers(row, scene)
+    found = {value for metric, each, value in scene.labels() if each == label and metric in on}
+    if label == "component":
+        # Most of them cannot be made to fail from outside.
+        assert found <= failures()
+        found = failures()
+    assert {*quoted(row["values"])} == found - GIVEN
+    assert len(quoted(row["values"])) == len({*quoted(row["values"])})
+
+
+def generic(attribute: str) -> str:
+    """An attribute, or its pattern if its name has that of a quota."""
+    quota = re.fullmatch(r"langchain_quota\.(\{?\w+\}?)\.(used|limit)", attribute)
+    if quota is None or quota[1] in {"thread", "run"}:
+        return attribute
+    return f"langchain_quota.<scope>.{quota[2]}"
+
+
+def test_span_attributes(scene: Scene) -> None:
+    """Each attribute that spans have, and that the code names, is on the page, and no other is."""
+    page = [name(row["attribute"]) for row in SPANS]
+    assert len(page) == len(set(page))
+    named = {
+        generic(value)
+        for constant, value in vars(tracing).items()
+        if constant.isupper()
+        and isinstance(value, str)
+        and re.fullmatch(r"(langchain_quota|gen_ai|error)\.[a-z_.{}]+", value)
+    }
+    assert {generic(attribute) for attribute, _ in scene.attributes()} == named == set(page)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in SPANS if row["values"]], ids=lambda row: row["attribute"]
+)
+def test_span_attribute_values(row: dict[str, str], scene: Scene) -> None:
+    """The values of the code's own that an attribute has are those on the page."""
+    attribute = name(row["attribute"])
+    found = {value for each, value in scene.attributes() if each == attribute}
+    assert {*quoted(row["values"])} == found - GIVEN
+
+
+def test_exit_behaviours_are_those_of_limits() -> None:
+    """What a span says of a refusal is what a limit can be told to do."""
+    [row] = [row for row in SPANS if name(row["attribute"]) == tracing.EXIT_BEHAVIOR]
+    assert {*quoted(row["values"])} == {*get_args(Exit)}
+
+
+def test_span_names(scene: Scene) -> None:
+    """Spans are named by one of the page's patterns, and each is used."""
+    [kind] = {str(span.kind.name) for span in scene.spans}
+    patterns = {each for each in quoted(section("Spans")) if each.startswith("check_quota")}
+    found = set()
+    for span in scene.spans:
+        tool_name = (span.attributes or {}).get(tracing.TOOL_NAME)
+        found.add(span.name.replace(str(tool_name), "<tool>") if tool_name else span.name)
+    assert found == patterns
+    assert f"One `{kind}` span" in section("Spans")
+
+
+def test_a_hidden_thread_is_told_as_the_page_says(scene: Scene) -> None:
+    """With a `thread_label` its label stands in our own attribute, and nothing else does."""
+    for span in scene.spans:
+        told = {tracing.CONVERSATION_ID, tracing.THREAD_LABEL} & (span.attributes or {}).keys()
+        assert len(told) == 1
+    hidden = [value for each, value in scene.attributes() if each == tracing.THREAD_LABEL]
+    assert set(hidden) == {LABELLED(THREAD)}
+
+
+def placeholders(message: str) -> str:
+    """A message with an ellipsis for all that is put in."""
+    return re.sub(r"(%[rsd])+", "…", message)
+
+
+def direct_messages() -> Iterator[tuple[str, str]]:
+    """The levels and messages of all that the code logs by itself."""
+    for module in MODULES:
+        for node in ast.walk(module):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "logger"
+                and node.func.attr in LEVELS
+            ):
+                message = ast.literal_eval(node.args[0])
+                yield node.func.attr.upper(), placeholders(message)
+
+
+def test_messages(scene: Scene) -> None:
+    """Each message is on the page with its level, and no other is."""
+    page = [(row["level"], name(row["message"])) for row in MESSAGES]
+    assert len(page) == len(set(page))
+    events = {
+        (
+            record.levelname,
+            placeholders(str(record.msg).replace("%s", vars(record)["quota_event"], 1)),
+        )
+        for record in scene.records
+        if hasattr(record, "quota_event")
+    }
+    assert events | {*direct_messages()} == set(page)
+
+
+def test_one_logger() -> None:
+    """All is logged under the name on the page."""
+    loggers = {
+        ast.literal_eval(node.args[0])
+        for module in MODULES
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "getLogger"
+    }
+    assert [f"Logger `{each}`." for each in loggers] == [section("Logs").strip().splitlines()[0]]
+
+
+def test_fields(scene: Scene) -> None:
+    """The fields of records are those on the page; so are the events, and what may be `None`."""
+    fields: dict[str, set[Any]] = {}
+    for record in scene.records:
+        for field, value in vars(record).items():
+            if field.startswith("quota_"):
+                fields.setdefault(field, set()).add(value)
+    page = {name(row["field"]): row["value"] for row in FIELDS}
+    assert fields.keys() == page.keys()
+    assert {*quoted(page["quota_event"])} == fields["quota_event"]
+    for field, values in fields.items():
+        # Every run of the scene has a thread.
+        assert ("`None`" in page[field]) == (None in values or field == "quota_thread")
+
+
+def variables() -> set[str]:
+    """The environment variables that the code names."""
+    pattern = r"[A-Z]+(_[A-Z]+)+|prometheus_multiproc_dir"
+    named: set[str] = set()
+    for module in MODULES:
+        nodes = [*ast.walk(module)]
+        found = {
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(pattern, node.value)
+        }
+        reads = any(isinstance(node, ast.Attribute) and node.attr == "environ" for node in nodes)
+        assert bool(found) == reads, "a module reads variables that it does not name, or inversely"
+        named |= found
+    return named
+
+
+def test_environment_variables() -> None:
+    """Each variable that the code reads is on the page, and no other is."""
+    rows = " ".join(" ".join(row.values()) for row in VARIABLES)
+    page = [each for each in quoted(rows) if "_" in each and each != "start_metrics_server"]
+    assert len(page) == len(set(page))
+    assert set(page) == variables()
+
+
+def test_bounds() -> None:
+    """The numbers that bound series are the defaults of the code."""
+    bounds = " ".join(section("Bounds").split())
+    defaults = {
+        each.name: each.default for each in inspect.signature(Telemetry).parameters.values()
+    }
+    assert f"`max_exported_threads` ({defaults['max_exported_threads']})" in bounds
+    assert f"`max_tools` ({defaults['max_tools']})" in bounds
+    assert defaults["thread_ttl"] == timedelta(hours=1)
+    assert "`thread_ttl` (an hour)" in bounds
+    tracked = [int(each.replace(",", "")) for each in re.findall(r"most ([\d,]+) are", bounds)]
+    assert tracked == [threads.MAX_TRACKED, subjects.MAX_TRACKED]
+
+
+NAMED = re.compile(r"(?<![:\w{])langchain_quota_\w+")
+
+
+@pytest.mark.parametrize("page", ["observability.md", "operations.md"])
+def test_pages_name_metrics_that_exist(page: str, scene: Scene) -> None:
+    """Every metric in the text or the queries of a page is one of the code's."""
+    known = {exposed(family) for family in scene.families}
+    found = set(NAMED.findall((DOCS / page).read_text()))
+    assert found
+    assert found <= known
