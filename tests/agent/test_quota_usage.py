@@ -1,5 +1,6 @@
 """Reading and resetting what a thread has used."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,14 @@ async def test_reset_ends_the_series(mode: Mode, signals: Signals) -> None:
     assert signals.value("langchain_quota_thread_used", **labels, thread_id="7") is None
     exhausted = {**labels, "scope": "thread", "state": "exhausted"}
     assert signals.value("langchain_quota_subjects", **exhausted) == 0
+
+
+@modes
+async def test_reset_of_an_agent_elsewhere(mode: Mode, signals: Signals) -> None:
+    """What is no agent of this process, such as one on a server, is refused by name."""
+    _, quota = agent_and_quota(signals, ["done"])
+    with pytest.raises(TypeError, match="not a SimpleNamespace: reset where the agent runs"):
+        await reset(mode, SimpleNamespace(nodes={}), quota)
 
 
 @modes

@@ -29,9 +29,9 @@ FLOORS = [
 FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 
 LANDINGS = [
-    {"origin", "history", "requests", "observers", "typevars", "unknown_tools"},
+    {"origin", "history", "requests", "observers", "resetting", "typevars", "unknown_tools"},
     {"subjects", "rulings", "store_client"},
-    {"case"},
+    {"case", "subclassing"},
     {"dynamic", "tool_case", "model_case"},
     {"limiter"},
     {"tool_call_limit", "model_call_limit", "quotas"},

@@ -23,6 +23,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.limiter import Limiter
+from langchain_quota.middleware.resetting import thread_keys
 from tests.conftest import Signals
 
 SEARCH = ToolCallLimit("search", run_limit=3)
@@ -338,6 +339,5 @@ def test_a_reset_finds_what_is_counted(tool: str, signals: Signals) -> None:
     runtime = SimpleNamespace(execution_info=info, context=None)
     (terms,) = middleware._terms_now(limit.kind, {}, runtime).terms
     per_thread = [quota.key for quota in terms.quotas if quota.per_thread]
-    assert middleware._thread_keys({"configurable": {"thread_id": "7"}}) == sorted(
-        [str(terms.thread_key), *per_thread]
-    )
+    found = thread_keys([limit], {"configurable": {"thread_id": "7"}}, 0.0)
+    assert found == sorted([str(terms.thread_key), *per_thread])

@@ -1,10 +1,8 @@
 """What every limiting middleware shares: its name, the beginning of a run, subclassing."""
 
-import asyncio
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from copy import deepcopy
-from functools import wraps
 from typing import Any, Literal
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
@@ -25,6 +23,7 @@ from langchain_quota.middleware.history import (
 )
 from langchain_quota.middleware.origin import Origin, origin, running_agent
 from langchain_quota.middleware.rulings import Ruling, Update
+from langchain_quota.middleware.subclassing import begins_runs, complete
 from langchain_quota.middleware.unknown_tools import unknown_tools
 from langchain_quota.state import (
     LEDGER,
@@ -41,16 +40,11 @@ from langchain_quota.telemetry import Telemetry, default_telemetry
 
 ModelMode = Literal["admitted", "returned"]
 
-_BEGINS = "__begins_run__"
-"""The mark on a `before_agent` that begins runs."""
-
 _REMEDY = (
     "Give create_agent a checkpointer; for a sub-agent, limit the calls of its parent, or use "
     "run_limit"
 )
 """What to do where a thread's counts do not outlive the run."""
-
-_HOOKS = ("before_agent", "before_model", "after_model", "after_agent")
 
 
 class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
@@ -90,18 +84,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             TypeError: It overrides `wrap_model_call`, and not `awrap_model_call`.
         """
         super().__init_subclass__(**kwargs)
-        for hook in _HOOKS:
-            if _owner(cls, hook) < _owner(cls, f"a{hook}"):
-                form = _async_form(getattr(cls, hook), getattr(cls, f"a{hook}"))
-                setattr(cls, f"a{hook}", form)
-        if _owner(cls, "wrap_model_call") < _owner(cls, "awrap_model_call"):
-            raise TypeError(
-                f"{cls.__name__} overrides wrap_model_call: override awrap_model_call, too, or "
-                "ainvoke would not call it"
-            )
-        for hook, beginning in (("before_agent", _beginning), ("abefore_agent", _abeginning)):
-            if not hasattr(getattr(cls, hook), _BEGINS):
-                setattr(cls, hook, beginning(getattr(cls, hook)))
+        complete(cls)
 
     @property
     def name(self) -> str:
@@ -113,6 +96,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         inner = "/".join(parts).replace(":", "_").replace("|", "_")
         return f"{type(self).__name__}[{inner}]"
 
+    @begins_runs
     def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run: a new budget, and an answer for every call that was left without one.
 
@@ -124,8 +108,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """
         return self._begin_run(state, runtime)
 
-    setattr(before_agent, _BEGINS, True)
-
+    @begins_runs
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run: a new budget, and an answer for every call that was left without one.
 
@@ -136,8 +119,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                 is older than `InlineQuotaMiddleware` needs.
         """
         return self._begin_run(state, runtime)
-
-    setattr(abefore_agent, _BEGINS, True)
 
     def _untraced_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[Any]]
@@ -319,57 +300,3 @@ def _refunds(counts: ToolCounts, abandoned: Abandoned, caller: Origin) -> list[R
         for limit, amount in counts.take_back(call_id).items()
         if limit
     ]
-
-
-def _owner(cls: type, hook: str) -> int:
-    """How far up among the class's ancestors a hook is defined."""
-    return next(index for index, each in enumerate(cls.__mro__) if hook in each.__dict__)
-
-
-Hook = Callable[..., Update | None]
-AsyncHook = Callable[..., Awaitable[Update | None]]
-
-
-def _async_form(hook: Hook, inherited: AsyncHook) -> AsyncHook:
-    """The async form of a hook that a subclass overrides in its sync form only.
-
-    It runs in a worker thread: what it does may block.
-    """
-
-    @wraps(hook)
-    async def ahook(self: Any, state: Any, runtime: Any) -> Update | None:
-        return await asyncio.to_thread(hook, self, state, runtime)
-
-    jumps = getattr(hook, "__can_jump_to__", getattr(inherited, "__can_jump_to__", None))
-    if jumps is not None:
-        ahook.__can_jump_to__ = jumps  # type: ignore[attr-defined]
-    return ahook
-
-
-def _beginning(hook: Hook) -> Hook:
-    @wraps(hook)
-    def before_agent(self: Any, state: Any, runtime: Any) -> Update | None:
-        return _with_beginning(self, state, runtime, hook(self, state, runtime))
-
-    setattr(before_agent, _BEGINS, True)
-    return before_agent
-
-
-def _abeginning(hook: AsyncHook) -> AsyncHook:
-    @wraps(hook)
-    async def abefore_agent(self: Any, state: Any, runtime: Any) -> Update | None:
-        return _with_beginning(self, state, runtime, await hook(self, state, runtime))
-
-    setattr(abefore_agent, _BEGINS, True)
-    return abefore_agent
-
-
-def _with_beginning(self: Any, state: Any, runtime: Any, own: Update | None) -> Update:
-    """What a subclass's `before_agent` returns, with our beginning where it forgot `super()`."""
-    if own is not None and LEDGER in own:
-        return own
-    beginning: Update = self._begin_run(state, runtime)
-    merged = {**beginning, **(own or {})}
-    if own and "messages" in own and "messages" in beginning:
-        merged["messages"] = [*beginning["messages"], *own["messages"]]
-    return merged

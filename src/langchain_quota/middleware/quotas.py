@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Generic
 
 from langchain.agents.middleware.types import (
@@ -12,17 +11,15 @@ from langchain.agents.middleware.types import (
 from langchain_core.runnables import RunnableConfig
 from langgraph.constants import END
 from langgraph.pregel import Pregel
-from langgraph.types import PregelTask, StateSnapshot
+from langgraph.types import PregelTask
 
 from langchain_quota.decision import Kind
 from langchain_quota.engine import Limits, Outage, Used
 from langchain_quota.limits import (
-    THREAD,
     Limit,
     Terms,
     check_choice,
     check_together,
-    stored_as,
 )
 from langchain_quota.middleware.case import Case
 from langchain_quota.middleware.dynamic import aterms_now, terms_now
@@ -35,6 +32,7 @@ from langchain_quota.middleware.requests import (
     with_note,
     without_exhausted,
 )
+from langchain_quota.middleware.resetting import check_at_rest, own_node, thread_keys
 from langchain_quota.middleware.rulings import Ruling, Update
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.middleware.typevars import ContextT
@@ -48,7 +46,6 @@ from langchain_quota.state import (
     thread_tools,
 )
 from langchain_quota.stores import QuotaStore
-from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry import Telemetry
 
 
@@ -133,10 +130,10 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
                 elsewhere than at a limit).
             QuotaStoreError: The store could not be asked.
         """
-        node = self._own_node(agent)
-        self._check_at_rest(agent.get_state(config), config)
+        node = own_node(agent, self.name)
+        check_at_rest(agent.get_state(config), config, self._stopped_at_a_limit)
         if self._store is not None:
-            self._store.reset(self._thread_keys(config))
+            self._store.reset(thread_keys(self._limits, config, self._clock()))
         agent.update_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         agent.update_state(config, None, as_node=END)
@@ -156,25 +153,14 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
                 elsewhere than at a limit).
             QuotaStoreError: The store could not be asked.
         """
-        node = self._own_node(agent)
-        self._check_at_rest(await agent.aget_state(config), config)
+        node = own_node(agent, self.name)
+        check_at_rest(await agent.aget_state(config), config, self._stopped_at_a_limit)
         if self._store is not None:
-            await self._store.areset(self._thread_keys(config))
+            await self._store.areset(thread_keys(self._limits, config, self._clock()))
         await agent.aupdate_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         await agent.aupdate_state(config, None, as_node=END)
         self._forget(agent, config)
-
-    def _own_node(self, agent: Pregel[Any, Any, Any, Any]) -> str:
-        if not isinstance(agent, Pregel):
-            raise TypeError(
-                f"agent must be what create_agent made, not a {type(agent).__name__}: reset where "
-                "the agent runs"
-            )
-        node = f"{self.name}.before_agent"
-        if node not in agent.nodes:
-            raise ValueError(f"the agent does not have the middleware {self.name}")
-        return node
 
     def _stopped_at_a_limit(self, task: PregelTask) -> bool:
         """Whether a task failed because a limit ended the run with an exception."""
@@ -183,36 +169,9 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
             f"{self.name}.after_model",
         }
 
-    def _check_at_rest(self, snapshot: StateSnapshot, config: RunnableConfig) -> None:
-        thread_id = config.get("configurable", {}).get("thread_id")
-        if not snapshot.values:
-            raise RuntimeError(f"thread {thread_id!r} has no state: there is nothing to reset")
-        if not all(map(self._stopped_at_a_limit, snapshot.tasks)):
-            raise RuntimeError(
-                f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
-                "the run end, or begin a new one, before resetting its use"
-            )
-
     def _forget(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
         self._telemetry.forget(name, config.get("configurable", {}).get("thread_id"))
-
-    def _thread_keys(self, config: RunnableConfig) -> list[str]:
-        """Where the store counts a thread's calls."""
-        thread = str(config.get("configurable", {}).get("thread_id"))
-        counts: set[tuple[str, timedelta | None]] = {
-            (stored_as(limit), None) for limit in self._limits if limit.thread_limit is not None
-        }
-        counts |= {
-            (stored_as(limit), quota.window)
-            for limit in self._limits
-            for quota in limit.quotas
-            if quota.per == THREAD
-        }
-        now = self._clock()
-        return sorted(
-            str(CountKey.at(counter, THREAD, thread, window, now)) for counter, window in counts
-        )
 
     def _terms_now(self, kind: Kind | None, state: Any, runtime: Any) -> Limits:
         """The limits on calls of a kind, or all of them, as they are at this moment."""
