@@ -2,16 +2,26 @@
 
 import os
 import shutil
+from typing import NoReturn
 
 import pytest
+
+
+def under_ci() -> bool:
+    """Whether nothing may be missing."""
+    return os.environ.get("CI") == "true"
 
 
 def required_program(name: str, package: str) -> str:
     """The path of a program; without it the test is skipped, and fails under `CI=true`."""
     path = shutil.which(name)
-    if path is not None:
-        return path
-    reason = f"{name} not found: apt-get install {package}"
-    if os.environ.get("CI") == "true":
+    if path is None:
+        missing(f"{name} not found: apt-get install {package}")
+    return path
+
+
+def missing(reason: str) -> NoReturn:
+    """Skip the test, or, under `CI=true`, fail it."""
+    if under_ci():
         pytest.fail(reason)
     pytest.skip(reason)

@@ -18,6 +18,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from tests.servers.programs import missing
 from tests.servers.prometheus import DEADLINE, Series, eventually, parse_openmetrics, series_of
 from tests.servers.redis import RedisServer
 
@@ -36,12 +37,9 @@ def langgraph() -> str:
     """The server's program; without it the test is skipped, and fails under `CI=true`."""
     path = os.pathsep.join([str(ROOT / VENV / "bin"), os.environ["PATH"]])
     program = shutil.which("langgraph", path=path)
-    if program is not None:
-        return program
-    reason = "LangGraph's own server is not found: make langgraph-server"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    if program is None:
+        missing("LangGraph's own server is not found: make langgraph-server")
+    return program
 
 
 class Server:

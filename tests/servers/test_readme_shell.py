@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.compose import ENV_EXAMPLE
-from tests.servers.programs import required_program
+from tests.servers.programs import required_program, under_ci
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/langchain-quota/langchain-quota"
-UNDER_CI = os.environ.get("CI") == "true"
 TIMEOUT = 1200
 LOCAL = "+checkout"
 """Tells this checkout's version from one of the same number that an index may have."""
@@ -123,7 +122,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     asked = (*pip, "download", "--quiet", "--no-deps", "--dest", target, "hatchling")
-    if subprocess.run(asked, capture_output=True, check=False).returncode and not UNDER_CI:
+    if subprocess.run(asked, capture_output=True, check=False).returncode and not under_ci():
         pytest.skip("no package index can be reached")
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", target, checkout, cwd=target)
     (made,) = target.glob("langchain_quota-*.whl")
@@ -190,7 +189,7 @@ def test_cloned(wheel: Path, checkout: Path, tmp_path: Path) -> None:
 
 def has_docker() -> bool:
     """Whether the stack is started: images are fetched and built, so under CI only."""
-    if not UNDER_CI or shutil.which("docker") is None:
+    if not under_ci() or shutil.which("docker") is None:
         return False
     asked = (("docker", "compose", "version"), ("docker", "info"))
     return not any(

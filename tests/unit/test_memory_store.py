@@ -12,19 +12,10 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
+from tests.clock import Clock
 
 HOUR = 3600
 DAY = timedelta(days=1)
-
-
-class Clock:
-    """A clock that stands until it is set."""
-
-    def __init__(self, now: float = 0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def asked(

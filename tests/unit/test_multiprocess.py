@@ -32,6 +32,7 @@ from langchain_quota.telemetry.merging import (
 from langchain_quota.telemetry.multiprocess import Worker, WorkerTables, read_others, worker_of
 from langchain_quota.telemetry.subjects import SubjectTable
 from langchain_quota.telemetry.threads import ThreadTable
+from tests.clock import Clock
 from tests.servers.prometheus import Series, eventually, series_of
 
 STANDING = Standing(
@@ -52,14 +53,6 @@ BLOCKED = "langchain_quota_thread_blocked_total"
 LAST = "langchain_quota_thread_last_decision_timestamp_seconds"
 SUBJECTS = "langchain_quota_subjects"
 HIDDEN = "langchain_quota_threads_hidden"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -17,18 +17,11 @@ from langchain_quota.reservation import admit
 from langchain_quota.telemetry.subjects import SubjectTable
 from langchain_quota.telemetry.threads import ThreadTable
 from langchain_quota.telemetry.windows import Windows
+from tests.clock import Clock
 
 NAME = "langchain_quota_subjects"
 TTL = 100
 USER = "ada@example.org"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -17,6 +17,7 @@ from langchain_quota.engine import Outage, Used, plan
 from langchain_quota.limits import Quota, QuotaTerms, Terms
 from langchain_quota.reservation import admit
 from langchain_quota.telemetry.threads import LimitUse, QuotaCount, Snapshot, ThreadTable, rate
+from tests.clock import Clock
 
 STANDING = Standing(
     limit="search",
@@ -28,14 +29,6 @@ STANDING = Standing(
     run_used=0,
     run_limit=None,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

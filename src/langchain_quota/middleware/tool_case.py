@@ -51,7 +51,9 @@ def tool_case(
         limits.of(Call("tool", call["name"])) for call in pending.calls
     ):
         return None
-    return ToolCase(state, runtime, limits, pending, judge=judge, every_call=every_call)
+    return ToolCase(
+        state, runtime, limits, pending, judge=judge, every_call=every_call, final=final
+    )
 
 
 class ToolCase(Case):
@@ -64,6 +66,7 @@ class ToolCase(Case):
         pending: The calls.
         judge: The name of the middleware.
         every_call: Whether calls that match no limit are decided (as allowed), too.
+        final: Whether they were made by the last model call of its budget.
     """
 
     def __init__(  # noqa: PLR0913 - what a hook knows
@@ -75,6 +78,7 @@ class ToolCase(Case):
         *,
         judge: str,
         every_call: bool,
+        final: bool,
     ) -> None:
         self._message_id = pending.message.id
         # Where the structured response is there, the run ends anyway.
@@ -87,8 +91,7 @@ class ToolCase(Case):
             for call in pending.calls
         ]
         self._matched = [call for call in self._calls if limits.of(call)]
-        # Whether the calls were made by the last model call of its budget.
-        self._final = bool(ledger(state).get("final"))
+        self._final = final
         judged = self._calls if every_call else self._matched
         super().__init__(state, Limits(()) if self._final else limits, caller, judged, judge=judge)
 

@@ -1,0 +1,13 @@
+"""The time, as a test sets it."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Clock:
+    """A clock that stands until it is set."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
