@@ -81,6 +81,8 @@ class ToolCase(Case):
         final: bool,
     ) -> None:
         self._message_id = pending.message.id
+        # Under its id, so that it takes the place of the one whose calls had none.
+        self._replacement = [pending.message] if pending.replaces else []
         # Where the structured response is there, the run ends anyway.
         self._may_stop = not pending.structured
         self._refusals = ledger(state).get("refusals")
@@ -122,7 +124,10 @@ class ToolCase(Case):
             self._mirror(counts, verdict, grant)
         update = _counts_update(self._state, self._limits, self._matched, counts)
         update[LEDGER] = self._ledger(counts, verdict)
-        answers = _answers(decisions, self._limits.terms, messages.SKIPPED)
+        answers = [
+            *self._replacement,
+            *_answers(decisions, self._limits.terms, messages.SKIPPED),
+        ]
         if stops(verdict.exit):
             answers.append(AIMessage(content=messages.final(verdict.breaches)))
             update["jump_to"] = "end"
@@ -165,7 +170,10 @@ class ToolCase(Case):
     def _finalized(self) -> Ruling:
         decisions = tuple(Decision(call, Outcome.SKIPPED) for call in self._calls)
         update: Update = {
-            "messages": _answers(decisions, self._limits.terms, messages.FINALIZED),
+            "messages": [
+                *self._replacement,
+                *_answers(decisions, self._limits.terms, messages.FINALIZED),
+            ],
             "jump_to": "end",
         }
         return self._ruling(decisions, update=update)
