@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from langchain_quota.monitoring import alertmanager, grafana, rules
+from langchain_quota.monitoring import checks, exports
 
 
 class ExportError(Exception):
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     boards = whats.add_parser("grafana", help="dashboards")
     boards.add_argument(
         "--datasource",
+        type=_checked(checks.datasource_fault),
         metavar="UID",
         help="the Prometheus data source that the dashboards begin with",
     )
@@ -26,21 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_selector(prometheus)
     prometheus.add_argument(
         "--grafana-url",
-        type=_checked(rules.url_fault),
-        default=rules.GRAFANA_URL,
+        type=_checked(checks.url_fault),
+        default=exports.GRAFANA_URL,
         metavar="URL",
         help="where Grafana is, for the alerts' links (default: %(default)s)",
     )
     prometheus.add_argument(
         "--runbook-base",
-        type=_checked(rules.url_fault),
-        default=rules.RUNBOOK_BASE,
+        type=_checked(checks.url_fault),
+        default=exports.RUNBOOK_BASE,
         metavar="URL",
         help="where the runbooks are; the alert's name is appended (default: %(default)s)",
     )
     prometheus.add_argument(
         "--format",
-        choices=rules.FORMATS,
+        choices=exports.RULES_FILES,
         default="rules",
         help="a rule file, or the object for the Prometheus Operator (default: %(default)s)",
     )
@@ -61,28 +62,24 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the files, and print a line for each.
 
     Raises:
-        ExportError: An argument is wrong; a file exists, or cannot be written.
+        ExportError: A file exists, or cannot be written.
     """
     note = ""
-    selector = getattr(arguments, "selector", None) or ""
     if arguments.what == "grafana":
-        try:
-            files = grafana.dashboards(datasource=arguments.datasource, selector=selector)
-        except ValueError as error:
-            raise ExportError(f"--{error}") from error
+        files = exports.dashboards(
+            datasource=arguments.datasource, selector=arguments.selector or ""
+        )
     elif arguments.what == "prometheus":
-        note = f" (needs Prometheus {rules.PROMETHEUS} or newer)"
-        files = rules.files(
-            rules.Options(
-                selector=selector,
-                grafana_url=arguments.grafana_url,
-                runbook_base=arguments.runbook_base,
-                per_thread=arguments.per_thread_alerts,
-                format=arguments.format,
-            )
+        note = f" (needs Prometheus {exports.PROMETHEUS} or newer)"
+        files = exports.rules(
+            selector=arguments.selector or "",
+            grafana_url=arguments.grafana_url,
+            runbook_base=arguments.runbook_base,
+            per_thread=arguments.per_thread_alerts,
+            format=arguments.format,
         )
     else:
-        files = alertmanager.files()
+        files = exports.alertmanager()
     _write(files, arguments.to, note, force=arguments.force)
 
 
@@ -124,7 +121,7 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
 def _add_selector(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selector",
-        type=_checked(rules.selector_fault),
+        type=_checked(checks.selector_fault),
         metavar="MATCHERS",
         help="matchers for every query, such as 'job=\"agents\"'",
     )
