@@ -194,7 +194,7 @@ def test_a_failing_thread_table_changes_nothing(
         raise MemoryError
 
     for method in ("record", "refund"):
-        monkeypatch.setattr(signals.telemetry._signals.threads, method, broken)
+        monkeypatch.setattr(signals.telemetry._signals.usage, method, broken)
     (decision,) = decide()
     signals.telemetry.emit([decision], started=0)
     signals.telemetry.charge(decision.call, decision.standings[0])
@@ -254,8 +254,12 @@ PARTS = [
     Part(
         lambda telemetry: telemetry._signals.metrics, "crossed", "metrics", frozenset({"crossings"})
     ),
-    Part(lambda telemetry: telemetry._signals.threads, "record", "threads", frozenset({"thread"})),
-    Part(lambda telemetry: telemetry._signals.subjects, "record", "threads", frozenset({"user"})),
+    Part(
+        lambda telemetry: telemetry._signals.usage,
+        "record",
+        "threads",
+        frozenset({"thread", "user"}),
+    ),
 ]
 each_part = pytest.mark.parametrize(
     "part", PARTS, ids=lambda part: f"{part.component} {part.name} {sorted(part.signals)}"
@@ -1125,13 +1129,12 @@ def test_users_are_counted_without_a_thread(signals: Signals) -> None:
 
 
 def test_users_are_counted_as_near_by_the_option() -> None:
-    """The share given to `Telemetry` is that of users, too, and its TTL theirs."""
+    """The share given to `Telemetry` is that of users, too."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, near=0.4, thread_ttl=timedelta(seconds=7))
+    telemetry = quiet(registry, near=0.4)
     telemetry.emit(stored(DAILY, used=1), started=0)
     labels = {"agent": "boss", "limit": "tool:email", "scope": "user_id", "state": "near"}
     assert registry.get_sample_value("langchain_quota_subjects", labels) == 1
-    assert telemetry._signals.subjects._ttl == 7
 
 
 def test_a_charge_after_the_fact_counts_a_user(signals: Signals) -> None:
@@ -1139,22 +1142,6 @@ def test_a_charge_after_the_fact_counts_a_user(signals: Signals) -> None:
     (decision,) = stored(DAILY, used=4)
     signals.telemetry.charge(decision.call, decision.standings[0])
     assert subjects(signals, "user_id") == {"ok": 0, "near": 0, "exhausted": 1}
-
-
-def test_failing_subjects_change_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: Signals
-) -> None:
-    """A table of users that raises is counted, and the threads are told all the same."""
-
-    def broken(*args: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(signals.telemetry._signals.subjects, "record", broken)
-    signals.telemetry.emit(stored(DAILY, thread_limit=9), started=0)
-    assert errors(signals.registry) == {("threads", "MemoryError"): 1}
-    labels = {"agent": "boss", "limit": "tool:email", "thread_id": "t1"}
-    assert signals.value("langchain_quota_thread_used", **labels) == 1
-    assert len(logged_errors(caplog)) == 1
 
 
 def test_a_refund_with_quotas(signals: Signals) -> None:

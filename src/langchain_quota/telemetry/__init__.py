@@ -35,10 +35,9 @@ from langchain_quota.telemetry.labels import (
     label,
 )
 from langchain_quota.telemetry.metrics import Exemplar, Metrics
-from langchain_quota.telemetry.multiprocess import check_directory, share_tables
-from langchain_quota.telemetry.subjects import SubjectTable
-from langchain_quota.telemetry.threads import ThreadTable
+from langchain_quota.telemetry.multiprocess import FILE, checked_directory
 from langchain_quota.telemetry.tracing import Place, Spans, Tracing, carried, exemplar
+from langchain_quota.telemetry.usage import UsageTable
 
 __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label"]
 
@@ -130,21 +129,18 @@ class _Signals:
 
     def __init__(self, registry: CollectorRegistry, options: _Options) -> None:
         self.options = options
-        check_directory()
+        directory = checked_directory()
         self.metrics = Metrics(registry)
         self.errors = _Errors(self.metrics)
         self.tools = ToolLabels(options.max_tools)
-        ttl = options.thread_ttl.total_seconds()
-        self.subjects = SubjectTable(near=options.near, ttl=ttl)
-        self.threads = ThreadTable(
+        self.usage = UsageTable(
             near=options.near,
             max_exported=options.max_exported_threads,
-            ttl=ttl,
-            subjects=self.subjects,
+            ttl=options.thread_ttl.total_seconds(),
             on_error=self._table_failed,
+            path=None if directory is None else directory / FILE,
         )
-        registry.register(self.threads)
-        share_tables(registry, self.threads, self.subjects, self._table_failed)
+        registry.register(self.usage)
 
     def _table_failed(self, error: Exception) -> None:
         self.errors.failed("threads", error)
@@ -167,6 +163,12 @@ def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:
                 "same registry: make one Telemetry, and give it to all middlewares"
             )
     return signals
+
+
+def usage_of(registry: CollectorRegistry) -> UsageTable | None:
+    """What this process decides for the metrics of a registry, if it does."""
+    signals = _signals.get(registry)
+    return None if signals is None else signals.usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +406,7 @@ class Telemetry:
         name, thread = self._labels(Call("model", agent=agent, thread_id=thread_id))
         if thread is not None:
             with self._guarded("threads"):
-                self._signals.threads.forget(name, thread)
+                self._signals.usage.forget(name, thread)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: what it counts in is shared by all."""
@@ -485,16 +487,11 @@ class Telemetry:
                 self._signals.metrics.refunded(agent, refund.limit, call.amount)
             if thread is not None:
                 with self._guarded("threads"):
-                    self._signals.threads.refund(agent, thread, refund.limit, call.amount)
+                    self._signals.usage.refund(agent, thread, refund.limit, call.amount)
 
     def _remember(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
         try:
-            if thread is not None:
-                self._signals.threads.record(agent, thread, decisions)
-        except Exception as failure:  # noqa: BLE001 - the same
-            self._signals.errors.failed("threads", failure)
-        try:
-            self._signals.subjects.record(agent, decisions)
+            self._signals.usage.record(agent, thread, decisions)
         except Exception as failure:  # noqa: BLE001 - the same
             self._signals.errors.failed("threads", failure)
 
