@@ -252,7 +252,14 @@ class _Step:
         # When the step runs again, the model may call other tools.
         digest = sha256("\n".join(calls).encode(errors="backslashreplace")).hexdigest()
         judge = f"{self._middleware}.tools.{digest}"
-        return tool_case(self.state, self._given.runtime, limits, judge=judge, every_call=True)
+        return tool_case(
+            self.state,
+            self._given.runtime,
+            limits,
+            judge=judge,
+            every_call=True,
+            middleware=self._middleware,
+        )
 
     def response(self) -> ExtendedModelResponse[Any]:
         """What the model node makes of it."""
