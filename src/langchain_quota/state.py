@@ -75,8 +75,8 @@ class Ledger(TypedDict, total=False):
     """The current batch of tool calls."""
     refusals: dict[str, dict[str, int]]
     """Refusals in this run, by middleware and name of its limits that give up after some."""
-    final: bool
-    """Whether the model call of this step was told that it is the last."""
+    final: str
+    """What the run ends with if this step's model call, its last, says nothing; else empty."""
     turn: str | None
     """The id of the newest message when the run began."""
     begun_by: list[str]
@@ -164,7 +164,7 @@ NEW_RUN: Ledger = {
     "model_counted": False,
     "batch": None,
     "refusals": {},
-    "final": False,
+    "final": "",
     "trace": None,
 }
 """What a run begins with: a new budget."""

@@ -73,7 +73,7 @@ def test_a_new_run_has_a_new_budget() -> None:
         run_model=2,
         model_counted=True,
         refusals={"Quota": {"tool:search": 4}},
-        final=True,
+        final="That was all.",
         batch=Batch(
             message="m", charges={"a": {"search": {"Quota": {"tool:search": 1}}}}, passed=[]
         ),
@@ -279,7 +279,7 @@ def test_the_ledger_is_plain_json() -> None:
         run_model=1,
         model_counted=False,
         refusals={"Quota": {"tool:search": 1}},
-        final=False,
+        final="That was all.",
         turn="m",
         begun_by=["Quota"],
         batch=Batch(

@@ -131,7 +131,7 @@ def test_giving_up_does_not_stop_a_delivered_response() -> None:
 
 def test_the_last_calls_tools_do_not_run() -> None:
     """What the last admitted model call asks for is answered, not run, not charged; it ends."""
-    state = state_of("search", "calc", **{LEDGER: Ledger(final=True)})
+    state = state_of("search", "calc", **{LEDGER: Ledger(final="That was all.")})
     ruling = rule(state, ToolCallLimit(run_limit=9))
     assert outcomes(ruling) == ["skipped", "skipped"]
     update = written(ruling)
@@ -408,6 +408,6 @@ def test_twins_are_reserved_by_their_id() -> None:
 
 def test_the_last_calls_tools_ask_no_store() -> None:
     """Calls that do not run whatever the counts are charge nothing anywhere."""
-    case = shared_case(state_of("search", **{LEDGER: Ledger(final=True)}))
+    case = shared_case(state_of("search", **{LEDGER: Ledger(final="That was all.")}))
     assert not case.plan.reservation.shared
     assert outcomes(case.rule(case.plan.own_grant())) == ["skipped"]

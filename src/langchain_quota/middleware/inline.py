@@ -281,6 +281,9 @@ class _Step:
         """
         if "jump_to" not in update:
             return
+        if self._messages and ledger(self.state).get("final"):
+            # The last call of its budget is not made for ever, whatever it says.
+            return
         state: Mapping[str, Any] = self._given.state
         text = update["messages"][-1].content
         turn = ledger(state).get("turn")

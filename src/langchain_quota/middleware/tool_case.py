@@ -53,7 +53,7 @@ def tool_case(  # noqa: PLR0913 - what a hook knows
     pending = pending_calls(state)
     if pending is None or not pending.calls:
         return None
-    final = bool(ledger(state).get("final"))
+    final = ledger(state).get("final") or ""
     if not (every_call or final) and not any(
         limits.of(Call("tool", call["name"])) for call in pending.calls
     ):
@@ -81,7 +81,8 @@ class ToolCase(Case):
         judge: The name of the middleware, or of one of its tasks in a step.
         middleware: The name of the middleware.
         every_call: Whether calls that match no limit are decided (as allowed), too.
-        final: Whether they were made by the last model call of its budget.
+        final: What the run ends with, if they were made by the last model call of its budget;
+            the text of their message goes before.
     """
 
     def __init__(  # noqa: PLR0913 - what a hook knows
@@ -94,9 +95,10 @@ class ToolCase(Case):
         judge: str,
         middleware: str,
         every_call: bool,
-        final: bool,
+        final: str,
     ) -> None:
         self._middleware = middleware
+        self._message = pending.message
         self._message_id = pending.message.id
         # Where the structured response is there, the run ends anyway.
         self._may_stop = not pending.structured
@@ -181,11 +183,13 @@ class ToolCase(Case):
 
     def _finalized(self) -> Ruling:
         decisions = tuple(Decision(call, Outcome.SKIPPED) for call in self._calls)
-        update: Update = {
-            "messages": _answers(decisions, self._limits.terms, messages.FINALIZED),
-            "jump_to": "end",
-        }
-        return self._ruling(decisions, update=update)
+        answers = _answers(decisions, self._limits.terms, messages.FINALIZED)
+        # Where the structured response is there, the run has its answer.
+        if self._may_stop:
+            text = str(self._message.text)
+            final = text if text.strip() else self._final
+            answers.append(AIMessage(content=final, name=self._message.name))
+        return self._ruling(decisions, update={"messages": answers, "jump_to": "end"})
 
     def _all_decisions(self, verdict: Verdict) -> tuple[Decision, ...]:
         """The decisions; of a stopped batch also those about calls that no limit matches."""
