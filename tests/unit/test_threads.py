@@ -652,6 +652,31 @@ def test_a_users_quota_is_not_the_threads_use(bench: Bench) -> None:
     assert table.snapshot().subjects == {}
 
 
+def test_a_run_in_the_store_is_nothing_of_the_threads(bench: Bench) -> None:
+    """A limit whose runs alone the store counts shows no use, nor what it was when it had some."""
+    table = bench.table()
+    table.record("boss", "t1", stored(thread=(7, 10)))
+    limit = ToolCallLimit("search", run_limit=3)
+    asked = plan([Terms.of(limit, run_key="run")], {}, [Call("tool", "search", agent="boss")])
+    (decision,) = asked.verdict(asked.own_grant()).decisions
+    assert decision.standings[0].shared
+    table.record("boss", "t1", [decision])
+    assert shown(table) == {"t1": (None, None, 0)}
+
+
+def test_a_run_beside_a_quota_that_has_no_answer(bench: Bench) -> None:
+    """Let through in an outage, a limit of runs and of a quota shows the quota's last use."""
+    table = bench.table()
+    limit = ToolCallLimit("search", run_limit=3, quotas=[Quota(5, name="hourly")])
+    terms = Terms.of(limit, run_key="run", quotas=(hourly(5),))
+    outages: list[Outage | None] = [None, "allow"]
+    for outage in outages:
+        asked = plan([terms], {}, [Call("tool", "search", agent="boss")], outage=outage)
+        used = [4 if slot.key == "hourly:t1" else 0 for slot in asked.reservation.slots]
+        table.record("boss", "t1", asked.verdict(admit(asked.reservation, used)).decisions)
+        assert shown(table) == {"t1": (5, 5, 0)}
+
+
 def test_a_call_that_is_not_charged_yet_is_not_used_of_a_quota(bench: Bench) -> None:
     """A call that is counted when it returns is not used of a quota per thread before."""
     table = bench.table()

@@ -180,6 +180,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         own = [limit.name for limit in self._limits]
         update[LEDGER] = {
             **NEW_RUN,
+            "run": before.get("run") or caller.run(),
             "turn": known.get("turn") if begun else history[-1].id if history else None,
             "begun_by": [*before.get("begun_by", ()), self.name],
             "limits": [*before.get("limits", ()), *own],

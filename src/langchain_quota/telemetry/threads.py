@@ -346,7 +346,7 @@ class ThreadTable(Collector):
         """What a thread has used of a limit after a decision."""
         blocked = (known.blocked if known else 0) + (standing.refused and standing.enforced)
         near = self._near if standing.near is None else standing.near
-        if _is_unknown(standing):
+        if _is_unknown(standing, known):
             return replace(
                 known or LimitUse(0, None), blocked=blocked, near=near, enforced=standing.enforced
             )
@@ -528,12 +528,14 @@ def _quota_counts(standing: Standing) -> tuple[QuotaCount, ...]:
     )
 
 
-def _is_unknown(standing: Standing) -> bool:
+def _is_unknown(standing: Standing, known: LimitUse | None) -> bool:
     """Whether the thread's count is not known, because the shared store could not be asked."""
     if standing.scope == STORE:
         return True
     # Let through in an outage: no quota has an answer, and the state keeps no count of its own.
-    return standing.shared and not standing.quotas and standing.thread_limit is None
+    silent = standing.shared and not standing.quotas and standing.thread_limit is None
+    # Of a run alone a store counts nothing of the thread.
+    return silent and (standing.run_limit is None or (known is not None and bool(known.quotas)))
 
 
 def _newest(group: dict[ThreadKey, ThreadUse], most: int) -> list[ThreadUse]:
