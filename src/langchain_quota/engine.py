@@ -415,9 +415,11 @@ class _Slots:
             scopes = self.by_scope.setdefault(counter, {})
             if outage == "deny" and each.shared:
                 self._cap(each, STORE, f"{STORE}/{each.limit.name}", -1)
-            key = each.thread_key if outage is None else None
-            self._cap(each, THREAD, THREAD, each.thread_limit, key=key, used=used.thread)
-            self._cap(each, RUN, RUN, each.run_limit, used=used.run)
+            thread_key, run_key = (
+                (each.thread_key, each.run_key) if outage is None else (None, None)
+            )
+            self._cap(each, THREAD, THREAD, each.thread_limit, key=thread_key, used=used.thread)
+            self._cap(each, RUN, RUN, each.run_limit, key=run_key, used=used.run)
             scopes["", THREAD] = self._by_name[counter, THREAD]
             scopes["", RUN] = self._by_name[counter, RUN]
             for quota in each.quotas if outage is None else ():

@@ -85,6 +85,33 @@ def test_show_some(
     assert [line.split()[2] for line in lines[1:]] == subjects
 
 
+@pytest.mark.parametrize(
+    ("patterns", "subjects"),
+    [
+        (["--key", "search:*"], ["'ada'", "'bob'"]),
+        (["--key", "*:run:*"], ["'one'", "'two'"]),
+        (["--key", "search:run:t*", "*:ada"], ["'two'", "'ada'"]),
+    ],
+)
+def test_runs_are_shown_to_whom_asks(
+    run: Run,
+    store: RedisStore,
+    capsys: pytest.CaptureFixture[str],
+    patterns: list[str],
+    subjects: list[str],
+) -> None:
+    """The many counts of runs are neither shown nor reset unless a pattern names them."""
+    runs = [str(CountKey("search", "run", name)) for name in ("one", "two")]
+    for key in runs:
+        store.reserve(calls(key, 1))
+    assert run("show", *patterns) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[1:]] == subjects
+    assert run("reset", "--yes") == 0
+    assert "run" not in capsys.readouterr().out
+    assert [use.used for use in store.usages("*:run:*")] == [1, 1]
+
+
 def test_show_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """That there is no count is said."""
     assert run("show", "--key", "nothing") == 0

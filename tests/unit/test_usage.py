@@ -330,6 +330,22 @@ class TestThreads:
         table.record("boss", "t1", [decide(9, None, shared=True)])
         assert used(table) == {"t1": (4, 10)}
 
+    def test_a_run_in_the_store(self, bench: Bench) -> None:
+        """A limit whose runs alone the store counts shows no use of the thread."""
+        table = bench.table()
+        table.record("boss", "t1", [decide(7)])
+        table.record("boss", "t1", [decide(0, None, run_limit=3, shared=True)])
+        assert used(table) == {}
+        assert blocked(table) == {"t1": 0}
+
+    def test_a_run_beside_a_quota(self, bench: Bench) -> None:
+        """Let through in an outage, a limit of runs and of a quota shows the quota's last use."""
+        table = bench.table()
+        for quotas in ((hourly(4),), ()):
+            decision = decide(0, None, "search", *quotas, run_limit=3, shared=True)
+            table.record("boss", "t1", [decision])
+            assert used(table) == {"t1": (4, 10)}
+
     def test_a_bad_entry_is_left_out(self, bench: Bench) -> None:
         """An entry that cannot be written is reported, and the others are told."""
         table = bench.table()

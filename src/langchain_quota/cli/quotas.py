@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import KeyUse
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, is_of_run
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 
@@ -17,6 +17,8 @@ _AT_ONCE = 500
 _TIMEOUT = 10.0
 _HEADINGS = ("counted", "per", "subject", "used", "of", "until")
 _DECLINED = 1
+_RUNS = ":run:"
+"""What a pattern has in it that asks for runs."""
 
 
 class QuotasError(Exception):
@@ -84,7 +86,13 @@ def _store(options: Options) -> RedisStore:
 
 def _found(store: RedisStore, options: Options) -> list[KeyUse]:
     try:
-        uses = {use.key: use for each in options.keys or ("*",) for use in store.usages(each)}
+        uses = {
+            use.key: use
+            for pattern in options.keys or ("*",)
+            for use in store.usages(pattern)
+            # Each run of the last day has counts, under a name that says nothing to anybody.
+            if _RUNS in pattern or not is_of_run(use.key)
+        }
     except QuotaStoreError as error:
         raise QuotasError(_line(error)) from error
     return [uses[key] for key in sorted(uses)]

@@ -213,9 +213,7 @@ class ToolCase(Case):
         """What a store charged for these calls before, by tool call id."""
         if not counts.reserved:
             return {}
-        terms = self._limits.terms
-        keys = {quota.key for each in terms for quota in each.quotas}
-        keys |= {each.thread_key for each in terms if each.thread_key is not None}
+        keys = {key for each in self._limits.terms for key in each.keys}
         found = {}
         for call in self._matched:
             amounts = counts.renew(str(call.id), self._judge, keys)
@@ -236,8 +234,11 @@ class ToolCase(Case):
     def _mirror(self, counts: ToolCounts, verdict: Verdict, grant: Grant) -> None:
         """Write down what the store counts, and what it charges, now or later, for which call."""
         for each in self._limits.terms:
+            used = verdict.usage[each.limit.counter]
             if self.shared and each.thread_key is not None:
-                counts.thread[each.limit.counter] = verdict.usage[each.limit.counter].thread
+                counts.thread[each.limit.counter] = used.thread
+            if self.shared and each.run_key is not None:
+                counts.run[each.limit.counter] = used.run
         for call, index in zip(self.judged, self.plan.charge_of, strict=True):
             if grant.admitted[index] and not grant.stopped:
                 amounts = self._asked.keyed(index)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.reservation import Grant, Reservation
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, is_of_run
 
 REMEMBERED = 3600
 """How long answers and refused attempts are remembered, in seconds."""
@@ -21,6 +21,9 @@ GRACE = 3600
 
 IDLE_TTL = timedelta(days=365)
 """How long a count without a window is kept when nobody charges it."""
+
+RUN_IDLE = 24 * 3600
+"""How long a run's count is, at most, in seconds: then the graph's state brings it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class QuotaStore(Protocol):
     none happens in part. The async forms do the same.
 
     What is over expires: a count an hour after its window; one without a window when nobody has
-    charged it for long (by default a year). Answers and refused attempts are remembered for an
-    hour, settlements for a week.
+    charged it for long (by default a year, a run's for a day). Answers and refused attempts are
+    remembered for an hour, settlements for a week.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. What was asked may have
@@ -156,6 +159,16 @@ def window_end(key: str) -> int | None:
         return CountKey.parse(key).ends
     except ValueError:
         return None
+
+
+def idle_time(key: str, idle: int) -> int:
+    """How long a key's count is kept when nobody charges it, by its text, in seconds.
+
+    Args:
+        key: The key.
+        idle: How long the store keeps others.
+    """
+    return min(idle, RUN_IDLE) if is_of_run(key) else idle
 
 
 def check_reservation(reservation: object) -> None:

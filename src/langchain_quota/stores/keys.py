@@ -6,6 +6,8 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from urllib.parse import quote, unquote
 
+from langchain_quota.limits import RUN
+
 MAX_LENGTH = 64
 """The longest value that stands in a key as it is, in characters after encoding."""
 
@@ -110,6 +112,11 @@ class CountKey:
         values = [_encoded(each) for each in (self.counter, self.dimension, self.subject)]
         numbers = [] if self.window is None else [str(self.window), str(self.index)]
         return ":".join([*values, *numbers])
+
+
+def is_of_run(key: str) -> bool:
+    """Whether a key, by its text, is that of a run's count."""
+    return key.split(":", 2)[1:2] == [RUN]
 
 
 def _encoded(value: str) -> str:

@@ -24,6 +24,7 @@ from langchain_quota.stores import (
     check_keys,
     check_reservation,
     idle_seconds,
+    idle_time,
     window_end,
 )
 
@@ -255,7 +256,7 @@ class _Counts:
         limit = None if live is None else live.limit
         if charging is not None:
             limit = charging.limit
-        expires = now + self._idle if ends is None else max(ends, now) + GRACE
+        expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
         if key in self._counts:
             # Never earlier, so that the entry that is there stays right.
             expires = max(expires, self._counts[key].expires)

@@ -15,6 +15,7 @@ from langchain_quota.stores import (
     KeyUse,
     chargings,
     check_fits,
+    idle_time,
     window_end,
 )
 
@@ -64,10 +65,10 @@ class Question:
 
     def __init__(self, names: Names, op: str, idle: int) -> None:
         self._names = names
+        self._idle = idle
         self._keys: dict[bytes, int] = {}
         self._values: dict[str, Any] = {
             "op": op,
-            "idle": idle,
             "grace": GRACE,
             "remembered": REMEMBERED,
             "settled": SETTLED,
@@ -87,7 +88,9 @@ class Question:
         question = cls(names, "reset", idle)
         for key in keys:
             question._count(key)
-        question._values["ends"] = [_ends(window_end(key)) for key in dict.fromkeys(keys)]
+        question._values["keeps"] = [
+            question._keep(key, window_end(key)) for key in dict.fromkeys(keys)
+        ]
         return question
 
     @classmethod
@@ -117,7 +120,7 @@ class Question:
             ],
             "stops": [*reservation.stops.values()],
             "keeps": [
-                [question._count(key), _limit(charging.limit), _ends(charging.ends)]
+                [*question._keep(key, charging.ends), _limit(charging.limit)]
                 for key, charging in chargings(reservation).items()
             ],
         }
@@ -142,14 +145,16 @@ class Question:
             "answer": self._marker("answer", settlement.reservation),
             "amounts": [
                 [
-                    self._count(key),
+                    *self._keep(key, window_end(key)),
                     _exact(amount),
-                    _ends(window_end(key)),
                     _exact(settlement.starts.get(key, 0)),
                 ]
                 for key, amount in settlement.amounts.items()
             ],
         }
+
+    def _keep(self, key: str, ends: int | None) -> tuple[int, int, int]:
+        return self._count(key), _ends(ends), idle_time(key, self._idle)
 
     def _count(self, key: str) -> int:
         return self._index(self._names.count(key))

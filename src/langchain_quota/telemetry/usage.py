@@ -258,7 +258,7 @@ class UsageTable(Collector):
     def _decided(self, old: Parts, standings: Sequence[_Timed]) -> Parts:
         """What a thread has used of a limit after some decisions."""
         known = old.get("", Use())
-        told = [each for each in standings if not _is_unknown(each[1])]
+        told = [each for each in standings if not _is_unknown(each[1], old)]
         parts = dict(old)
         if told and known.decided <= told[-1][0]:
             decided, newest = told[-1]
@@ -483,12 +483,14 @@ def _refuses(standing: Standing) -> bool:
     return standing.refused and standing.enforced
 
 
-def _is_unknown(standing: Standing) -> bool:
+def _is_unknown(standing: Standing, old: Parts) -> bool:
     """Whether the thread's count is not known, because the shared store could not be asked."""
     if standing.scope == STORE:
         return True
     # Let through in an outage: no quota has an answer, and the state keeps no count of its own.
-    return standing.shared and not standing.quotas and standing.thread_limit is None
+    is_silent = standing.shared and not standing.quotas and standing.thread_limit is None
+    # Of a run alone a store counts nothing of the thread.
+    return is_silent and (standing.run_limit is None or any(old))
 
 
 def _numbers(standing: Standing, quota: QuotaUse) -> tuple[int, int, float | None]:
