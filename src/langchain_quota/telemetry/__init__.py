@@ -476,11 +476,13 @@ class Telemetry:
         """Take charges back from what was counted.
 
         Args:
-            refunds: The charges.
+            refunds: The charges of one agent's calls, on one thread.
         """
+        if not refunds:
+            return
+        agent, thread = self._labels(refunds[0].call)
         for refund in refunds:
             call = refund.call
-            agent, thread = self._labels(call)
             with self._guarded("metrics"):
                 self._signals.metrics.refunded(agent, refund.limit, call.amount)
             if thread is not None:
