@@ -144,5 +144,6 @@ def _terms(limit: Limit, values: _Values, runtime: Any, caller: Origin, now: flo
         limit,
         thread_key=None if thread_key is None else str(thread_key),
         quotas=tuple(quotas),
+        remembers=caller.remembers,
         **computed,
     )

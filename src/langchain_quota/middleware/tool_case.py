@@ -207,7 +207,7 @@ class ToolCase(Case):
     def _mirror(self, counts: ToolCounts, verdict: Verdict, grant: Grant) -> None:
         """Write down what the store counts, and what it charges, now or later, for which call."""
         for each in self._limits.terms:
-            if self.shared and each.thread_key is not None:
+            if self.shared and each.counts_thread:
                 counts.thread[each.limit.counter] = verdict.usage[each.limit.counter].thread
         for call, index in zip(self.judged, self.plan.charge_of, strict=True):
             if grant.admitted[index] and not grant.stopped:
