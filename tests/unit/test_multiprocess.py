@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, Metric
 
 from langchain_quota import Call, Decision, Outcome, Standing, Telemetry
 from langchain_quota.decision import QuotaUse
+from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import multiprocess
 from langchain_quota.telemetry.merging import (
     CorruptTablesError,
@@ -30,6 +31,7 @@ from langchain_quota.telemetry.merging import (
     write_tables,
 )
 from langchain_quota.telemetry.multiprocess import Worker, WorkerTables, read_others, worker_of
+from langchain_quota.telemetry.stores import StoreTable
 from langchain_quota.telemetry.subjects import SubjectTable
 from langchain_quota.telemetry.threads import ThreadTable
 from tests.clock import Clock
@@ -65,12 +67,14 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.subjects = SubjectTable(near=0.8, ttl=TTL, clock=self.clock)
+        self.stores = StoreTable()
         self.threads = ThreadTable(
             near=0.8,
             max_exported=self.max_exported,
             ttl=TTL,
             on_error=self.errors.append,
             subjects=self.subjects,
+            stores=self.stores,
             clock=self.clock,
         )
 
@@ -244,6 +248,19 @@ class TestMerging:
         }
         assert of(merged, HIDDEN) == {("exhausted",): 1, ("ok",): 1}
         assert of(merged, USED) == {("boss", "search", "both"): 9}
+
+    def test_the_fullest_store_is_told(self, bench: Bench) -> None:
+        """Each worker has a store of its own: the one with the least room left is shown."""
+        desks = [bench.desk() for _ in range(4)]
+        sizes = {10: 3, 100: 90, 1000: 500}
+        stores = [MemoryStore(max_keys=max_keys) for max_keys in sizes]
+        for desk, store, keys in zip(desks, stores, sizes.values(), strict=False):
+            store.reset([f"user-{number}" for number in range(keys)])
+            desk.stores.add(store)
+        for order in (desks, desks[::-1]):
+            merged = bench.merged(*order)
+            assert of(merged, "langchain_quota_store_keys") == {("false",): 90}
+            assert of(merged, "langchain_quota_store_max_keys") == {(): 100}
 
     @pytest.mark.parametrize("exported", [0, 1, 2, 3, 4, 5, 6, 9])
     def test_which_threads_are_exported(self, bench: Bench, exported: int) -> None:

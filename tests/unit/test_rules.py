@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from langchain_quota import Call, Telemetry, ToolCallLimit
+from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.engine import Used, judge
 from langchain_quota.monitoring import alertmanager, rules
 from langchain_quota.monitoring.alerts import Alert, groups
@@ -74,6 +74,8 @@ def samples() -> dict[str, dict[str, set[str]]]:
         telemetry.emit(decided.decisions, started=0)
     telemetry.failed("observer", KeyError("x"))
     # Made by code that talks to a store; there is none here.
+    in_memory = MemoryStore()
+    telemetry.watch_store(in_memory)
     metrics = telemetry._signals.metrics
     metrics.store_seconds.labels("reserve", "ok").observe(0.001)
     metrics.store_fallbacks.labels("researcher", "deny").inc()

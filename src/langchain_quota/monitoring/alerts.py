@@ -15,6 +15,7 @@ EXHAUSTED_THREADS = 10
 EXHAUSTED_SHARE = 0.1
 THREAD_REFUSALS = 10
 FALLBACK_SHARE = 0.05
+STORE_SHARE = 0.8
 NEAR = 0.8
 PREDICTED_FROM = 0.5
 PREDICTED_WITHIN = 1800
@@ -68,6 +69,7 @@ def groups(selector: str, *, per_thread: bool) -> tuple[Group, ...]:
         _enforcement_degraded(metrics),
         _metrics_missing(metrics),
         _telemetry_errors(metrics),
+        _store_nearly_full(metrics),
         _near_threads_hidden(metrics),
     )
     of_threads = (_thread_near_limit(metrics), _thread_exhaustion_predicted())
@@ -291,6 +293,25 @@ def _telemetry_errors(metrics: _Metrics) -> Alert:
         ),
         dashboard=_link(OVERVIEW, "job"),
         keep_firing_for="10m",
+    )
+
+
+def _store_nearly_full(metrics: _Metrics) -> Alert:
+    # By process: of many replicas each has a store of its own.
+    kept = metrics("store_keys", 'droppable="false"')
+    share = f"{kept}\n/ ignoring (droppable) {metrics('store_max_keys')}"
+    return Alert(
+        "LangChainQuotaStoreNearlyFull",
+        "warning",
+        f"{_aggregate('max by (job)', share)} > {STORE_SHARE}",
+        summary=f"A store in memory of job {_quoted('job')} is nearly full",
+        description=(
+            f"In one process of job {_quoted('job')} {_SHARE} of the store in memory is taken by "
+            "counts that make no room for others. When all of it is, calls that need another "
+            "count are decided without the store."
+        ),
+        dashboard=_link(OVERVIEW, "job"),
+        hold="5m",
     )
 
 

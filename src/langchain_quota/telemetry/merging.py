@@ -16,6 +16,8 @@ from prometheus_client import Metric
 
 from langchain_quota.decision import Level
 from langchain_quota.limits import THREAD
+from langchain_quota.stores import Occupancy
+from langchain_quota.telemetry.stores import fullest
 from langchain_quota.telemetry.subjects import Series, Subject, SubjectTable, SubjectUse
 from langchain_quota.telemetry.threads import (
     LimitUse,
@@ -28,7 +30,7 @@ from langchain_quota.telemetry.threads import (
     render,
 )
 
-_FORMAT = "langchain-quota tables 1"
+_FORMAT = "langchain-quota tables 2"
 _THREAD, _SUBJECT, _FORGOTTEN = "thread", "subject", "forgotten"
 _LEVELS = {str(each): each for each in Level}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -56,6 +58,7 @@ class Tables:
         threads: The threads.
         forgotten: When threads were forgotten on request, in seconds since the Unix epoch.
         subjects: The subjects.
+        store: How full the fullest store is, of those that can be full.
     """
 
     max_exported: int
@@ -64,6 +67,7 @@ class Tables:
     threads: dict[Key, ThreadUse | str]
     forgotten: dict[Key, float]
     subjects: dict[Key, SubjectUse | str]
+    store: Occupancy | None = None
 
     @classmethod
     def of(cls, threads: ThreadTable, subjects: SubjectTable) -> "Tables":
@@ -77,6 +81,7 @@ class Tables:
             {_encode((use.agent, use.thread)): use for use in contents.threads},
             {_encode(key): at for key, at in contents.forgotten.items()},
             {_subject_key(subject): use for subject, use in uses.items()},
+            contents.store,
         )
 
 
@@ -88,7 +93,7 @@ def write_tables(tables: Tables, write: Callable[[bytes], object], on_error: OnE
         write: Takes in a line.
         on_error: Told of an entry that cannot be written; it is left out.
     """
-    header = (tables.max_exported, tables.ttl, tables.series)
+    header = (tables.max_exported, tables.ttl, tables.series, tables.store)
     entries: Iterable[tuple[str, Key, Callable[[Any], object], object]] = chain(
         [(_FORMAT, "", tuple, header)],
         ((_THREAD, key, _thread_row, use) for key, use in tables.threads.items()),
@@ -120,8 +125,9 @@ def read_tables(data: bytes) -> Tables:
     used, *_, header = first.split("\t")
     if used != _FORMAT:
         raise CorruptTablesError("the tables of a worker have an unknown format")
-    max_exported, ttl, series = json.loads(header)
-    tables = Tables(max_exported, ttl, [Series(*each) for each in series], {}, {}, {})
+    max_exported, ttl, series, store = json.loads(header)
+    known = [Series(*each) for each in series]
+    tables = Tables(max_exported, ttl, known, {}, {}, {}, Occupancy(*store) if store else None)
     for line in lines:
         kind, key, row = line.split("\t")
         if kind == _THREAD:
@@ -156,7 +162,8 @@ def merge(tables: Sequence[Tables], now: float, on_error: OnError) -> Iterator[M
     chosen = list(chain(*ranked))[: settings.max_exported]
     for use in chosen:
         tracked[use.level] -= 1
-    return render(Snapshot(chosen, {}, tracked), counts, on_error)
+    store = fullest(each.store for each in tables if each.store is not None)
+    return render(Snapshot(chosen, {}, tracked, store), counts, on_error)
 
 
 class _Best:

@@ -14,7 +14,9 @@ from prometheus_client.registry import Collector
 
 from langchain_quota.decision import Decision, Level, Standing, level
 from langchain_quota.limits import STORE, THREAD
+from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.labels import label
+from langchain_quota.telemetry.stores import StoreTable
 from langchain_quota.telemetry.subjects import Series, SubjectTable
 from langchain_quota.telemetry.windows import Windows
 
@@ -159,6 +161,8 @@ class Snapshot:
     threads: list[ThreadUse]
     subjects: dict[tuple[str, str], dict[Level, int]]
     hidden: dict[Level, int]
+    store: Occupancy | None = None
+    """How full the fullest store is, of those that can be full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,8 @@ class Contents:
     """When others were forgotten on request, in seconds since the Unix epoch."""
     limits: list[tuple[str, str]]
     """The agents and limits that have or had threads."""
+    store: Occupancy | None = None
+    """How full the fullest store is, of those that can be full."""
 
 
 class ThreadTable(Collector):
@@ -182,6 +188,7 @@ class ThreadTable(Collector):
         on_error: Told of an entry that could not be rendered.
         max_tracked: The most threads that are remembered.
         subjects: Those that are no threads; both are counted in one family.
+        stores: Those whose counts a scrape shows beside them.
         clock: The time in seconds since the Unix epoch.
     """
 
@@ -194,6 +201,7 @@ class ThreadTable(Collector):
         on_error: Callable[[Exception], None],
         max_tracked: int = MAX_TRACKED,
         subjects: SubjectTable | None = None,
+        stores: StoreTable | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._near = near
@@ -202,6 +210,7 @@ class ThreadTable(Collector):
         self._ttl = ttl
         self._on_error = on_error
         self._others = subjects
+        self._stores = stores
         self._clock = clock
         self._on_change: Callable[[], object] | None = None
         self.clear()
@@ -237,11 +246,12 @@ class ThreadTable(Collector):
 
     def contents(self) -> "Contents":
         """All that it holds; threads in no order."""
+        store = self._fullest_store()
         with self._lock:
             # The values of the underlying dict: those of an OrderedDict, in its order, take
             # longer than decisions should have to wait.
             threads = list(dict.values(self._threads))
-            return Contents(threads, dict(self._forgotten), list(self._subjects))
+            return Contents(threads, dict(self._forgotten), list(self._subjects), store)
 
     def record(self, agent: str, thread: str, decisions: Iterable[Decision]) -> None:
         """Take in the decisions about calls of one thread, in order; labels are given."""
@@ -306,7 +316,7 @@ class ThreadTable(Collector):
         hidden = dict(tracked)
         for use in chosen:
             hidden[use.level] -= 1
-        return Snapshot(chosen, subjects, hidden)
+        return Snapshot(chosen, subjects, hidden, self._fullest_store())
 
     def describe(self) -> Iterator[Metric]:
         """The families without samples: for the registry's check for duplicates."""
@@ -329,6 +339,13 @@ class ThreadTable(Collector):
         except Exception as error:  # noqa: BLE001 - the threads are told all the same
             self._on_error(error)
             return threads
+
+    def _fullest_store(self) -> Occupancy | None:
+        try:
+            return None if self._stores is None else self._stores.fullest()
+        except Exception as error:  # noqa: BLE001 - it may be a store of the user's own
+            self._on_error(error)
+            return None
 
     def _changed(self) -> None:
         if self._on_change is not None:
@@ -457,6 +474,8 @@ _BLOCKED = "langchain_quota_thread_blocked"
 _TIMESTAMP = "langchain_quota_thread_last_decision_timestamp_seconds"
 _SUBJECTS = "langchain_quota_subjects"
 _HIDDEN = "langchain_quota_threads_hidden"
+_STORE_KEYS = "langchain_quota_store_keys"
+_STORE_MAX_KEYS = "langchain_quota_store_max_keys"
 
 
 def families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
@@ -477,6 +496,10 @@ def families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
             labels=["agent", "limit", "scope", "state"],
         ),
         GaugeMetricFamily(_HIDDEN, "Tracked threads without series.", labels=["state"]),
+        GaugeMetricFamily(
+            _STORE_KEYS, "Counts that a store in memory keeps.", labels=["droppable"]
+        ),
+        GaugeMetricFamily(_STORE_MAX_KEYS, "The most counts that it keeps.", labels=[]),
     )
     return {family.name: family for family in made}
 
@@ -501,6 +524,11 @@ def render(
             found[_SUBJECTS].add_metric([agent, label(limit), scope, each], count)
     for each, count in snapshot.hidden.items():
         found[_HIDDEN].add_metric([each], count)
+    if snapshot.store is not None:
+        keys, droppable, max_keys = snapshot.store
+        found[_STORE_KEYS].add_metric(["true"], droppable)
+        found[_STORE_KEYS].add_metric(["false"], keys - droppable)
+        found[_STORE_MAX_KEYS].add_metric([], max_keys)
     return iter(found.values())
 
 
