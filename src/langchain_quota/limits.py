@@ -337,6 +337,11 @@ class QuotaTerms:
     per_thread: bool = False
     computed: bool = False
 
+    @property
+    def is_threads(self) -> bool:
+        """Whether it limits what a thread has used in all."""
+        return self.per_thread and self.resets_at is None
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -350,6 +355,7 @@ class Terms:
         run_key: Where it keeps the run's, likewise.
         quotas: The quotas.
         computed: The scopes whose number was computed.
+        remembers: Whether the state outlives the run, so that it has the thread's count, too.
     """
 
     limit: Limit
@@ -360,6 +366,7 @@ class Terms:
     run_key: str | None = None
     quotas: tuple[QuotaTerms, ...] = ()
     computed: tuple[Scope, ...] = ()
+    remembers: bool = False
 
     @classmethod
     def of(
@@ -369,6 +376,7 @@ class Terms:
         thread_key: str | None = None,
         run_key: str | None = None,
         quotas: tuple[QuotaTerms, ...] = (),
+        remembers: bool = False,
         **computed: int | None,
     ) -> "Terms":
         """The terms of a limit.
@@ -378,6 +386,7 @@ class Terms:
             thread_key: Where a store keeps the thread's count.
             run_key: Where it keeps the run's.
             quotas: The terms of its quotas.
+            remembers: Whether the state outlives the run.
             computed: The numbers of thresholds that are functions, by argument.
 
         Raises:
@@ -403,6 +412,7 @@ class Terms:
                 *(each for each in SCOPES if callable(getattr(limit, f"{each}_limit"))),
                 *(quota.scope for quota in quotas if quota.computed),
             ),
+            remembers,
         )
 
     def threshold(self, scope: Scope) -> int | None:
@@ -419,6 +429,11 @@ class Terms:
         """Where a store keeps its counts."""
         own = {key for key in (self.thread_key, self.run_key) if key is not None}
         return own | {quota.key for quota in self.quotas}
+
+    @property
+    def counts_thread(self) -> bool:
+        """Whether a store keeps what the thread has used in all."""
+        return self.thread_key is not None or any(quota.is_threads for quota in self.quotas)
 
     def ending(self) -> "Terms":
         """The same numbers, with refusals that end the run."""

@@ -55,7 +55,7 @@ def test_the_rules_are_valid(options: dict[str, Any], tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     checked = promtool("check", "rules", file)
     assert checked.returncode == 0, checked.stderr
-    assert f"SUCCESS: {13 if options.get('per_thread') else 11} rules found" in checked.stdout
+    assert f"SUCCESS: {14 if options.get('per_thread') else 12} rules found" in checked.stdout
 
 
 def test_the_operators_rules_are_valid(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from dashboards import build
-from langchain_quota import Call, Telemetry, ToolCallLimit
+from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.engine import Used, judge
 from langchain_quota.monitoring import exports
 from tests.conftest import Signals
@@ -71,6 +71,7 @@ PANELS = {
         19: "Scrape duration",
         20: "Threads without series",
         21: "Processes",
+        22: "Stores in memory",
     },
     THREAD: {
         1: "Utilization",
@@ -108,6 +109,8 @@ def metrics() -> dict[str, set[str]]:
     telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider())
     decide(telemetry, "anna")
     telemetry.failed("observer", ValueError())
+    in_memory = MemoryStore()
+    telemetry.watch_store(in_memory)
     store = telemetry._signals.metrics
     store.store_seconds.labels("reserve", "ok").observe(0)
     store.store_fallbacks.labels("boss", "deny").inc()

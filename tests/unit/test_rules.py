@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from langchain_quota import Call, Telemetry, ToolCallLimit
+from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.engine import Used, judge
 from langchain_quota.monitoring import checks, exports
 
@@ -31,11 +31,11 @@ METRIC = re.compile(r"(?<![:\w])(langchain_quota_\w+)(?:\{([^}]*)\})?")
 RECORDED = re.compile(r"\w+:langchain_quota_\w+:\w+")
 # What is left of an expression when all that names no series is taken away; functions have a brace.
 NO_SERIES = re.compile(
-    r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|on|group_left) \([^)]*\)|\boffset \w+|\b(?:and|or|unless)\b"
+    r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|on|ignoring|group_left) \([^)]*\)|\boffset \w+|\b(?:and|or|unless)\b"
 )
 SERIES = re.compile(r"(?<![\w:])[a-zA-Z_:][\w:]*+(?!\s*\()")
 MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
-GROUPING = re.compile(r"\b(?:by|on|group_left) \(([^)]*)\)")
+GROUPING = re.compile(r"\b(?:by|on|ignoring|group_left) \(([^)]*)\)")
 LABEL = re.compile(r"\$labels\.(\w+)")
 PROMQL = re.compile(r"```promql\n(.*?)```", re.DOTALL)
 PANEL = re.compile(r"\*\*([^*]+)\*\* \(\*([^*]+)\*\)")
@@ -78,6 +78,8 @@ def samples() -> dict[str, dict[str, set[str]]]:
         telemetry.emit(decided.decisions, started=0)
     telemetry.failed("observer", KeyError("x"))
     # Made by code that talks to a store; there is none here.
+    in_memory = MemoryStore()
+    telemetry.watch_store(in_memory)
     metrics = telemetry._signals.metrics
     metrics.store_seconds.labels("reserve", "ok").observe(0.001)
     metrics.store_fallbacks.labels("researcher", "deny").inc()

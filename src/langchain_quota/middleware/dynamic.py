@@ -155,5 +155,6 @@ def _terms(  # noqa: PLR0913 - what a hook knows
         thread_key=None if thread is None else str(CountKey(counter, THREAD, str(thread))),
         run_key=None if run is None else str(CountKey(counter, RUN, run)),
         quotas=tuple(quotas),
+        remembers=caller.remembers,
         **computed,
     )

@@ -33,6 +33,8 @@ class StoreClient:
         self._lock = Lock()
         self._down = False
         self._unsettled: dict[str, _Correction] = {}
+        self._fills = telemetry.watch_store(store)
+        """Whether it can be full, and has not been nearly so yet."""
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: a copy of the middleware asks the same store."""
@@ -162,6 +164,8 @@ class StoreClient:
                 back, self._down = self._down, False
             if back:
                 self._telemetry.recovered("store")
+            if self._fills:
+                self._fills = not self._telemetry.nearly_full(self.store)
 
     @contextmanager
     def _timing(self, operation: str) -> Iterator[None]:

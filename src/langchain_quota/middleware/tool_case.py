@@ -235,7 +235,7 @@ class ToolCase(Case):
         """Write down what the store counts, and what it charges, now or later, for which call."""
         for each in self._limits.terms:
             used = verdict.usage[each.limit.counter]
-            if self.shared and each.thread_key is not None:
+            if self.shared and each.counts_thread:
                 counts.thread[each.limit.counter] = used.thread
             if self.shared and each.run_key is not None:
                 counts.run[each.limit.counter] = used.run

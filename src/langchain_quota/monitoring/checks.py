@@ -7,7 +7,16 @@ from urllib.parse import urlsplit
 OWN_LABELS = frozenset(
     {
         *("agent", "limit", "scope", "decision", "kind", "tool", "state", "thread_id"),
-        *("component", "error_type", "operation", "outcome", "le", "action", "version"),
+        *(
+            "component",
+            "error_type",
+            "droppable",
+            "operation",
+            "outcome",
+            "le",
+            "action",
+            "version",
+        ),
     }
 )
 """The labels of the package's own metrics: not all metrics have one, so no selector names it."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.reservation import Grant, Reservation
@@ -48,6 +48,32 @@ class KeyUse:
     used: int
     limit: int | None
     expires_at: float | None
+
+
+class Occupancy(NamedTuple):
+    """How full a store is that keeps so many counts and no more.
+
+    A store of your own that has a property `occupancy` is watched as `MemoryStore` is.
+
+    Attributes:
+        keys: The counts that it keeps.
+        droppable: Those of them that can make room for others: their callers bring them back.
+        max_keys: The most that it keeps.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore
+        >>> MemoryStore(max_keys=1000).occupancy
+        Occupancy(keys=0, droppable=0, max_keys=1000)
+    """
+
+    keys: int
+    droppable: int
+    max_keys: int
+
+    @property
+    def share(self) -> float:
+        """The share of the room that is taken for good, from 0; at 1 new counts are refused."""
+        return (self.keys - self.droppable) / self.max_keys
 
 
 @runtime_checkable
@@ -131,10 +157,12 @@ class Charging:
     Attributes:
         limit: The smallest enforced limit, for show.
         ends: When the key's window ends.
+        mirrored: Whether every slot of the key is.
     """
 
     limit: int | None = None
     ends: int | None = None
+    mirrored: bool = True
 
 
 def chargings(reservation: Reservation) -> dict[str, Charging]:
@@ -148,6 +176,7 @@ def chargings(reservation: Reservation) -> dict[str, Charging]:
         if charging.limit is not None:
             limits.append(charging.limit)
         charging.limit = min(limits, default=None)
+        charging.mirrored = charging.mirrored and slot.mirrored
         if slot.expires_at is not None:
             charging.ends = max(math.ceil(slot.expires_at), charging.ends or 0)
     return found

@@ -26,6 +26,7 @@ MAX_COUNT = 2**53 - 1
 """The largest count, seed and amount: scripts compute in floating point."""
 
 _NONE = -1
+_ODD = -2
 
 
 class Names:
@@ -44,7 +45,11 @@ class Names:
         return f"{self._counts}{key}".encode(errors="surrogatepass")
 
     def key(self, name: bytes | str) -> str:
-        """The key of a count; the client may have decoded its name."""
+        """The key of a count; the client may have decoded its name.
+
+        Raises:
+            UnicodeDecodeError: It is no name of ours.
+        """
         text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
         return text.removeprefix(self._counts)
 
@@ -181,16 +186,22 @@ def grant(answer: Sequence[Any], reservation: Reservation) -> Grant:
     return granted
 
 
-def uses(keys: Iterable[str], answer: Sequence[int]) -> dict[str, KeyUse]:
-    """The answer to a peek, by key; without those under which nothing is kept."""
-    found = {}
+def uses(keys: Iterable[str], answer: Sequence[int]) -> tuple[dict[str, KeyUse], list[str]]:
+    """The answer to a peek, by key; without those under which nothing is kept.
+
+    Returns:
+        The counts, and the keys under which something else is kept.
+    """
+    found, odd = {}, []
     for number, key in enumerate(dict.fromkeys(keys)):
         used, limit, ends = (
             None if each == _NONE else each for each in answer[3 * number : 3 * number + 3]
         )
-        if used is not None:
+        if used == _ODD:
+            odd.append(key)
+        elif used is not None:
             found[key] = KeyUse(key, used, limit, ends)
-    return found
+    return found, odd
 
 
 def _word(answer: bytes | str) -> str:

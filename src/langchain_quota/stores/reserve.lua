@@ -15,18 +15,43 @@
 --   keeps            {{key, end of window, idle, limit for show}}; reset: without the limit
 --                    idle: how long a count without a window is kept, in seconds
 -- Answers a flat array:
---   peek     used, limit, end of window for each key
+--   peek     used, limit, end of window for each key; used is -2 where something else is kept
 --   reset    nothing
 --   reserve  "granted", known, stopped, number of slots, used of each slot, admitted of each call
 --            "refused": the attempt was settled before it arrived
 --            "again", keys …: nothing was done; ask the same with these in KEYS
--- A count is a hash (used, limit, ends), an attempt what it charged or "refused".
+-- A count is a hash (used, limit, ends), an attempt what it charged or "refused". What is kept
+-- where a count should be, and is none, is an error: others can write there, too.
 
 local ask = cjson.decode(ARGV[1])
 local now = tonumber(redis.call('TIME')[1])
 
+-- tonumber() alone would take 'nan', which no limit refuses.
+local function whole(text)
+  return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text)
+end
+
 local function get(key)
-  return tonumber(redis.call('HGET', key, 'used'))
+  local text = redis.call('HGET', key, 'used')
+  local used = whole(text)
+  if text and not (used and used >= 0) then error('no count is kept under ' .. key) end
+  return used
+end
+
+local function peek(key)
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends')
+  if kept.err then
+    if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
+    return -2, -1, -1
+  end
+  local used, limit, ends = whole(kept[1]), whole(kept[2]), whole(kept[3])
+  if not (kept[1] or kept[2] or kept[3]) and redis.call('EXISTS', key) == 0 then
+    return -1, -1, -1
+  end
+  if not used or used < 0 or (kept[2] and not limit) or (kept[3] and not ends) then
+    return -2, -1, -1
+  end
+  return used, limit or -1, ends or -1
 end
 
 local function put(key, used, ends, idle)
@@ -162,8 +187,7 @@ for i, key in ipairs(KEYS) do
   if ask.op == 'reset' then
     put(key, 0, ask.keeps[i][2], ask.keeps[i][3])
   else
-    local kept = redis.call('HMGET', key, 'used', 'limit', 'ends')
-    for field = 1, 3 do table.insert(answer, tonumber(kept[field]) or -1) end
+    for _, number in ipairs({peek(key)}) do table.insert(answer, number) end
   end
 end
 return answer

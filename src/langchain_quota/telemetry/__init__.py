@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from opentelemetry.trace import Span, TracerProvider
@@ -25,6 +25,7 @@ from langchain_quota.limits import (
     check_share,
     named_tools,
 )
+from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.labels import (
     OTHER,
     UNNAMED,
@@ -36,6 +37,7 @@ from langchain_quota.telemetry.labels import (
 )
 from langchain_quota.telemetry.metrics import Exemplar, Metrics
 from langchain_quota.telemetry.multiprocess import FILE, checked_directory
+from langchain_quota.telemetry.stores import NEARLY_FULL, StoreTable
 from langchain_quota.telemetry.tracing import Place, Spans, Tracing, carried, exemplar
 from langchain_quota.telemetry.usage import UsageTable
 
@@ -133,10 +135,12 @@ class _Signals:
         self.metrics = Metrics(registry)
         self.errors = _Errors(self.metrics)
         self.tools = ToolLabels(options.max_tools)
+        self.stores = StoreTable()
         self.usage = UsageTable(
             near=options.near,
             max_exported=options.max_exported_threads,
             ttl=options.thread_ttl.total_seconds(),
+            fullest_store=self.stores.fullest,
             on_error=self._table_failed,
             path=None if directory is None else directory / FILE,
         )
@@ -271,6 +275,40 @@ class Telemetry:
         """
         for limit in limits:
             self._signals.tools.keep(named_tools(limit))
+
+    def watch_store(self, store: object) -> bool:
+        """Show how full a store is, if it says so.
+
+        Args:
+            store: The store; one that has a property `occupancy`, as `MemoryStore` has.
+
+        Returns:
+            Whether it says so.
+        """
+        with self._guarded("threads"):
+            return self._signals.stores.add(store)
+        return False
+
+    def nearly_full(self, store: Any) -> bool:
+        """Log that a store which is watched is nearly full, if it is.
+
+        Args:
+            store: The store.
+
+        Returns:
+            Whether there is nothing more to log of it.
+        """
+        told = True
+        with self._guarded("threads"):
+            occupancy = Occupancy(*store.occupancy)
+            told = occupancy.share >= NEARLY_FULL
+            if told:
+                logger.warning(
+                    "the store is nearly full: %d counts of at most %d make no room for others",
+                    occupancy.keys - occupancy.droppable,
+                    occupancy.max_keys,
+                )
+        return told
 
     def offered(self, agent: str | None, tools: Iterable[str]) -> None:
         """Learn the tools that an agent has: they are labels before any that its model invents.
@@ -478,11 +516,13 @@ class Telemetry:
         """Take charges back from what was counted.
 
         Args:
-            refunds: The charges.
+            refunds: The charges of one agent's calls, on one thread.
         """
+        if not refunds:
+            return
+        agent, thread = self._labels(refunds[0].call)
         for refund in refunds:
             call = refund.call
-            agent, thread = self._labels(call)
             with self._guarded("metrics"):
                 self._signals.metrics.refunded(agent, refund.limit, call.amount)
             if thread is not None:

@@ -262,6 +262,7 @@ class UsageDatabase:
                 (is_thread, most),
             )
         self.execute("DELETE FROM forgotten WHERE at < ?", (now - ttl,))
+        self.execute("DELETE FROM store WHERE at < ?", (now - ttl,))
         ended = self.execute("SELECT id FROM subject WHERE next_end <= ?", (now,)).fetchall()
         for (subject,) in ended:
             self.lapse(subject, now)

@@ -7,6 +7,7 @@ they share. Who decides only appends to a queue; a thread writes, so that no eve
 import atexit
 import hashlib
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +23,10 @@ from prometheus_client.registry import Collector
 
 from langchain_quota.decision import Decision, QuotaUse, Standing
 from langchain_quota.limits import STORE, THREAD
+from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.database import LEVELS, Key, Parts, UsageDatabase, Use, settings_of
 from langchain_quota.telemetry.labels import label
+from langchain_quota.telemetry.stores import fullest
 
 MAX_TRACKED = 100_000
 """The most threads, and the most other subjects, that are remembered; the longest idle go first."""
@@ -46,6 +49,8 @@ BLOCKED = "langchain_quota_thread_blocked"
 TIMESTAMP = "langchain_quota_thread_last_decision_timestamp_seconds"
 SUBJECTS = "langchain_quota_subjects"
 HIDDEN = "langchain_quota_threads_hidden"
+STORE_KEYS = "langchain_quota_store_keys"
+STORE_MAX_KEYS = "langchain_quota_store_max_keys"
 
 _CHOSEN = (
     "SELECT id, agent, name, decided, level FROM subject WHERE (scope = 'thread') = 1 AND level = ?"
@@ -75,6 +80,7 @@ class UsageTable(Collector):
         ttl: How long, in seconds, a subject without decisions is remembered.
         on_error: Told of what cannot be written, read or rendered.
         path: The file that all processes share; `None` for a table of this process alone.
+        fullest_store: How full the fullest store of this process is; `None` without one.
         max_tracked: The most threads, and the most other subjects, that are remembered.
         clock: The time in seconds since the Unix epoch.
     """
@@ -87,6 +93,7 @@ class UsageTable(Collector):
         ttl: float,
         on_error: Callable[[Exception], None],
         path: Path | None = None,
+        fullest_store: Callable[[], Occupancy | None] = lambda: None,
         max_tracked: int = MAX_TRACKED,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -95,6 +102,7 @@ class UsageTable(Collector):
         self._ttl = ttl
         self._on_error = on_error
         self._path = path
+        self._fullest_store = fullest_store
         self._max_tracked = max_tracked
         self._clock = clock
         self._begin()
@@ -107,6 +115,7 @@ class UsageTable(Collector):
         self._news = Event()
         self._starting = Lock()
         self._writer: Thread | None = None
+        self._process = secrets.token_hex(8)
 
     def begin_anew(self) -> None:
         """In a process that was forked: what its parent knows, its parent tells."""
@@ -134,6 +143,7 @@ class UsageTable(Collector):
         try:
             with self._connected() as database, database.transaction("IMMEDIATE"):
                 self._write(database)
+                self._write_store(database)
                 database.forget_idle(self._clock(), self._ttl, self._max_tracked)
         except Exception as error:  # noqa: BLE001 - a full disk, a directory that is gone
             self._on_error(error)
@@ -144,6 +154,7 @@ class UsageTable(Collector):
             self.flush()
         with self._using:
             if self._database is not None:
+                self._database.execute("DELETE FROM store WHERE process = ?", (self._process,))
                 self._database.close()
                 self._database = None
 
@@ -212,6 +223,12 @@ class UsageTable(Collector):
             self._news.set()
             raise
 
+    def _write_store(self, database: UsageDatabase) -> None:
+        store = self._fullest_store()
+        if store is not None:
+            row = (self._process, self._clock(), *store)
+            database.execute("INSERT OR REPLACE INTO store VALUES (?, ?, ?, ?, ?)", row)
+
     def _write_decisions(
         self,
         database: UsageDatabase,
@@ -226,6 +243,7 @@ class UsageTable(Collector):
                 by_limit.setdefault(standing.limit, []).append((decided, standing))
         if thread is not None and not _is_forgotten(database, now, agent, thread):
             self._write_thread(database, now, (agent, THREAD, thread), by_limit)
+        digests: dict[str, bytes] = {}
         for standings in by_limit.values():
             quotas = {
                 (quota.scope, quota.subject): (decided, standing, quota)
@@ -234,7 +252,9 @@ class UsageTable(Collector):
                 if not quota.per_thread
             }
             for (scope, name), (decided, standing, quota) in quotas.items():
-                key = (agent, scope, _digest(name))
+                # Once for each: a caller may send a megabyte, and several quotas count by it.
+                digest = digests.setdefault(name, digests.get(name) or _digest(name))
+                key = (agent, scope, digest)
                 self._write_quota(database, decided, key, standing, quota)
 
     def _write_thread(
@@ -383,6 +403,12 @@ class UsageTable(Collector):
                 found[SUBJECTS].add_metric(labels, counts.get(rated, 0))
         for each, count in hidden.items():
             found[HIDDEN].add_metric([each], count)
+        query = "SELECT keys, droppable, max_keys FROM store"
+        store = fullest(Occupancy(*row) for row in database.execute(query))
+        if store is not None:
+            found[STORE_KEYS].add_metric(["true"], store.droppable)
+            found[STORE_KEYS].add_metric(["false"], store.keys - store.droppable)
+            found[STORE_MAX_KEYS].add_metric([], store.max_keys)
 
     def _chosen(self, database: UsageDatabase) -> list[tuple[int, str, str, float, int]]:
         """The threads that are exported: near ones by share, then the others by their places."""
@@ -413,6 +439,8 @@ def families() -> Families:
             labels=["agent", "limit", "scope", "state"],
         ),
         GaugeMetricFamily(HIDDEN, "Tracked threads without series.", labels=["state"]),
+        GaugeMetricFamily(STORE_KEYS, "Counts that a store in memory keeps.", labels=["droppable"]),
+        GaugeMetricFamily(STORE_MAX_KEYS, "The most counts that it keeps.", labels=[]),
     )
     return {family.name: family for family in made}
 

@@ -50,5 +50,10 @@ CREATE INDEX counted ON usage (series, level) WHERE level IS NOT NULL;
 -- When threads were forgotten on request: what was decided before is not taken in any more.
 CREATE TABLE forgotten (agent TEXT, name TEXT, at REAL, PRIMARY KEY (agent, name)) WITHOUT ROWID;
 
+-- How full the fullest store in the memory of each process is.
+CREATE TABLE store (
+  process TEXT PRIMARY KEY, at REAL, keys INTEGER, droppable INTEGER, max_keys INTEGER
+) WITHOUT ROWID;
+
 -- What processes that decide nothing themselves have to know.
 CREATE TABLE setting (name TEXT PRIMARY KEY, value REAL) WITHOUT ROWID;
