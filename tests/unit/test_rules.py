@@ -31,7 +31,8 @@ METRIC = re.compile(r"(?<![:\w])(langchain_quota_\w+)(?:\{([^}]*)\})?")
 RECORDED = re.compile(r"\w+:langchain_quota_\w+:\w+")
 # What is left of an expression when all that names no series is taken away; functions have a brace.
 NO_SERIES = re.compile(
-    r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|on|ignoring|group_left) \([^)]*\)|\boffset \w+|\b(?:and|or|unless)\b"
+    r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|on|ignoring|group_left) \([^)]*\)|\boffset \w+"
+    r"|\b(?:and|or|unless)\b"
 )
 SERIES = re.compile(r"(?<![\w:])[a-zA-Z_:][\w:]*+(?!\s*\()")
 MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
