@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from threading import Lock
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,7 @@ from langchain_quota.limits import (
     check_share,
     named_tools,
 )
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.labels import (
     OTHER,
     UNNAMED,
@@ -71,7 +71,7 @@ class _Errors:
         shown = None if component == "thread_label" else error
         # Nobody is left to tell that counting or logging a failure failed.
         with suppress(Exception):
-            self._metrics.errors.labels(component, error_type).inc()
+            self._metrics.failed(component, error_type)
         with suppress(Exception):
             if log is None:
                 log = (component, error_type) not in self._logged
@@ -99,7 +99,7 @@ class _RecentTasks:
     def __init__(self) -> None:
         self._ids: OrderedDict[str, object] = OrderedDict()
         self._traces: dict[str, Mapping[str, str]] = {}
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def seen(self, task_id: str | None, what: object = None) -> bool:
         """Whether the id was given before, and last with the same; it is remembered."""
@@ -151,7 +151,7 @@ class _Signals:
 
 
 _signals: WeakKeyDictionary[CollectorRegistry, _Signals] = WeakKeyDictionary()
-_signals_lock = Lock()
+_signals_lock = fork_safe_lock()
 
 
 def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:

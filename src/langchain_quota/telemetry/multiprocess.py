@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Metric, values
 from prometheus_client.registry import Collector
 
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.merging import OnError, Tables, merge, read_tables, write_tables
 from langchain_quota.telemetry.subjects import SubjectTable
 from langchain_quota.telemetry.threads import ThreadTable, families
@@ -132,9 +133,9 @@ class Worker:
         # No process that will ever live has the same.
         self._path = self._directory / f"{PREFIX}{os.getpid()}_{secrets.token_hex(8)}"
         self._news = Event()
-        self._starting = Lock()
+        self._starting = fork_safe_lock()
         self._thread: Thread | None = None
-        self._writing = Lock()
+        self._writing = fork_safe_lock()
         self._held: int | None = None
         self._closed = False
 

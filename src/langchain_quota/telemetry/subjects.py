@@ -5,11 +5,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from threading import Lock
 from typing import NamedTuple
 
 from langchain_quota.decision import Decision, Level, QuotaUse, Standing, level
 from langchain_quota.limits import Scope
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.windows import Windows
 
 MAX_TRACKED = 100_000
@@ -66,14 +66,15 @@ class SubjectTable:
         self._max_tracked = max_tracked
         self._clock = clock
         self._on_change: Callable[[], object] | None = None
+        self._lock = fork_safe_lock()
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew; also in a process that was forked while a lock was held."""
-        self._lock = Lock()
-        self._entries: OrderedDict[Subject, SubjectUse] = OrderedDict()
-        self._windows: Windows[Subject] = Windows()
-        self._counts: dict[Series, dict[Level, int]] = {}
+        """Begin anew."""
+        with self._lock:
+            self._entries: OrderedDict[Subject, SubjectUse] = OrderedDict()
+            self._windows: Windows[Subject] = Windows()
+            self._counts: dict[Series, dict[Level, int]] = {}
 
     def listen(self, on_change: Callable[[], object]) -> None:
         """Tell a function, which must not block, whenever a decision has changed the table."""

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from threading import Lock
 from typing import Self
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from langchain_quota.decision import Decision, Level, Standing, level
 from langchain_quota.limits import STORE, THREAD
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.subjects import Series, SubjectTable
 from langchain_quota.telemetry.windows import Windows
@@ -204,22 +204,23 @@ class ThreadTable(Collector):
         self._others = subjects
         self._clock = clock
         self._on_change: Callable[[], object] | None = None
+        self._lock = fork_safe_lock()
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew; also in a process that was forked while a lock was held."""
-        self._lock = Lock()
-        self._threads: OrderedDict[ThreadKey, ThreadUse] = OrderedDict()
-        # Ordered by recency but for the near ones, of which a scrape needs all: a plain dict is
-        # copied some ten times faster.
-        self._by_level: dict[Level, dict[ThreadKey, ThreadUse]] = {
-            Level.OK: OrderedDict(),
-            Level.NEAR: {},
-            Level.EXHAUSTED: OrderedDict(),
-        }
-        self._windows: Windows[ThreadKey] = Windows()
-        self._subjects: dict[tuple[str, str], dict[Level, int]] = {}
-        self._forgotten: dict[ThreadKey, float] = {}
+        """Begin anew."""
+        with self._lock:
+            self._threads: OrderedDict[ThreadKey, ThreadUse] = OrderedDict()
+            # Ordered by recency but for the near ones, of which a scrape needs all: a plain dict is
+            # copied some ten times faster.
+            self._by_level: dict[Level, dict[ThreadKey, ThreadUse]] = {
+                Level.OK: OrderedDict(),
+                Level.NEAR: {},
+                Level.EXHAUSTED: OrderedDict(),
+            }
+            self._windows: Windows[ThreadKey] = Windows()
+            self._subjects: dict[tuple[str, str], dict[Level, int]] = {}
+            self._forgotten: dict[ThreadKey, float] = {}
 
     @property
     def max_exported(self) -> int:
