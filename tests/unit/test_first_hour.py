@@ -25,6 +25,7 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.cli import main
+from langchain_quota.monitoring import grafana
 from tests.agent import test_first_hour as with_agents
 from tests.troubleshooting import PAGE, begins, messages, raised
 
@@ -243,6 +244,13 @@ def a_directory_without_room(bench: Bench) -> str:
 def files_that_are_there(bench: Bench) -> str:
     assert main(["export", "grafana", "--to", str(bench.path)]) == 0
     return bench.command("export", "grafana", "--to", str(bench.path))
+
+
+@sees("langchain-quota export: cannot overwrite …: it is a symbolic link")
+def a_file_that_is_a_link(bench: Bench) -> str:
+    for board in grafana.dashboards():
+        (bench.path / board).symlink_to(bench.path / "mine")
+    return bench.command("export", "grafana", "--to", str(bench.path), "--force")
 
 
 @sees(
