@@ -186,8 +186,9 @@ class Telemetry:
     """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
 
     It never raises into the agent: what fails is counted in `langchain_quota_errors_total` and
-    logged once. Several on one registry share its metrics. Attributes of spans that are not ours
-    alone have the names of OpenTelemetry's semantic conventions (`gen_ai.*`, `error.type`).
+    logged once; only a cancellation or an interrupt passes through. Several on one registry share
+    its metrics. Attributes of spans that are not ours alone have the names of OpenTelemetry's
+    semantic conventions (`gen_ai.*`, `error.type`).
 
     Args:
         registry: Where the metrics are registered.
