@@ -196,6 +196,18 @@ def an_address_elsewhere(bench: Bench) -> str:
     return re.sub(r"^\[Errno \d+\] ", "", raised(OSError, lambda: start_metrics_server(0)))
 
 
+@sees("PROMETHEUS_MULTIPROC_DIR=… is on a disk with … MiB free, and a worker begins with …")
+def a_full_disk(bench: Bench) -> str:
+    return told(
+        "from langchain_quota import Telemetry\n"
+        "from langchain_quota.telemetry import multiprocess\n"
+        # More than any disk has.
+        "multiprocess.NEEDED = 2**70\n"
+        "Telemetry()",
+        PROMETHEUS_MULTIPROC_DIR=str(bench.path),
+    )
+
+
 @sees("PROMETHEUS_MULTIPROC_DIR=… is no directory that this process can …")
 def no_directory_for_workers(bench: Bench) -> str:
     missing = str(bench.path / "missing")

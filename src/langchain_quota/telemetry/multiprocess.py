@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -54,6 +55,14 @@ INTERVAL = 1.0
 _REST = 9
 """How many times longer than it wrote a worker waits at least: it writes a tenth of the time."""
 
+_MIB = 2**20
+NEEDED = 4 * _MIB
+"""The room, in bytes, without which no worker begins.
+
+Of prometheus_client's files there is one for each type of metric that we have (counter, histogram,
+gauges of two modes). Each begins with up to a MiB, and takes that from the disk bit by bit.
+"""
+
 PREFIX = "langchain_quota_"
 TABLES = ".tables"
 LOCK = ".lock"
@@ -84,13 +93,23 @@ def check_directory() -> None:
     """Check that this process can tell the others what it counts, if it is to.
 
     Raises:
-        ValueError: The directory is not there, or cannot be written to.
+        ValueError: The directory is not there, or cannot be written to, or its disk is all but
+            full.
     """  # noqa: DOC501 - the name is that of the function which makes the ValueError
     directory = multiprocess_directory()
     if directory is None:
         return
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise unusable(directory, "write to")
+    disk = shutil.disk_usage(directory)
+    if disk.total and disk.free < NEEDED:
+        free = disk.free * 10 // _MIB / 10  # rounded down, or it could look like enough
+        raise ValueError(
+            f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is on a disk with "
+            f"{free:.1f} MiB free, and a worker begins with {NEEDED / _MIB:.1f} MiB "
+            "there. On a full disk prometheus_client ends the process (SIGBUS): make room, or name "
+            "a directory on another disk"
+        )
 
 
 def share_tables(
