@@ -2,8 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from langchain_quota.monitoring import checks, exports
 
@@ -102,20 +105,54 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
     if taken and not force:
         names = ", ".join(path.name for path in taken)
         raise ExportError(f"{str(directory)!r} has {names}; --force overwrites")
-    for path in taken:
+    _check_files(taken)
+    path = directory
+    try:
+        with TemporaryDirectory(prefix=".langchain-quota-", dir=directory) as unfinished:
+            for path, text in paths.items():
+                whole = Path(unfinished, f"{path.name}.tmp")
+                whole.write_text(text, encoding="utf-8", newline="\n")
+                if path in taken:
+                    _keep_access(path, whole)
+            for path in paths:
+                if path not in taken:
+                    # Fails if somebody else made the file since.
+                    path.open("x").close()
+                Path(unfinished, f"{path.name}.tmp").replace(path)
+    except OSError as error:
+        raise ExportError(
+            f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can write to "
+            "with --to"
+        ) from error
+    for path in paths:
+        print(f"{path}{note}")  # noqa: T201 - a command's output
+
+
+def _check_files(paths: Iterable[Path]) -> None:
+    """Check that what is to be overwritten are files.
+
+    Raises:
+        ExportError: One of them is none.
+    """
+    for path in paths:
+        if path.is_symlink():
+            raise ExportError(
+                f"cannot overwrite {str(path)!r}: it is a symbolic link, and what it leads to is "
+                "left alone; remove it, or name another directory with --to"
+            )
         if not path.is_file():
             raise ExportError(f"cannot overwrite {str(path)!r}: it is no file")
-    for path, text in paths.items():
-        try:
-            # "x" fails if somebody else made the file since.
-            with path.open("w" if force else "x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-        except OSError as error:
-            raise ExportError(
-                f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can "
-                "write to with --to"
-            ) from error
-        print(f"{path}{note}")  # noqa: T201 - a command's output
+
+
+def _keep_access(old: Path, new: Path) -> None:
+    """Let whoever could use a file use the one that takes its place."""
+    access = old.lstat()
+    if not stat.S_ISREG(access.st_mode):  # not any more
+        return
+    new.chmod(stat.S_IMODE(access.st_mode))
+    if hasattr(os, "chown"):
+        with suppress(PermissionError):  # only root may give files away
+            os.chown(new, access.st_uid, access.st_gid)
 
 
 def _add_selector(parser: argparse.ArgumentParser) -> None:

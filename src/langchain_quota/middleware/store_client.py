@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from threading import Lock
 from typing import NamedTuple, Self
 
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.reservation import Grant, Reservation, Settlement
 from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import Telemetry
@@ -30,7 +30,7 @@ class StoreClient:
     def __init__(self, store: QuotaStore, telemetry: Telemetry) -> None:
         self.store = store
         self._telemetry = telemetry
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
         self._down = False
         self._unsettled: dict[str, _Correction] = {}
         self._fills = telemetry.watch_store(store)

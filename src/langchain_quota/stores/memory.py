@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from threading import Lock
 from typing import Generic, TypeVar
 
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.reservation import Grant, Reservation, Settlement, Slot, admit
 from langchain_quota.stores import (
     GRACE,
@@ -86,7 +86,7 @@ class MemoryStore:
         self._refused: _Recent[bool] = _Recent(remembered)
         self._settled: _Recent[bool] = _Recent(remembered, SETTLED)
         self._clock = clock
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def __repr__(self) -> str:
         return f"MemoryStore(keys={len(self._counts)}, max_keys={self._counts.max_keys})"

@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from threading import Lock
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,7 @@ from langchain_quota.limits import (
     check_share,
     named_tools,
 )
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.labels import (
     OTHER,
@@ -72,7 +72,7 @@ class _Errors:
         shown = None if component == "thread_label" else error
         # Nobody is left to tell that counting or logging a failure failed.
         with suppress(Exception):
-            self._metrics.errors.labels(component, error_type).inc()
+            self._metrics.failed(component, error_type)
         with suppress(Exception):
             if log is None:
                 log = (component, error_type) not in self._logged
@@ -100,7 +100,7 @@ class _RecentTasks:
     def __init__(self) -> None:
         self._ids: OrderedDict[str, object] = OrderedDict()
         self._traces: dict[str, Mapping[str, str]] = {}
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def seen(self, task_id: str | None, what: object = None) -> bool:
         """Whether the id was given before, and last with the same; it is remembered."""
@@ -151,7 +151,7 @@ class _Signals:
 
 
 _signals: WeakKeyDictionary[CollectorRegistry, _Signals] = WeakKeyDictionary()
-_signals_lock = Lock()
+_signals_lock = fork_safe_lock()
 
 
 def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:
@@ -192,8 +192,9 @@ class Telemetry:
     """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
 
     It never raises into the agent: what fails is counted in `langchain_quota_errors_total` and
-    logged once. Several on one registry share its metrics. Attributes of spans that are not ours
-    alone have the names of OpenTelemetry's semantic conventions (`gen_ai.*`, `error.type`).
+    logged once; only a cancellation or an interrupt passes through. Several on one registry share
+    its metrics. Attributes of spans that are not ours alone have the names of OpenTelemetry's
+    semantic conventions (`gen_ai.*`, `error.type`).
 
     Args:
         registry: Where the metrics are registered.
@@ -215,7 +216,7 @@ class Telemetry:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of bounds, or conflicts with another `Telemetry` on the
             same registry: the message names the argument and the value. Or, in prometheus_client's
-            multi-process mode, its directory cannot be written to.
+            multi-process mode, its directory cannot be written to, or has less than 4 MiB free.
 
     Examples:
         >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, Telemetry, hmac_label

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from threading import Lock
+
+from langchain_quota.locks import fork_safe_lock
 
 _MIN_KEY_BYTES = 16
 
@@ -103,7 +104,7 @@ class ToolLabels:
         self._max_tools = max_tools
         self._kept: set[str] = set()
         self._seen: dict[str, set[str]] = {}
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def keep(self, names: tuple[str, ...]) -> None:
         """Always label these tools by their names."""

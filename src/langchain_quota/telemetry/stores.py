@@ -1,10 +1,10 @@
 """The stores of a process that keep so many counts and no more."""
 
 from collections.abc import Iterable
-from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
 
 NEARLY_FULL = 0.8
@@ -16,7 +16,7 @@ class StoreTable:
 
     def __init__(self) -> None:
         self._stores: WeakSet[Any] = WeakSet()
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def add(self, store: object) -> bool:
         """Take in a store, if it says how full it is; whether it does."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from sqlite3 import Error, OperationalError
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from langchain_quota.decision import Decision, QuotaUse, Standing
 from langchain_quota.limits import STORE, THREAD
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.database import LEVELS, Key, Parts, UsageDatabase, Use, settings_of
 from langchain_quota.telemetry.labels import label
@@ -111,9 +112,9 @@ class UsageTable(Collector):
     def _begin(self) -> None:
         self._queue: deque[_Change] = deque(maxlen=_MAX_QUEUED)
         self._database: UsageDatabase | None = None
-        self._using = Lock()
+        self._using = fork_safe_lock()
         self._news = Event()
-        self._starting = Lock()
+        self._starting = fork_safe_lock()
         self._writer: Thread | None = None
         self._process = secrets.token_hex(8)
 
