@@ -22,16 +22,8 @@ RUNBOOK_BASE = "http://localhost:8000/runbooks"
 OWN_LABELS = frozenset(
     {
         *("agent", "limit", "scope", "decision", "kind", "tool", "state", "thread_id"),
-        *(
-            "component",
-            "error_type",
-            "operation",
-            "outcome",
-            "le",
-            "action",
-            "version",
-            "droppable",
-        ),
+        *("component", "error_type", "operation", "outcome", "le", "action", "version"),
+        "droppable",
     }
 )
 """The labels of the package's own metrics: not all metrics have one, so no selector names it."""
