@@ -118,6 +118,9 @@ MISTAKES |= {
     "store must be a QuotaStore or None, not …": refused(
         TypeError, lambda: quotas([SEARCH], store=MemoryStore)
     ),
+    "per must not be 'run', under which a store counts runs": refused(
+        ValueError, lambda: Quota(5, per="run", name="job")
+    ),
     "per, without a name, must match [a-z_]{1,32}, not …": refused(
         ValueError, lambda: Quota(5, per="userId")
     ),

@@ -109,18 +109,18 @@ def test_no_worker_starts_without_room(tmp_path: Path) -> None:
 
 
 @needs_disk
-def test_tables_that_cannot_be_written(tmp_path: Path) -> None:
-    """A worker that cannot write its tables counts that, judges on, and tells them when it can."""
+def test_a_table_that_cannot_be_written(tmp_path: Path) -> None:
+    """A worker that cannot write what is used counts that, judges on, and writes it when it can."""
     done = on_a_disk(
         2 * multiprocess.NEEDED,
         tmp_path,
         """
         from prometheus_client import REGISTRY
         from langchain_quota import Call, Decision, Outcome, Telemetry
-        from langchain_quota.telemetry.multiprocess import worker_of
+        from langchain_quota.telemetry import usage_of
 
         def failures():
-            labels = {"component": "threads", "error_type": "OSError"}
+            labels = {"component": "threads", "error_type": "OperationalError"}
             return REGISTRY.get_sample_value("langchain_quota_errors_total", labels)
 
         telemetry = Telemetry()
@@ -131,22 +131,22 @@ def test_tables_that_cannot_be_written(tmp_path: Path) -> None:
 
         judge()
         # To begin a series on a full disk is what prometheus_client does not survive.
-        telemetry._signals.metrics.failed("threads", "OSError")
-        worker = worker_of(REGISTRY)
-        worker.flush()
+        telemetry._signals.metrics.failed("threads", "OperationalError")
+        usage = usage_of(REGISTRY)
+        usage.flush()
         fill()
         judge()
-        worker.flush()
+        usage.flush()
         assert failures() > 1
         (DIRECTORY / "filler").unlink()
         known = failures()
         judge()
-        worker.flush()
+        usage.flush()
         assert failures() == known
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert "threads of langchain-quota failed with OSError" in done.stderr
+    assert "threads of langchain-quota failed with OperationalError" in done.stderr
 
 
 class Usage(NamedTuple):

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 
 from langchain_quota.decision import Level, level
 from langchain_quota.limits import THREAD
+from langchain_quota.stores import Occupancy
 
 _VERSION = 1
 _BUSY_SECONDS = 10.0
@@ -248,6 +249,14 @@ class UsageDatabase:
                 uses[series] = {**parts, **passed} if scope == THREAD else {}
                 self.put(subject, series, uses[series], parts)
         self.rank(subject, uses, now, is_call=False)
+
+    def put_store(self, process: str, now: float, store: Occupancy | None) -> None:
+        """Write how full the fullest store of a process is; `None` if nothing is to be told."""
+        if store is None:
+            self.execute("DELETE FROM store WHERE process = ?", (process,))
+        else:
+            row = (process, now, *store)
+            self.execute("INSERT OR REPLACE INTO store VALUES (?, ?, ?, ?, ?)", row)
 
     def forget_idle(self, now: float, ttl: float, most: int) -> None:
         """Forget who was idle for too long or is too many, and what passed windows held."""

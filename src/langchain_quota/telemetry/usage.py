@@ -141,13 +141,7 @@ class UsageTable(Collector):
 
     def flush(self) -> None:
         """Write what waits, and forget what is idle; what fails is reported."""
-        try:
-            with self._connected() as database, database.transaction("IMMEDIATE"):
-                self._write(database)
-                self._write_store(database)
-                database.forget_idle(self._clock(), self._ttl, self._max_tracked)
-        except Exception as error:  # noqa: BLE001 - a full disk, a directory that is gone
-            self._on_error(error)
+        self._flush(has_readers=self._path is not None)
 
     def close(self) -> None:
         """Write what waits, if other processes read it, and close the database."""
@@ -155,7 +149,7 @@ class UsageTable(Collector):
             self.flush()
         with self._using:
             if self._database is not None:
-                self._database.execute("DELETE FROM store WHERE process = ?", (self._process,))
+                self._database.put_store(self._process, 0, None)
                 self._database.close()
                 self._database = None
 
@@ -165,7 +159,7 @@ class UsageTable(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Render what is known: the near threads first, then the exhausted, then the recent."""
-        self.flush()
+        self._flush(has_readers=True)
         found = families()
         try:
             with self._connected() as database, database.transaction("DEFERRED"):
@@ -208,27 +202,37 @@ class UsageTable(Collector):
                     self._database = None
                 raise
 
-    def _write(self, database: UsageDatabase) -> None:
-        taken = [self._queue.popleft() for _ in range(len(self._queue))]
+    def _flush(self, *, has_readers: bool) -> None:
+        store = self._told_by_stores() if has_readers else None
+        taken: list[_Change] = []
         try:
-            for change in _joined(taken):
-                try:
-                    change.write(self, database, change.now, *change.arguments)
-                except OperationalError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - the others are written
-                    self._on_error(error)
-        except OperationalError:
-            # It is still to be written.
-            self._queue.extendleft(reversed(taken))
-            self._news.set()
-            raise
+            with self._connected() as database, database.transaction("IMMEDIATE"):
+                taken += [self._queue.popleft() for _ in range(len(self._queue))]
+                for change in _joined(taken):
+                    self._write(database, change)
+                database.put_store(self._process, self._clock(), store)
+                database.forget_idle(self._clock(), self._ttl, self._max_tracked)
+        except Exception as error:  # noqa: BLE001 - a full disk, a directory that is gone
+            if isinstance(error, OperationalError):
+                # It is still to be written.
+                self._queue.extendleft(reversed(taken))
+                self._news.set()
+            self._on_error(error)
 
-    def _write_store(self, database: UsageDatabase) -> None:
-        store = self._fullest_store()
-        if store is not None:
-            row = (self._process, self._clock(), *store)
-            database.execute("INSERT OR REPLACE INTO store VALUES (?, ?, ?, ?, ?)", row)
+    def _told_by_stores(self) -> Occupancy | None:
+        try:
+            return self._fullest_store()
+        except Exception as error:  # noqa: BLE001 - a store of the user's own
+            self._on_error(error)
+            return None
+
+    def _write(self, database: UsageDatabase, change: _Change) -> None:
+        try:
+            change.write(self, database, change.now, *change.arguments)
+        except OperationalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the others are written
+            self._on_error(error)
 
     def _write_decisions(
         self,
