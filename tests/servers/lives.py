@@ -37,6 +37,7 @@ from langchain_quota import (
     RedisStore,
     Telemetry,
     ToolCallLimit,
+    usage,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.reservation import Grant, Reservation
@@ -205,8 +206,8 @@ async def live(order: Order, ready: int) -> None:
         answers = {
             each.tool_call_id: each.content for each in result["messages"] if each.type == "tool"
         }
-        values = (await agent.aget_state(config)).values
-        diary.write("ends", answers=answers, charged=values["thread_tool_call_count"]["act"])
+        used = usage(await agent.aget_state(config))
+        diary.write("ends", answers=answers, charged=used.tools.get("act", 0))
 
 
 def run_of(messages: Sequence[BaseMessage]) -> str:
