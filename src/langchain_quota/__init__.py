@@ -3,6 +3,7 @@
 from langchain_quota._version import __version__
 from langchain_quota.decision import Call, Decision, Level, Outcome, QuotaUse, Standing
 from langchain_quota.errors import (
+    EventLoopBlockedError,
     ModelCallLimitExceededError,
     QuotaStoreError,
     QuotaWarning,
@@ -44,6 +45,7 @@ except ModuleNotFoundError as _missing:
 __all__ = [
     "Call",
     "Decision",
+    "EventLoopBlockedError",
     "ExitBehavior",
     "InlineQuotaMiddleware",
     "KeyUse",

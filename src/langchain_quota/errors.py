@@ -141,6 +141,23 @@ class QuotaStoreError(Exception):
         self.timed_out = timed_out
 
 
+class EventLoopBlockedError(QuotaStoreError):
+    """A store did not answer in time, and for most of that time the event loop was blocked.
+
+    Whether the store works is not known: look for what blocks the event loop first. Raised by the
+    async form of `RedisStore`, and counted by its name in `langchain_quota_errors_total`.
+
+    Args:
+        message: What happened; never with credentials.
+        timed_out: Whether it did not answer in time: it did not.
+
+    Examples:
+        >>> from langchain_quota import EventLoopBlockedError, QuotaStoreError
+        >>> issubclass(EventLoopBlockedError, QuotaStoreError)
+        True
+    """
+
+
 def _copied(kind: type[ErrorT], args: tuple[Any, ...]) -> ErrorT:
     """An exception with its text, made without `__init__`, which makes the text from other things.
 

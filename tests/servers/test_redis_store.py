@@ -417,10 +417,11 @@ class TestConnections:
 class TestClientsOfYourOwn:
     """A client in place of a URL."""
 
+    @pytest.mark.parametrize("protocol", [2, 3])
     @pytest.mark.parametrize("decode", [False, True])
-    def test_sync(self, redis_server: RedisServer, decode: bool) -> None:  # noqa: FBT001 - a parameter
-        """A client of redis serves the sync form, whatever it decodes, and stays open."""
-        with redis_server.client(decode_responses=decode) as client:
+    def test_sync(self, redis_server: RedisServer, decode: bool, protocol: int) -> None:  # noqa: FBT001 - a parameter
+        """A client of redis serves the sync form, whatever it decodes or speaks, and stays open."""
+        with redis_server.client(decode_responses=decode, protocol=protocol) as client:
             store = RedisStore(client, prefix=redis_server.prefix())
             lost = calls("search", 1)
             assert store.reserve(lost).used == (0,)
@@ -431,11 +432,12 @@ class TestClientsOfYourOwn:
             store.close()
             assert client.client_id() == identity
 
+    @pytest.mark.parametrize("protocol", [2, 3])
     @pytest.mark.parametrize("decode", [False, True])
-    async def test_async(self, redis_server: RedisServer, decode: bool) -> None:  # noqa: FBT001 - a parameter
+    async def test_async(self, redis_server: RedisServer, decode: bool, protocol: int) -> None:  # noqa: FBT001 - a parameter
         """A client of redis.asyncio serves the async form."""
         async with redis.asyncio.Redis.from_url(
-            redis_server.url, decode_responses=decode
+            redis_server.url, decode_responses=decode, protocol=protocol
         ) as client:
             store = RedisStore(client, prefix=redis_server.prefix(), timeout=LONG)
             lost = calls("search", 1)

@@ -9,12 +9,14 @@ import redis
 import redis.asyncio
 
 from langchain_quota import (
+    EventLoopBlockedError,
     KeyUse,
     MemoryStore,
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
     QuotaStore,
+    QuotaStoreError,
     RedisStore,
 )
 from langchain_quota.reservation import Grant, Reservation, admit
@@ -95,6 +97,8 @@ async def asynchronously(store: QuotaStore) -> None:
     await shared.aclose()
 
 
+blocked: QuotaStoreError = EventLoopBlockedError("no answer", timed_out=True)
+assert_type(blocked.timed_out, bool)
 shared.close()
 
 # Not these.

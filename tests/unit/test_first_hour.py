@@ -1,14 +1,17 @@
 """Mistakes of the first hour that no agent is needed for, and the sentence each leads to."""
 
+import asyncio
 import os
 import re
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from langchain_quota import (
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
+    QuotaStoreError,
     RedisStore,
     Telemetry,
     ToolCallLimit,
@@ -274,6 +278,34 @@ def a_file_that_is_a_link(bench: Bench) -> str:
 def a_taken_port_of_the_demo(bench: Bench) -> str:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return bench.command("demo", "--port", str(taken.getsockname()[1]))
+
+
+@sees("RedisStore(…): no answer within … s, and the event loop was blocked for … s meanwhile")
+def a_blocked_event_loop(_: Bench) -> str:
+    async def ask() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            store = RedisStore(f"redis://127.0.0.1:{port}/0", timeout=0.2)
+            asked = asyncio.create_task(store.apeek(["x"]))
+            await asyncio.sleep(0)
+            time.sleep(0.5)  # noqa: ASYNC251 - the mistake
+            await asked
+
+    return raised(QuotaStoreError, lambda: asyncio.run(ask()))
+
+
+@sees("RedisStore(…): an unreadable reply, …")
+def a_web_server_in_place_of_redis(_: Bench) -> str:
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            while connection.recv(65_536):
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=serve, daemon=True).start()
+        store = RedisStore(f"redis://127.0.0.1:{server.getsockname()[1]}/0", timeout=30)
+        return raised(QuotaStoreError, lambda: store.peek(["x"]))
 
 
 @sees("langchain-quota quotas: --redis has a password")

@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -31,9 +33,13 @@ class FickleStore:
         self.failing: BaseException | None = None
         self.hears = False
         self.asked: list[Reservation] = []
+        self.meanwhile: Callable[[], object] | None = None
 
     def reserve(self, reservation: Reservation) -> Grant:
         self.asked.append(reservation)
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
         if self.failing is None or self.hears:
             grant = self.kept.reserve(reservation)
         self._fail()
@@ -56,6 +62,10 @@ class FickleStore:
     async def areset(self, keys: Sequence[str]) -> None:
         self.reset(keys)
 
+    def breaks(self) -> None:
+        """Fail from now on."""
+        self.failing = DOWN
+
     def _fail(self) -> None:
         if self.failing is not None:
             raise self.failing
@@ -70,13 +80,13 @@ class Asked:
         self.client = StoreClient(self.store, signals.telemetry)
         self._number = 0
 
-    def reservation(self, *, name: str | None = None, limit: int = 5) -> Reservation:
+    def reservation(self, *, name: str | None = None, limit: int = 5, own: int = 0) -> Reservation:
         """One call of Ann's; under a name of its own unless it is made again."""
         self._number += 1
         return Reservation(
             id=name or f"step-{self._number}",
             attempt=f"attempt-{self._number}",
-            slots=(Slot(KEY, caps=(Cap("ann", limit),)),),
+            slots=(Slot(KEY, own, caps=(Cap("ann", limit),)),),
             charges=({0: 1},),
         )
 
@@ -285,14 +295,109 @@ async def test_a_hook_that_runs_again_did_not_run_before(mode: Mode, signals: Si
 async def test_a_few_corrections_at_a_time(mode: Mode, signals: Signals) -> None:
     """A long outage does not make the first request after it a huge one, and loses none."""
     asked = Asked(mode, signals)
-    for _ in range(250):
+    for _ in range(12):
         asked.client.settle_later(asked.reservation(), {KEY: 1})
     sent = []
     for _ in range(4):
         await asked.reserve(asked.reservation(limit=1000))
         sent.append(len(asked.settlements()))
-    assert sent == [100, 100, 50, 0]
-    assert asked.used() == 250 + 4
+    assert sent == [5, 5, 2, 0]
+    assert asked.used() == 12 + 4
+
+
+@modes
+async def test_one_request_at_a_time_carries_corrections(mode: Mode, signals: Signals) -> None:
+    """While they are on their way others go without them, and afterwards with what is left."""
+    asked = Asked(mode, signals)
+    lost = [asked.reservation() for _ in range(6)]
+    for each in lost:
+        asked.client.settle_later(each)
+    asked.store.meanwhile = lambda: asked.client.reserve(asked.reservation())
+    await asked.reserve()
+    await asked.reserve()
+    sent = [[each.attempt for each in one.settlements] for one in asked.store.asked]
+    assert sent == [[each.attempt for each in lost[:5]], [], [lost[5].attempt]]
+
+
+@modes
+@pytest.mark.parametrize("failing", [DOWN, asyncio.CancelledError()], ids=repr)
+async def test_the_next_request_carries_what_a_lost_one_did(
+    mode: Mode, failing: BaseException, signals: Signals
+) -> None:
+    """A request that failed or was cancelled holds no corrections back."""
+    asked = Asked(mode, signals)
+    lost = asked.reservation()
+    asked.client.settle_later(lost, {KEY: 1})
+    asked.store.failing = failing
+    with suppress(asyncio.CancelledError):
+        await asked.reserve()
+    asked.store.failing = None
+    await asked.reserve()
+    assert lost.attempt in [each.attempt for each in asked.settlements()]
+    assert asked.used() == 2
+
+
+@modes
+async def test_an_earlier_attempt_is_settled_first(mode: Mode, signals: Signals) -> None:
+    """A reservation that is made again takes the correction of its first attempt with it.
+
+    Even while another request carries it: else it would be answered as that attempt was, and
+    then lose its charge to the correction.
+    """
+    asked = Asked(mode, signals)
+    asked.store.failing, asked.store.hears = DOWN, True
+    first = asked.reservation(name="step")
+    await asked.reserve(first)
+    asked.client.settle_later(first)
+    asked.store.failing = None
+    again: list[Grant | None] = []
+
+    def make_again() -> None:
+        again.append(asked.client.reserve(asked.reservation(name="step")))
+
+    asked.store.meanwhile = make_again
+    await asked.reserve()
+    assert again == [Grant((0,), (True,))]
+    assert asked.used() == 2
+
+
+@modes
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_what_the_caller_has_counted_is_told_first(
+    mode: Mode,
+    breaks: bool,  # noqa: FBT001 - a parameter of the test
+    signals: Signals,
+) -> None:
+    """All that ran of a thread in an outage is told, oldest first, before its next call is judged.
+
+    Else the call would be judged on less, or what is in the caller's own count counted twice.
+    """
+    asked = Asked(mode, signals)
+    for own in range(12):
+        asked.client.settle_later(asked.reservation(own=own), {KEY: 1})
+    mine = asked.reservation(own=12, limit=13)
+    if breaks:
+        # In the middle: what was told before is not told again.
+        asked.store.meanwhile = lambda: setattr(asked.store, "meanwhile", asked.store.breaks)
+        assert await asked.reserve(mine) is None
+        assert asked.used() == 5
+        asked.store.failing = None
+        asked.store.asked.clear()
+    assert await asked.reserve(mine) == Grant((12,), (True,))
+    assert [len(each.settlements) for each in asked.store.asked] == [5, 5, 2][breaks:]
+    assert asked.used() == 13
+
+
+@modes
+async def test_what_ran_is_told_before_it_is_taken_back(mode: Mode, signals: Signals) -> None:
+    """A refund takes along what is still to be told of its keys, also while others carry it."""
+    asked = Asked(mode, signals)
+    asked.client.settle_later(asked.reservation(), {KEY: 1})
+    last = asked.reservation()
+    refunding = replace(last, settlements=(Settlement("refund", {KEY: -1}),))
+    asked.store.meanwhile = lambda: asked.client.reserve(refunding)
+    await asked.reserve()
+    assert asked.used() == 2
 
 
 def test_corrections_are_bounded(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> None:

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
-from typing import NamedTuple, Self
+from itertools import count, islice
+from typing import Self
 
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
@@ -16,7 +16,8 @@ from langchain_quota.telemetry import Telemetry
 MAX_UNSETTLED = 10_000
 """The most corrections that wait for the store to come back."""
 
-_SETTLED_AT_ONCE = 100
+SETTLED_AT_ONCE = 5
+"""The most corrections that one question carries: they double what it costs, and no more."""
 
 
 class StoreClient:
@@ -32,7 +33,7 @@ class StoreClient:
         self._telemetry = telemetry
         self._lock = fork_safe_lock()
         self._down = False
-        self._unsettled: dict[str, _Correction] = {}
+        self._unsettled = _Unsettled()
         self._fills = telemetry.watch_store(store)
         """Whether it can be full, and has not been nearly so yet."""
 
@@ -46,11 +47,12 @@ class StoreClient:
         Raises:
             TypeError: The store is used in a way that it does not support.
         """
-        sent = self._waiting(reservation)
-        grant = None
+        grant, last = None, False
         with self._asking("reserve", reservation):
-            grant = self.store.reserve(_with(reservation, sent))
-            self._settled(sent)
+            while not last:
+                with self._carrying(reservation) as (asked, last):
+                    answer = self.store.reserve(asked)
+                grant = answer if last else None
         return grant
 
     async def areserve(self, reservation: Reservation) -> Grant | None:
@@ -59,11 +61,12 @@ class StoreClient:
         Raises:
             TypeError: The store is used in a way that it does not support.
         """
-        sent = self._waiting(reservation)
-        grant = None
+        grant, last = None, False
         with self._asking("reserve", reservation):
-            grant = await self.store.areserve(_with(reservation, sent))
-            self._settled(sent)
+            while not last:
+                with self._carrying(reservation) as (asked, last):
+                    answer = await self.store.areserve(asked)
+                grant = answer if last else None
         return grant
 
     def peek(self, keys: Sequence[str]) -> dict[str, int] | None:
@@ -120,28 +123,30 @@ class StoreClient:
             {slot.key: slot.used for slot in reservation.slots if slot.key is not None},
         )
         with self._lock:
-            self._unsettled[attempt] = _Correction(reservation.id, settlement)
-            lost = len(self._unsettled) > MAX_UNSETTLED
-            if lost:
-                del self._unsettled[next(iter(self._unsettled))]
+            lost = self._unsettled.add(settlement)
         if lost:
             error = QuotaStoreError(f"more than {MAX_UNSETTLED} corrections wait for the store")
             self._telemetry.failed("store", error, log=False)
 
-    def _waiting(self, reservation: Reservation) -> list[Settlement]:
-        """The corrections to send with a reservation."""
-        with self._lock:
-            for attempt, (name, settlement) in self._unsettled.items():
-                # Made again by a hook that runs again: what it let through before did not run.
-                if name == reservation.id and settlement.amounts:
-                    undone = replace(settlement, amounts={})
-                    self._unsettled[attempt] = _Correction(name, undone)
-            return [each.settlement for each in islice(self._unsettled.values(), _SETTLED_AT_ONCE)]
+    @contextmanager
+    def _carrying(self, reservation: Reservation) -> Iterator[tuple[Reservation, bool]]:
+        """What to ask next, and whether that is the reservation: some corrections go ahead of it.
 
-    def _settled(self, sent: Sequence[Settlement]) -> None:
+        What it carries is settled if it is answered.
+        """
         with self._lock:
-            for each in sent:
-                self._unsettled.pop(each.id, None)
+            carried, last = self._unsettled.take(reservation)
+        asked = Reservation("", "", (), (), settlements=carried)
+        if last:
+            settlements = (*carried, *reservation.settlements)
+            asked = replace(reservation, settlements=settlements) if carried else reservation
+        settled = False
+        try:
+            yield asked, last
+            settled = True
+        finally:
+            with self._lock:
+                self._unsettled.give_back(carried, settled=settled)
 
     @contextmanager
     def _asking(self, operation: str, reservation: Reservation | None = None) -> Iterator[None]:
@@ -182,12 +187,84 @@ class StoreClient:
             self._telemetry.stored(operation, outcome, time.perf_counter() - started)
 
 
-class _Correction(NamedTuple):
-    reservation: str
-    settlement: Settlement
+class _Unsettled:
+    """Corrections that the store has not confirmed, the oldest first.
+
+    If all callers sent the same ones, an outage would not end: they go with one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._by_attempt: dict[str, tuple[int, Settlement]] = {}
+        self._about: dict[str, set[str]] = {}
+        self._travelling: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_attempt)
+
+    def add(self, settlement: Settlement) -> bool:
+        """Keep a correction; whether the oldest had to make room for it."""
+        self._by_attempt[settlement.id] = next(self._numbers), settlement
+        for subject in _subjects(settlement):
+            self._about.setdefault(subject, set()).add(settlement.id)
+        full = len(self) > MAX_UNSETTLED
+        if full:
+            self._remove(next(iter(self._by_attempt)))
+        return full
+
+    def take(self, reservation: Reservation) -> tuple[tuple[Settlement, ...], bool]:
+        """What the next question carries, and whether that can be the reservation itself.
+
+        Before it the store must know of its earlier attempts, and of all that may be in counts
+        which the caller has, or corrects. One question at a time carries others, too.
+        """
+        attempts = self._made_again(reservation.id)
+        for key in _callers(reservation):
+            attempts |= self._about.get(key, set())
+        # Where a count starts, the oldest knows.
+        first = [each for _, each in sorted(self._by_attempt[each] for each in attempts)]
+        others: list[Settlement] = []
+        if len(first) < SETTLED_AT_ONCE and not self._travelling:
+            oldest = islice(self._by_attempt.items(), SETTLED_AT_ONCE)
+            others = [each for attempt, (_, each) in oldest if attempt not in attempts]
+            others = others[: SETTLED_AT_ONCE - len(first)]
+            self._travelling = {each.id for each in others}
+        return (*first[:SETTLED_AT_ONCE], *others), len(first) <= SETTLED_AT_ONCE
+
+    def give_back(self, taken: Sequence[Settlement], *, settled: bool) -> None:
+        """Forget what was settled; what was not can travel again."""
+        for each in taken:
+            self._travelling.discard(each.id)
+            if settled:
+                self._remove(each.id)
+
+    def _made_again(self, name: str) -> set[str]:
+        """The earlier attempts of a reservation that a hook makes when it runs again.
+
+        What they let through did not run.
+        """
+        found = set()
+        for attempt in self._about.get(name, ()) if name else ():
+            number, settlement = self._by_attempt[attempt]
+            if settlement.reservation == name:
+                found.add(attempt)
+                self._by_attempt[attempt] = number, replace(settlement, amounts={})
+        return found
+
+    def _remove(self, attempt: str) -> None:
+        _, settlement = self._by_attempt.pop(attempt, (0, None))
+        for subject in _subjects(settlement) if settlement else ():
+            self._about[subject].discard(attempt)
+            if not self._about[subject]:
+                del self._about[subject]
 
 
-def _with(reservation: Reservation, settlements: Sequence[Settlement]) -> Reservation:
-    if not settlements:
-        return reservation
-    return replace(reservation, settlements=(*settlements, *reservation.settlements))
+def _subjects(settlement: Settlement) -> set[str]:
+    """What a correction is about: a reservation, and keys."""
+    return {settlement.reservation, *settlement.starts}
+
+
+def _callers(reservation: Reservation) -> set[str]:
+    """The keys of which the caller has a count, or has something to correct."""
+    keys = {slot.key for slot in reservation.slots if slot.key is not None and slot.used}
+    return keys.union(*(each.amounts for each in reservation.settlements))

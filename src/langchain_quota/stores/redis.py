@@ -1,6 +1,5 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
-import asyncio
 import logging
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -8,9 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import Any, cast
 
-from langchain_quota.errors import QuotaStoreError
+from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
 from langchain_quota.reservation import Grant, Reservation
 from langchain_quota.stores import (
     IDLE_TTL,
@@ -19,17 +17,19 @@ from langchain_quota.stores import (
     check_reservation,
     idle_seconds,
 )
+from langchain_quota.stores.deadline import Deadline
 from langchain_quota.stores.redis_clients import (
     FAILURES,
     OUT_OF_REACH,
     TIMEOUTS,
+    UNREADABLE,
     AsyncClient,
     NoScriptError,
     SyncClient,
     clients,
     scrub,
 )
-from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, Question, grant, uses
+from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, Question, done, grant, uses
 
 PREFIX = "langchain_quota"
 """What all keys begin with, unless told otherwise."""
@@ -39,6 +39,9 @@ _AT_ONCE = 500
 """How many keys a listing asks for at once."""
 _SHOWN = 200
 """How many bytes of a name are logged: others may have written it."""
+
+_REASON = 300
+"""How much of what a client says of a failure is told: it may quote a whole reply."""
 
 logger = logging.getLogger("langchain_quota")
 
@@ -60,8 +63,9 @@ class RedisStore:
             `redis.asyncio` the async form, on its own event loop.
         prefix: What all keys begin with, `[A-Za-z0-9_.-]{1,64}`. Stores with different prefixes
             share nothing.
-        timeout: How long an operation may take, in seconds above 0: an async one in all, a sync
-            one whenever it waits for the network. Nothing is tried twice.
+        timeout: How long an operation may take, in seconds above 0: an async one in all, without
+            time in which the event loop was blocked; a sync one whenever it waits for the network.
+            Nothing is tried twice.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
 
     Raises:
@@ -105,12 +109,12 @@ class RedisStore:
     def reserve(self, reservation: Reservation) -> Grant:
         """Admit each call of a batch against all of its limits; see `QuotaStore.reserve`."""
         question = self._reservation(reservation)
+        client = self._clients.sync()
         with self._failing():
-            client = self._clients.sync()
             answer = _ask(client, question)
             while question.again(answer):
                 answer = _ask(client, question)
-        return grant(answer, reservation)
+            return grant(answer, reservation)
 
     async def areserve(self, reservation: Reservation) -> Grant:
         """`reserve`, without blocking the event loop."""
@@ -119,16 +123,17 @@ class RedisStore:
             answer = await _aask(client, question)
             while question.again(answer):
                 answer = await _aask(client, question)
-        return grant(answer, reservation)
+            return grant(answer, reservation)
 
     def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
         """What is kept under keys, in their order; `None` where nothing is."""
         check_keys(keys)
         if not keys:
             return ()
+        client = self._clients.sync()
         with self._failing():
-            answer = _ask(self._clients.sync(), Question.peek(self._names, keys))
-        return _peeked(keys, answer)
+            answer = _ask(client, Question.peek(self._names, keys))
+            return _peeked(keys, answer)
 
     async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
         """`peek`, without blocking the event loop."""
@@ -137,21 +142,22 @@ class RedisStore:
             return ()
         async with self._turn() as client:
             answer = await _aask(client, Question.peek(self._names, keys))
-        return _peeked(keys, answer)
+            return _peeked(keys, answer)
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
         check_keys(keys)
         if keys:
+            client = self._clients.sync()
             with self._failing():
-                _ask(self._clients.sync(), Question.reset(self._names, keys, self._idle))
+                done(_ask(client, Question.reset(self._names, keys, self._idle)))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
         check_keys(keys)
         if keys:
             async with self._turn() as client:
-                await _aask(client, Question.reset(self._names, keys, self._idle))
+                done(await _aask(client, Question.reset(self._names, keys, self._idle)))
 
     def usages(self, pattern: str = "*") -> list[KeyUse]:
         """What is kept under the keys that match a glob pattern, sorted by key.
@@ -187,8 +193,8 @@ class RedisStore:
         simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
         found: dict[str, KeyUse] = {}
         odd: set[bytes] = set()
+        client = self._clients.sync()
         with self._failing():
-            client = self._clients.sync()
             match = self._names.count(simple + ("*" if rest else ""))
             names = client.scan_iter(match=match, count=_AT_ONCE)
             while some := [*islice(names, _AT_ONCE)]:
@@ -227,14 +233,14 @@ class RedisStore:
     @asynccontextmanager
     async def _turn(self) -> AsyncGenerator[AsyncClient]:
         """The running event loop's client, for one operation within the timeout."""
-        with self._failing():
-            async with asyncio.timeout(self._timeout):
-                client, turn = await self._clients.running()
-                async with turn:
-                    yield client
+        client, turn = await self._clients.running()
+        deadline = Deadline(self._timeout)
+        with self._failing(deadline):
+            async with deadline, turn:
+                yield client
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _failing(self, deadline: Deadline | None = None) -> Iterator[None]:
         """Turn what fails into a `QuotaStoreError`.
 
         Raises:
@@ -242,20 +248,29 @@ class RedisStore:
         """
         try:
             yield
-        except FAILURES as error:
+        except (*FAILURES, *UNREADABLE) as error:
             scrub(error, self._clients.secrets)
             timed_out = isinstance(error, TIMEOUTS)
-            reason = f"{type(error).__name__}: {error}"
+            failure = QuotaStoreError
+            reason = f"{type(error).__name__}: {error}"[:_REASON]
+            if isinstance(error, UNREADABLE):
+                reason = f"an unreadable reply, {reason}"
             if timed_out:
                 reason = f"no answer within {self._timeout} s"
-            if isinstance(error, OUT_OF_REACH):
+            if timed_out and deadline is not None and deadline.blocked > self._timeout / 2:
+                failure = EventLoopBlockedError
+                reason = (
+                    f"{reason}, and the event loop was blocked for {deadline.blocked:.1f} s "
+                    "meanwhile: move what blocks it to a thread"
+                )
+            elif isinstance(error, OUT_OF_REACH):
                 reason = (
                     f"{reason.rstrip('.')}: check that Redis runs there and that the URL is right"
                 )
-            raise QuotaStoreError(f"{self!r}: {reason}", timed_out=timed_out) from error
+            raise failure(f"{self!r}: {reason}", timed_out=timed_out) from error
 
 
-def _peeked(keys: Sequence[str], answer: Sequence[int]) -> tuple[KeyUse | None, ...]:
+def _peeked(keys: Sequence[str], answer: object) -> tuple[KeyUse | None, ...]:
     """What is kept under keys, in their order.
 
     Raises:
@@ -267,17 +282,15 @@ def _peeked(keys: Sequence[str], answer: Sequence[int]) -> tuple[KeyUse | None, 
     return tuple(map(found.get, keys))
 
 
-def _ask(client: SyncClient, question: Question) -> list[Any]:
+def _ask(client: SyncClient, question: Question) -> object:
     try:
-        answer = client.evalsha(SHA, *question.arguments())
+        return client.evalsha(SHA, *question.arguments())
     except NoScriptError:
-        answer = client.eval(SCRIPT, *question.arguments())
-    return cast("list[Any]", answer)
+        return client.eval(SCRIPT, *question.arguments())
 
 
-async def _aask(client: AsyncClient, question: Question) -> list[Any]:
+async def _aask(client: AsyncClient, question: Question) -> object:
     try:
-        answer = await client.evalsha(SHA, *question.arguments())
+        return await client.evalsha(SHA, *question.arguments())
     except NoScriptError:
-        answer = await client.eval(SCRIPT, *question.arguments())
-    return cast("list[Any]", answer)
+        return await client.eval(SCRIPT, *question.arguments())

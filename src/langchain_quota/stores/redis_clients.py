@@ -38,6 +38,11 @@ NoScriptError = exceptions.NoScriptError
 FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
 TIMEOUTS = (exceptions.TimeoutError, TimeoutError)
 OUT_OF_REACH = (exceptions.ConnectionError, OSError, *TIMEOUTS)
+UNREADABLE = (
+    exceptions.InvalidResponse,
+    *(ValueError, TypeError, LookupError, AttributeError, RecursionError),
+)
+"""What redis-py raises where a reply is not what it expects."""
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
@@ -74,7 +79,8 @@ def clients(source: object, timeout: float) -> Clients:
 
     Args:
         source: A URL, a client, or `None` for the URL in the environment.
-        timeout: How long to wait for a connection and for each answer, in seconds.
+        timeout: How long a thread waits for a connection and for each answer, in seconds; and how
+            long closing may take.
 
     Raises:
         TypeError: The source is neither.
@@ -146,10 +152,8 @@ class _Own:
                 "percent-encode what is special in user and password"
             )
         self._url = url
-        self._options: dict[str, object] = {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
-        }
+        self._timeout = timeout
+        self._options: dict[str, object] = {}
         if hasattr(redis, "DriverInfo"):
             # Or every connection reads the version of redis from a file, on the event loop.
             self._options["driver_info"] = redis.DriverInfo()
@@ -157,7 +161,11 @@ class _Own:
             url, max_connections=_CONNECTIONS, protocol=_PROTOCOL
         )
         pool.timeout = timeout
-        pool.connection_kwargs |= self._options | {"retry": Retry(NoBackoff(), 0)}
+        pool.connection_kwargs |= self._options | {
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "retry": Retry(NoBackoff(), 0),
+        }
         self._sync = redis.Redis.from_pool(pool)
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = WeakKeyDictionary()
         self._lock = fork_safe_lock()
@@ -200,7 +208,12 @@ class _Own:
         pool = redis.asyncio.ConnectionPool.from_url(
             self._url, max_connections=2**31, protocol=_PROTOCOL
         )
-        pool.connection_kwargs |= self._options | {"retry": AsyncRetry(NoBackoff(), 0)}
+        # The store bounds an operation; a timeout in it would not know of a blocked event loop.
+        pool.connection_kwargs |= self._options | {
+            "socket_timeout": None,
+            "socket_connect_timeout": None,
+            "retry": AsyncRetry(NoBackoff(), 0),
+        }
         client = redis.asyncio.Redis.from_pool(pool)
         return _OfLoop(client, asyncio.Semaphore(_CONNECTIONS), self._until_end(loop, client))
 
@@ -213,7 +226,9 @@ class _Own:
         finally:
             with self._lock:
                 self._loops.pop(loop, None)
-            await client.aclose()
+            # A server that is gone does not take part in closing TLS.
+            async with asyncio.timeout(self._timeout):
+                await client.aclose()
 
 
 def _is_url(url: str) -> bool:

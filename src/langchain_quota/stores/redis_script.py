@@ -72,6 +72,7 @@ class Question:
         self._names = names
         self._idle = idle
         self._keys: dict[bytes, int] = {}
+        self._attempts = 0
         self._values: dict[str, Any] = {
             "op": op,
             "grace": GRACE,
@@ -135,15 +136,25 @@ class Question:
         """The arguments of `EVALSHA` behind the script: number of keys, keys, values."""
         return (len(self._keys), *self._keys, json.dumps(self._values))
 
-    def again(self, answer: Sequence[Any]) -> bool:
-        """Whether the script must be asked again: there were keys that nobody knew of."""
-        if _word(answer[0]) != "again":
+    def again(self, answer: object) -> bool:
+        """Whether the script must be asked again: there were keys that nobody knew of.
+
+        Raises:
+            ValueError: The reply is none of the script's, or asks once too often.
+        """
+        word, *names = _list(answer)
+        if _text(word) != "again":
             return False
-        for name in answer[1:]:
-            self._index(name if isinstance(name, bytes) else name.encode())
+        # What an attempt charged is found once.
+        self._attempts -= 1
+        if self._attempts < 0:
+            raise ValueError("it asks for keys again and again")
+        for name in names:
+            self._index(name if isinstance(name, bytes) else _text(name).encode())
         return True
 
     def _settlement(self, settlement: Settlement) -> dict[str, Any]:
+        self._attempts += settlement.attempt is not None
         return {
             "marker": self._index(self._names.marker("settled", settlement.id)),
             "attempt": self._marker("attempt", settlement.attempt),
@@ -171,32 +182,43 @@ class Question:
         return self._keys.setdefault(name, len(self._keys) + 1)
 
 
-def grant(answer: Sequence[Any], reservation: Reservation) -> Grant:
+def grant(answer: object, reservation: Reservation) -> Grant:
     """The answer to a reservation.
 
     Raises:
         QuotaStoreError: It was refused in advance, or was granted to a batch of another form.
+        ValueError: The reply is none of the script's.
     """
-    if _word(answer[0]) == "refused":
+    word, *rest = _list(answer)
+    if _text(word) == "refused":
         raise QuotaStoreError("the attempt was settled before it arrived")
-    known, stopped, slots, *numbers = answer[1:]
-    admitted = tuple(each == 1 for each in numbers[slots:])
-    granted = Grant(tuple(numbers[:slots]), admitted, stopped=stopped == 1, known=known == 1)
+    known, stopped, slots, *numbers = _numbers(rest)
+    used, admitted = numbers[:slots], numbers[slots:]
+    if _text(word) != "granted" or len(used) != slots or {known, stopped, *admitted} - {0, 1}:
+        raise ValueError("it is no grant")
+    granted = Grant(
+        tuple(used), tuple(each == 1 for each in admitted), stopped=stopped == 1, known=known == 1
+    )
+    if not granted.known and len(numbers) != len(reservation.slots) + len(reservation.charges):
+        raise ValueError("it is cut short, or too long")
     check_fits(granted, reservation)
     return granted
 
 
-def uses(keys: Iterable[str], answer: Sequence[int]) -> tuple[dict[str, KeyUse], list[str]]:
+def uses(keys: Iterable[str], answer: object) -> tuple[dict[str, KeyUse], list[str]]:
     """The answer to a peek, by key; without those under which nothing is kept.
 
     Returns:
         The counts, and the keys under which something else is kept.
+
+    Raises:
+        ValueError: The reply is none of the script's.
     """
+    names = [*dict.fromkeys(keys)]
+    numbers = _numbers(answer)
     found, odd = {}, []
-    for number, key in enumerate(dict.fromkeys(keys)):
-        used, limit, ends = (
-            None if each == _NONE else each for each in answer[3 * number : 3 * number + 3]
-        )
+    for key, *kept in zip(names, *[iter(numbers)] * 3, strict=True):
+        used, limit, ends = (None if each == _NONE else each for each in kept)
         if used == _ODD:
             odd.append(key)
         elif used is not None:
@@ -204,8 +226,33 @@ def uses(keys: Iterable[str], answer: Sequence[int]) -> tuple[dict[str, KeyUse],
     return found, odd
 
 
-def _word(answer: bytes | str) -> str:
-    return answer if isinstance(answer, str) else answer.decode()
+def done(answer: object) -> None:
+    """The answer to a reset.
+
+    Raises:
+        ValueError: The reply is none of the script's.
+    """
+    if _list(answer):
+        raise ValueError("it is not empty")
+
+
+def _list(answer: object) -> list[Any]:
+    if not isinstance(answer, list):
+        raise ValueError(f"it is a {type(answer).__name__}, not a list")  # noqa: TRY004 - no caller's mistake
+    return answer
+
+
+def _text(word: object) -> str:
+    if not isinstance(word, bytes | str):
+        raise ValueError(f"a {type(word).__name__} stands where a word should")  # noqa: TRY004 - the same
+    return word if isinstance(word, str) else word.decode()
+
+
+def _numbers(answer: object) -> list[int]:
+    numbers = _list(answer)
+    if not all(type(each) is int for each in numbers):
+        raise ValueError("there is something else than a number in it")
+    return numbers
 
 
 def _exact(number: int) -> int:

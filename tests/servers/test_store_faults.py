@@ -1,0 +1,364 @@
+"""A store in Redis behind a faulty network: what is told of it, and what is counted in the end."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from threading import Lock
+from typing import Any, Literal, cast
+
+import pytest
+import redis.asyncio
+
+from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
+from langchain_quota.middleware.store_client import SETTLED_AT_ONCE, StoreClient
+from langchain_quota.reservation import Grant, Reservation, Settlement
+from langchain_quota.stores import KeyUse, QuotaStore, deadline
+from langchain_quota.stores.redis import RedisStore
+from tests.conftest import Signals
+from tests.servers.proxy import Proxy, late, lost, piecemeal, proxy, replaced, reset
+from tests.servers.redis import RedisServer
+from tests.servers.stores import Ledger, batch, calls, slot
+
+Mode = Literal["sync", "async"]
+modes = pytest.mark.parametrize("mode", ["sync", "async"])
+
+SHORT = 0.4
+"""The timeout of a store that may run into it, in seconds."""
+LONG = 30.0
+"""The timeout of a store that is not to."""
+CALLERS = 60
+
+
+Stores = Callable[..., RedisStore]
+
+
+@pytest.fixture
+def way(redis_server: RedisServer) -> Iterator[Proxy]:
+    """A way to Redis."""
+    with proxy(redis_server.port) as way:
+        yield way
+
+
+class Counting:
+    """A store that notes how many corrections it is brought, and hands on what it is asked."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self.store = store
+        self.brought: list[int] = []
+        self.most_at_once = 0
+        self._travelling = 0
+        self._lock = Lock()
+
+    def reserve(self, reservation: Reservation) -> Grant:
+        with self._noting(reservation):
+            return self.store.reserve(reservation)
+
+    async def areserve(self, reservation: Reservation) -> Grant:
+        with self._noting(reservation):
+            return await self.store.areserve(reservation)
+
+    @contextmanager
+    def _noting(self, reservation: Reservation) -> Iterator[None]:
+        brought = len(reservation.settlements)
+        with self._lock:
+            self.brought.append(brought)
+            self._travelling += brought
+            self.most_at_once = max(self.most_at_once, self._travelling)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._travelling -= brought
+
+
+class Callers:
+    """Ask a store as the hooks do, and let calls run if it does not answer."""
+
+    def __init__(self, mode: Mode, store: Counting, signals: Signals) -> None:
+        self._mode = mode
+        self.store = store
+        self._client = StoreClient(cast("QuotaStore", store), signals.telemetry)
+        self.ran = 0
+
+    async def call(self) -> bool:
+        """Make a call; whether the store answered."""
+        asked = calls("search", 1, limit=10**6)
+        if self._mode == "sync":
+            grant = await asyncio.to_thread(self._client.reserve, asked)
+        else:
+            grant = await self._client.areserve(asked)
+        self.ran += 1
+        if grant is None:
+            self._client.settle_later(asked, {"search": 1})
+        return grant is not None
+
+    async def calls(self, number: int) -> list[bool]:
+        """Make so many at the same time."""
+        return await asyncio.gather(*(self.call() for _ in range(number)))
+
+    async def all_told(self) -> None:
+        """Make calls until nothing is left to be told, and check that all that ran is counted."""
+        await self.call()
+        while self.store.brought[-1]:
+            await self.call()
+        (use,) = await self.store.store.apeek(["search"])
+        assert use == KeyUse("search", self.ran, 10**6, None)
+
+
+@pytest.fixture
+async def stores(way: Proxy, redis_server: RedisServer) -> AsyncIterator[Stores]:
+    """Makes stores behind the proxy, with one prefix."""
+    prefix, made = redis_server.prefix(), []
+
+    def make(timeout: float = SHORT) -> RedisStore:
+        made.append(RedisStore(way.url, prefix=prefix, timeout=timeout))
+        return made[-1]
+
+    yield make
+    for store in made:
+        await store.aclose()
+
+
+class TestOutages:
+    """What is to be told when a store is there again."""
+
+    @modes
+    async def test_many_callers(
+        self, mode: Mode, way: Proxy, stores: Stores, signals: Signals
+    ) -> None:
+        """What ran in an outage is told once, a little with one question at a time."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CALLERS))
+        store = Counting(stores())
+        callers = Callers(mode, store, signals)
+        way.blackhole()
+        for _ in range(3):
+            assert not any(await callers.calls(CALLERS))
+        assert 0 < store.most_at_once <= SETTLED_AT_ONCE
+
+        way.heal()
+        store.store = stores(LONG)
+        store.brought.clear()
+        # Nobody is held up for the sake of others' corrections.
+        assert all(await callers.calls(CALLERS))
+        for _ in range(3 * CALLERS // SETTLED_AT_ONCE):
+            await callers.call()
+        assert store.most_at_once <= SETTLED_AT_ONCE
+        assert sum(store.brought) == 3 * CALLERS
+        await callers.all_told()
+
+    @modes
+    async def test_every_fault(
+        self, mode: Mode, way: Proxy, stores: Stores, signals: Signals
+    ) -> None:
+        """Whatever becomes of replies, in the end what ran is counted, each call once."""
+        callers = Callers(mode, Counting(stores()), signals)
+        faults = [lost, reset, late(2 * SHORT), replaced(b":1\r\n"), piecemeal, late(0.01)]
+        for fault in faults:
+            await callers.call()
+            way.fail(fault)
+            answered = await callers.calls(3)
+            assert fault in faults[4:] or not any(answered)
+            way.heal()
+        way.blackhole()
+        assert not await callers.call()
+        way.heal()
+        callers.store.store = stores(LONG)
+        await callers.all_told()
+
+
+class TestEventLoop:
+    """A reply that waits while something blocks the event loop."""
+
+    @pytest.mark.parametrize("connected", [True, False])
+    async def test_reply_that_is_there(self, way: Proxy, stores: Stores, connected: bool) -> None:  # noqa: FBT001 - a parameter
+        """A question is answered, however long the event loop was blocked meanwhile."""
+        store = stores()
+        if connected:
+            await asyncio.gather(*(store.areserve(calls("search", 1)) for _ in range(6)))
+        asked = [asyncio.create_task(store.areserve(calls("search", 1))) for _ in range(6)]
+        await asyncio.sleep(0)
+        time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
+        grants = await asyncio.gather(*asked)
+        assert [grant.admitted for grant in grants] == [(True,)] * 6
+
+    async def test_reply_at_the_last_moment(
+        self, stores: Stores, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A reply that is there when the last part of the timeout passes is read."""
+        monkeypatch.setattr(deadline, "_TICKS", 1)
+        store = stores()
+        await store.areserve(calls("search", 1))
+        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        await asyncio.sleep(0)
+        time.sleep(2 * SHORT)  # noqa: ASYNC251 - the fault
+        assert (await asked).admitted == (True,)
+
+    async def test_again_and_again(self, redis_server: RedisServer) -> None:
+        """Connecting takes many turns of the event loop, and each of them may be held up."""
+        with redis_server.client() as client:
+            client.script_flush()
+        url = redis_server.url.removesuffix("/0") + "/1"
+        store = RedisStore(url, prefix=redis_server.prefix(), timeout=0.1)
+        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        while not asked.done():
+            await asyncio.sleep(0)
+            time.sleep(0.1)  # noqa: ASYNC251 - the fault
+        assert asked.result().admitted == (True,)
+        await store.aclose()
+
+    async def test_no_reply(self, way: Proxy, stores: Stores, signals: Signals) -> None:
+        """Where there is no reply all the same, error and metrics name the event loop."""
+        store = stores()
+        client = StoreClient(store, signals.telemetry)
+        await client.areserve(calls("search", 1))
+        way.blackhole()
+        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        told = asyncio.create_task(client.areserve(calls("search", 1)))
+        await asyncio.sleep(0)
+        time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
+        with pytest.raises(
+            EventLoopBlockedError, match=r"event loop was blocked for 1\.\d s"
+        ) as failed:
+            await asked
+        assert failed.value.timed_out
+        assert await told is None
+        name = "langchain_quota_errors_total"
+        assert signals.value(name, component="store", error_type="EventLoopBlockedError") == 1
+        name = "langchain_quota_store_seconds_count"
+        assert signals.value(name, operation="reserve", outcome="timeout") == 1
+
+        # It is not blocked any more, and there is still no reply.
+        silent: type[QuotaStoreError] = EventLoopBlockedError
+        while silent is EventLoopBlockedError:  # the machine may be busy
+            with pytest.raises(QuotaStoreError, match="no answer within") as unanswered:
+                await store.areserve(calls("search", 1))
+            silent = unanswered.type
+        assert silent is QuotaStoreError
+
+    async def test_always_blocked(self, way: Proxy, stores: Stores) -> None:
+        """An event loop that is blocked for ever does not have a question wait for ever."""
+        store = stores(0.1)
+        way.blackhole()
+        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        turns = 0
+        while not asked.done() and turns < 100:
+            turns += 1
+            await asyncio.sleep(0)
+            time.sleep(0.05)  # noqa: ASYNC251 - the fault
+        assert asked.done()
+        with pytest.raises(EventLoopBlockedError):
+            await asked
+
+    async def test_cancelled(self, way: Proxy, stores: Stores) -> None:
+        """Who is cancelled while the event loop is blocked is cancelled, reply or not."""
+        store = stores()
+        await store.areserve(calls("search", 1))
+        way.blackhole()
+        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        await asyncio.sleep(0)
+        asked.cancel()
+        time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    async def test_client_with_a_timeout(self, way: Proxy) -> None:
+        """A client of your own keeps its timeout; the error says what made it run out."""
+        async with redis.asyncio.Redis.from_url(way.url, socket_timeout=SHORT) as client:
+            store = RedisStore(client, timeout=1.5 * SHORT)
+            await store.areserve(calls("search", 1))
+            way.blackhole()
+            asked = asyncio.create_task(store.areserve(calls("search", 1)))
+            await asyncio.sleep(0)
+            time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
+            with pytest.raises(EventLoopBlockedError):
+                await asked
+
+
+ODD = {
+    "nil": b"$-1\r\n",
+    "integer": b":1\r\n",
+    "no integer": b":x\r\n",
+    "status": b"+OK\r\n",
+    "a word": b"*1\r\n$7\r\ngranted\r\n",
+    "cut short": b"*4\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:1\r\n",
+    "no call": b"*5\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:1\r\n:0\r\n",
+    "too long": b"*7\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:1\r\n:0\r\n:1\r\n:1\r\n",
+    "negative": b"*6\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:-1\r\n:0\r\n:1\r\n",
+    "texts": b"*6\r\n$7\r\ngranted\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\n1\r\n$1\r\n0\r\n$1\r\n1\r\n",
+    "nils": b"*6\r\n$7\r\ngranted\r\n$-1\r\n$-1\r\n$-1\r\n$-1\r\n$-1\r\n",
+    "other word": b"*6\r\n$7\r\ngrunted\r\n:0\r\n:0\r\n:1\r\n:0\r\n:1\r\n",
+    "two": b"*6\r\n$7\r\ngranted\r\n:2\r\n:0\r\n:1\r\n:0\r\n:1\r\n",
+    "numbers": b"*2\r\n:1\r\n:2\r\n",
+    "lists": b"*1\r\n*0\r\n",
+    "bytes": b"*1\r\n$2\r\n\xff\xfe\r\n",
+    "keys": b"*2\r\n$5\r\nagain\r\n:5\r\n",
+    "keys for nothing": b"*2\r\n$5\r\nagain\r\n$1\r\nk\r\n",
+    "nested": b"*1\r\n" * 3000,
+    "a line": b"x" * 100_000 + b"\r\n",
+    "web page": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "moved": b"-MOVED 1 127.0.0.1:1\r\n",
+    "asking": b"-ASK 1 127.0.0.1:1\r\n",
+    "loading": b"-LOADING Redis is loading the dataset in memory\r\n",
+    "read-only": b"-READONLY You can't write against a read only replica.\r\n",
+}
+
+Ask = Callable[[Ledger], Any]
+
+
+class TestOddReplies:
+    """A server, or what stands before it, that answers what the script does not."""
+
+    @modes
+    @pytest.mark.parametrize("what", ODD)
+    async def test_is_an_error_of_the_store(
+        self, mode: Mode, what: str, way: Proxy, stores: Stores
+    ) -> None:
+        """Each operation fails with a QuotaStoreError of bounded length, and the next one works."""
+        with closing(stores(LONG)) as store:
+            ledger = Ledger(store, mode == "async")
+            operations: dict[str, Ask] = {
+                "reserve": lambda ledger: ledger.reserve(calls("search", 1)),
+                "peek": lambda ledger: ledger.peek(["search"]),
+                "reset": lambda ledger: ledger.reset(["search"]),
+            }
+            for operation in operations.values():
+                await operation(ledger)
+                way.fail(replaced(ODD[what]))
+                with pytest.raises(QuotaStoreError, match="RedisStore") as failed:
+                    await operation(ledger)
+                assert not failed.value.timed_out
+                assert len(str(failed.value)) < 1000
+                way.heal()
+            if mode == "sync":
+                assert [use.used for use in store.usages()] == [0]
+                way.fail(replaced(ODD[what]))
+                with pytest.raises(QuotaStoreError, match="RedisStore"):
+                    store.usages()
+                way.heal()
+            await ledger.reserve(calls("search", 1))
+
+    @modes
+    async def test_asks_for_ever(self, mode: Mode, way: Proxy, stores: Stores) -> None:
+        """A server that always asks for more keys is not asked for ever."""
+        numbers = itertools.count(10_000)
+
+        def again(_: bytes) -> list[bytes]:
+            if next(numbers) > 10_100:
+                raise ConnectionResetError
+            return [b"*2\r\n$5\r\nagain\r\n$5\r\n%d\r\n" % next(numbers)]
+
+        undoing = batch(
+            [slot("search", 5)],
+            settlements=[Settlement(each, attempt=each) for each in ("lost", "gone")],
+        )
+        with closing(stores(LONG)) as store:
+            ledger = Ledger(store, mode == "async")
+            await ledger.reserve(undoing)
+            before = way.replies
+            way.fail(again)
+            with pytest.raises(QuotaStoreError, match="again and again"):
+                await ledger.reserve(undoing)
+            assert way.replies == before + 3
