@@ -79,8 +79,8 @@ class Ledger(TypedDict, total=False):
     """Refusals in this run, by middleware and name of its limits that give up after some."""
     final: str
     """What the run ends with if this step's model call, its last, says nothing; else empty."""
-    turn: str | None
-    """The id of the newest message when the run began."""
+    turn: str | int | None
+    """The newest message when the run began: its id or, without one, how many there were."""
     begun_by: list[str]
     """The names of the middlewares that have begun the run."""
     abandoned: Abandoned | None

@@ -16,6 +16,8 @@ from langchain_quota.middleware.history import (
     identified,
     newest_name,
     pending_calls,
+    since,
+    unfinished_calls,
 )
 
 
@@ -352,3 +354,43 @@ def test_dangling_calls_name_their_message() -> None:
     """What was charged for the calls is found by the message that made them."""
     message = ai(call("a"))
     assert dangling_calls({"messages": [message]}) == [DanglingCalls(message, (call("a"),), 0, 1)]
+
+
+BATCH = ai(call("a"), call("b"), call("c"))
+BATCH.id = "m"
+
+
+@pytest.mark.parametrize(
+    ("behind", "unfinished"),
+    [
+        ([], ["a", "b", "c"]),
+        ([result("a"), result("b", "error")], ["b", "c"]),
+        ([result("a"), result("b", "error"), HumanMessage("next")], ["b", "c"]),
+        # The model has gone on: an error is what a tool, or a limit, answered.
+        ([result("a"), result("b", "error"), AIMessage("done")], ["c"]),
+        ([result("a"), result("b"), result("c")], []),
+    ],
+)
+def test_calls_that_no_tool_has_finished(behind: list[AnyMessage], unfinished: list[str]) -> None:
+    """A call is unfinished without an answer, or with an error as the newest that there is."""
+    found = unfinished_calls({"messages": [HumanMessage("hi"), BATCH, *behind]}, "m")
+    assert found is not None
+    message, calls = found
+    assert message is BATCH
+    assert [each["id"] for each in calls] == unfinished
+
+
+def test_a_message_that_is_gone_has_no_unfinished_calls() -> None:
+    """Where the message is no longer in the history nothing is known of its calls."""
+    assert unfinished_calls({"messages": [ai(call("a"))]}, "m") is None
+    assert unfinished_calls({}, "m") is None
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"), [("h", 2), (1, 2), (3, 0), ("gone", None), (None, None)]
+)
+def test_the_messages_since_a_run_began(turn: str | int | None, expected: int | None) -> None:
+    """They are those behind the newest message of then, by its id or by how many there were."""
+    history: list[AnyMessage] = [HumanMessage("hi", id="h"), BATCH, result("a")]
+    found = since(history, turn)
+    assert (None if found is None else len(found)) == expected

@@ -145,6 +145,31 @@ def dangling_calls(state: Mapping[str, Any]) -> list[DanglingCalls]:
     return found[::-1]
 
 
+def unfinished_calls(
+    state: Mapping[str, Any], message_id: str
+) -> tuple[AIMessage, tuple[ToolCall, ...]] | None:
+    """The calls of a message that no tool is known to have finished, and the message.
+
+    They have no answer; or an error only, and the model has not answered since: another middleware
+    may have put it where there was none.
+    """
+    messages: Sequence[AnyMessage] = state.get("messages") or ()
+    answers: list[ToolMessage] = []
+    is_newest = True
+    for message in reversed(messages):
+        if isinstance(message, ToolMessage):
+            answers.append(message)
+        elif isinstance(message, AIMessage):
+            if message.id == message_id:
+                finished = {
+                    each.tool_call_id for each in answers if not is_newest or each.status != "error"
+                }
+                named = identified(message, finished)
+                return named, _unanswered(named, finished, state)
+            answers, is_newest = [], False
+    return None
+
+
 def answered_history(
     messages: Sequence[AnyMessage], dangling: Sequence[DanglingCalls], content: str
 ) -> list[AnyMessage]:
@@ -162,6 +187,21 @@ def answered_history(
 def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
     """The error message that answers a call which does not run."""
     return ToolMessage(content=content, tool_call_id=call_id, name=tool, status="error")
+
+
+def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[AnyMessage] | None:
+    """The messages behind the one that was the newest when a run began; `None` if it is unknown.
+
+    Args:
+        messages: The history.
+        turn: The id of that message or, where it has none, how many there were.
+    """
+    if isinstance(turn, int):
+        return messages[turn:]
+    for index in range(len(messages) - 1, -1, -1):
+        if turn is not None and messages[index].id == turn:
+            return messages[index + 1 :]
+    return None
 
 
 def newest_name(messages: Sequence[BaseMessage]) -> str | None:

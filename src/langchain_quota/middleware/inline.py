@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
-from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +18,7 @@ from langgraph.types import Command, PregelTask
 
 from langchain_quota.engine import Limits
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.middleware.history import identified
+from langchain_quota.middleware.history import identified, since
 from langchain_quota.middleware.model_case import ModelCase
 from langchain_quota.middleware.quotas import Quotas
 from langchain_quota.middleware.rulings import Update
@@ -282,12 +281,11 @@ class _Step:
             return
         state: Mapping[str, Any] = self._given.state
         text = update["messages"][-1].content
-        turn = ledger(state).get("turn")
         messages = state.get("messages") or ()
-        since = list(takewhile(lambda each: each.id != turn, reversed(messages)))
+        turn = ledger(state).get("turn")
         # Without the message that the run began with, nobody knows which are the run's.
-        is_whole = turn is None or len(since) < len(messages)
-        if is_whole and any(isinstance(each, AIMessage) and each.content == text for each in since):
+        known = messages if turn is None else since(messages, turn) or ()
+        if any(isinstance(each, AIMessage) and each.content == text for each in known):
             if not self._messages:
                 thread, run = thread_model(state), run_model(state)
                 raise ModelCallLimitExceededError(thread, run, None, None, message=text)

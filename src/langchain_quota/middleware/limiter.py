@@ -1,12 +1,12 @@
 """What every limiting middleware shares: its name, the beginning of a run, subclassing."""
 
 import warnings
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
-from langchain_core.messages import AIMessage, RemoveMessage
+from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 from langgraph.typing import ContextT
@@ -17,9 +17,10 @@ from langchain_quota.decision import Call, Refund
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.history import (
-    DanglingCalls,
     answered_history,
     dangling_calls,
+    since,
+    unfinished_calls,
 )
 from langchain_quota.middleware.origin import Origin, origin, running_agent
 from langchain_quota.middleware.rulings import Ruling, Update
@@ -32,7 +33,6 @@ from langchain_quota.state import (
     Abandoned,
     Ledger,
     ToolCounts,
-    batch_of,
     ledger,
     thread_tools,
 )
@@ -154,13 +154,13 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         history = state.get("messages") or ()
         known = ledger(state)
         begun = _has_begun(state) and self.name not in known.get("begun_by", ())
-        abandoned = known.get("abandoned") if begun else None
+        abandoned = known.get("abandoned") if begun else _abandoned(state)
         dangling = dangling_calls(state)
         owed = known.get("owed") or {}
         if dangling:
             repaired = answered_history(history, dangling, messages.ABANDONED)
             update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
-            abandoned = _abandoned(dangling[-1], state)
+            history = repaired
         if abandoned is not None and self._held(abandoned):
             counts = ToolCounts(
                 thread_tools(state),
@@ -180,7 +180,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         update[LEDGER] = {
             **NEW_RUN,
             "run": before.get("run") or caller.run(),
-            "turn": known.get("turn") if begun else history[-1].id if history else None,
+            "turn": known.get("turn") if begun else _turn(history),
             "begun_by": [*before.get("begun_by", ()), self.name],
             "model_mode": self._checked_mode(before.get("model_mode")),
             "abandoned": abandoned,
@@ -268,27 +268,32 @@ def _tool_name(tool: Any) -> str:
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
     """Whether another limiter has begun this run: the model has not answered since."""
-    turn = ledger(state).get("turn")
-    for message in reversed(state.get("messages") or ()):
-        if turn is None or isinstance(message, AIMessage):
-            return False
-        if message.id == turn:
-            return True
-    return False
+    messages = since(state.get("messages") or (), ledger(state).get("turn"))
+    return messages is not None and not any(isinstance(each, AIMessage) for each in messages)
 
 
-def _abandoned(dangling: DanglingCalls, state: Mapping[str, Any]) -> Abandoned:
-    batch = batch_of(state, dangling.message.id)
-    asked = {call["id"]: call["name"] for call in dangling.message.tool_calls}
+def _turn(history: Sequence[AnyMessage]) -> str | int | None:
+    """What the newest message is known by, before the run adds others."""
+    if not history:
+        return None
+    # Not every reducer gives messages an id.
+    return len(history) if history[-1].id is None else history[-1].id
+
+
+def _abandoned(state: Mapping[str, Any]) -> Abandoned | None:
+    """What the run before left of its last batch, by what its limiters knew of it."""
+    known = ledger(state)
+    batch = known.get("batch")
+    found = unfinished_calls(state, batch["message"]) if batch else None
+    if batch is None or found is None:
+        return None
+    message, calls = found
+    asked = {call["id"]: call["name"] for call in message.tool_calls}
     return Abandoned(
-        calls=[[call["name"], str(call["id"]), asked[call["id"]]] for call in dangling.calls],
-        charges=batch["charges"] if batch else {},
-        reserved=batch.get("reserved", {}) if batch else {},
-        held_by=[
-            name
-            for name in ledger(state).get("begun_by", ())
-            if batch is None or name not in batch["passed"]
-        ],
+        calls=[[call["name"], str(call["id"]), asked[call["id"]]] for call in calls],
+        charges=batch["charges"],
+        reserved=batch.get("reserved", {}),
+        held_by=[each for each in known.get("begun_by", ()) if each not in batch["passed"]],
     )
 
 

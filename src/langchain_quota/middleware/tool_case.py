@@ -54,10 +54,13 @@ def tool_case(  # noqa: PLR0913 - what a hook knows
     if pending is None or not pending.calls:
         return None
     final = ledger(state).get("final") or ""
-    if not (every_call or final) and not any(
-        limits.of(Call("tool", call["name"])) for call in pending.calls
-    ):
-        return None
+    if not (every_call or final):
+        # Where others have charged calls of the batch, it is written down that these limits let it
+        # pass, even if all calls that they match are answered by now.
+        known = batch_of(state, pending.message.id) is not None
+        concerned = pending.message.tool_calls if known else pending.calls
+        if not any(limits.of(Call("tool", call["name"])) for call in (*pending.calls, *concerned)):
+            return None
     return ToolCase(
         state,
         runtime,
