@@ -372,8 +372,8 @@ class Plan:
         for each in terms:
             limit = each.limit
             refused = [
-                decision
-                for decision in decisions
+                (decision, charge)
+                for decision, charge in zip(decisions, self.charge_of, strict=True)
                 if any(s.refused and s.limit == limit.name for s in decision.standings)
             ]
             if refused and limit.enforce:
@@ -381,8 +381,11 @@ class Plan:
                     decision.call.amount for decision in decisions if limit.matches(decision.call)
                 )
                 counts = self._used(each, grant.used).plus(asked)
+                first, _ = refused[0]
+                # Calls that share an id have one charge, and are refused as one.
+                refusals = len({charge for _, charge in refused})
                 breaches.append(
-                    Breach(each, refused[0], len(refused), counts.thread, counts.run, counts.quotas)
+                    Breach(each, first, refusals, counts.thread, counts.run, counts.quotas)
                 )
         return tuple(breaches)
 

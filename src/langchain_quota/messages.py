@@ -41,12 +41,12 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
 
 
 def final(breaches: Sequence[Breach]) -> str:
-    """What the user reads when the run ends at limits: every limit that was hit, with counts."""
+    """What the user reads when the run ends at limits: every limit that was hit, with counts.
+
+    Never blank: providers refuse a message without text, and supervisors pass on another one.
+    """
     return " ".join(
-        reached(breach)
-        if breach.limit.message is None
-        else _own(breach.limit.message, breach.decision)
-        for breach in breaches
+        _own_final(breach.limit.message, breach.decision) or reached(breach) for breach in breaches
     )
 
 
@@ -107,6 +107,11 @@ def _unchecked(limit: Limit) -> str:
 
 def _utc(moment: datetime) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def _own_final(message: str | Callable[[Decision], str] | None, decision: Decision) -> str:
+    text = "" if message is None else _own(message, decision)
+    return text if text.strip() else ""
 
 
 def _own(message: str | Callable[[Decision], str], decision: Decision) -> str:

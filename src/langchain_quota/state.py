@@ -25,8 +25,11 @@ THREAD_MODEL = "thread_model_call_count"
 RUN_MODEL = "run_model_call_count"
 
 
-Charges = dict[str, dict[str, dict[str, int]]]
-"""Tool call id -> counter -> limit name -> amount. Limits with one counter share its count."""
+Charges = dict[str, dict[str, dict[str, dict[str, int]]]]
+"""Tool call id -> counter -> middleware -> limit name -> amount.
+
+Limits with one counter share its count. Limits of two middlewares may have one name.
+"""
 
 
 Amounts = dict[str, int]
@@ -42,7 +45,7 @@ class Batch(TypedDict):
     message: str
     charges: Charges
     passed: list[str]
-    """The names of the limits that have let the batch pass."""
+    """The names of the middlewares that have let the batch pass."""
     reserved: NotRequired[Reserved]
 
 
@@ -53,7 +56,7 @@ class Abandoned(TypedDict):
     """Their `[name, id, name before a reviewer's edit]`, in order."""
     charges: Charges
     held_by: list[str]
-    """The names of the limits of that run that had not let the batch pass."""
+    """The names of the middlewares of that run that had not let the batch pass."""
     reserved: NotRequired[Reserved]
 
 
@@ -70,16 +73,14 @@ class Ledger(TypedDict, total=False):
     """Whether the model call of this step is counted already."""
     batch: Batch | None
     """The current batch of tool calls."""
-    refusals: dict[str, int]
-    """Refusals in this run, by name of limits that give up after some."""
-    final: bool
-    """Whether the model call of this step was told that it is the last."""
+    refusals: dict[str, dict[str, int]]
+    """Refusals in this run, by middleware and name of its limits that give up after some."""
+    final: str
+    """What the run ends with if this step's model call, its last, says nothing; else empty."""
     turn: str | None
     """The id of the newest message when the run began."""
     begun_by: list[str]
     """The names of the middlewares that have begun the run."""
-    limits: list[str]
-    """The names of their limits."""
     abandoned: Abandoned | None
     trace: dict[str, str] | None
     """The first span of this run, where none was active, as the W3C's headers name it."""
@@ -163,7 +164,7 @@ NEW_RUN: Ledger = {
     "model_counted": False,
     "batch": None,
     "refusals": {},
-    "final": False,
+    "final": "",
     "trace": None,
 }
 """What a run begins with: a new budget."""
@@ -309,22 +310,24 @@ class ToolCounts:
             max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
         )
 
-    def charge(self, call_id: str, counter: str, limit: str, amount: int) -> None:
-        """Charge a call to a limit; its counter counts it once."""
+    def charge(self, call_id: str, counter: str, limit: tuple[str, str], amount: int) -> None:
+        """Charge a call to a limit, known by middleware and name; its counter counts it once."""
         before = self._charged(call_id, counter)
-        by_limit = self.charges.setdefault(call_id, {}).setdefault(counter, {})
-        by_limit[limit] = amount
+        middleware, name = limit
+        by_middleware = self.charges.setdefault(call_id, {}).setdefault(counter, {})
+        by_middleware.setdefault(middleware, {})[name] = amount
         self._add(counter, self._charged(call_id, counter) - before)
 
-    def take_back(self, call_id: str) -> dict[str, int]:
-        """Take all charges of a call back; the amounts by limit name."""
+    def take_back(self, call_id: str) -> list[tuple[str, int]]:
+        """Take all charges of a call back; each limit's name and amount."""
         self.owe(self.reserved.pop(call_id, {}).values())
-        by_counter = self.charges.pop(call_id, {})
-        amounts: dict[str, int] = {}
-        for counter, by_limit in by_counter.items():
-            self._add(counter, -max(by_limit.values()))
-            amounts |= by_limit
-        return amounts
+        taken: list[tuple[str, int]] = []
+        for counter in self.charges.get(call_id, {}):
+            self._add(counter, -self._charged(call_id, counter))
+        for by_middleware in self.charges.pop(call_id, {}).values():
+            for by_limit in by_middleware.values():
+                taken += by_limit.items()
+        return taken
 
     def owe(self, charged: Iterable[Amounts]) -> None:
         """Have a store take back what it charged, at the next occasion."""
@@ -344,7 +347,9 @@ class ToolCounts:
         return amounts
 
     def _charged(self, call_id: str, counter: str) -> int:
-        return max(self.charges.get(call_id, {}).get(counter, {}).values(), default=0)
+        by_middleware = self.charges.get(call_id, {}).get(counter, {})
+        amounts = (each for by_limit in by_middleware.values() for each in by_limit.values())
+        return max(amounts, default=0)
 
     def _add(self, counter: str, amount: int) -> None:
         self.thread[counter] = max(0, self.thread.get(counter, 0) + amount)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolCall
 from langgraph.types import interrupt
 from pydantic import BaseModel
 
@@ -14,14 +14,16 @@ from langchain_quota import (
     Outcome,
     QuotaMiddleware,
     ToolCallLimit,
+    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.messages import FINALIZED
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import CONFIG, Mode, Scene, modes, recording
+from tests.agent.rules import CONFIG, Middleware, Mode, Scene, check_history, modes, recording
 from tests.conftest import Signals
 
 LAST = "last model call"
+REACHED = "Model call limits exceeded: run limit (2/2)"
 
 
 class ProviderError(Exception):
@@ -154,10 +156,11 @@ async def test_a_last_answer_with_tool_calls(
 
     assert scene.ran == ["search"] * calls_before
     assert len(scene.model.calls) == calls_before + 1
-    assert texts(scene)[-3:] == [
+    assert texts(scene)[-4:] == [
         ("ai", "I would like to go on."),
         ("tool", FINALIZED),
         ("tool", FINALIZED),
+        ("ai", "I would like to go on."),
     ]
     assert [each.outcome for each in decisions[-2:]] == [Outcome.SKIPPED] * 2
     assert scene.metric("tool:search", "allowed") == calls_before
@@ -176,6 +179,137 @@ async def test_a_last_answer_with_tool_calls(
 
     await scene.turn()
     assert texts(scene)[-1] == ("ai", "fine")
+    scene.check()
+
+
+def search_call(call_id: str) -> ToolCall:
+    return ToolCall(name="search", args={}, id=call_id, type="tool_call")
+
+
+def last_answer(content: Any) -> AIMessage:
+    """An answer that calls a tool all the same."""
+    return AIMessage(content, tool_calls=[search_call("last")])
+
+
+@modes
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", REACHED),
+        (" \n", REACHED),
+        ([], REACHED),
+        ([{"type": "text", "text": ""}], REACHED),
+        ("So far: nothing.", "So far: nothing."),
+        (
+            [
+                {"type": "reasoning", "reasoning": "hm"},
+                {"type": "text", "text": "So far: "},
+                {"type": "text", "text": "nothing."},
+            ],
+            "So far: nothing.",
+        ),
+    ],
+)
+async def test_the_last_text(mode: Mode, content: Any, expected: str, signals: Signals) -> None:
+    """The run ends with the text of the last answer; without one, with the limit's."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], last_answer(content)],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        name="researcher",
+    )
+
+    result = await scene.turn()
+
+    last = result["messages"][-1]
+    assert (last.type, last.content, last.name) == ("ai", expected, "researcher")
+    assert last.tool_calls == []
+    assert scene.ran == ["search"]
+    check_history(result["messages"])
+
+
+@modes
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Enough for today.", "Enough for today."),
+        (lambda decision: f"{decision.refused_by[0].run_used} are enough.", "2 are enough."),
+        ("", REACHED),
+        (lambda decision: " ", REACHED),
+    ],
+    ids=["text", "function", "empty", "blank"],
+)
+async def test_the_last_text_of_the_user(
+    mode: Mode, message: Any, expected: str, signals: Signals
+) -> None:
+    """The limit's own message stands in for a missing text, but is never an empty one."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], ["search"]],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize", message=message),
+    )
+
+    result = await scene.turn()
+
+    assert result["messages"][-1].content == expected
+    scene.check()
+
+
+@modes
+async def test_the_last_text_of_several_limits(mode: Mode, signals: Signals) -> None:
+    """Every limit that would refuse another call is named."""
+    scene = scene_of(
+        mode,
+        signals,
+        [["search"], ["search"]],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize", name="run"),
+        ModelCallLimit(thread_limit=2, name="thread"),
+    )
+
+    result = await scene.turn()
+
+    assert result["messages"][-1].content == (
+        f"{REACHED} Model call limits exceeded: thread limit (2/2)"
+    )
+    scene.check()
+
+
+@modes
+@pytest.mark.parametrize("place", [0, 1])
+async def test_beside_a_drop_in(mode: Mode, place: int, signals: Signals) -> None:
+    """A limiter of tools that judges first ends the run with the same text, and charges nothing."""
+    drop_in: Middleware = ToolCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry)
+    middleware: list[Middleware] = [
+        QuotaMiddleware(
+            [ModelCallLimit(run_limit=2, exit_behavior="finalize")], telemetry=signals.telemetry
+        )
+    ]
+    middleware.insert(place, drop_in)
+    scene = Scene(mode, signals, [["search"], ["search"]], middleware)
+
+    await scene.turn()
+
+    assert texts(scene)[-2:] == [("tool", FINALIZED), ("ai", REACHED)]
+    assert scene.ran == ["search"]
+    scene.check()
+
+
+@modes
+async def test_the_same_words_each_time(mode: Mode, signals: Signals) -> None:
+    """A model that says the same with each call is not taken for a run that goes in circles."""
+    scene = scene_of(
+        mode,
+        signals,
+        [AIMessage("Searching.", tool_calls=[search_call(each)]) for each in ("a", "b", "c")],
+        ModelCallLimit(run_limit=3, exit_behavior="finalize"),
+    )
+
+    result = await scene.turn()
+
+    assert result["messages"][-1].content == "Searching."
+    assert scene.ran == ["search"] * 2
     scene.check()
 
 
@@ -268,7 +402,7 @@ async def test_a_last_call_that_fails(mode: Mode, signals: Signals) -> None:
 
     assert told(scene) == [False, True, True]
     assert scene.ran == ["search"]
-    assert texts(scene)[-1] == ("tool", FINALIZED)
+    assert texts(scene)[-2:] == [("tool", FINALIZED), ("ai", REACHED)]
     scene.check(models=2, models_in_run=2)
 
 

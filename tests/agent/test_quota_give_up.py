@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from langchain.agents.structured_output import ToolStrategy
+from langchain_core.messages import ToolCall
 from langgraph.types import interrupt
 from pydantic import BaseModel
 
@@ -157,6 +158,24 @@ async def test_limits_lose_patience_alone(mode: Mode, signals: Signals) -> None:
     assert len(scene.model.calls) == 5
     assert last_text(result) == ("'calc' tool call limit reached: run limit exceeded (1/0 calls).")
     scene.check()
+
+
+@modes
+@pytest.mark.parametrize("copies", [1, 2])
+async def test_an_id_that_is_given_twice(mode: Mode, copies: int, signals: Signals) -> None:
+    """Calls of one id are one refusal, in their batch and for the rest of the run."""
+    twin = ToolCall(name="search", args={}, id="twin", type="tool_call")
+    scene = scene_of(
+        mode,
+        signals,
+        [[twin] * copies, ["search"], ["search"], "never"],
+        ToolCallLimit("search", run_limit=0, give_up_after=3),
+    )
+
+    result = await scene.turn()
+
+    assert len(scene.model.calls) == 3
+    assert last_text(result) == f"{REACHED} (1/0 calls)."
 
 
 @modes

@@ -97,6 +97,36 @@ async def test_beside_a_drop_in(
 
 
 @modes
+@orders(2)
+async def test_beside_a_limit_of_the_same_name(mode: Mode, order: Order, signals: Signals) -> None:
+    """What an `error` of another limit of the same name stopped is taken back from the store."""
+    store = MemoryStore()
+    scene = scene_of(
+        mode,
+        signals,
+        [["search", "search"], ["search"], "done"],
+        *in_order(
+            order,
+            quota(signals, per_user("search"), store=store),
+            ToolCallLimitMiddleware[Any, Any](
+                tool_name="search",
+                run_limit=1,
+                exit_behavior="error",
+                telemetry=signals.telemetry,
+            ),
+        ),
+    )
+
+    with pytest.raises(ToolCallLimitExceededError):
+        await scene.turn()
+    await scene.turn()
+
+    assert scene.ran == ["search"]
+    assert counts(store) == {SEARCHES: 1}
+    assert scene.state()["thread_tool_call_count"] == {"search": 1}
+
+
+@modes
 async def test_a_store_that_is_down_when_it_is_owed(mode: Mode, signals: Signals) -> None:
     """What is owed waits in the thread until the store is back."""
     store = FickleStore(MemoryStore())

@@ -8,15 +8,31 @@ from langchain_core.messages import AIMessage
 
 from langchain_quota import (
     ModelCallLimitMiddleware,
+    QuotaMiddleware,
+    ToolCallLimit,
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
 )
-from tests.agent.rules import Mode, Order, Scene, check_history, in_order, modes, orders
+from tests.agent.rules import (
+    Middleware,
+    Mode,
+    Order,
+    Scene,
+    check_history,
+    in_order,
+    modes,
+    orders,
+    recording,
+)
 from tests.conftest import Signals
 
 
 class OtherToolLimit(ToolCallLimitMiddleware[Any, Any]):
     """A second limiter on an agent, told apart by its class."""
+
+
+class OtherQuota(QuotaMiddleware[Any, Any]):
+    """A second middleware of many limits on an agent, told apart by its class."""
 
 
 class OtherModelLimit(ModelCallLimitMiddleware[Any, Any]):
@@ -389,6 +405,121 @@ async def test_two_unnamed_tool_limiters_by_subclass(
     assert scene.state()["thread_tool_call_count"] == {"__all__": 4}
     assert scene.state()["langchain_quota"]["run_tools"] == {"__all__": 4}
     check_history(scene.state()["messages"])
+
+
+def two_of_one_name(signals: Signals, **options: Any) -> list[Middleware]:
+    """Two limiters whose limits have the same name, their default: `tool:search`."""
+    return [
+        ToolCallLimitMiddleware(tool_name="search", telemetry=signals.telemetry, **options),
+        QuotaMiddleware([ToolCallLimit("search", thread_limit=9)], telemetry=signals.telemetry),
+    ]
+
+
+def charged(scene: Scene) -> float:
+    """What both limits let through and have not taken back."""
+    return scene.metric("tool:search", "allowed") - scene.metric("tool:search", "refunded")
+
+
+@modes
+@orders(2)
+async def test_error_beside_a_limit_of_the_same_name(
+    mode: Mode, order: Order, signals: Signals
+) -> None:
+    """What one limiter charged before another one raised is refunded, whatever their limits' names.
+
+    The name in the metrics is the limit's own.
+    """
+    limiters = two_of_one_name(signals, run_limit=1, exit_behavior="error")
+    scene = Scene(
+        mode,
+        signals,
+        [["search", "search"], ["search"], "done"],
+        in_order(order, *limiters),
+    )
+
+    with pytest.raises(ToolCallLimitExceededError):
+        await scene.turn()
+    await scene.turn()
+
+    assert scene.ran == ["search"]
+    assert scene.state()["thread_tool_call_count"] == {"search": 1}
+    assert charged(scene) == 2
+    check_history(scene.state()["messages"])
+
+
+@modes
+@pytest.mark.parametrize("place", range(3))
+async def test_a_third_refuses_what_two_of_one_name_admit(
+    mode: Mode, place: int, signals: Signals
+) -> None:
+    """A refused call is taken back from each limiter that charged it before."""
+    limiters = two_of_one_name(signals, run_limit=9)
+    third = ToolCallLimitMiddleware[Any, Any](run_limit=0, telemetry=signals.telemetry)
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], "done"],
+        [*limiters[:place], third, *limiters[place:]],
+    )
+
+    await scene.turn()
+
+    assert scene.ran == []
+    # The last of the list judges first, and what is behind the third has charged the call.
+    assert scene.metric("tool:search", "refunded") == 2 - place
+    assert charged(scene) == 0
+    assert set(scene.state()["thread_tool_call_count"].values()) == {0}
+
+
+@modes
+@orders(2)
+async def test_two_of_one_name_after_a_crash(mode: Mode, order: Order, signals: Signals) -> None:
+    """A call that both let through, and that crashed, had started: it stays charged to both."""
+    ran: list[str] = []
+    crash: list[Exception] = [ConnectionError("tool")]
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], "done"],
+        in_order(order, *two_of_one_name(signals, run_limit=1, exit_behavior="error")),
+        tools=[recording("search", ran, lambda: raised(crash))],
+        ran=ran,
+    )
+
+    with pytest.raises(ConnectionError):
+        await scene.turn()
+    await scene.turn()
+
+    assert scene.state()["thread_tool_call_count"] == {"search": 1}
+    assert charged(scene) == 2
+
+
+def raised(errors: list[Exception]) -> None:
+    raise errors.pop()
+
+
+@modes
+@orders(2)
+async def test_two_of_one_name_give_up_alone(mode: Mode, order: Order, signals: Signals) -> None:
+    """What one limiter refuses does not use up the patience of another limit of the same name."""
+    searches, calculations = (
+        ToolCallLimit(tool, run_limit=0, give_up_after=3, name="impatient")
+        for tool in ("search", "calc")
+    )
+    scene = Scene(
+        mode,
+        signals,
+        [["search"], ["calc"], ["search"], ["calc"], ["search"], "never"],
+        in_order(
+            order,
+            QuotaMiddleware[Any, Any]([searches], telemetry=signals.telemetry),
+            OtherQuota([calculations], telemetry=signals.telemetry),
+        ),
+    )
+
+    await scene.turn()
+
+    assert len(scene.model.calls) == 5
 
 
 @modes

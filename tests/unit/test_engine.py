@@ -398,6 +398,15 @@ def test_each_breach_tells_how_often_it_refused() -> None:
     }
 
 
+def test_an_id_is_refused_once() -> None:
+    """Calls that share an id are one refusal; calls without one are one each."""
+    limit = ToolCallLimit("search", run_limit=0)
+    batch = [Call("tool", "search", call_id) for call_id in ("twin", "twin", "other", None, None)]
+    (breach,) = judge([limit], {}, batch).breaches
+    assert breach.refusals == 4
+    assert breach.decision.call == batch[0]
+
+
 TWINS = [
     Call("tool", "calc", "b"),
     Call("tool", "search", "a"),

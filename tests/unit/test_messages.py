@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -193,6 +194,17 @@ def test_an_own_text_is_used_everywhere() -> None:
 def test_an_empty_own_text_is_kept() -> None:
     """An empty text is what the user asked for, not a missing one."""
     assert refusal([ToolCallLimit(run_limit=0, message="")]) == ""
+
+
+@pytest.mark.parametrize("own", ["", " \n", lambda decision: ""])
+def test_a_blank_own_text_ends_no_run(own: Any) -> None:
+    """The last message of a run always has a text: without an own one, the default."""
+    searches = ToolCallLimit("search", run_limit=0, exit_behavior="end", message=own)
+    calls = ToolCallLimit(run_limit=0, exit_behavior="end", message="Enough.")
+    verdict = judge([searches, calls], {}, [SEARCH])
+    assert messages.final(verdict.breaches) == (
+        "'search' tool call limit reached: run limit exceeded (1/0 calls). Enough."
+    )
 
 
 def test_an_own_function_is_given_the_decision() -> None:

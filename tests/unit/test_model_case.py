@@ -61,7 +61,7 @@ def test_a_call_is_charged_when_it_is_admitted() -> None:
     case = case_of(state_of(2, Ledger(run_model=1)))
     ruling = case.rule(granted(case, thread=4))
     assert [decision.outcome for decision in ruling.decisions] == ["allowed"]
-    assert written(ruling) == {THREAD_MODEL: 5, LEDGER: Ledger(run_model=2, final=False)}
+    assert written(ruling) == {THREAD_MODEL: 5, LEDGER: Ledger(run_model=2, final="")}
 
 
 def test_without_a_store_the_states_count_holds() -> None:
@@ -100,12 +100,31 @@ def test_a_quota_raises() -> None:
 
 @pytest.mark.parametrize(
     ("kept", "final"),
-    [({"ann": 3}, False), ({"ann": 4}, True), ({"thread": 7}, False), ({"thread": 8}, True)],
+    [
+        ({"ann": 3}, ""),
+        (
+            {"ann": 4},
+            "Model call limits exceeded: user_id limit (5/5; resets at 2026-01-02T00:00:00Z)",
+        ),
+        ({"thread": 7}, ""),
+        ({"thread": 8}, "Model call limits exceeded: thread limit (9/9)"),
+    ],
 )
-def test_the_last_call_of_a_quota_is_told_so(kept: dict[str, int], final: bool) -> None:  # noqa: FBT001 - a row of the table
-    """The call that uses the user's quota, or the thread's limit, up is the final one."""
+def test_the_last_call_of_a_quota_is_told_so(kept: dict[str, int], final: str) -> None:
+    """The call that uses the user's quota, or the thread's limit, up is the final one.
+
+    What the run ends with, if that call does not end it, is what the next one would be told.
+    """
     case = case_of(state_of(), terms_of(exit_behavior="finalize"))
-    assert written(case.rule(granted(case, **kept)))[LEDGER]["final"] is final
+    assert written(case.rule(granted(case, **kept)))[LEDGER]["final"] == final
+
+
+def test_the_last_call_in_an_outage() -> None:
+    """Without the store, the last call is that of the state's counts, and names what they reach."""
+    case = case_of(state_of(8), terms_of(exit_behavior="finalize"))
+    assert written(alone(case, "allow"))[LEDGER]["final"] == (
+        "Model call limits exceeded: thread limit (9/9)"
+    )
 
 
 def test_what_is_owed_is_paid_with_the_next_call() -> None:
@@ -152,7 +171,7 @@ def test_an_outage_refuses() -> None:
 def test_an_outage_allows_what_the_state_allows() -> None:
     """Without the quota, thread and run hold by the state's counts, which go on."""
     update = written(alone(case_of(state_of(8, OWING)), "allow"))
-    assert update == {THREAD_MODEL: 9, LEDGER: Ledger(run_model=1, final=False)}
+    assert update == {THREAD_MODEL: 9, LEDGER: Ledger(run_model=1, final="")}
     assert written(alone(case_of(state_of(9)), "allow"))["jump_to"] == "end"
 
 

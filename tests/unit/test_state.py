@@ -29,8 +29,8 @@ from langchain_quota.state import (
 
 def counts_of_a_full_batch() -> ToolCounts:
     counts = ToolCounts({"search": 2}, {"search": 1}, {})
-    counts.charge("a", "search", "tool:search", 1)
-    counts.charge("a", "__all__", "tool:*", 1)
+    counts.charge("a", "search", ("Quota", "tool:search"), 1)
+    counts.charge("a", "__all__", ("Quota", "tool:*"), 1)
     return counts
 
 
@@ -72,9 +72,11 @@ def test_a_new_run_has_a_new_budget() -> None:
         run_tools={"search": 3},
         run_model=2,
         model_counted=True,
-        refusals={"tool:search": 4},
-        final=True,
-        batch=Batch(message="m", charges={"a": {"search": {"tool:search": 1}}}, passed=[]),
+        refusals={"Quota": {"tool:search": 4}},
+        final="That was all.",
+        batch=Batch(
+            message="m", charges={"a": {"search": {"Quota": {"tool:search": 1}}}}, passed=[]
+        ),
     )
     state = {LEDGER: merge_ledgers(used, NEW_RUN)}
     assert run_tools(state) == {}
@@ -128,29 +130,31 @@ def test_reading_copies() -> None:
         "thread_tool_call_count": {"search": 1},
         LEDGER: Ledger(
             run_tools={"search": 1},
-            batch=Batch(message="m", charges={"a": {"search": {"tool:search": 1}}}, passed=[]),
+            batch=Batch(
+                message="m", charges={"a": {"search": {"Quota": {"tool:search": 1}}}}, passed=[]
+            ),
         ),
     }
     before = json.dumps(state)
     counts = ToolCounts.of(state, "m")
-    counts.charge("a", "search", "other", 5)
-    counts.charge("b", "calc", "tool:calc", 1)
+    counts.charge("a", "search", ("Quota", "other"), 5)
+    counts.charge("b", "calc", ("Quota", "tool:calc"), 1)
     counts.take_back("a")
     assert json.dumps(state) == before
 
 
 def test_charges_belong_to_one_message() -> None:
     """The charges of a batch are read for its AIMessage only."""
-    charges = {"a": {"search": {"tool:search": 1}}}
-    state = {LEDGER: Ledger(batch=Batch(message="m", charges=charges, passed=["tool:search"]))}
+    charges = {"a": {"search": {"Quota": {"tool:search": 1}}}}
+    state = {LEDGER: Ledger(batch=Batch(message="m", charges=charges, passed=["Quota"]))}
     assert ToolCounts.of(state, "m").charges == charges
     assert ToolCounts.of(state, "other").charges == {}
     assert ToolCounts.of(state, None).charges == {}
 
 
 def test_a_batch_is_known_by_its_message() -> None:
-    """What is known of a batch, which limits have let it pass too, is read for its message only."""
-    batch = Batch(message="m", charges={}, passed=["tool:search"])
+    """What is known of a batch, and who has let it pass, is read for its message only."""
+    batch = Batch(message="m", charges={}, passed=["Quota"])
     state = {LEDGER: Ledger(batch=batch)}
     assert batch_of(state, "m") == batch
     assert batch_of(state, "other") is None
@@ -161,7 +165,7 @@ def test_a_batch_is_known_by_its_message() -> None:
 
 def test_messages_without_an_id_share_no_charges() -> None:
     """A batch of a message without an id is not taken for that of another one."""
-    batch = Batch(message="", charges={"a": {"search": {"tool:search": 1}}}, passed=[])
+    batch = Batch(message="", charges={"a": {"search": {"Quota": {"tool:search": 1}}}}, passed=[])
     assert ToolCounts.of({LEDGER: Ledger(batch=batch)}, None).charges == {}
     assert batch_of({LEDGER: Ledger(batch=batch)}, None) is None
 
@@ -176,27 +180,37 @@ def test_a_charge_counts_in_thread_and_run() -> None:
 def test_two_limits_on_one_counter_count_a_call_once() -> None:
     """Two stacked limiters of one tool charge the call to both limits and count it once."""
     counts = ToolCounts({}, {}, {})
-    counts.charge("a", "search", "soft", 1)
-    counts.charge("a", "search", "hard", 1)
+    counts.charge("a", "search", ("Quota", "soft"), 1)
+    counts.charge("a", "search", ("Quota", "hard"), 1)
     assert counts.thread == {"search": 1}
-    assert counts.charges == {"a": {"search": {"soft": 1, "hard": 1}}}
-    assert counts.take_back("a") == {"soft": 1, "hard": 1}
+    assert counts.charges == {"a": {"search": {"Quota": {"soft": 1, "hard": 1}}}}
+    assert counts.take_back("a") == [("soft", 1), ("hard", 1)]
     assert counts.thread == {"search": 0}
     assert counts.run == {"search": 0}
+
+
+def test_limits_of_one_name_are_told_apart_by_their_middlewares() -> None:
+    """Two middlewares whose limits have one name each have their charge, and their refund."""
+    counts = ToolCounts({}, {}, {})
+    counts.charge("a", "search", ("Quota", "tool:search"), 1)
+    counts.charge("a", "search", ("Other", "tool:search"), 1)
+    assert counts.thread == {"search": 1}
+    assert counts.take_back("a") == [("tool:search", 1), ("tool:search", 1)]
+    assert counts.thread == {"search": 0}
 
 
 def test_charging_again_charges_once() -> None:
     """A re-run hook that charges the same call to the same limit changes nothing."""
     counts = ToolCounts({}, {}, {})
-    counts.charge("a", "search", "tool:search", 2)
-    counts.charge("a", "search", "tool:search", 2)
+    counts.charge("a", "search", ("Quota", "tool:search"), 2)
+    counts.charge("a", "search", ("Quota", "tool:search"), 2)
     assert counts.thread == {"search": 2}
 
 
 def test_taking_back_undoes_every_charge_of_a_call() -> None:
     """A refund covers all limits and counters of the call, and is told by limit."""
     counts = counts_of_a_full_batch()
-    assert counts.take_back("a") == {"tool:search": 1, "tool:*": 1}
+    assert counts.take_back("a") == [("tool:search", 1), ("tool:*", 1)]
     assert counts.thread == {"search": 2, "__all__": 0}
     assert counts.run == {"search": 1, "__all__": 0}
     assert counts.charges == {}
@@ -206,8 +220,8 @@ def test_taking_back_twice_takes_back_once() -> None:
     """A call without charges, or one refunded already, is refunded nothing."""
     counts = counts_of_a_full_batch()
     counts.take_back("a")
-    assert counts.take_back("a") == {}
-    assert counts.take_back("never charged") == {}
+    assert counts.take_back("a") == []
+    assert counts.take_back("never charged") == []
     assert counts.thread == {"search": 2, "__all__": 0}
 
 
@@ -222,7 +236,7 @@ def test_used_leaves_out_the_calls_that_are_judged() -> None:
 
 def test_counts_that_were_reset_stay_at_0() -> None:
     """After counts are reset from outside, refunds and reads of old charges go no lower than 0."""
-    counts = ToolCounts({}, {}, {"a": {"search": {"tool:search": 1}}})
+    counts = ToolCounts({}, {}, {"a": {"search": {"Quota": {"tool:search": 1}}}})
     assert counts.used("search", ["a"]) == Used(0, 0)
     counts.take_back("a")
     assert counts.thread == {"search": 0}
@@ -248,7 +262,7 @@ def test_counts_equal_what_is_charged(operations: list[tuple[str, tuple[str, str
             charged.pop(call_id, None)
         else:
             counter, limit = charge
-            counts.charge(call_id, counter, limit, 1)
+            counts.charge(call_id, counter, ("Quota", limit), 1)
             charged.setdefault(call_id, set()).add(counter)
     expected = Counter(counter for counters in charged.values() for counter in counters)
     for counter in ("search", "__all__"):
@@ -264,21 +278,21 @@ def test_the_ledger_is_plain_json() -> None:
         run_tools=counts.run,
         run_model=1,
         model_counted=False,
-        refusals={"tool:search": 1},
-        final=False,
+        refusals={"Quota": {"tool:search": 1}},
+        final="That was all.",
         turn="m",
-        limits=["tool:search"],
+        begun_by=["Quota"],
         batch=Batch(
             message="m",
             charges=counts.charges,
-            passed=["tool:search"],
+            passed=["Quota"],
             reserved={"a": {"QuotaMiddleware": {"search:user_id:ann": 1}}},
         ),
         owed={"refund": {"search:user_id:ann": 1}},
         abandoned=Abandoned(
             calls=[["search", "a", "search"]],
             charges=counts.charges,
-            held_by=["tool:search"],
+            held_by=["Other"],
         ),
     )
     for value in (written, dict(NEW_RUN), counts.thread):
@@ -290,7 +304,7 @@ def reserved_counts() -> ToolCounts:
     return ToolCounts(
         {"search": 2},
         {"search": 2},
-        {"a": {"search": {"tool:search": 1}}, "b": {"search": {"tool:search": 1}}},
+        {call_id: {"search": {"Quota": {"tool:search": 1}}} for call_id in ("a", "b")},
         {
             "a": {"Quota": {"user": 1, "all": 1}, "Other": {"tenant": 1}},
             "b": {"Quota": {"user": 1}},
@@ -354,7 +368,7 @@ def test_reading_copies_what_a_store_charged() -> None:
     """What a hook renews or takes back does not change the state that it was given."""
     batch = Batch(
         message="m",
-        charges={"a": {"search": {"tool:search": 1}}},
+        charges={"a": {"search": {"Quota": {"tool:search": 1}}}},
         passed=[],
         reserved={"a": {"Quota": {"user": 1}, "Other": {"user": 1}}},
     )

@@ -56,16 +56,18 @@ FORBIDDEN = ToolCallLimit("search", run_limit=0, give_up_after=3)
 def test_refusals_are_counted_over_a_run() -> None:
     """Below the number of refusals the run goes on, and what was refused is remembered."""
     first = written(rule(state_of("search"), FORBIDDEN))
-    assert first[LEDGER]["refusals"] == {"tool:search": 1}
+    assert first[LEDGER]["refusals"] == {"QuotaMiddleware": {"tool:search": 1}}
     assert "jump_to" not in first
     second = written(rule(state_of("search", **{LEDGER: first[LEDGER]}), FORBIDDEN))
-    assert second[LEDGER]["refusals"] == {"tool:search": 2}
+    assert second[LEDGER]["refusals"] == {"QuotaMiddleware": {"tool:search": 2}}
     assert "jump_to" not in second
 
 
 def test_the_run_ends_at_the_last_refusal_allowed() -> None:
     """The batch that reaches the number is stopped: refused, skipped, and charged to nobody."""
-    state = state_of("calc", "search", **{LEDGER: Ledger(refusals={"tool:search": 2})})
+    state = state_of(
+        "calc", "search", **{LEDGER: Ledger(refusals={"QuotaMiddleware": {"tool:search": 2}})}
+    )
     ruling = rule(state, FORBIDDEN, ToolCallLimit("calc", run_limit=9))
     assert outcomes(ruling) == ["skipped", "blocked"]
     update = written(ruling)
@@ -91,9 +93,11 @@ def test_one_batch_can_be_enough() -> None:
 def test_each_limit_gives_up_on_its_own() -> None:
     """The refusals of one limit are not those of another."""
     other = ToolCallLimit("calc", run_limit=0, give_up_after=3)
-    state = state_of("calc", "search", **{LEDGER: Ledger(refusals={"tool:search": 1})})
+    state = state_of(
+        "calc", "search", **{LEDGER: Ledger(refusals={"QuotaMiddleware": {"tool:search": 1}})}
+    )
     update = written(rule(state, FORBIDDEN, other))
-    assert update[LEDGER]["refusals"] == {"tool:search": 2, "tool:calc": 1}
+    assert update[LEDGER]["refusals"] == {"QuotaMiddleware": {"tool:search": 2, "tool:calc": 1}}
     assert "jump_to" not in update
 
 
@@ -115,7 +119,9 @@ def test_what_is_allowed_is_no_refusal() -> None:
 
 def test_giving_up_does_not_stop_a_delivered_response() -> None:
     """Where the batch has delivered the structured response, the refusal only refuses."""
-    state = state_of("search", "Weather", **{LEDGER: Ledger(refusals={"tool:search": 2})})
+    state = state_of(
+        "search", "Weather", **{LEDGER: Ledger(refusals={"QuotaMiddleware": {"tool:search": 2}})}
+    )
     state["messages"].append(ToolMessage("ok", tool_call_id="call-1"))
     state["structured_response"] = {"degrees": 12}
     update = written(rule(state, FORBIDDEN))
@@ -125,7 +131,7 @@ def test_giving_up_does_not_stop_a_delivered_response() -> None:
 
 def test_the_last_calls_tools_do_not_run() -> None:
     """What the last admitted model call asks for is answered, not run, not charged; it ends."""
-    state = state_of("search", "calc", **{LEDGER: Ledger(final=True)})
+    state = state_of("search", "calc", **{LEDGER: Ledger(final="That was all.")})
     ruling = rule(state, ToolCallLimit(run_limit=9))
     assert outcomes(ruling) == ["skipped", "skipped"]
     update = written(ruling)
@@ -402,6 +408,6 @@ def test_twins_are_reserved_by_their_id() -> None:
 
 def test_the_last_calls_tools_ask_no_store() -> None:
     """Calls that do not run whatever the counts are charge nothing anywhere."""
-    case = shared_case(state_of("search", **{LEDGER: Ledger(final=True)}))
+    case = shared_case(state_of("search", **{LEDGER: Ledger(final="That was all.")}))
     assert not case.plan.reservation.shared
     assert outcomes(case.rule(case.plan.own_grant())) == ["skipped"]

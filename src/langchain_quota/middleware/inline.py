@@ -252,7 +252,14 @@ class _Step:
         # When the step runs again, the model may call other tools.
         digest = sha256("\n".join(calls).encode(errors="backslashreplace")).hexdigest()
         judge = f"{self._middleware}.tools.{digest}"
-        return tool_case(self.state, self._given.runtime, limits, judge=judge, every_call=True)
+        return tool_case(
+            self.state,
+            self._given.runtime,
+            limits,
+            judge=judge,
+            every_call=True,
+            middleware=self._middleware,
+        )
 
     def response(self) -> ExtendedModelResponse[Any]:
         """What the model node makes of it."""
@@ -273,6 +280,9 @@ class _Step:
             ToolCallLimitExceededError: It refuses tool calls.
         """
         if "jump_to" not in update:
+            return
+        if self._messages and ledger(self.state).get("final"):
+            # The last call of its budget is not made for ever, whatever it says.
             return
         state: Mapping[str, Any] = self._given.state
         text = update["messages"][-1].content

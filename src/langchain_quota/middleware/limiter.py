@@ -177,12 +177,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             # Older versions of LangChain keep that of an earlier turn.
             update["structured_response"] = None
         before: Ledger = known if begun else {}
-        own = [limit.name for limit in self._limits]
         update[LEDGER] = {
             **NEW_RUN,
             "turn": known.get("turn") if begun else history[-1].id if history else None,
             "begun_by": [*before.get("begun_by", ()), self.name],
-            "limits": [*before.get("limits", ()), *own],
             "model_mode": self._checked_mode(before.get("model_mode")),
             "abandoned": abandoned,
             "owed": owed,
@@ -211,10 +209,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         A limit that raised, or that a review kept the calls from, has not let them pass.
         """
         calls = [(Call("tool", name), Call("tool", asked)) for name, _, asked in abandoned["calls"]]
-        return any(
-            limit.name in abandoned["held_by"]
-            and any(limit.matches(call) and limit.matches(asked) for call, asked in calls)
+        return self.name in abandoned["held_by"] and any(
+            limit.matches(call) and limit.matches(asked)
             for limit in self._limits
+            for call, asked in calls
         )
 
     def _conclude(self, ruling: Ruling | None) -> Update | None:
@@ -287,7 +285,7 @@ def _abandoned(dangling: DanglingCalls, state: Mapping[str, Any]) -> Abandoned:
         reserved=batch.get("reserved", {}) if batch else {},
         held_by=[
             name
-            for name in ledger(state).get("limits", ())
+            for name in ledger(state).get("begun_by", ())
             if batch is None or name not in batch["passed"]
         ],
     )
@@ -297,6 +295,6 @@ def _refunds(counts: ToolCounts, abandoned: Abandoned, caller: Origin) -> list[R
     return [
         Refund(Call("tool", name, call_id, amount, caller.agent, caller.thread_id), limit)
         for name, call_id, _ in abandoned["calls"]
-        for limit, amount in counts.take_back(call_id).items()
+        for limit, amount in counts.take_back(call_id)
         if limit
     ]

@@ -1,6 +1,7 @@
 """The model call that is about to be made: from the state to what is decided and written."""
 
 from collections.abc import Mapping
+from operator import add
 from typing import Any
 
 from langchain_core.messages import AIMessage
@@ -14,7 +15,7 @@ from langchain_quota.middleware.case import Case
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.origin import origin
 from langchain_quota.middleware.rulings import Ruling, Update
-from langchain_quota.reservation import Grant, Settlement
+from langchain_quota.reservation import Grant, Settlement, admit
 from langchain_quota.state import LEDGER, THREAD_MODEL, Ledger, ledger, run_model, thread_model
 
 
@@ -64,10 +65,18 @@ class ModelCase(Case):
         if not charging or not self._limits.terms:
             return self._ruling(decisions)
         used = verdict.usage[MODEL]
-        written = Ledger(run_model=used.run, final=_is_last(decisions[0]))
+        final = self._next_refusal(grant) if _is_last(decisions[0]) else ""
+        written = Ledger(run_model=used.run, final=final)
         if self.shared and self._owed:
             written["owed"] = {}
         return self._ruling(decisions, update={THREAD_MODEL: used.thread, LEDGER: written})
+
+    def _next_refusal(self, grant: Grant | None) -> str:
+        """What the user would read of one more call."""
+        asked = self.plan.reservation
+        given = self.plan.own_grant() if grant is None else grant
+        used = map(add, given.used, given.charged(asked))
+        return messages.final(self.plan.verdict(admit(asked, tuple(used))).breaches)
 
     def _planned(self, outage: Outage | None) -> Plan:
         settlements = (

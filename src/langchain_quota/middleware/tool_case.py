@@ -31,8 +31,14 @@ from langchain_quota.state import (
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 
 
-def tool_case(
-    state: Mapping[str, Any], runtime: Any, limits: Limits, *, judge: str, every_call: bool
+def tool_case(  # noqa: PLR0913 - what a hook knows
+    state: Mapping[str, Any],
+    runtime: Any,
+    limits: Limits,
+    *,
+    judge: str,
+    every_call: bool,
+    middleware: str | None = None,
 ) -> "ToolCase | None":
     """The tool calls that wait for an answer; `None` if there is nothing to judge.
 
@@ -40,19 +46,27 @@ def tool_case(
         state: The agent's state.
         runtime: The hook's runtime.
         limits: The limits for tool calls.
-        judge: The name of the middleware.
+        judge: The name of the middleware, or of one of its tasks in a step.
         every_call: Whether calls that match no limit are decided (as allowed), too.
+        middleware: The name of the middleware, where `judge` is that of a task.
     """
     pending = pending_calls(state)
     if pending is None or not pending.calls:
         return None
-    final = bool(ledger(state).get("final"))
+    final = ledger(state).get("final") or ""
     if not (every_call or final) and not any(
         limits.of(Call("tool", call["name"])) for call in pending.calls
     ):
         return None
     return ToolCase(
-        state, runtime, limits, pending, judge=judge, every_call=every_call, final=final
+        state,
+        runtime,
+        limits,
+        pending,
+        judge=judge,
+        middleware=judge if middleware is None else middleware,
+        every_call=every_call,
+        final=final,
     )
 
 
@@ -64,9 +78,11 @@ class ToolCase(Case):
         runtime: The hook's runtime.
         limits: The limits for tool calls.
         pending: The calls.
-        judge: The name of the middleware.
+        judge: The name of the middleware, or of one of its tasks in a step.
+        middleware: The name of the middleware.
         every_call: Whether calls that match no limit are decided (as allowed), too.
-        final: Whether they were made by the last model call of its budget.
+        final: What the run ends with, if they were made by the last model call of its budget;
+            the text of their message goes before.
     """
 
     def __init__(  # noqa: PLR0913 - what a hook knows
@@ -77,13 +93,16 @@ class ToolCase(Case):
         pending: PendingCalls,
         *,
         judge: str,
+        middleware: str,
         every_call: bool,
-        final: bool,
+        final: str,
     ) -> None:
+        self._middleware = middleware
+        self._message = pending.message
         self._message_id = pending.message.id
         # Where the structured response is there, the run ends anyway.
         self._may_stop = not pending.structured
-        self._refusals = ledger(state).get("refusals")
+        self._refusals = (ledger(state).get("refusals") or {}).get(middleware, {})
         self._every_call = every_call
         caller = origin(runtime, model_name=pending.message.name)
         self._calls = [
@@ -117,7 +136,7 @@ class ToolCase(Case):
             counts.owed.clear()
         else:
             counts.owe(renewed.values())
-        refunds = _settle(counts, self._limits.counters, decisions)
+        refunds = _settle(counts, self._middleware, self._limits.counters, decisions)
         if grant is not None:
             self._mirror(counts, verdict, grant)
         update = _counts_update(self._state, self._limits, self._matched, counts)
@@ -164,11 +183,13 @@ class ToolCase(Case):
 
     def _finalized(self) -> Ruling:
         decisions = tuple(Decision(call, Outcome.SKIPPED) for call in self._calls)
-        update: Update = {
-            "messages": _answers(decisions, self._limits.terms, messages.FINALIZED),
-            "jump_to": "end",
-        }
-        return self._ruling(decisions, update=update)
+        answers = _answers(decisions, self._limits.terms, messages.FINALIZED)
+        # Where the structured response is there, the run has its answer.
+        if self._may_stop:
+            text = str(self._message.text)
+            final = text if text.strip() else self._final
+            answers.append(AIMessage(content=final, name=self._message.name))
+        return self._ruling(decisions, update={"messages": answers, "jump_to": "end"})
 
     def _all_decisions(self, verdict: Verdict) -> tuple[Decision, ...]:
         """The decisions; of a stopped batch also those about calls that no limit matches."""
@@ -218,27 +239,31 @@ class ToolCase(Case):
     def _ledger(self, counts: ToolCounts, verdict: Verdict) -> Ledger:
         known = ledger(self._state)
         batch = batch_of(self._state, self._message_id)
-        passed = [*(batch["passed"] if batch else ()), *self._limits.counters]
-        judged = Batch(message=self._message_id or "", charges=counts.charges, passed=passed)
+        passed = {*(batch["passed"] if batch else ()), self._middleware}
+        judged = Batch(
+            message=self._message_id or "", charges=counts.charges, passed=sorted(passed)
+        )
         if counts.reserved:
             judged["reserved"] = counts.reserved
         written = Ledger(
             run_tools=counts.run,
             batch=judged,
-            refusals=_refusals(known.get("refusals") or {}, verdict),
+            refusals=_refusals(known.get("refusals") or {}, self._middleware, verdict),
         )
         if counts.owed != (known.get("owed") or {}):
             written["owed"] = counts.owed
         return written
 
 
-def _refusals(known: Mapping[str, int], verdict: Verdict) -> dict[str, int]:
+def _refusals(
+    known: Mapping[str, Mapping[str, int]], middleware: str, verdict: Verdict
+) -> dict[str, dict[str, int]]:
     """How often each limit that gives up after some has refused in this run."""
-    refusals = dict(known)
+    refusals = {each: dict(by_limit) for each, by_limit in known.items()}
     for breach in verdict.breaches:
         if breach.limit.give_up_after is not None:
-            name = breach.limit.name
-            refusals[name] = refusals.get(name, 0) + breach.refusals
+            own = refusals.setdefault(middleware, {})
+            own[breach.limit.name] = own.get(breach.limit.name, 0) + breach.refusals
     return refusals
 
 
@@ -276,7 +301,10 @@ def _tool_error(verdict: Verdict, others: Sequence[Call]) -> Exception | None:
 
 
 def _settle(
-    counts: ToolCounts, counters: Mapping[str, str], decisions: Sequence[Decision]
+    counts: ToolCounts,
+    middleware: str,
+    counters: Mapping[str, str],
+    decisions: Sequence[Decision],
 ) -> tuple[Refund, ...]:
     """Charge what is let through; take back what other limiters charged for what is not."""
     refunds: list[Refund] = []
@@ -287,7 +315,7 @@ def _settle(
         if decision.outcome in _NOT_RUN:
             refunds += [
                 Refund(replace(call, amount=amount), limit)
-                for limit, amount in counts.take_back(call_id).items()
+                for limit, amount in counts.take_back(call_id)
             ]
             continue
         # What runs is counted even where a limit that is not enforced refuses it; but it is not
@@ -300,7 +328,7 @@ def _settle(
             key = call_id, counter, name
             amounts[key] = amounts.get(key, 0) + call.amount
     for (call_id, counter, name), amount in amounts.items():
-        counts.charge(call_id, counter, name, amount)
+        counts.charge(call_id, counter, (middleware, name), amount)
     return tuple(refund for refund in refunds if refund.limit)
 
 
