@@ -45,7 +45,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
 from tests.agent.rules import CONFIG, Mode, Scene, check_history
-from tests.agent.test_properties import Batch, ProviderError, TurnPlan, Unknown, World
+from tests.agent.test_properties import WORLD, Batch, ProviderError, TurnPlan, Unknown, World
 from tests.conftest import Signals, needs_inline
 
 pytestmark = needs_inline
@@ -147,6 +147,7 @@ def test_four_rules(scenario: Scenario) -> None:
 
 async def _play(scenario: Scenario) -> None:
     world, admitted, crashing = World(), Admitted(), Crashing()
+    WORLD.set(world)
     crashing.crashes = list(scenario.crashes)
     registry = CollectorRegistry()
     telemetry = Telemetry(registry=registry, spans="off")
@@ -156,7 +157,7 @@ async def _play(scenario: Scenario) -> None:
     model = ScriptedChatModel(script=world.answer)
     agent: Any = create_agent(
         model,
-        four_rules._tools(world),
+        four_rules.REAL_TOOLS,
         middleware=[quota, crashing, *_review(scenario), Unknown(world.start)],
         checkpointer=InMemorySaver(),
     )

@@ -11,6 +11,7 @@ early. Runs are cut off.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -127,6 +128,41 @@ class World:
                 return
 
 
+WORLD: ContextVar[World] = ContextVar("WORLD")
+"""Where the tools run."""
+CallId = Annotated[str, InjectedToolCallId]
+
+
+@tool
+def search(call_id: CallId, config: RunnableConfig) -> str:
+    """Search."""
+    WORLD.get().start("search", call_id, config)
+    return "found"
+
+
+@tool
+async def calc(call_id: CallId, config: RunnableConfig) -> str:
+    """Calculate."""
+    return calc_now(call_id, config)
+
+
+@tool
+def ask(call_id: CallId, config: RunnableConfig) -> str:
+    """Ask a human."""
+    WORLD.get().start("ask", call_id, config)
+    return str(interrupt("what?"))
+
+
+def calc_now(call_id: CallId, config: RunnableConfig) -> str:
+    WORLD.get().start("calc", call_id, config)
+    return "42"
+
+
+calc.func = calc_now
+REAL_TOOLS = [search, calc, ask]
+"""Made once: to make a tool takes as long as to run an agent."""
+
+
 class Unknown(AgentMiddleware[Any, Any, Any]):
     """Notes the calls of tools that do not exist, which LangChain itself answers."""
 
@@ -241,6 +277,7 @@ def test_four_rules_of_a_quota(scenario: Scenario) -> None:
 
 async def _play(scenario: Scenario) -> None:
     world = World()
+    WORLD.set(world)
     registry = CollectorRegistry()
     telemetry = Telemetry(registry=registry, spans="off")
     model = ScriptedChatModel(script=world.answer)
@@ -250,7 +287,7 @@ async def _play(scenario: Scenario) -> None:
     )
     agent: Any = create_agent(
         model,
-        _tools(world),
+        REAL_TOOLS,
         middleware=[*limiters, *review, Unknown(world.start)],
         checkpointer=InMemorySaver(),
     )
@@ -311,33 +348,6 @@ def _drop_in(limit: Limit, telemetry: Telemetry) -> Any:
         return ModelCallLimitMiddleware(**options)
     tool_name: Any = limit.tool_name
     return ToolCallLimitMiddleware(tool_name=tool_name, **options)
-
-
-def _tools(world: World) -> list[Any]:
-    @tool
-    def search(call_id: Annotated[str, InjectedToolCallId], config: RunnableConfig) -> str:
-        """Search."""
-        world.start("search", call_id, config)
-        return "found"
-
-    @tool
-    async def calc(call_id: Annotated[str, InjectedToolCallId], config: RunnableConfig) -> str:
-        """Calculate."""
-        world.start("calc", call_id, config)
-        return "42"
-
-    @tool
-    def ask(call_id: Annotated[str, InjectedToolCallId], config: RunnableConfig) -> str:
-        """Ask a human."""
-        world.start("ask", call_id, config)
-        return str(interrupt("what?"))
-
-    def calc_now(call_id: Annotated[str, InjectedToolCallId], config: RunnableConfig) -> str:
-        world.start("calc", call_id, config)
-        return "42"
-
-    calc.func = calc_now
-    return [search, calc, ask]
 
 
 def _resume(interrupts: Sequence[Any], people: list[str]) -> Command[Any] | None:
