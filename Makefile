@@ -43,11 +43,9 @@ langgraph-server: .venv-langgraph/.server ## Install LangGraph's own server, whi
 docker-test: ## Build the service's image and try it, if there is a Docker engine; BASE_IMAGE=….
 	@DOCKER=$(DOCKER) BASE_IMAGE=$(BASE_IMAGE) bash docker/test.sh $(ARGS)
 
-dashboards: $(VENV)/.develop ## Generate the Grafana dashboards and the alert rules anew.
+dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's alert rules anew.
 	@$(BIN)/python -m dashboards.build
 	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus --force
-	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus/tests --per-thread-alerts --force
-	@$(BIN)/langchain-quota export alertmanager --to dashboards/alertmanager --force
 
 bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
 	@$(BIN)/python -m tests.benchmarks $(ARGS)

@@ -39,6 +39,7 @@ from dashboards.queries import (
     quantile,
     scrape_duration,
     select,
+    store_share,
     thread_link,
     traces_link,
     with_traced,
@@ -374,8 +375,18 @@ def _health(board: Dashboard) -> None:
         )
     )
     board.with_panel(
+        timeseries(
+            Place(22, 8, 7),
+            "Stores in memory",
+            "The share of a store in memory that is taken by counts which make no room for others. "
+            "At 100% calls that need another count are decided without it. No data: none is used.",
+            [Query(store_share(), "{{job}} {{instance}}")],
+            unit="percentunit",
+        )
+    )
+    board.with_panel(
         table(
-            Place(21, 24, 7),
+            Place(21, 16, 7),
             "Processes",
             "The processes that are scraped, and their version of langchain-quota.",
             [

@@ -31,6 +31,8 @@ THREAD_BLOCKED = "langchain_quota_thread_blocked_total"
 THREAD_SEEN = "langchain_quota_thread_last_decision_timestamp_seconds"
 HIDDEN = "langchain_quota_threads_hidden"
 STORE = "langchain_quota_store_seconds"
+STORE_KEYS = "langchain_quota_store_keys"
+STORE_MAX_KEYS = "langchain_quota_store_max_keys"
 FALLBACKS = "langchain_quota_store_fallbacks_total"
 ERRORS = "langchain_quota_errors_total"
 BUILD = "langchain_quota_build_info"
@@ -73,6 +75,13 @@ def quantile(share: float) -> str:
     """A quantile of the time that operations of the shared store took."""
     buckets = select(f"{STORE}_bucket")
     return f"histogram_quantile({share}, sum by (le, operation) (rate({buckets}[{settings.RATE}])))"
+
+
+def store_share() -> str:
+    """How much of a store in memory is taken by counts that make no room for others."""
+    kept = select(STORE_KEYS, 'droppable="false"')
+    share = f"{kept} / ignoring (droppable) {select(STORE_MAX_KEYS)}"
+    return f"max by (job, instance) ({share})"
 
 
 def scrape_duration() -> str:

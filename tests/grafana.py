@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_quota.monitoring.grafana import dashboards
+from langchain_quota.monitoring.exports import dashboards
 
 Values = Mapping[str, str | list[str]]
 """What is chosen for each variable: a list where several can be, `ALL` for all."""

@@ -398,6 +398,7 @@ class _Draft:
     used: int
     expires_at: float | None
     caps: list[Cap] = field(default_factory=list)
+    mirrored: bool = False
 
 
 class _Slots:
@@ -415,15 +416,20 @@ class _Slots:
             scopes = self.by_scope.setdefault(counter, {})
             if outage == "deny" and each.shared:
                 self._cap(each, STORE, f"{STORE}/{each.limit.name}", -1)
-            key = each.thread_key if outage is None else None
-            self._cap(each, THREAD, THREAD, each.thread_limit, key=key, used=used.thread)
-            self._cap(each, RUN, RUN, each.run_limit, used=used.run)
+            thread_key, run_key = (
+                (each.thread_key, each.run_key) if outage is None else (None, None)
+            )
+            self._cap(each, THREAD, THREAD, each.thread_limit, key=thread_key, used=used.thread)
+            self._drafts[self._by_name[counter, THREAD]].mirrored = each.remembers
+            self._cap(each, RUN, RUN, each.run_limit, key=run_key, used=used.run)
+            # The state has it as long as the run goes on.
+            self._drafts[self._by_name[counter, RUN]].mirrored = True
             scopes["", THREAD] = self._by_name[counter, THREAD]
             scopes["", RUN] = self._by_name[counter, RUN]
             for quota in each.quotas if outage is None else ():
                 ends = None if quota.resets_at is None else quota.resets_at.timestamp()
                 # What a thread has used in all is one count, whichever limit asks.
-                name = THREAD if quota.per_thread and ends is None else quota.key
+                name = THREAD if quota.is_threads else quota.key
                 self._cap(each, quota.scope, name, quota.limit, key=quota.key, expires_at=ends)
 
     def __len__(self) -> int:
@@ -432,7 +438,8 @@ class _Slots:
     def made(self) -> tuple[Slot, ...]:
         """The slots."""
         return tuple(
-            Slot(each.key, each.used, each.expires_at, tuple(each.caps)) for each in self._drafts
+            Slot(each.key, each.used, each.expires_at, tuple(each.caps), each.mirrored)
+            for each in self._drafts
         )
 
     def _cap(  # noqa: PLR0913 - one value for each part of a slot

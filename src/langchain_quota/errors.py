@@ -1,8 +1,14 @@
 """The exceptions and warnings. An `except` written for LangChain's limiters catches ours."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from langchain.agents.middleware import model_call_limit, tool_call_limit
 
 from langchain_quota.decision import Decision
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
+Copying = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
@@ -40,6 +46,9 @@ class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
         if message is not None:
             self.args = (message,)
         self.decision = decision
+
+    def __reduce__(self) -> Copying:
+        return _copied, (type(self), self.args), vars(self)
 
 
 class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
@@ -82,6 +91,9 @@ class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
         if message is not None:
             self.args = (message,)
         self.decision = decision
+
+    def __reduce__(self) -> Copying:
+        return _copied, (type(self), self.args), vars(self)
 
 
 class QuotaWarning(UserWarning):
@@ -127,3 +139,12 @@ class QuotaStoreError(Exception):
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
         self.timed_out = timed_out
+
+
+def _copied(kind: type[ErrorT], args: tuple[Any, ...]) -> ErrorT:
+    """An exception with its text, made without `__init__`, which makes the text from other things.
+
+    Its attributes are set by who copies it. As `Exception` has it, `__init__` would be given the
+    text alone.
+    """
+    return kind.__new__(kind, *args)

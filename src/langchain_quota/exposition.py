@@ -6,19 +6,23 @@ import logging
 import os
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, Self
 
-from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, start_http_server
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import RestrictedRegistry
-
-from langchain_quota.telemetry.multiprocess import (
-    WorkerTables,
-    multiprocess_directory,
-    unusable,
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Metric,
+    make_asgi_app,
+    start_http_server,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector, RestrictedRegistry
+
+from langchain_quota.telemetry import usage_of
+from langchain_quota.telemetry.multiprocess import FILE, multiprocess_directory, unusable
+from langchain_quota.telemetry.usage import UsageTable, families, told_by_others
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -34,26 +38,59 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
+class _WorkersUsage(Collector):
+    """What the subjects of all workers have used, also where this process decides nothing itself.
+
+    Args:
+        registry: That of the telemetry of this process, now or later.
+        directory: Where the workers meet.
+    """
+
+    def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
+        self._registry = registry
+        self._path = directory / FILE
+        self._table: UsageTable | None = None
+
+    def describe(self) -> Iterator[Metric]:
+        """The families without samples."""
+        return iter(families().values())
+
+    def collect(self) -> Iterator[Metric]:
+        """Render what all workers know, as the settings of this one say, else of another."""
+        table = usage_of(self._registry) or self._table
+        if table is None:
+            try:
+                table = self._table = told_by_others(self._path, _log)
+            except Exception as error:  # noqa: BLE001 - the scrape goes on
+                _log(error)
+        return iter(()) if table is None else table.collect()
+
+
+def _log(error: Exception) -> None:
+    """Tell of an error where no telemetry counts errors yet."""
+    logger.error("what other workers know cannot be read", exc_info=error)
+
+
 class _WorkersRegistry(CollectorRegistry):
     """The metrics of all workers that share a directory.
 
     Args:
-        tables: What prometheus_client cannot merge.
+        usage: What prometheus_client cannot merge.
         directory: The directory.
     """
 
     def __init__(
-        self, tables: WorkerTables, directory: Path, *, auto_describe: bool = False
+        self, usage: _WorkersUsage, directory: Path, *, auto_describe: bool = False
     ) -> None:
         super().__init__(auto_describe=auto_describe)
         MultiProcessCollector(self, str(directory))  # type: ignore[no-untyped-call]  # so there
-        self.register(tables)
-        self._tables = tables
+        self.register(usage)
+        self._usage = usage
         self._directory = directory
 
     def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
         """Only the metrics named; which there are changes, so they are looked up each time."""
-        now = _WorkersRegistry(self._tables, self._directory, auto_describe=True)
+        now = _WorkersRegistry(self._usage, self._directory, auto_describe=True)
         return CollectorRegistry.restricted_registry(now, names)
 
 
@@ -68,7 +105,7 @@ def _served(registry: CollectorRegistry) -> CollectorRegistry:
         return registry
     if not directory.is_dir():
         raise unusable(directory, "read")
-    return _WorkersRegistry(WorkerTables(registry, directory), directory)
+    return _WorkersRegistry(_WorkersUsage(registry, directory), directory)
 
 
 class MetricsServer:

@@ -62,7 +62,8 @@ class Quota:
             Thursday. So around an edge up to twice the limit can run. `None`: until it is reset.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs one. Two quotas of one limit need different ones, and none may take
-            `"run"`, `"store"` or `"none"`, nor a fixed `per` that is not its own.
+            `"run"`, `"store"` or `"none"`, nor a fixed `per` that is not its own. Nor may `per`
+            be `"run"`: that is a `run_limit`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -104,8 +105,7 @@ class Quota:
             argument = "name" if self.name else "per, without a name,"
             hint = "" if self.name else ": give the quota a name, the scope in metrics"
             raise ValueError(f"{argument} must match [a-z_]{{1,32}}, not {name!r}{hint}")
-        if name in _RESERVED or (name in _FIXED and name != self.per):
-            raise ValueError(f"name must not be {name!r}: it has a meaning of its own")
+        _check_free(name, self.per)
         _set(self, "name", name)
 
     @property
@@ -337,6 +337,11 @@ class QuotaTerms:
     per_thread: bool = False
     computed: bool = False
 
+    @property
+    def is_threads(self) -> bool:
+        """Whether it limits what a thread has used in all."""
+        return self.per_thread and self.resets_at is None
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -347,8 +352,10 @@ class Terms:
         thread_limit, run_limit: Its numbers, in calls; `None` for none.
         exit_behavior: What a refusal does now.
         thread_key: Where a store keeps the thread's count; `None` if only the state does.
+        run_key: Where it keeps the run's, likewise.
         quotas: The quotas.
         computed: The scopes whose number was computed.
+        remembers: Whether the state outlives the run, so that it has the thread's count, too.
     """
 
     limit: Limit
@@ -356,8 +363,10 @@ class Terms:
     run_limit: int | None
     exit_behavior: Exit
     thread_key: str | None = None
+    run_key: str | None = None
     quotas: tuple[QuotaTerms, ...] = ()
     computed: tuple[Scope, ...] = ()
+    remembers: bool = False
 
     @classmethod
     def of(
@@ -365,7 +374,9 @@ class Terms:
         limit: Limit,
         *,
         thread_key: str | None = None,
+        run_key: str | None = None,
         quotas: tuple[QuotaTerms, ...] = (),
+        remembers: bool = False,
         **computed: int | None,
     ) -> "Terms":
         """The terms of a limit.
@@ -373,7 +384,9 @@ class Terms:
         Args:
             limit: The limit.
             thread_key: Where a store keeps the thread's count.
+            run_key: Where it keeps the run's.
             quotas: The terms of its quotas.
+            remembers: Whether the state outlives the run.
             computed: The numbers of thresholds that are functions, by argument.
 
         Raises:
@@ -391,13 +404,15 @@ class Terms:
             numbers["thread_limit"],
             numbers["run_limit"],
             limit.exit_behavior,
-            # A thread that is not limited is not counted in the store.
+            # What is not limited is not counted in the store.
             None if numbers["thread_limit"] is None else thread_key,
+            None if numbers["run_limit"] is None else run_key,
             quotas,
             (
                 *(each for each in SCOPES if callable(getattr(limit, f"{each}_limit"))),
                 *(quota.scope for quota in quotas if quota.computed),
             ),
+            remembers,
         )
 
     def threshold(self, scope: Scope) -> int | None:
@@ -407,7 +422,18 @@ class Terms:
     @property
     def shared(self) -> bool:
         """Whether a store keeps one of its counts."""
-        return self.thread_key is not None or bool(self.quotas)
+        return bool(self.keys)
+
+    @property
+    def keys(self) -> set[str]:
+        """Where a store keeps its counts."""
+        own = {key for key in (self.thread_key, self.run_key) if key is not None}
+        return own | {quota.key for quota in self.quotas}
+
+    @property
+    def counts_thread(self) -> bool:
+        """Whether a store keeps what the thread has used in all."""
+        return self.thread_key is not None or any(quota.is_threads for quota in self.quotas)
 
     def ending(self) -> "Terms":
         """The same numbers, with refusals that end the run."""
@@ -515,6 +541,21 @@ def _check_quotas(limit: "ToolCallLimit | ModelCallLimit") -> None:
                 "their own"
             )
     _set(limit, "quotas", tuple(limit.quotas))
+
+
+def _check_free(name: str, per: object) -> None:
+    """Check that a quota is neither shown nor kept as something else is.
+
+    Raises:
+        ValueError: It would be.
+    """
+    if name in _RESERVED or (name in _FIXED and name != per):
+        raise ValueError(f"name must not be {name!r}: it has a meaning of its own")
+    if per == RUN:
+        raise ValueError(
+            f"per must not be {per!r}, under which a store counts runs: give a function that reads "
+            "the value from the context, and a name"
+        )
 
 
 def check_share(argument: str, value: object) -> None:

@@ -29,12 +29,15 @@ class Slot:
         expires_at: When the key's window ends, in seconds since the Unix epoch; `None` for one
             that lasts until it is reset.
         caps: The caps on it.
+        mirrored: Whether the caller keeps a key's count, too, and brings it back as `used`: a
+            store that is full may drop it.
     """
 
     key: str | None = None
     used: int = 0
     expires_at: float | None = None
     caps: tuple[Cap, ...] = ()
+    mirrored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class Abandoned(TypedDict):
 class Ledger(TypedDict, total=False):
     """What the hooks of a thread tell each other; every value is plain JSON."""
 
+    run: str | None
+    """Names this run in a store; `None` where the state alone counts it."""
     run_tools: dict[str, int]
     """Tool calls let through in this run, by counter."""
     run_model: int
@@ -159,6 +161,7 @@ class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
 
 
 NEW_RUN: Ledger = {
+    "run": None,
     "run_tools": {},
     "run_model": 0,
     "model_counted": False,

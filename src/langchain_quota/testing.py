@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from reprlib import Repr
-from threading import Lock
 from typing import Any, NoReturn
 
 from langchain_core.callbacks import CallbackManagerForLLMRun
@@ -25,6 +24,7 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, PrivateAttr
 
 from langchain_quota.decision import Decision
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import capturing
 
 ToolRequest = str | tuple[str, dict[str, Any]] | ToolCall
@@ -81,7 +81,7 @@ class ScriptedChatModel(BaseChatModel):
     _position: int = PrivateAttr(default=0)
     _calls: list[ModelCall] = PrivateAttr(default_factory=list)
     _ids: Iterator[int] = PrivateAttr(default_factory=lambda: count(1))
-    _lock: Any = PrivateAttr(default_factory=Lock)
+    _lock: Any = PrivateAttr(default_factory=fork_safe_lock)
 
     @property
     def calls(self) -> tuple[ModelCall, ...]:

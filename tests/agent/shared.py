@@ -13,6 +13,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.reservation import Grant, Reservation
 from langchain_quota.stores import KeyUse
+from langchain_quota.stores.keys import is_of_run
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import Turn
 from tests.agent.rules import Scene
@@ -101,8 +102,14 @@ class SharedScene(Scene):
 
 
 def counts(store: Any) -> dict[str, int]:
-    """What a store counts, by key; what was taken back to nothing is left out."""
-    return {each.key: each.used for each in store.usages() if each.used}
+    """What a store counts beside runs, by key; what was taken back to nothing is left out."""
+    uses = store.usages()
+    return {each.key: each.used for each in uses if each.used and not is_of_run(each.key)}
+
+
+def run_counts(store: Any, counter: str) -> list[int]:
+    """What a store counts of each run, sorted; what was taken back to nothing is left out."""
+    return sorted(each.used for each in store.usages(f"{counter}:run:*") if each.used)
 
 
 class FickleStore:
@@ -113,8 +120,8 @@ class FickleStore:
         self.down = False
         self.hears = False
 
-    def usages(self) -> list[KeyUse]:
-        return self.kept.usages()
+    def usages(self, pattern: str = "*") -> list[KeyUse]:
+        return self.kept.usages(pattern)
 
     def reserve(self, reservation: Reservation) -> Grant:
         if self.down and self.hears:

@@ -1,8 +1,9 @@
 """Jumps that skip our after_model, and model calls that yield something unusual."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
+import pytest
 from langchain.agents.middleware import (
     AgentMiddleware,
     ModelRequest,
@@ -10,10 +11,18 @@ from langchain.agents.middleware import (
     SummarizationMiddleware,
     hook_config,
 )
-from langchain_core.messages import AIMessage, RemoveMessage
+from langchain_core.messages import AIMessage, RemoveMessage, ToolCall, ToolMessage
+from langchain_core.tools import BaseTool, InjectedToolCallId, StructuredTool
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from langgraph.types import Command, Send
 
-from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
+from langchain_quota import (
+    InlineQuotaMiddleware,
+    ModelCallLimit,
+    ModelCallLimitMiddleware,
+    QuotaMiddleware,
+    ToolCallLimitMiddleware,
+)
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import (
     CONFIG,
@@ -24,8 +33,9 @@ from tests.agent.rules import (
     in_order,
     modes,
     orders,
+    recording,
 )
-from tests.conftest import Signals
+from tests.conftest import Signals, needs_inline
 
 Handler = Callable[[ModelRequest[Any]], ModelResponse[Any]]
 AsyncHandler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
@@ -263,6 +273,78 @@ async def test_another_jump_over_the_tools(mode: Mode, order: Order, signals: Si
     assert scene.state().get("thread_tool_call_count", {}).get("__all__", 0) == charged
     check_history(scene.state()["messages"])
     scene.check_requests()
+
+
+def steering(goto: Any) -> BaseTool:
+    """A tool that says itself where the graph goes on."""
+
+    def steer(tool_call_id: Annotated[str, InjectedToolCallId]) -> Command[Any]:
+        """Steer."""
+        answer = ToolMessage("steered", tool_call_id=tool_call_id, name="steer")
+        return Command(update={"messages": [answer]}, goto=goto)
+
+    return StructuredTool.from_function(steer)
+
+
+@modes
+@pytest.mark.parametrize("call_id", ["of-its-own", "call_1"], ids=["another id", "a judged id"])
+async def test_a_tool_that_starts_tool_calls(mode: Mode, call_id: str, signals: Signals) -> None:
+    """What a tool sends to the tools passes all limits, uncounted: the documents say so."""
+    ran: list[str] = []
+    sent = [ToolCall(name="search", args={}, id=call_id, type="tool_call")]
+    scene = Scene(
+        mode,
+        signals,
+        [["steer"], "done", "done"],
+        [
+            ToolCallLimitMiddleware(
+                tool_name="search", thread_limit=0, telemetry=signals.telemetry
+            ),
+            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+        ],
+        tools=[steering([Send("tools", sent)] * 3), recording("search", ran)],
+        ran=ran,
+    )
+
+    await scene.turn()
+
+    assert ran == ["search"] * 3
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
+    assert scene.metric("tool:*", "allowed") == 1
+
+
+def model_limiter(kind: str, signals: Signals) -> AgentMiddleware[Any, Any, Any]:
+    if kind == "drop-in":
+        return ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)
+    middleware = QuotaMiddleware if kind == "quota" else InlineQuotaMiddleware
+    return middleware([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
+
+
+@modes
+@pytest.mark.parametrize(
+    ("kind", "made", "counted"),
+    [
+        ("drop-in", 2, 2),
+        ("quota", 2, 1),
+        pytest.param("inline", 1, 1, marks=needs_inline),
+    ],
+)
+async def test_a_tool_that_goes_to_the_model(
+    mode: Mode, kind: str, made: int, counted: int, signals: Signals
+) -> None:
+    """A model call that a tool goes to is judged by InlineQuotaMiddleware only."""
+    scene = Scene(
+        mode,
+        signals,
+        [["steer"], "done", "done"],
+        [model_limiter(kind, signals)],
+        tools=[steering("model")],
+    )
+
+    await scene.turn()
+
+    assert len(scene.model.calls) == made
+    assert scene.state()["thread_model_call_count"] == counted
 
 
 @modes

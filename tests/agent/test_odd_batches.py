@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from langchain.agents.middleware import AgentMiddleware
-from langchain_core.messages import AIMessage, HumanMessage, InvalidToolCall, ToolCall
+from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 
 from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
@@ -14,7 +14,7 @@ from tests.agent.rules import Mode, Order, Scene, cancel_at, check_history, in_o
 from tests.conftest import Signals
 
 
-def call(tool: str, call_id: str | None) -> ToolCall:
+def call(tool: str, call_id: str) -> ToolCall:
     return ToolCall(name=tool, args={}, id=call_id, type="tool_call")
 
 
@@ -99,42 +99,6 @@ async def test_an_id_used_again(mode: Mode, signals: Signals) -> None:
 
     assert scene.ran == ["search"] * 2
     scene.check()
-
-
-@pytest.mark.parametrize("form", ["sync", "async"])
-async def test_ids_of_none(form: Mode, signals: Signals) -> None:
-    """A call without an id cannot be answered: it is left to LangChain, uncharged."""
-    limiter = ToolCallLimitMiddleware[Any, Any](run_limit=1, telemetry=signals.telemetry)
-    batch = [call("search", None), call("search", "a"), call("search", "b")]
-    state: Any = {"messages": [HumanMessage("hi"), AIMessage("", tool_calls=batch, id="m")]}
-    runtime: Any = None
-
-    update = (
-        limiter.after_model(state, runtime)
-        if form == "sync"
-        else await limiter.aafter_model(state, runtime)
-    )
-
-    assert update is not None
-    assert update["thread_tool_call_count"] == {"__all__": 1}
-    assert [each.tool_call_id for each in update["messages"]] == ["b"]
-
-
-@modes
-async def test_ids_of_none_in_an_agent(mode: Mode, signals: Signals) -> None:
-    """Where LangChain itself fails on a call without an id, ours charges nothing for it."""
-    scene = Scene(
-        mode,
-        signals,
-        [[call("search", None)], "done"],
-        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
-    )
-
-    with pytest.raises((TypeError, ValueError), match=r"search|tool_call_id"):
-        await scene.turn()
-
-    assert scene.state().get("thread_tool_call_count", {}) == {}
-    assert scene.metric("tool:*", "allowed") == 0
 
 
 @modes

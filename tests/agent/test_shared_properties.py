@@ -1,7 +1,7 @@
 """Random runs of users on threads of two agents with one store, against what really ran.
 
 1. An enforced limit is never exceeded, unless calls were allowed while the store was down.
-2. The store's counts equal what ran, for each tool, subject and window.
+2. The store's counts equal what ran, for each tool, subject and window, and in each run.
 3. The metrics, charged - refunded, equal what ran.
 4. Whatever the model was sent is a valid history.
 
@@ -10,7 +10,7 @@ The models leave out the ids of calls, repeat them, call tools that do not exist
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,7 +34,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit, Quota, check_together
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, is_of_run
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import check_history
@@ -99,6 +99,7 @@ class Ran:
     agent: str
     user: str
     thread: str
+    run: int
     time: float
 
 
@@ -110,11 +111,12 @@ class World:
     current: RunPlan | None = None
     clock: Clock = field(default_factory=Clock)
     queue: list[Batch | None] = field(default_factory=list)
+    runs: int = 0
 
     def record(self, kind: str, tool: str | None) -> None:
         now = self.current
         assert now is not None
-        self.ran.append(Ran(kind, tool, now.agent, now.user, now.thread, self.clock.now))
+        self.ran.append(Ran(kind, tool, now.agent, now.user, now.thread, self.runs, self.clock.now))
 
     def answer(self, _: Sequence[BaseMessage]) -> Any:
         self.record("model", None)
@@ -130,12 +132,15 @@ SUBJECTS: dict[str, Any] = {
     "thread": lambda ran: ran.thread,
     "agent": lambda ran: ran.agent,
     "global": lambda ran: "",
+    "run": lambda ran: str(ran.run),
 }
+PERS = sorted(SUBJECTS.keys() - {"run"})
+"""What a quota may be per."""
 
 
 @st.composite
 def quota_lists(draw: st.DrawFn) -> list[Quota]:
-    pers = draw(st.lists(st.sampled_from(sorted(SUBJECTS)), max_size=3, unique=True))
+    pers = draw(st.lists(st.sampled_from(PERS), max_size=3, unique=True))
     return [
         Quota(draw(st.integers(0, 6)), per=per, window=draw(st.sampled_from([None, WINDOW])))
         for per in pers
@@ -157,6 +162,8 @@ def limit_lists(draw: st.DrawFn) -> list[Limit]:
             options["thread_limit"] = draw(st.one_of(st.none(), st.integers(0, 6)))
         if not quotas and options.get("thread_limit") is None:
             options["run_limit"] = draw(st.integers(0, 4))
+        elif options.get("thread_limit") is None:
+            options["run_limit"] = draw(st.sampled_from([None, None, 1, 3]))
         if target == "model":
             exits = ["end", "error", *(["finalize"] if options["enforce"] else [])]
             limits.append(ModelCallLimit(exit_behavior=draw(st.sampled_from(exits)), **options))
@@ -240,6 +247,7 @@ async def _run(
     scenario: Scenario, run: RunPlan, agents: dict[str, Any], store: FickleStore, world: World
 ) -> None:
     world.current = run
+    world.runs += 1
     world.queue = list(run.batches)
     world.clock.now += run.passes
     store.down = run.down
@@ -286,6 +294,11 @@ def _matches(limit: Limit, ran: Ran) -> bool:
     return limit.matches(Call("model") if ran.kind == "model" else Call("tool", ran.tool))
 
 
+def _own(limit: Limit) -> dict[str, Any]:
+    """The limit's own numbers, by scope."""
+    return {"thread": limit.thread_limit, "run": limit.run_limit}
+
+
 def _expected(scenario: Scenario, world: World) -> Counter[str]:
     """What ran, by the store's keys."""
     found: Counter[str] = Counter()
@@ -295,9 +308,10 @@ def _expected(scenario: Scenario, world: World) -> Counter[str]:
         for quota in limit.quotas
     }
     dimensions |= {
-        (limit.counter, "thread", None): limit
+        (limit.counter, scope, None): limit
         for limit in scenario.limits
-        if limit.thread_limit is not None
+        for scope, number in _own(limit).items()
+        if number is not None
     }
     for (counter, dimension, window), limit in dimensions.items():
         for ran in world.ran:
@@ -312,8 +326,9 @@ def _check_limits(scenario: Scenario, world: World) -> None:
     counts = _expected(scenario, world)
     for limit in scenario.limits:
         thresholds = [(quota.dimension, quota.window, quota.limit) for quota in limit.quotas]
-        if limit.thread_limit is not None:
-            thresholds.append(("thread", None, limit.thread_limit))
+        thresholds += [
+            (scope, None, number) for scope, number in _own(limit).items() if number is not None
+        ]
         for dimension, window, number in thresholds:
             for ran in world.ran if limit.enforce else ():
                 subject = SUBJECTS[dimension](ran)
@@ -325,7 +340,14 @@ def _check_limits(scenario: Scenario, world: World) -> None:
 def _check_counts(scenario: Scenario, world: World, store: FickleStore) -> None:
     """Rule 2."""
     kept = {each.key: each.used for each in store.usages() if each.used}
-    assert kept == dict(_expected(scenario, world))
+    assert _nameless(kept) == _nameless(_expected(scenario, world))
+
+
+def _nameless(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Counts by key, in which those of runs do not say which."""
+    return sorted(
+        (key.rpartition(":")[0] if is_of_run(key) else key, used) for key, used in counts.items()
+    )
 
 
 def _charged(registry: CollectorRegistry, limit: Limit) -> float:

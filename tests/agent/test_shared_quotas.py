@@ -25,6 +25,7 @@ from tests.agent.shared import (
     counts,
     quota,
 )
+from tests.calls import calls_made
 from tests.conftest import Signals
 
 USER = Quota(2, per="user_id", window=DAY)
@@ -571,3 +572,25 @@ async def test_threads_of_two_stores_are_apart(mode: Mode, signals: Signals) -> 
         assert scene.ran == ["search"] * 2
 
     assert counts(stores[0]) == counts(stores[1]) == {f"search:user_id:ann:{TODAY}": 2}
+
+
+def test_long_ids_cost_no_more_calls(signals: Signals) -> None:
+    """A megabyte of a thread id and of a user id is not looked at character by character."""
+    store = MemoryStore()
+    daily = Quota(9, per="thread", window=DAY, name="daily")
+    limits: list[Limit] = [
+        ToolCallLimit("search", thread_limit=9, quotas=[USER, daily]),
+        ModelCallLimit(thread_limit=9, quotas=[Quota(9, per="user_id")]),
+    ]
+    scene = scene_of("sync", signals, store, *limits, context_schema=dict)
+
+    def calls_with(an_id: str) -> int:
+        config: Any = {"configurable": {"thread_id": an_id}}
+        given: Any = {"messages": [("user", "hi")]}
+        return calls_made(lambda: scene.agent.invoke(given, config, context={"user_id": an_id}))
+
+    calls_with("warm")
+    short, long = calls_with("é:\n" * 1_000), calls_with("é:\n" * 500_000)
+
+    assert long < 1.1 * short
+    assert len(store.usages()) == 15

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from langchain.agents.middleware import AgentMiddleware
+from langchain_core.messages import ToolCall
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import ChannelVersions, Checkpoint, CheckpointMetadata
 from langgraph.checkpoint.memory import InMemorySaver
@@ -21,6 +22,7 @@ from langchain_quota import (
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.testing import captured_decisions
 from tests.agent.rules import CONFIG, Mode, cancel_at, check_history, modes
 from tests.agent.shared import (
     ANN,
@@ -136,6 +138,33 @@ async def test_a_checkpoint_that_failed(mode: Mode, kind: str, signals: Signals)
     assert scene.ran == ["search"] * 2
     assert counts(store) == {SEARCHES: 2} if kind == "tool" else {MODEL_CALLS: 2}
     assert scene.metric(limit.name, "allowed") == 2
+    scene.check()
+
+
+@modes
+async def test_a_checkpoint_that_failed_where_calls_have_no_ids(
+    mode: Mode, signals: Signals
+) -> None:
+    """Calls without an id are recognized, too: charged once, decided once, with the same ids."""
+    store = MemoryStore()
+    saver = FailingSaver("QuotaMiddleware.after_model")
+    limit = limit_of("tool")
+    call = ToolCall(name="search", args={}, id=None, type="tool_call")
+    script = asking(call, call)
+    scene = scene_of(mode, signals, script, limit, store=store, checkpointer=saver)
+
+    with captured_decisions() as decisions:
+        with pytest.raises(DatabaseError):
+            await scene.turn()
+        saver.fails = False
+        await scene.go_on()
+
+    assert scene.ran == ["search"] * 2
+    assert counts(store) == {SEARCHES: 2}
+    assert scene.metric(limit.name, "allowed") == 2
+    asked = scene.state()["messages"][1].tool_calls
+    judged = [each.call.id for each in decisions if each.call.kind == "tool"]
+    assert judged == [each["id"] for each in asked]
     scene.check()
 
 

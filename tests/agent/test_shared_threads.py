@@ -194,6 +194,72 @@ async def test_a_thread_whose_store_was_emptied(mode: Mode, signals: Signals) ->
     assert counts(store) == {"search:thread:thread-1": 3}
 
 
+OF_THREADS = {
+    "thread limit": ToolCallLimit("search", thread_limit=3),
+    "quota": ToolCallLimit("search", quotas=[Quota(3)]),
+    "both": ToolCallLimit("search", thread_limit=9, quotas=[Quota(3, name="total")]),
+    "model": ModelCallLimit(quotas=[Quota(3)], exit_behavior="end"),
+}
+"""Limits that allow a thread three calls in all."""
+
+
+def called(scene: SharedScene, limit: Limit) -> int:
+    return len(scene.model.calls if limit.kind == "model" else scene.ran)
+
+
+@modes
+@pytest.mark.parametrize("limit", OF_THREADS.values(), ids=OF_THREADS)
+async def test_more_threads_than_a_store_keeps(mode: Mode, limit: Limit, signals: Signals) -> None:
+    """Threads with a state come and go without end, and each has its own count when it is back."""
+    store = MemoryStore(max_keys=3)
+    scene = scene_of(mode, signals, asking("search"), limit, store=store)
+    threads = [f"thread-{number}" for number in range(8)]
+
+    for turns in range(4):
+        for thread in threads:
+            before = called(scene, limit)
+            await scene.turn(thread_id=thread)
+            calls = 2 if limit.kind == "model" else 1
+            left = 3 - turns * calls
+            assert called(scene, limit) - before == max(0, min(calls, left)), (thread, turns)
+
+    assert store.occupancy == (3, 3, 3)
+    assert signals.value("langchain_quota_errors_total", component="store") is None
+
+
+@modes
+async def test_a_dropped_count_comes_back_as_all_runs_left_it(mode: Mode, signals: Signals) -> None:
+    """The state has what others charged to the thread, too: it is not given anew."""
+    store = MemoryStore(max_keys=2)
+    limits: list[Limit] = [ToolCallLimit("search", quotas=[Quota(4)])]
+    other = scene_of(mode, signals, asking("search", "search"), *limits, store=store)
+    scene = scene_of(mode, signals, asking("search"), *limits, store=store)
+    await other.turn()
+    await scene.turn()
+    for number in range(3):
+        await other.turn(thread_id=f"other-{number}")
+    assert "search:thread:thread-1" not in counts(store)
+
+    await scene.turn()
+    await scene.turn()
+
+    assert scene.ran == ["search"] * 2
+    assert counts(store)["search:thread:thread-1"] == 4
+
+
+@modes
+async def test_threads_without_a_state_are_kept(mode: Mode, signals: Signals) -> None:
+    """What only the store has is not dropped: what needs more room is refused, as in an outage."""
+    limit = ToolCallLimit("search", thread_limit=3)
+    scene = scene_of(
+        mode, signals, asking("search"), limit, store=MemoryStore(max_keys=2), checkpointer=None
+    )
+    for thread in ("one", "two", "three"):
+        await scene.turn(thread_id=thread)
+    assert scene.ran == ["search"] * 2
+    assert scene.fallbacks("deny") == 1
+
+
 @modes
 async def test_reset(mode: Mode, signals: Signals) -> None:
     """A reset gives a thread its budget back, in state and store, and touches nobody else."""

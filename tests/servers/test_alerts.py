@@ -14,8 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry, ToolCallLimitMiddleware, start_metrics_server
-from langchain_quota.monitoring import alertmanager, rules
-from langchain_quota.monitoring.rules import Options
+from langchain_quota.monitoring import exports
 from tests.servers.agents import build_agent, run
 from tests.servers.alertmanager import (
     Webhook,
@@ -33,14 +32,14 @@ def hurried(text: str) -> str:
     """The rules with a second for each minute.
 
     Only durations are replaced: in ranges, offsets, `for`, `keep_firing_for` and `interval`. The
-    renderer has no option for them, since nobody else wants an hour to last a minute.
+    export has no option for them, since nobody else wants an hour to last a minute.
     """
     return DURATION.sub(lambda found: f"{int(found[1]) * {'m': 1, 'h': 60}[found[2]]}s", text)
 
 
 def example(webhook: Webhook) -> Any:
     """The example's configuration; only addresses and timings are the test's."""
-    [text] = alertmanager.files().values()
+    [text] = exports.alertmanager().values()
     config = yaml.safe_load(text)
     for receiver in config["receivers"]:
         receiver["webhook_configs"] = [{"url": f"{webhook.url}/{receiver['name']}"}]
@@ -72,6 +71,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     """A metrics server, Prometheus with the rules, Alertmanager with the example, a webhook."""
     registry = CollectorRegistry()
     telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider())
+    [rules] = exports.rules(selector='job="agents"').values()
     with ExitStack() as running:
         server = running.enter_context(start_metrics_server(port=0, registry=registry))
         webhook = running.enter_context(running_webhook())
@@ -80,7 +80,7 @@ def world(tmp_path: Path) -> Iterator[World]:
             alerting_prometheus(
                 tmp_path,
                 {"agents": f"{server.addr}:{server.port}"},
-                rules=hurried(rules.render(Options(selector='job="agents"'))),
+                rules=hurried(rules),
                 alertmanager=address,
             )
         )

@@ -35,7 +35,7 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.cli import main
-from langchain_quota.monitoring import rules
+from langchain_quota.monitoring import exports
 from langchain_quota.reservation import Settlement
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.telemetry import tracing
@@ -264,7 +264,8 @@ def further_rule() -> Any:
 
 def quick_rules(directory: Path) -> str:
     """The package's rules, evaluated more often."""
-    rendered = yaml.safe_load(rules.render(rules.Options()))
+    [text] = exports.rules().values()
+    rendered = yaml.safe_load(text)
     for group in rendered["groups"]:
         group["interval"] = "500ms"
     file = directory / "rules.yaml"

@@ -2,15 +2,14 @@
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from langchain_quota.monitoring import alertmanager, rules
-from langchain_quota.monitoring.rules import Options
+from langchain_quota.monitoring import exports
 from tests.servers.programs import required_program
 from tests.servers.prometheus import DEADLINE
 
@@ -42,25 +41,26 @@ def _run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
-        Options(per_thread=True),
-        Options(selector=r'job=~"a|b\\.c",namespace!="\"{}\" = ü"', per_thread=True),
-        Options(grafana_url="https://example.org/a%20b&c", runbook_base="http://[::1]:80/$x"),
+        {},
+        {"per_thread": True},
+        {"selector": r'job=~"a|b\\.c",namespace!="\"{}\" = ü"', "per_thread": True},
+        {"grafana_url": "https://example.org/a%20b&c", "runbook_base": "http://[::1]:80/$x"},
     ],
     ids=["default", "per thread", "selector", "addresses"],
 )
-def test_the_rules_are_valid(options: Options, tmp_path: Path) -> None:
+def test_the_rules_are_valid(options: dict[str, Any], tmp_path: Path) -> None:
     """Promtool takes the rules, whatever the options, and counts all of them."""
     file = tmp_path / "rules.yaml"
-    file.write_text(rules.render(options), encoding="utf-8")
+    [text] = exports.rules(**options).values()
+    file.write_text(text, encoding="utf-8")
     checked = promtool("check", "rules", file)
     assert checked.returncode == 0, checked.stderr
-    assert f"SUCCESS: {13 if options.per_thread else 11} rules found" in checked.stdout
+    assert f"SUCCESS: {14 if options.get('per_thread') else 12} rules found" in checked.stdout
 
 
 def test_the_operators_rules_are_valid(tmp_path: Path) -> None:
     """Promtool takes the groups within a PrometheusRule."""
-    [text] = rules.files(Options(format="prometheusrule")).values()
+    [text] = exports.rules(format="prometheusrule").values()
     file = tmp_path / "rules.yaml"
     file.write_text(json.dumps(yaml.safe_load(text)["spec"]))  # JSON is YAML
     checked = promtool("check", "rules", file)
@@ -81,10 +81,13 @@ def test_the_rules_pass_their_tests(file: Path) -> None:
 )
 def test_the_tests_look_at_the_rules(there: str, changed: str, tmp_path: Path) -> None:
     """With another threshold, or another text, promtool's tests fail."""
-    name = "LimitBreached_test.yaml"
-    shutil.copy(TESTS / name, tmp_path)
-    (tmp_path / rules.FILE).write_text(rules.render(Options()).replace(there, changed))
-    assert promtool("test", "rules", tmp_path / name).returncode == 1
+    test, rules = tmp_path / "test.yaml", tmp_path / "rules.yaml"
+    content = (TESTS / "LimitBreached_test.yaml").read_text()
+    test.write_text(re.sub(r"(?m)^rule_files: .*", f"rule_files: [{rules.name}]", content))
+    [text] = exports.rules().values()
+    for given, code in ((text, 0), (text.replace(there, changed), 1)):
+        rules.write_text(given)
+        assert promtool("test", "rules", test).returncode == code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -105,7 +108,7 @@ def test_the_queries_of_a_runbook_are_valid(page: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     """The example for Alertmanager as a file."""
-    [(name, text)] = alertmanager.files().items()
+    [(name, text)] = exports.alertmanager().items()
     file = tmp_path / name
     file.write_text(text)
     return file

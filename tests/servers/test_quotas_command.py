@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import redis
 
 from langchain_quota.cli import main
 from langchain_quota.reservation import Settlement, Slot
@@ -85,6 +86,33 @@ def test_show_some(
     assert [line.split()[2] for line in lines[1:]] == subjects
 
 
+@pytest.mark.parametrize(
+    ("patterns", "subjects"),
+    [
+        (["--key", "search:*"], ["'ada'", "'bob'"]),
+        (["--key", "*:run:*"], ["'one'", "'two'"]),
+        (["--key", "search:run:t*", "*:ada"], ["'two'", "'ada'"]),
+    ],
+)
+def test_runs_are_shown_to_whom_asks(
+    run: Run,
+    store: RedisStore,
+    capsys: pytest.CaptureFixture[str],
+    patterns: list[str],
+    subjects: list[str],
+) -> None:
+    """The many counts of runs are neither shown nor reset unless a pattern names them."""
+    runs = [str(CountKey("search", "run", name)) for name in ("one", "two")]
+    for key in runs:
+        store.reserve(calls(key, 1))
+    assert run("show", *patterns) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[1:]] == subjects
+    assert run("reset", "--yes") == 0
+    assert "run" not in capsys.readouterr().out
+    assert [use.used for use in store.usages("*:run:*")] == [1, 1]
+
+
 def test_show_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """That there is no count is said."""
     assert run("show", "--key", "nothing") == 0
@@ -107,6 +135,106 @@ def test_subject_is_escaped(
         "reset",
     ]
     assert second.split() == ["odd\\nkey", "-", "-", "0", "-", "reset"]
+
+
+ODD: dict[str, Callable[[redis.Redis, bytes], object]] = {
+    "a name that is no UTF-8": lambda client, name: client.hset(name + b"\xff", "used", 1),
+    "an end that is no number": lambda client, name: client.hset(
+        name, mapping={"used": 1, "ends": "nan"}
+    ),
+    "a limit that is no number": lambda client, name: client.hset(
+        name, mapping={"used": 1, "limit": "inf"}
+    ),
+    "a count that is no number": lambda client, name: client.hset(name, "used", "abc"),
+    "a count of nan": lambda client, name: client.hset(name, "used", "nan"),
+    "a count below zero": lambda client, name: client.hset(name, "used", -2),
+    "a count that is too large": lambda client, name: client.hset(name, "used", "9" * 400),
+    "no count": lambda client, name: client.hset(name, "other", 1),
+    "a string": lambda client, name: client.set(name, 1),
+    "a list": lambda client, name: client.lpush(name, 1),
+}
+"""What others may leave beside counts."""
+
+
+@pytest.fixture(params=ODD)
+def odd(request: pytest.FixtureRequest, redis_server: RedisServer, store: RedisStore) -> str:
+    """Leaves something among the counts that is none; how the command names it."""
+    name = f"{{{store._prefix}}}:count:search:user_id:odd\x1b[2J\n".encode()
+    with redis_server.client() as client:
+        ODD[request.param](client, name)
+        [found] = client.scan_iter(match=f"{{{store._prefix}}}*odd*", count=10_000)
+    return repr(found)
+
+
+def test_show_beside_what_is_no_count(
+    run: Run, odd: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The counts are shown, what is none is named, on one line, and the code is 1."""
+    assert run("show", "--key", "search:*") == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "counted  per      subject  used    of  until",
+        "search   user_id  'ada'       3     5  reset",
+        "search   user_id  'bob'      12  1000  reset",
+    ]
+    [reason] = said.err.splitlines()
+    assert reason == f"langchain-quota quotas: {odd} holds no count, and is left as it is"
+    assert reason.isprintable()
+
+
+def test_reset_beside_what_is_no_count(
+    run: Run,
+    odd: str,
+    store: RedisStore,
+    redis_server: RedisServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The counts are reset, what is none is left as it is and named, and the code is 1."""
+    with redis_server.client() as client:
+        [name] = client.scan_iter(match=f"{{{store._prefix}}}*odd*", count=10_000)
+        before = client.dump(name)
+        assert run("reset", "--yes") == 1
+        assert client.dump(name) == before
+    assert odd in capsys.readouterr().err
+    assert used(store) == [0, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("odd")
+def test_what_is_no_count_can_be_left_out(run: Run) -> None:
+    """Of what no pattern matches nothing is said."""
+    assert run("show", "--key", "*:ada", "email:*") == 0
+
+
+@pytest.mark.usefixtures("odd")
+def test_nothing_but_what_is_no_count(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no count nobody is asked, and what is there is named all the same."""
+    assert run("reset", "--key", "*odd*") == 1
+    said = capsys.readouterr()
+    assert said.out == "no counts\n"
+    assert "holds no count" in said.err
+
+
+def test_much_that_is_no_count(
+    run: Run, store: RedisStore, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of many some are named, and of a long name the beginning."""
+    with redis_server.client() as client:
+        for number in range(30):
+            client.set(f"{{{store._prefix}}}:count:odd:{number}:{'x' * 10_000}", 1)
+    assert run("show") == 1
+    *named, last = capsys.readouterr().err.splitlines()
+    assert len(named) == 20
+    assert all(len(line) < 400 for line in named)
+    assert last == "langchain-quota quotas: 10 more hold no count, and are left as they are"
+
+
+def test_message_of_an_error_is_escaped(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an address or a server has in an error moves no cursor."""
+    assert run("show", "--redis", f"unix://{tmp_path}/\x1b[2J\x07") == 2
+    [reason] = capsys.readouterr().err.splitlines()
+    assert reason.isprintable()
 
 
 def test_terminal_without_all_characters(store: RedisStore, redis_server: RedisServer) -> None:

@@ -92,6 +92,66 @@ def used(store: RedisStore, key: str = "search") -> int | None:
     return None if use is None else use.used
 
 
+class TestWhatIsNoCount:
+    """What others have written where a count should be."""
+
+    @FORMS
+    @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e3", "abc", "", "9" * 400])
+    def test_admits_nothing(
+        self, store: RedisStore, redis_server: RedisServer, reserve: Reserve, value: str
+    ) -> None:
+        """It is no count from which calls could be admitted: QuotaStoreError, nothing written."""
+        name = f"{{{store._prefix}}}:count:search"
+        with redis_server.client() as client:
+            client.hset(name, "used", value)
+            with pytest.raises(QuotaStoreError, match=r"no count is kept under .*:count:search"):
+                reserve(store, calls("search", 1, limit=5))
+            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
+                store.peek(["other", "search"])
+            assert client.hgetall(name) == {b"used": value.encode()}
+            store.reset(["search"])
+        assert reserve(store, calls("search", 1, limit=5)).used == (0,)
+
+    @FORMS
+    def test_another_type(
+        self, store: RedisStore, redis_server: RedisServer, reserve: Reserve
+    ) -> None:
+        """So it is where a list is kept."""
+        with redis_server.client() as client:
+            client.lpush(f"{{{store._prefix}}}:count:search", 1)
+        with pytest.raises(QuotaStoreError, match="WRONGTYPE"):
+            reserve(store, calls("search", 1, limit=5))
+        with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
+            store.peek(["search"])
+
+    def test_usages_leave_it_out(
+        self, store: RedisStore, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The counts are told, and one line names what is none."""
+        names = [f"{{{store._prefix}}}:count:".encode() + end for end in (b"\x1b[2J\n", b"\xff")]
+        store.reserve(calls("search", 1))
+        with redis_server.client() as client:
+            for name in names:
+                client.set(name, 1)
+        assert [use.key for use in store.usages()] == ["search"]
+        assert [each.key for each in store.listing()[0]] == ["search"]
+        assert store.listing()[1] == names
+        [record] = caplog.records
+        assert record.levelname == "WARNING"
+        assert record.getMessage() == (
+            f"{store!r}: keys that hold no count: 2, such as {names[0]!r}"
+        )
+
+    def test_what_may_not_be_read_is_an_error(self, own_redis: RedisServer) -> None:
+        """A command that the user has no right to does not make counts odd."""
+        with own_redis.client() as client:
+            client.execute_command("ACL", "SETUSER", "default", "-hmget")
+            with opened(own_redis) as store:
+                store.reserve(calls("search", 1))
+                with pytest.raises(QuotaStoreError, match="can't run this command"):
+                    store.listing()
+
+
 class TestOutages:
     """What becomes of calls while Redis is away, and afterwards."""
 

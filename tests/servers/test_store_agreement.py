@@ -36,6 +36,7 @@ slots = st.builds(
     used=st.integers(0, 3) | st.just(10**15),
     expires_at=st.none() | st.sampled_from([5e9, 5e9 + 0.5]),
     caps=st.lists(caps, max_size=3).map(tuple),
+    mirrored=st.booleans(),
 )
 settlements = st.builds(
     Settlement,

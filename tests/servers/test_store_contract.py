@@ -424,6 +424,31 @@ async def test_idle_count_expires(make: Make) -> None:
     assert (await ledger.reserve(batch([slot(KEY, 5, used=2)], {0: 1}))).used == (2,)
 
 
+@pytest.mark.parametrize("made_by", ["charge", "settlement", "reset"])
+async def test_count_of_a_run_expires(
+    make: Make, made_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's count has a shorter idle time, however it was made, and none that is longer."""
+    monkeypatch.setattr("langchain_quota.stores.RUN_IDLE", 1)
+    ledger = make()
+    keys = [str(CountKey("search", dimension, "run")) for dimension in ("run", "running")]
+    keys.append(str(CountKey("run", "user_id", "run")))
+    if made_by == "reset":
+        await ledger.reset(keys)
+    elif made_by == "settlement":
+        await ledger.reserve(settling(Settlement("late", dict.fromkeys(keys, 1))))
+    else:
+        await ledger.reserve(batch([slot(key) for key in keys], {0: 1, 1: 1, 2: 1}))
+    used = 0 if made_by == "reset" else 1
+    eventually(lambda: ledger.store.peek(keys[:1]) == (None,))
+    assert await ledger.used(*keys) == [None, used, used]
+
+    monkeypatch.setattr("langchain_quota.stores.RUN_IDLE", 3600)
+    short = make(idle_ttl=timedelta(seconds=1))
+    await short.reserve(calls(keys[0], 1))
+    eventually(lambda: short.store.peek(keys[:1]) == (None,))
+
+
 async def test_names_of_any_form(ledger: Ledger) -> None:
     """Ids, attempts and keys may be any text, of any length."""
     odd = "\ud800 ':{}*\n%é" * 500

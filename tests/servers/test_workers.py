@@ -31,7 +31,8 @@ from langchain_quota import (
     ToolCallLimit,
     start_metrics_server,
 )
-from langchain_quota.telemetry.multiprocess import worker_of
+from langchain_quota.telemetry import usage_of
+from langchain_quota.telemetry.usage import WRITER
 from tests.servers.agents import arun, build_agent
 from tests.servers.prometheus import check_metrics, eventually, series_of
 from tests.servers.redis import RedisServer
@@ -39,7 +40,6 @@ from tests.servers.redis import RedisServer
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.servers.test_workers"
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-WRITER = "langchain-quota-tables"
 PATIENCE = 120.0
 """Seconds after which a worker that should have answered is taken to be lost."""
 
@@ -59,9 +59,9 @@ class Service:
 
     def flush(self) -> None:
         """Write what is to be told to the other workers."""
-        worker = worker_of(REGISTRY)
-        if worker is not None:
-            worker.flush()
+        usage = usage_of(REGISTRY)
+        if usage is not None:
+            usage.flush()
 
     def threads(self) -> list[str]:
         """The names of this process' threads."""
@@ -232,48 +232,33 @@ def test_many_workers_answer_as_one(workers: Workers, start: str) -> None:
         assert calls["boss", "blocked", "tool", "search"] == 3
         assert worker.samples("langchain_quota_errors_total") == {}
         assert check_metrics(worker.metrics()) == (0, [])
-    assert len(workers.files("*.tables")) == 2 + parents
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_a_killed_worker(workers: Workers, start: str) -> None:
-    """Its file goes, with what only it knew of threads; what it counted stays; scrapes go on."""
+    """What it had told stays, and scrapes go on."""
     running = workers.start(start, "one", "two")
     serve(running)
-    os.kill(running["one"].pid, signal.SIGKILL)
     two = running["two"]
-    parents = 1 if start == "fork" else 0
-    # An exhausted thread comes before one with room.
-    left = {
-        ("boss", "searches", "shared"): 10.0,
-        ("boss", "searches", "parents" if parents else "twos"): 10.0 if parents else 1.0,
-    }
-    eventually(lambda: two.samples("langchain_quota_thread_used") == left)
-    assert two.samples("langchain_quota_thread_blocked_total") == {
-        ("boss", "searches", "shared"): 1
-    }
-    calls = two.samples("langchain_quota_calls_total")
-    assert calls["boss", "blocked", "tool", "search"] == 3
-    assert len(workers.files()) == 2 * (1 + parents)
+    names = ("thread_used", "thread_blocked_total", "subjects", "calls_total")
+    before = {name: two.samples(f"langchain_quota_{name}") for name in names}
+    os.kill(running["one"].pid, signal.SIGKILL)
+    assert {name: two.samples(f"langchain_quota_{name}") for name in names} == before
     two.do("search", "shared", "ada", 1)
     assert two.samples("langchain_quota_thread_blocked_total") == {
-        ("boss", "searches", "shared"): 2
+        ("boss", "searches", "shared"): 4
     }
     assert two.samples("langchain_quota_errors_total") == {}
 
 
 def test_a_worker_that_ends(workers: Workers) -> None:
-    """One that ends by itself takes its files along; a new one in its place is one more."""
+    """One that ends writes what waits; a new one in its place tells it, and has written nothing."""
     running = workers.start("spawn", "one", "two")
-    serve(running)
+    running["one"].do("search", "last", "ada", 2)
     running["one"].connection.close()
-    eventually(lambda: len(workers.files()) == 2)
     third = workers.start("spawn", "three")["three"]
-    # It has judged nothing yet, and tells what the other knows.
-    assert third.samples("langchain_quota_thread_used") == {
-        ("boss", "searches", "shared"): 10,
-        ("boss", "searches", "twos"): 1,
-    }
+    last = {("boss", "searches", "last"): 2}
+    eventually(lambda: third.samples("langchain_quota_thread_used") == last)
     assert third.do("threads").count(WRITER) == 0
 
 
@@ -302,7 +287,6 @@ def test_a_decision_is_told_by_itself(workers: Workers) -> None:
     """Nobody asks a worker to write: a thread of its own does, once there is something to tell."""
     running = workers.start("spawn", "one", "two")
     assert WRITER not in running["one"].do("threads")
-    assert workers.files() == []
     running["one"].do("search", "t1", "ada", 2)
     assert running["one"].do("threads").count(WRITER) == 1
     used = "langchain_quota_thread_used"
@@ -313,12 +297,11 @@ def test_a_decision_is_told_by_itself(workers: Workers) -> None:
 
 
 def test_without_the_variable(workers: Workers) -> None:
-    """A worker on its own writes no file, has no thread for it, and tells what it has counted."""
+    """A worker on its own writes no file, and tells what it has counted."""
     del workers.environment[VARIABLE]
     alone = workers.start("spawn", "alone")["alone"]
     alone.do("search", "t1", "ada", 2)
     alone.do("flush")
-    assert WRITER not in alone.do("threads")
     assert workers.files("*") == []
     assert alone.samples("langchain_quota_thread_used") == {("boss", "searches", "t1"): 2}
 

@@ -86,6 +86,7 @@ def test_the_wheel_is_to_hold_what_is_needed() -> None:
     assert {
         "langchain_quota/py.typed",
         "langchain_quota/stores/reserve.lua",
+        "langchain_quota/monitoring/rules.yaml",
         "langchain_quota/_version.py",
     } <= files.keys()
     assert any(name.startswith("langchain_quota/monitoring/dashboards/") for name in files)

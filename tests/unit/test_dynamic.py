@@ -15,7 +15,7 @@ from langchain_quota.limits import Limit, QuotaTerms, Terms
 from langchain_quota.middleware.dynamic import aterms_now, terms_now
 from tests.conftest import Signals
 
-STATE = {"plan": 3}
+STATE = {"plan": 3, "langchain_quota": {"run": "r1"}}
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,25 @@ def test_a_run_without_a_thread_has_no_key(signals: Signals) -> None:
     assert shared(ToolCallLimit(thread_limit=3), signals, nowhere).thread_key is None
     with pytest.raises(ValueError, match=r"quota 'thread' of limit 'tool:\*' is per thread"):
         shared(ToolCallLimit(quotas=[Quota(5)]), signals, nowhere)
+
+
+def test_a_runs_key(signals: Signals) -> None:
+    """A run limit is kept under the run's name, on any thread or none; other limits are not."""
+    limit = ToolCallLimit("search", thread_limit=3, run_limit=2)
+    assert shared(limit, signals).run_key == "search:run:r1"
+    nowhere = ThreadRuntime({}, Run(None))
+    assert shared(limit, signals, nowhere).run_key == "search:run:r1"
+    assert shared(ModelCallLimit(run_limit=2), signals).run_key == "model:run:r1"
+    assert shared(ToolCallLimit(thread_limit=3), signals).run_key is None
+
+
+@pytest.mark.parametrize("known", [{}, {"run": None}], ids=["begun before", "reset"])
+def test_a_run_without_a_name_has_no_key(known: Any, signals: Signals) -> None:
+    """What began before runs had names, or was reset, is counted by the state alone."""
+    limit = ToolCallLimit(run_limit=3)
+    state = {"langchain_quota": known}
+    (terms,) = terms_now([limit], state, ANN, signals.telemetry, now=NOON.timestamp())
+    assert (terms.run_key, terms.shared) == (None, False)
 
 
 def test_windows_follow_each_other(signals: Signals) -> None:

@@ -820,6 +820,39 @@ def test_a_thread_has_one_count() -> None:
         assert verdict.usage == {"search": Used(3, 1, verdict.usage["search"].quotas)}
 
 
+def test_a_run_has_one_count() -> None:
+    """Run limits are thresholds over one slot, which begins at the caller's count."""
+    limits = [
+        Terms.of(ToolCallLimit("search", run_limit=9, name="high"), run_key="run"),
+        Terms.of(ToolCallLimit("search", thread_limit=9, name="thread"), run_key="run"),
+        Terms.of(ToolCallLimit("search", run_limit=5, name="low"), run_key="run"),
+    ]
+    assert [each.shared for each in limits] == [True, False, True]
+    for order in (limits, limits[1:] + limits[:1]):
+        asked = plan(order, {"search": Used(7, 1)}, calls(*["search"] * 2))
+        (slot,) = [each for each in asked.reservation.slots if each.key is not None]
+        assert (slot.key, slot.used) == ("run", 1)
+        assert {cap.name: cap.limit for cap in slot.caps} == {"high": 9, "low": 5}
+        verdict = asked.verdict(grant_of(asked, {"run": 4}))
+        assert outcomes(verdict.decisions) == ["allowed", "blocked"]
+        (refusing,) = verdict.decisions[1].refused_by
+        assert (refusing.limit, refusing.scope, refusing.run_before) == ("low", "run", 5)
+        assert verdict.usage == {"search": Used(8, 5)}
+
+
+@pytest.mark.parametrize(
+    ("outage", "expected"),
+    [("deny", [("blocked", "store")] * 2), ("allow", [("allowed", None), ("blocked", "run")])],
+)
+def test_a_run_in_an_outage(outage: Outage, expected: list[tuple[str, str | None]]) -> None:
+    """A run that the store counts needs it; without it the caller's own count is all there is."""
+    terms = Terms.of(ToolCallLimit("search", run_limit=1), run_key="run")
+    asked = in_outage([terms], calls("search", "search"), outage)
+    assert not asked.reservation.shared
+    decisions = asked.verdict(asked.own_grant()).decisions
+    assert [(str(each.outcome), each.standings[0].scope) for each in decisions] == expected
+
+
 def test_a_threads_window_has_a_count_of_its_own() -> None:
     """A quota per thread and hour counts beside the thread's count, and begins at 0."""
     hourly = QuotaTerms("hourly", 1, "7", "hour", NOON, per_thread=True)

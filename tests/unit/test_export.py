@@ -1,12 +1,17 @@
 """The export command: what it writes, what it says, and what it refuses."""
 
+import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from langchain_quota.cli import main
-from langchain_quota.monitoring import alertmanager, grafana, rules
-from langchain_quota.monitoring.rules import Options
+from langchain_quota.cli import export, main
+from langchain_quota.monitoring import exports
+
+RULES = exports.RULES_FILES["rules"]
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -16,12 +21,12 @@ def contents(directory: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["grafana"], grafana.dashboards()),
+        (["grafana"], exports.dashboards()),
         (
             ["grafana", "--datasource", "prom-1", "--selector", 'job="x"'],
-            grafana.dashboards(datasource="prom-1", selector='job="x"'),
+            exports.dashboards(datasource="prom-1", selector='job="x"'),
         ),
-        (["prometheus"], rules.files()),
+        (["prometheus"], exports.rules()),
         (
             [
                 "prometheus",
@@ -30,20 +35,15 @@ def contents(directory: Path) -> dict[str, str]:
                 *("--runbook-base", "https://example.org/runbooks"),
                 "--per-thread-alerts",
             ],
-            rules.files(
-                Options(
-                    selector='job="x"',
-                    grafana_url="https://example.org/grafana",
-                    runbook_base="https://example.org/runbooks",
-                    per_thread=True,
-                )
+            exports.rules(
+                selector='job="x"',
+                grafana_url="https://example.org/grafana",
+                runbook_base="https://example.org/runbooks",
+                per_thread=True,
             ),
         ),
-        (
-            ["prometheus", "--format", "prometheusrule"],
-            rules.files(Options(format="prometheusrule")),
-        ),
-        (["alertmanager"], alertmanager.files()),
+        (["prometheus", "--format", "prometheusrule"], exports.rules(format="prometheusrule")),
+        (["alertmanager"], exports.alertmanager()),
     ],
     ids=["grafana", "grafana-all", "prometheus", "prometheus-all", "operator", "alertmanager"],
 )
@@ -60,22 +60,14 @@ def test_writes_what_was_asked_for(
     assert contents(directory) == expected
     printed = capsys.readouterr()
     assert printed.err == ""
-    note = " (needs Prometheus 2.42 or newer)"
-    lines = [line.removesuffix(note) for line in printed.out.splitlines()]
-    assert lines == [str(directory / name) for name in expected]
-
-
-def test_says_which_prometheus_is_needed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whoever exports rules reads which Prometheus takes them."""
-    main(["export", "prometheus", "--to", str(tmp_path)])
-    assert capsys.readouterr().out.endswith(f"(needs Prometheus {rules.PROMETHEUS} or newer)\n")
+    note = f" (needs Prometheus {exports.PROMETHEUS} or newer)"
+    end = note if arguments[0] == "prometheus" else ""
+    assert printed.out.splitlines() == [f"{directory / name}{end}" for name in expected]
 
 
 def test_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If one of the files exists none is written, and one line says which and what to do."""
-    taken = max(grafana.dashboards())
+    taken = max(exports.dashboards())
     (tmp_path / taken).write_text("mine")
     assert main(["export", "grafana", "--to", str(tmp_path)]) == 2
     assert contents(tmp_path) == {taken: "mine"}
@@ -89,15 +81,15 @@ def test_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_force_overwrites(tmp_path: Path) -> None:
     """With --force files that exist are overwritten, and others are left alone."""
-    (tmp_path / rules.FILE).write_text("old")
+    (tmp_path / RULES).write_text("old")
     (tmp_path / "other.yaml").write_text("mine")
     assert main(["export", "prometheus", "--to", str(tmp_path), "--force"]) == 0
-    assert contents(tmp_path) == {**rules.files(), "other.yaml": "mine"}
+    assert contents(tmp_path) == {**exports.rules(), "other.yaml": "mine"}
 
 
 def test_a_directory_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is no file is not overwritten, and nothing else is either."""
-    names = sorted(grafana.dashboards())
+    names = sorted(exports.dashboards())
     (tmp_path / names[-1]).mkdir()
     (tmp_path / names[0]).write_text("mine")
     assert main(["export", "grafana", "--to", str(tmp_path), "--force"]) == 2
@@ -108,9 +100,97 @@ def test_a_directory_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_link_that_leads_nowhere_is_in_the_way(tmp_path: Path) -> None:
     """A broken symbolic link is not written through."""
-    (tmp_path / rules.FILE).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / RULES).symlink_to(tmp_path / "elsewhere")
     assert main(["export", "prometheus", "--to", str(tmp_path)]) == 2
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["somewhere", "nowhere"])
+def test_force_does_not_follow_a_link(
+    leads: bool,  # noqa: FBT001 - pytest's argument
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a symbolic link leads to is never written; the link stays, and one line names it."""
+    elsewhere, directory = tmp_path / "elsewhere", tmp_path / "rules"
+    directory.mkdir()
+    if leads:
+        elsewhere.write_text("mine")
+    names = sorted(exports.dashboards())
+    (directory / names[0]).write_text("old")
+    (directory / names[-1]).symlink_to(elsewhere)
+    assert main(["export", "grafana", "--to", str(directory), "--force"]) == 2
+    assert (directory / names[-1]).is_symlink()
+    assert (elsewhere.read_text() if leads else elsewhere.exists()) == ("mine" if leads else False)
+    assert (directory / names[0]).read_text() == "old"
+    [line] = capsys.readouterr().err.splitlines()
+    assert repr(str(directory / names[-1])) in line
+    assert "symbolic link" in line
+
+
+def test_a_link_made_meanwhile_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that somebody makes after the look is not followed either."""
+    elsewhere, path = tmp_path / "elsewhere", tmp_path / "rules" / RULES
+    path.parent.mkdir()
+    path.write_text("old")
+    elsewhere.write_text("mine")
+
+    def link_at_once(*_: object) -> None:
+        path.unlink()
+        path.symlink_to(elsewhere)
+
+    monkeypatch.setattr(export, "_keep_access", link_at_once)
+    assert main(["export", "prometheus", "--to", str(path.parent), "--force"]) == 0
+    assert elsewhere.read_text() == "mine"
+    assert not path.is_symlink()
+    assert contents(path.parent) == exports.rules()
+
+
+def test_the_directory_may_be_a_link(tmp_path: Path) -> None:
+    """Where to write is the user's to say: a symbolic link to a directory is one."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for force in ([], ["--force"]):
+        assert main(["export", "prometheus", "--to", str(tmp_path / "link"), *force]) == 0
+        assert contents(tmp_path / "real") == exports.rules()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_force_keeps_who_may_read(tmp_path: Path) -> None:
+    """A file that is overwritten keeps its mode; a new one has that of any new file."""
+    (tmp_path / "any").touch()
+    old, new = sorted(exports.dashboards())[:2]
+    (tmp_path / old).touch()
+    (tmp_path / old).chmod(0o640)
+    assert main(["export", "grafana", "--to", str(tmp_path), "--force"]) == 0
+    assert stat.S_IMODE((tmp_path / old).stat().st_mode) == 0o640
+    assert (tmp_path / new).stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """If one file cannot be written to its end, all that were there stay whole; nothing is left."""
+    sizes = sorted(map(len, exports.dashboards().values()))
+    old = dict.fromkeys(exports.dashboards(), "old")
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
+    program = (
+        "import resource, sys; from langchain_quota.cli import main; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({sizes[-1] - 1},) * 2); "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "export", "grafana", "--to", str(tmp_path), "--force"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"langchain-quota export: cannot write '{tmp_path}")
+    assert contents(tmp_path) == old
 
 
 @pytest.mark.parametrize("below", ["", "sub"], ids=["itself", "below"])
@@ -136,6 +216,7 @@ def test_the_directory_is_a_file(
         (["prometheus", "--to", "x", "--selector", "job=agents"], "--selector"),
         (["prometheus", "--to", "x", "--selector", ""], "--selector"),
         (["grafana", "--to", "x", "--selector", 'agent="a"'], "--selector"),
+        (["grafana", "--to", "x", "--datasource", "a b"], "--datasource"),
         (["prometheus", "--to", "x", "--grafana-url", "example.org"], "--grafana-url"),
         (["prometheus", "--to", "x", "--runbook-base", "{{ x }}"], "--runbook-base"),
         (["prometheus", "--to", "x", "--format", "json"], "--format"),
@@ -159,13 +240,4 @@ def test_wrong_arguments(
         main(["export", *arguments])
     assert ended.value.code == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wrong_datasource(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A data source's UID that Grafana cannot have is refused, and nothing is written."""
-    assert main(["export", "grafana", "--to", str(tmp_path), "--datasource", "a b"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("langchain-quota export: --datasource must be ")
-    assert repr("a b") in line
     assert list(tmp_path.iterdir()) == []

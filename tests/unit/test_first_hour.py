@@ -25,6 +25,7 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.cli import main
+from langchain_quota.monitoring import exports
 from tests.agent import test_first_hour as with_agents
 from tests.troubleshooting import PAGE, begins, messages, raised
 
@@ -195,6 +196,18 @@ def an_address_elsewhere(bench: Bench) -> str:
     return re.sub(r"^\[Errno \d+\] ", "", raised(OSError, lambda: start_metrics_server(0)))
 
 
+@sees("PROMETHEUS_MULTIPROC_DIR=… is on a disk with … MiB free, and a worker begins with …")
+def a_full_disk(bench: Bench) -> str:
+    return told(
+        "from langchain_quota import Telemetry\n"
+        "from langchain_quota.telemetry import multiprocess\n"
+        # More than any disk has.
+        "multiprocess.NEEDED = 2**70\n"
+        "Telemetry()",
+        PROMETHEUS_MULTIPROC_DIR=str(bench.path),
+    )
+
+
 @sees("PROMETHEUS_MULTIPROC_DIR=… is no directory that this process can …")
 def no_directory_for_workers(bench: Bench) -> str:
     missing = str(bench.path / "missing")
@@ -243,6 +256,13 @@ def a_directory_without_room(bench: Bench) -> str:
 def files_that_are_there(bench: Bench) -> str:
     assert main(["export", "grafana", "--to", str(bench.path)]) == 0
     return bench.command("export", "grafana", "--to", str(bench.path))
+
+
+@sees("langchain-quota export: cannot overwrite …: it is a symbolic link")
+def a_file_that_is_a_link(bench: Bench) -> str:
+    for board in exports.dashboards():
+        (bench.path / board).symlink_to(bench.path / "mine")
+    return bench.command("export", "grafana", "--to", str(bench.path), "--force")
 
 
 @sees(

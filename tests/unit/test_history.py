@@ -1,5 +1,7 @@
 """Tool calls in a message history: which wait, which were answered, which were left."""
 
+import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from langchain_quota.middleware.history import (
     answer,
     answered_history,
     dangling_calls,
+    identified,
     newest_name,
     pending_calls,
 )
@@ -73,9 +76,87 @@ def test_an_id_that_an_earlier_turn_used_is_pending_again() -> None:
     assert pending_ids(ai(call("a")), result("a"), HumanMessage("again"), ai(call("a"))) == ["a"]
 
 
-def test_calls_without_an_id_are_left_out() -> None:
-    """A call without an id cannot be answered, so it is not judged."""
-    assert pending_ids(ai(call(None), call("a"))) == ["a"]
+@pytest.mark.parametrize("no_id", [None, ""])
+def test_calls_without_an_id_get_one(no_id: str | None) -> None:
+    """A call without an id is pending like any other, under an id of its own."""
+    message = ai(call(no_id), call("a"), call(no_id, "calc"))
+    found = pending_calls({"messages": [message]})
+    assert found is not None
+    assert found.replaces
+    assert found.message.tool_calls == list(found.calls)
+    assert [each["name"] for each in found.calls] == ["search", "search", "calc"]
+    first, second, third = (str(each["id"]) for each in found.calls)
+    assert second == "a"
+    assert first != third
+    # What OpenAI, Anthropic and Bedrock take.
+    assert all(re.fullmatch("[a-zA-Z0-9_-]{1,40}", each) for each in (first, third))
+    assert found.message.id == message.id
+    assert [each["id"] for each in message.tool_calls] == [no_id, "a", no_id]
+
+
+def test_a_message_whose_calls_have_ids_is_not_replaced() -> None:
+    """Nothing is written anew where every call has an id."""
+    message = ai(call("a"))
+    found = pending_calls({"messages": [message]})
+    assert found is not None
+    assert found.message is message
+    assert not found.replaces
+
+
+def test_an_empty_id_that_is_answered_stays() -> None:
+    """Calls with an empty id are answered by the answer to the empty id; others are pending."""
+    found = pending_calls({"messages": [ai(call(""), call(None), call("")), result("")]})
+    assert found is not None
+    assert [each["id"] for each in found.message.tool_calls[::2]] == ["", ""]
+    assert [each["id"] for each in found.calls] == [found.message.tool_calls[1]["id"]]
+
+
+def test_ids_are_those_of_their_message() -> None:
+    """A message always gets the same ids, another message others."""
+    message = AIMessage("", tool_calls=[call(None), call("")], id="\udc80 m")
+    other = AIMessage("", tool_calls=[call(None), call("")], id="n")
+    again = deepcopy(message)
+    ids = [each["id"] for each in identified(message).tool_calls]
+    assert [each["id"] for each in identified(again).tool_calls] == ids
+    assert not set(ids) & {each["id"] for each in identified(other).tool_calls}
+
+
+def test_an_id_that_is_taken_is_not_given() -> None:
+    """An id that another call has already is not given again."""
+    (free,) = identified(AIMessage("", tool_calls=[call(None)], id="m")).tool_calls
+    crossed = AIMessage("", tool_calls=[call(None), call(free["id"])], id="m")
+    first, second = identified(crossed).tool_calls
+    assert second["id"] == free["id"]
+    assert first["id"] != free["id"]
+
+
+def test_the_content_has_the_same_ids() -> None:
+    """Blocks that stand for a call get its id; what else the content has stays as it is."""
+    text = {"type": "text", "text": "I search."}
+    known = {"type": "tool_use", "name": "search", "id": "a", "input": {}}
+    content: list[str | dict[str, Any]] = [
+        "And:",
+        text,
+        {"type": "tool_use", "name": "search", "id": None, "input": {}},
+        known,
+        {"type": "tool_call", "name": "calc", "args": {}},
+        {"type": "function_call", "name": "search", "call_id": "", "id": "fc_1"},
+        {"type": "tool_use", "name": "another", "id": None, "input": {}},
+    ]
+    calls = [call(None), call("a"), call("", "calc"), call(None)]
+    before = deepcopy(content)
+    message = identified(AIMessage(content, tool_calls=calls, id="m"))
+    first, _, calc, last = (each["id"] for each in message.tool_calls)
+    assert message.content == [
+        "And:",
+        text,
+        {"type": "tool_use", "name": "search", "id": first, "input": {}},
+        known,
+        {"type": "tool_call", "name": "calc", "args": {}, "id": calc},
+        {"type": "function_call", "name": "search", "call_id": last, "id": "fc_1"},
+        {"type": "tool_use", "name": "another", "id": None, "input": {}},
+    ]
+    assert content == before
 
 
 def test_calls_that_share_an_id_are_all_given() -> None:
@@ -147,7 +228,7 @@ def dangling_ids(*messages: AnyMessage) -> list[tuple[list[str | None], int]]:
         [HumanMessage("hi"), AIMessage("hello")],
         [ai(call("a"), call("b")), result("b"), result("a"), AIMessage("done")],
         [ai(call("a")), result("a"), HumanMessage("x"), ai(call("a")), result("a")],
-        [ai(call(None))],
+        [ai(call(""), call("")), result("")],
     ],
 )
 def test_nothing_dangles_in_an_answered_history(messages: list[AnyMessage]) -> None:
@@ -226,6 +307,20 @@ def test_calls_that_share_an_id_get_one_answer() -> None:
     assert [each.type for each in history] == ["ai", "tool", "human"]
 
 
+def test_repaired_calls_have_ids() -> None:
+    """A call without an id that was left open gets one, and is answered, in its place."""
+    asked = ai(call(None), call("a"), call("", "calc"))
+    history = repaired(HumanMessage("hi"), asked, result("a"), HumanMessage("x"))
+    assert [each.type for each in history] == ["human", "ai", "tool", "tool", "tool", "human"]
+    message = history[1]
+    assert isinstance(message, AIMessage)
+    assert message.id == asked.id
+    first, second, third = (each["id"] for each in message.tool_calls)
+    answers = [each.tool_call_id for each in history if isinstance(each, ToolMessage)]
+    assert answers == [second, first, third]
+    assert repaired(*history) == history
+
+
 def test_answered_history_of_nothing() -> None:
     """Without dangling calls the history is copied as it is."""
     messages: list[AnyMessage] = [HumanMessage("hi")]
@@ -256,4 +351,4 @@ def test_newest_name() -> None:
 def test_dangling_calls_name_their_message() -> None:
     """What was charged for the calls is found by the message that made them."""
     message = ai(call("a"))
-    assert dangling_calls({"messages": [message]}) == [DanglingCalls(message, (call("a"),), 1)]
+    assert dangling_calls({"messages": [message]}) == [DanglingCalls(message, (call("a"),), 0, 1)]

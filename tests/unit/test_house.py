@@ -20,7 +20,7 @@ PACKAGE = "langchain_quota"
 FACADE = "the package itself"
 
 FLOORS = [
-    {"_version", "limits", "decision", "reservation", "messages", "errors", "monitoring"},
+    {"_version", "limits", "locks", "decision", "reservation", "messages", "errors", "monitoring"},
     {"engine", "state", "stores", "telemetry"},
     {"middleware", "testing"},
     {"exposition", "cli", FACADE},
@@ -143,6 +143,19 @@ def test_the_sdk_is_the_applications() -> None:
         if each.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))
     }
     assert found == set()
+
+
+def test_every_lock_outlives_a_fork() -> None:
+    """Locks are made in one module; nothing else has one, hidden in a decorator or in the open."""
+    locking = {"Lock", "RLock", "Condition", "allocate_lock", "cached_property"}
+    found = {
+        dotted(path)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in locking)
+        or (isinstance(node, ast.ImportFrom) and {each.name for each in node.names} & locking)
+    }
+    assert found == {f"{PACKAGE}.locks"}
 
 
 def test_redis_is_imported_by_its_store_only() -> None:

@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from langchain_quota.stores.keys import MAX_LENGTH, CountKey
+from tests.calls import calls_made
 
 DAY = timedelta(days=1)
 texts = st.text(st.characters()) | st.text("a:%~{}*é\n\ud800", max_size=80)
@@ -77,6 +78,13 @@ def test_long_value_is_shortened(subject: str) -> None:
     assert 30 < len(text.split(":")[2].partition("~")[0]) <= 40
     assert len(digest) == 64
     assert text != str(CountKey("search", "user_id", subject[:-1] + "y"))
+
+
+@pytest.mark.parametrize("text", ["x", "é", ":\n", "\ud800"])
+def test_a_megabyte_is_no_more_work_than_a_kilobyte(text: str) -> None:
+    """However long a value is, only its beginning is encoded character by character."""
+    short, long = (CountKey("search", "user_id", text * 1_000 * size) for size in (1, 1_000))
+    assert calls_made(lambda: str(long)) <= calls_made(lambda: str(short)) < 1_000
 
 
 def test_longest_value_that_stays() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry, hmac_label
-from langchain_quota.telemetry.labels import ToolLabels, agent_label, label
+from langchain_quota.telemetry.labels import ToolLabels, agent_label, described, label
+from tests.calls import calls_made
 
 KEY = "0123456789abcdef"
 ANY_TEXT = st.text(st.characters(exclude_categories=[]))
@@ -75,6 +77,26 @@ def test_unprintable_values_stay_distinct(first: str, second: str) -> None:
     """What cannot be printed still tells values apart."""
     one, other = f"\n{first}", f"\n{second}"
     assert (label(one) == label(other)) == (one == other)
+
+
+@pytest.mark.parametrize("text", ["x", "\n", "é\u202e", "\ud800"])
+@pytest.mark.parametrize(
+    "render",
+    [label, hmac_label(KEY), lambda text: described(ValueError(text))],
+    ids=["label", "hmac_label", "described"],
+)
+def test_a_megabyte_is_no_more_work_than_a_kilobyte(
+    render: Callable[[str], str], text: str
+) -> None:
+    """However long a value is, only its beginning is looked at character by character."""
+    short, long = text * 1_000, text * 1_000_000
+    assert calls_made(lambda: render(long)) <= calls_made(lambda: render(short)) < 1_000
+
+
+def test_the_text_of_an_exception_is_bounded_and_printable() -> None:
+    """What an exception says is shown without what moves a terminal's cursor, and not for ever."""
+    assert described(ValueError("a\x1b[2J\nb")) == "a[2Jb"
+    assert described(ValueError("x" * 10_000)) == "x" * 256
 
 
 @pytest.mark.parametrize("name", [None, ""])

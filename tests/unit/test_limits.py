@@ -503,6 +503,12 @@ def test_reserved_names_are_refused(value: str) -> None:
             Quota(5, per=per, name=name)
 
 
+def test_a_quota_cannot_share_the_counts_of_runs() -> None:
+    """A value of the context called `run` would be kept where runs are counted."""
+    with pytest.raises(ValueError, match="per must not be 'run'"):
+        Quota(5, per="run", name="job")
+
+
 @pytest.mark.parametrize("value", ["thread", "agent", "global"])
 def test_fixed_names_mean_what_they_say(value: str) -> None:
     """A quota named `thread` is per thread: what is per anything else may not be called so."""

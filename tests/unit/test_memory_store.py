@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 from blockbuster import blockbuster_ctx
@@ -12,22 +13,36 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
+from tests.calls import calls_made
 from tests.clock import Clock
 
 HOUR = 3600
 DAY = timedelta(days=1)
 
 
+class Key(str):
+    """A key that counts how often keys are looked at."""
+
+    __slots__ = ()
+    looks: ClassVar[int] = 0
+
+    def __hash__(self) -> int:
+        Key.looks += 1
+        return super().__hash__()
+
+
 def asked(
     key: str,
     limit: int = 100,
     *,
+    used: int = 0,
+    mirrored: bool = False,
     id: str = "",  # noqa: A002 - the reservation's field
     attempt: str = "",
     ends: float | None = None,
     settlements: tuple[Settlement, ...] = (),
 ) -> Reservation:
-    slots = (Slot(key, 0, ends, (Cap("limit", limit),)),)
+    slots = (Slot(key, used, ends, (Cap("limit", limit),), mirrored=mirrored),)
     return Reservation(id, attempt, slots, ({0: 1},), settlements=settlements)
 
 
@@ -39,6 +54,15 @@ def daily(store: MemoryStore, clock: Clock, limit: int = 1) -> Grant:
 
 def settle(store: MemoryStore, *settlements: Settlement) -> None:
     store.reserve(Reservation("", "", (), (), settlements=settlements))
+
+
+def check_each_key_is_kept_once(store: MemoryStore) -> None:
+    """Nothing is left of a count that is gone, and every count is found when its time comes."""
+    counts = store._counts
+    windows = [key for _, key in counts._windows]
+    assert sorted([*windows, *counts._lasting, *counts._mirrored, *counts._runs]) == sorted(
+        counts._counts
+    )
 
 
 def used(store: MemoryStore, *keys: str) -> list[int | None]:
@@ -189,6 +213,124 @@ def test_full_store_refuses_new_keys() -> None:
     assert used(store, "a", "b", "c") == [5, None, 1]
 
 
+def test_a_full_store_drops_what_its_caller_brings_back() -> None:
+    """Of counts that callers mirror the one that was charged longest ago makes room."""
+    store = MemoryStore(max_keys=3)
+    for thread in ("one", "two", "three", "one", "four"):
+        assert store.reserve(asked(thread, mirrored=True)).admitted == (True,)
+    assert used(store, "one", "two", "three", "four") == [2, None, 1, 1]
+    # It goes on where its own state says.
+    grant = store.reserve(asked("two", used=1, limit=2, mirrored=True))
+    assert (grant.used, grant.admitted) == ((1,), (True,))
+    assert used(store, "one", "two", "three", "four") == [2, 2, None, 1]
+
+
+def test_windows_and_users_are_never_dropped() -> None:
+    """What only the store has is kept, whoever comes: then there is no room, and that is said."""
+    store = MemoryStore(max_keys=3)
+    store.reserve(asked("user"))
+    store.reserve(asked("window", ends=1e12))
+    for number in range(5):
+        assert store.reserve(asked(f"thread-{number}", mirrored=True)).admitted == (True,)
+    store.reserve(asked("other user"))
+    with pytest.raises(QuotaStoreError, match="the store is full: it keeps 3 counts at most"):
+        store.reserve(asked("thread-5", mirrored=True))
+    assert [use.key for use in store.usages()] == ["other user", "user", "window"]
+
+
+def test_what_is_charged_now_is_not_dropped_for_it() -> None:
+    """A batch drops other counts than its own, and none if it does not fit all the same."""
+    store = MemoryStore(max_keys=3)
+    for key in ("a", "b"):
+        store.reserve(asked(key, mirrored=True))
+    store.reserve(asked("user"))
+    slots = tuple(Slot(key, mirrored=True) for key in "acd")
+    with pytest.raises(QuotaStoreError):
+        store.reserve(Reservation("", "", slots, ({0: 1, 1: 1, 2: 1},)))
+    assert used(store, "a", "b", "user") == [1, 1, 1]
+    store.reserve(Reservation("", "", slots, ({0: 1, 1: 1},)))
+    assert used(store, "a", "b", "c", "user") == [2, None, 1, 1]
+
+
+def test_runs_make_room_first() -> None:
+    """A full store drops the run charged longest ago, however it was charged, before a thread."""
+    store = MemoryStore(max_keys=3)
+    store.reserve(asked("search:thread:t1", mirrored=True))
+    for run in "ab":
+        store.reserve(asked(f"search:run:{run}"))
+    store.reserve(asked("search:thread:t2", mirrored=True))
+    assert [use.key for use in store.usages()] == [
+        "search:run:b",
+        "search:thread:t1",
+        "search:thread:t2",
+    ]
+
+
+def test_runs_expire_beside_threads() -> None:
+    """A run's count expires after a day, though a thread's that is older is kept."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    store.reserve(asked("search:thread:t1", mirrored=True))
+    store.reserve(asked("search:run:a", mirrored=True))
+    clock.now += 24 * HOUR
+    store.reserve(asked("search:thread:t1", mirrored=True))
+    assert store.occupancy.keys == 1
+
+
+def test_the_last_charge_says_whether_a_count_is_mirrored() -> None:
+    """Charged by one who has no mirror a count stays; with one slot of two mirrored, too."""
+    store = MemoryStore(max_keys=2)
+    store.reserve(asked("a", mirrored=True))
+    store.reserve(asked("a"))
+    store.reserve(asked("b"))
+    store.reserve(asked("b", mirrored=True))
+    store.reserve(asked("c", mirrored=True))
+    assert used(store, "a", "b", "c") == [2, None, 1]
+    both = (Slot("c", mirrored=True), Slot("c"))
+    store.reserve(Reservation("", "", both, ({0: 1, 1: 1},)))
+    with pytest.raises(QuotaStoreError):
+        store.reserve(asked("d"))
+
+
+def test_resets_and_corrections_drop_what_they_may() -> None:
+    """They make room as a charge does, and leave a count that is mirrored to be dropped later."""
+    store = MemoryStore(max_keys=2)
+    store.reserve(asked("a", mirrored=True))
+    store.reserve(asked("b", mirrored=True))
+    store.reset(["a"])
+    settle(store, Settlement("late", {"c": 1}))
+    assert used(store, "a", "b", "c") == [0, None, 1]
+    store.reset(["d"])
+    assert used(store, "a", "c", "d") == [None, 1, 0]
+    assert store.occupancy == (2, 0, 2)
+
+
+def test_occupancy() -> None:
+    """How many counts there are, how many of them can be dropped, and how many there can be."""
+    clock = Clock(0)
+    store = MemoryStore(max_keys=10, clock=clock)
+    store.reserve(asked("user"))
+    store.reserve(asked("thread", mirrored=True))
+    store.reserve(asked("window", ends=100))
+    assert store.occupancy == (3, 1, 10)
+    assert store.occupancy.share == 0.2
+    clock.now = 100 + HOUR
+    store.reserve(asked("user"))
+    assert store.occupancy == (2, 1, 10)
+
+
+def test_a_charge_does_not_look_at_other_counts() -> None:
+    """However many counts there are, a charge costs the same: also in a full store."""
+    store = MemoryStore(max_keys=1_000)
+    for number in range(1_000):
+        store.reserve(asked(Key(f"thread-{number}"), mirrored=True))
+    Key.looks = 0
+    made = calls_made(lambda: store.reserve(asked(Key("thread-0"), mirrored=True)))
+    made += calls_made(lambda: store.reserve(asked(Key("another"), mirrored=True)))
+    assert Key.looks < 100
+    assert made < 200 + Key.looks
+
+
 def test_one_batch_with_too_many_keys() -> None:
     """A batch that does not fit as a whole charges nothing."""
     store = MemoryStore(max_keys=2)
@@ -218,7 +360,7 @@ def test_memory_is_bounded() -> None:
     for marked in (store._refused._values, store._settled._values):
         assert len(marked) == 50
     assert len(store._counts) <= 50
-    assert len(store._counts._due) == len(store._counts)
+    check_each_key_is_kept_once(store)
     assert used(store, "steady") == [667]
     assert len(store.usages()) == 11
 
@@ -239,26 +381,38 @@ def test_expired_counts_go_in_steps() -> None:
 
 @given(
     steps=st.lists(
-        st.tuples(st.integers(-50, 60), st.sampled_from("abcd"), st.none() | st.integers(0, 300)),
+        st.tuples(
+            st.integers(-50, 60),
+            st.sampled_from("abcd"),
+            st.none() | st.integers(0, 300),
+            st.booleans(),
+        ),
         max_size=60,
     )
 )
-def test_counts_against_a_plain_dict(steps: list[tuple[int, str, int | None]]) -> None:
+def test_counts_against_a_plain_dict(steps: list[tuple[int, str, int | None, bool]]) -> None:
     """Under a clock that jumps, a count is never lost before its time, nor found after it."""
     clock = Clock(HOUR)
     store = MemoryStore(max_keys=4, idle_ttl=timedelta(seconds=HOUR + 50), clock=clock)
-    expected: dict[str, tuple[int, float]] = {}
-    for jump, key, ends in steps:
+    kept: dict[str, tuple[int, float]] = {}
+    expired: set[str] = set()
+    for jump, key, ends, mirrored in steps:
         clock.now += jump * 60
-        # What has expired does not come back when the clock goes back.
-        expected = {each: kept for each, kept in expected.items() if kept[1] > clock.now}
-        count, until = expected.get(key, (0, 0.0))
+        expired |= {each for each, (_, until) in kept.items() if until <= clock.now}
+        found = {use.key: use.used for use in store.usages()}
+        expected = {
+            each: count
+            for each, (count, until) in kept.items()
+            # What had expired may be there still when the clock goes back.
+            if until > clock.now and (each in found or each not in expired)
+        }
+        assert found == expected
         last = HOUR + (clock.now + 50 if ends is None else max(clock.now, ends))
-        expected[key] = (count + 1, max(until, last))
-        assert store.reserve(asked(key, ends=ends)).used == (count,)
-        counts = {each: count for each, (count, _) in expected.items()}
-        assert {use.key: use.used for use in store.usages()} == counts
-        assert len(store._counts._due) == len(store._counts)
+        grant = store.reserve(asked(key, ends=ends, mirrored=mirrored))
+        assert grant.used == (expected.get(key, 0),)
+        kept[key] = (grant.used[0] + 1, max(kept[key][1], last) if key in expected else last)
+        expired.discard(key)
+        check_each_key_is_kept_once(store)
 
 
 async def test_async_forms_do_not_block() -> None:

@@ -16,6 +16,7 @@ from langchain_quota.decision import Refund
 from langchain_quota.engine import Outage, Used, judge, plan
 from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
 from langchain_quota.reservation import admit
+from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.metrics import STORE_BUCKETS, Metrics
 from tests.conftest import Signals
 
@@ -34,6 +35,8 @@ TABLE = {
     "langchain_quota_thread_last_decision_timestamp_seconds": ("gauge", {"agent", "thread_id"}),
     "langchain_quota_threads_hidden": ("gauge", {"state"}),
     "langchain_quota_store_seconds": ("histogram", {"operation", "outcome"}),
+    "langchain_quota_store_keys": ("gauge", {"droppable"}),
+    "langchain_quota_store_max_keys": ("gauge", set()),
     "langchain_quota_store_fallbacks": ("counter", {"agent", "action"}),
     "langchain_quota_errors": ("counter", {"component", "error_type"}),
     "langchain_quota_build_info": ("gauge", {"version"}),
@@ -84,6 +87,8 @@ def test_names_types_and_labels(signals: Signals) -> None:
     signals.telemetry._signals.errors.failed("metrics", OSError("disk full"))
     signals.telemetry.stored("reserve", "ok", 0.001)
     signals.telemetry.fell_back("boss", "deny", 1)
+    store = MemoryStore()
+    signals.telemetry.watch_store(store)
     found = {
         family.name: (
             family.type,

@@ -60,6 +60,26 @@ def test_a_step_has_a_short_name(thread_id: object) -> None:
 def test_outside_of_a_graph_every_call_is_a_step() -> None:
     """Hooks that are called directly are never taken for a re-run."""
     assert Origin().step("QuotaMiddleware") != Origin().step("QuotaMiddleware")
+    assert Origin().run() != Origin().run()
+
+
+def test_a_run_is_named_after_the_task_that_begins_it() -> None:
+    """The same task begins the same run, another one another, and none has a step's name."""
+    assert IN_A_TASK.run() == IN_A_TASK.run()
+    assert IN_A_TASK.run() != replace(IN_A_TASK, task_id="another").run()
+    assert IN_A_TASK.run() != IN_A_TASK.step("QuotaMiddleware")
+
+
+def test_a_sub_agents_run_is_named_after_its_call() -> None:
+    """A call that is made again is the same run, whatever the task; another call is another."""
+    call = replace(IN_A_TASK, invocation="tools:1")
+    assert call.run() == replace(call, task_id="another", checkpoint_ns="tools:1|node:2").run()
+    others = [
+        replace(call, invocation="tools:2"),
+        replace(call, run_thread_id="8"),
+        replace(call, invocation=""),
+    ]
+    assert len({each.run() for each in (call, *others)}) == 4
 
 
 def test_outside_of_a_graph_nothing_is_known() -> None:
@@ -116,3 +136,31 @@ def test_runs_without_a_thread_have_steps_of_their_own() -> None:
     first, second = seen.run(), seen.run()
     assert (first.thread_id, first.remembers) == (None, False)
     assert first.step("QuotaMiddleware") != second.step("QuotaMiddleware")
+
+
+@pytest.mark.parametrize("remembers", [True, False], ids=["checkpointer", "none"])
+def test_a_call_of_a_sub_agent(*, remembers: bool) -> None:
+    """With a checkpointer each call of a sub-agent has a place of its own, its caller has none."""
+    child = Seen()
+    callers: list[Origin] = []
+
+    def call(state: Nothing, runtime: Runtime[Any]) -> dict[str, int]:
+        callers.append(origin(runtime, model_name=None))
+        child.run()
+        child.run()
+        return {"unused": 1}
+
+    graph = StateGraph(Nothing)
+    graph.add_node("call", call)
+    graph.add_edge(START, "call")
+    config: RunnableConfig = {"configurable": {"thread_id": "7"}}
+    graph.compile(checkpointer=InMemorySaver() if remembers else None).invoke({}, config)
+
+    assert [each.invocation for each in callers] == [""]
+    first, second = (each.invocation for each in child.origins)
+    if remembers:
+        assert first.startswith("call:")
+        assert second == f"{first}|1"
+    else:
+        assert (first, second) == ("", "")
+    assert child.origins[0].run() != child.origins[1].run()

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,18 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from langchain_quota import Call, Telemetry, ToolCallLimit
+from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.engine import Used, judge
-from langchain_quota.monitoring import alertmanager, rules
-from langchain_quota.monitoring.alerts import Alert, groups
-from langchain_quota.monitoring.rules import Format, Options
+from langchain_quota.monitoring import checks, exports
 
 ROOT = Path(__file__).parents[2]
+DATA = ROOT / "src" / "langchain_quota" / "monitoring" / "rules.yaml"
 PROMETHEUS = ROOT / "dashboards" / "prometheus"
 PROMTOOL_TESTS = sorted((PROMETHEUS / "tests").glob("*_test.yaml"))
 RUNBOOKS = ROOT / "docs" / "runbooks"
 PAGES = sorted(path for path in RUNBOOKS.glob("*.md") if path.name != "README.md")
 ALERTS_PAGE = ROOT / "docs" / "alerts.md"
 
-ALL = Options(per_thread=True)
 PER_THREAD = {"LangChainQuotaThreadNearLimit", "LangChainQuotaThreadExhaustionPredicted"}
 HEADINGS = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
 ANNOTATIONS = {"summary", "description", "runbook_url", "dashboard_url"}
@@ -32,27 +29,35 @@ ADDED_BY_PROMETHEUS = {"job", "instance"}
 
 METRIC = re.compile(r"(?<![:\w])(langchain_quota_\w+)(?:\{([^}]*)\})?")
 RECORDED = re.compile(r"\w+:langchain_quota_\w+:\w+")
+# What is left of an expression when all that names no series is taken away; functions have a brace.
+NO_SERIES = re.compile(
+    r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|on|ignoring|group_left) \([^)]*\)|\boffset \w+"
+    r"|\b(?:and|or|unless)\b"
+)
+SERIES = re.compile(r"(?<![\w:])[a-zA-Z_:][\w:]*+(?!\s*\()")
 MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
-GROUPING = re.compile(r"\b(?:by|on|group_left) \(([^)]*)\)")
+GROUPING = re.compile(r"\b(?:by|on|ignoring|group_left) \(([^)]*)\)")
 LABEL = re.compile(r"\$labels\.(\w+)")
 PROMQL = re.compile(r"```promql\n(.*?)```", re.DOTALL)
 PANEL = re.compile(r"\*\*([^*]+)\*\* \(\*([^*]+)\*\)")
 
 
-def parsed(options: Options) -> Any:
-    return yaml.safe_load(rules.render(options))
+def parsed(**options: Any) -> Any:
+    [text] = exports.rules(**options).values()
+    return yaml.safe_load(text)
 
 
-def all_rules(options: Options) -> list[Any]:
-    return [rule for group in parsed(options)["groups"] for rule in group["rules"]]
+def all_rules(**options: Any) -> list[Any]:
+    options = {"per_thread": True, **options}
+    return [rule for group in parsed(**options)["groups"] for rule in group["rules"]]
 
 
-def alerts(options: Options = ALL) -> dict[str, Any]:
-    return {rule["alert"]: rule for rule in all_rules(options) if "alert" in rule}
+def alerts(**options: Any) -> dict[str, Any]:
+    return {rule["alert"]: rule for rule in all_rules(**options) if "alert" in rule}
 
 
 def records() -> set[str]:
-    return {rule["record"] for rule in all_rules(ALL) if "record" in rule}
+    return {rule["record"] for rule in all_rules() if "record" in rule}
 
 
 NAMES = sorted(alerts())
@@ -74,6 +79,8 @@ def samples() -> dict[str, dict[str, set[str]]]:
         telemetry.emit(decided.decisions, started=0)
     telemetry.failed("observer", KeyError("x"))
     # Made by code that talks to a store; there is none here.
+    in_memory = MemoryStore()
+    telemetry.watch_store(in_memory)
     metrics = telemetry._signals.metrics
     metrics.store_seconds.labels("reserve", "ok").observe(0.001)
     metrics.store_fallbacks.labels("researcher", "deny").inc()
@@ -113,47 +120,45 @@ def unknown(text: str) -> Iterator[str]:
                 yield label
 
 
-@pytest.mark.parametrize(
-    ("file", "options"),
-    [
-        (PROMETHEUS / rules.FILE, Options()),
-        (PROMETHEUS / "tests" / rules.FILE, ALL),
-    ],
-    ids=["default", "per thread"],
-)
-def test_the_committed_rules_are_the_rendered_ones(file: Path, options: Options) -> None:
-    """What stands in the repository is what the package writes."""
-    assert file.read_text() == rules.files(options)[rules.FILE]
+def test_the_rules_are_good_as_they_stand() -> None:
+    """Without a user's options an export is the file in the package, with all alerts."""
+    assert list(exports.rules(per_thread=True).values()) == [DATA.read_text()]
 
 
-def test_the_committed_example_is_the_packages() -> None:
-    """The example for Alertmanager in the repository is what the package writes."""
-    folder = ROOT / "dashboards" / "alertmanager"
-    committed = {path.name: path.read_text() for path in folder.iterdir()}
-    assert committed == alertmanager.files()
+def test_the_stacks_rules_are_the_exported_ones() -> None:
+    """What the stack mounts is what the package writes."""
+    [(name, text)] = exports.rules().items()
+    assert (PROMETHEUS / name).read_text() == text
 
 
 def test_alerts_on_single_threads_are_off_by_default() -> None:
     """Unless asked for, there is no alert that each thread near its limit would fire."""
-    assert alerts().keys() - alerts(Options()).keys() == PER_THREAD
-    assert alerts(Options()).items() <= alerts().items()
+    quiet = alerts(per_thread=False)
+    assert alerts().keys() - quiet.keys() == PER_THREAD
+    assert quiet.items() <= alerts().items()
+    assert {rule["record"] for rule in all_rules(per_thread=False) if "record" in rule} == records()
 
 
 def test_the_oldest_prometheus_is_named() -> None:
-    """The rendered file and the page on alerts say which Prometheus they need."""
-    for text in (*rules.files().values(), ALERTS_PAGE.read_text()):
-        assert f"Prometheus {rules.PROMETHEUS} or newer" in text
+    """The rules and the page on alerts say which Prometheus they need."""
+    for page in (DATA, ALERTS_PAGE):
+        assert f"Prometheus {exports.PROMETHEUS} or newer" in page.read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_alert_has_all_that_it_needs(name: str) -> None:
-    """Each alert has a severity, texts and links; the runbook's address is made of its name."""
+    """An alert has a severity, texts, its runbook, and a dashboard with each variable it sets."""
     alert = alerts()[name]
     assert re.fullmatch("LangChainQuota([A-Z][a-z]+)+", name)
     assert alert["labels"].keys() == {"severity"}
-    assert alert["annotations"].keys() == ANNOTATIONS
-    assert alert["annotations"]["runbook_url"] == f"{rules.RUNBOOK_BASE}/{name}"
-    assert alert["annotations"]["summary"].count("\n") == 0
+    texts = alert["annotations"]
+    assert texts.keys() == ANNOTATIONS
+    assert texts["runbook_url"] == f"{exports.RUNBOOK_BASE}/{name}"
+    assert [key for key, text in texts.items() if "\n" in text] == []
+    found = re.fullmatch(rf"{exports.GRAFANA_URL}/d/([\w-]+)\?(.+)", texts["dashboard_url"])
+    assert found
+    variables = {variable["name"] for variable in boards()[found[1]]["templating"]["list"]}
+    assert set(re.findall(r"var-(\w+)=", found[2])) <= variables
 
 
 def test_one_alert_pages() -> None:
@@ -181,17 +186,6 @@ def test_labels_are_escaped(name: str) -> None:
     assert LABEL.search(annotations["dashboard_url"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_link_leads_to_a_dashboard(name: str) -> None:
-    """The dashboard that an alert leads to exists, and has each variable that the link sets."""
-    url = alerts()[name]["annotations"]["dashboard_url"]
-    found = re.fullmatch(rf"{rules.GRAFANA_URL}/d/([\w-]+)\?(.+)", url)
-    assert found
-    board = boards()[found[1]]
-    variables = {variable["name"] for variable in board["templating"]["list"]}
-    assert set(re.findall(r"var-(\w+)=", found[2])) <= variables
-
-
 def boards() -> dict[str, Any]:
     """The dashboards by their UID."""
     read = [json.loads(path.read_text()) for path in (ROOT / "dashboards/grafana").glob("*.json")]
@@ -203,10 +197,12 @@ def panels(board: Any) -> set[str]:
     return {panel["title"] for panel in (*board["panels"], *nested)}
 
 
-@pytest.mark.parametrize("rule", all_rules(ALL), ids=lambda rule: rule.get("alert") or "record")
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.get("alert") or "record")
 def test_rules_name_what_the_code_has(rule: Any) -> None:
-    """Every metric, label and label value of a rule exists in the code."""
-    assert RECORDED.search(rule["expr"]) or METRIC.search(rule["expr"])
+    """Every metric, label and label value of a rule exists in the code; there are no others."""
+    series = SERIES.findall(NO_SERIES.sub(" ", rule["expr"]))
+    assert series
+    assert [each for each in series if each not in SAMPLES.keys() | records()] == []
     assert list(unknown(rule["expr"])) == []
     assert set(LABEL.findall(str(rule.get("annotations")))) <= {
         *ADDED_BY_PROMETHEUS,
@@ -216,7 +212,7 @@ def test_rules_name_what_the_code_has(rule: Any) -> None:
 
 def test_the_selectors_keep_to_labels_of_the_scrape() -> None:
     """Every label of the code is one that no selector of a user may name."""
-    assert {label for labels in SAMPLES.values() for label in labels} == rules.OWN_LABELS
+    assert {label for labels in SAMPLES.values() for label in labels} == checks.OWN_LABELS
 
 
 def test_misspelt_names_are_found() -> None:
@@ -293,145 +289,62 @@ def test_every_alert_is_tested_both_ways(name: str) -> None:
 
 
 def test_promtool_tests_load_the_rules() -> None:
-    """Each file of tests names the rules beside it: promtool only warns of a missing file."""
+    """Each file of tests names the package's rules: promtool only warns of a missing file."""
     assert len(PROMTOOL_TESTS) == len(NAMES)
     for path in PROMTOOL_TESTS:
-        assert yaml.safe_load(path.read_text())["rule_files"] == [rules.FILE]
-
-
-def test_the_selector_is_everywhere() -> None:
-    """A user's matchers are in every selector of a metric of the package."""
-    matchers = 'job=~"a|b\\\\.c",namespace!="it\'s"'
-    selectors = [
-        selector
-        for rule in all_rules(Options(selector=matchers, per_thread=True))
-        for selector in METRIC.findall(rule["expr"])
-    ]
-    assert len(selectors) > 20
-    assert [inner for _, inner in selectors if not inner.endswith(matchers)] == []
-
-
-def test_without_a_selector_there_is_no_empty_one() -> None:
-    """By default the rules are for all jobs."""
-    for rule in all_rules(ALL):
-        assert "{}" not in rule["expr"]
-        assert 'job="' not in rule["expr"]
-
-
-def test_links_begin_with_the_given_addresses() -> None:
-    """Grafana's and the runbooks' addresses are the user's, with or without a slash at the end."""
-    options = Options(
-        grafana_url="https://example.org:3000/grafana/", runbook_base="https://example.org/on-call"
-    )
-    for name, alert in alerts(options).items():
-        links = alert["annotations"]
-        assert links["dashboard_url"].startswith("https://example.org:3000/grafana/d/langchain")
-        assert links["runbook_url"] == f"https://example.org/on-call/{name}"
-
-
-@pytest.mark.parametrize("options", [Options(), ALL], ids=["default", "per thread"])
-def test_the_operators_object_has_the_same_rules(options: Options) -> None:
-    """A PrometheusRule holds the very groups of the rule file."""
-    [(name, text)] = rules.files(replace(options, format="prometheusrule")).items()
-    made = yaml.safe_load(text)
-    assert name == rules.OPERATOR_FILE
-    assert (made["apiVersion"], made["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
-    assert made["metadata"] == {"name": "langchain-quota"}
-    assert made["spec"] == parsed(options)
-
-
-def test_texts_are_folded_back() -> None:
-    """Descriptions are broken into short lines for people; the alert has them in one."""
-    rendered = rules.render(ALL)
-    for group in groups("", per_thread=True):
-        for rule in group.rules:
-            if isinstance(rule, Alert):
-                assert rule.description not in rendered
-                assert alerts()[rule.name]["annotations"]["description"] == rule.description
+        [file] = yaml.safe_load(path.read_text())["rule_files"]
+        assert (path.parent / file).resolve() == DATA
 
 
 @pytest.mark.parametrize(
-    "selector",
+    "matchers",
     [
         'job="agents"',
-        'job = "agents" , namespace=~"prod|test"',
-        'job!~"a.*",cluster!="b"',
-        r'job=~"a\\.b"',
-        r'job="quo\"te"',
-        'job="{}, =ü"',
+        'job=~"a|b\\\\.c",namespace!="it\'s"',
+        f'job="}} langchain_quota_limit{{",instance="{exports.GRAFANA_URL}"',
     ],
 )
-def test_good_selectors(selector: str) -> None:
-    """Matchers as PromQL has them between braces are taken."""
-    assert Options(selector=selector).selector == selector
+def test_the_selector_is_everywhere(matchers: str) -> None:
+    """A user's matchers are in every selector of a metric of the package, and nowhere else."""
+    for narrowed, rule in zip(all_rules(selector=matchers), all_rules(), strict=True):
+        expr = narrowed["expr"]
+        assert expr.count(matchers) == len(METRIC.findall(rule["expr"]))
+        narrowed["expr"] = expr.replace(f"{{{matchers}}}", "").replace(f"{matchers},", "")
+        assert narrowed == rule
 
 
 @pytest.mark.parametrize(
-    "selector",
+    ("grafana", "runbooks"),
     [
-        "agents",
-        "job=agents",
-        "job='agents'",
-        '{job="agents"}',
-        'job="agents"}',
-        'job="agents",',
-        'job="agents" or vector(1)',
-        'job="agents"} or up{job="b"',
-        'job="agents',
-        r'job="agents\"',
-        r'job=~"a\.b"',
-        'job="a\nb"',
-        'job=~"("',
-        'job=="a"',
-        '1job="a"',
-        'agent="researcher"',
-        'job="agents",thread_id="ann"',
-        '__name__="up"',
-        " ",
+        ("https://example.org:3000/grafana", "https://example.org/on-call"),
+        (exports.RUNBOOK_BASE, exports.GRAFANA_URL),
+        ("https://[::1]/langchain_quota_limit", "https://example.org/$x"),
     ],
+    ids=["usual", "swapped", "odd"],
 )
-def test_bad_selectors(selector: str) -> None:
-    """What would break the rules, or match no metric that lacks the label, is refused."""
-    with pytest.raises(ValueError, match=r"^selector must "):
-        Options(selector=selector)
+def test_links_begin_with_the_given_addresses(grafana: str, runbooks: str) -> None:
+    """Grafana's and the runbooks' addresses are the user's, with or without a slash at the end."""
+    for slash in ("", "/"):
+        made = alerts(
+            grafana_url=grafana + slash, runbook_base=runbooks + slash, selector='job="x"'
+        )
+        for name, alert in made.items():
+            links = alert["annotations"]
+            assert links["dashboard_url"].startswith(f"{grafana}/d/langchain-quota-")
+            assert links["runbook_url"] == f"{runbooks}/{name}"
 
 
-@pytest.mark.parametrize("argument", ["grafana_url", "runbook_base"])
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "example.org",
-        "ftp://example.org",
-        "javascript:alert(1)",
-        "https://",
-        "https:///path",
-        "https://example.org/{{ $labels.job }}",
-        "https://example.org/?orgId=1",
-        "https://example.org/#top",
-        "https://user:secret@example.org",
-        "https://example.org/a b",
-        "https://example.org/\n",
-        "https://example.org:port/",
-        "https://[::1/",
-    ],
-)
-def test_bad_addresses(argument: str, url: str) -> None:
-    """An address to which no path can be appended, or that has a secret, is refused by name."""
-    with pytest.raises(ValueError, match=rf"^{argument} must be an http or https") as refused:
-        Options(**{argument: url})  # type: ignore[arg-type]  # both are strings
-    assert repr(url) in str(refused.value)
-
-
-def test_bad_format() -> None:
-    """A format that does not exist is refused by name."""
-    wrong: Format = "json"  # type: ignore[assignment]  # the mistake
-    with pytest.raises(ValueError, match=r"^format must be one of .+, not 'json'$"):
-        Options(format=wrong)
+def test_the_operators_object_has_the_same_rules() -> None:
+    """A PrometheusRule holds the very groups of the rule file."""
+    for per_thread in (False, True):
+        made = parsed(format="prometheusrule", per_thread=per_thread)
+        assert (made["apiVersion"], made["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+        assert made["metadata"] == {"name": "langchain-quota"}
+        assert made["spec"] == parsed(per_thread=per_thread)
 
 
 def example() -> Any:
-    [text] = alertmanager.files().values()
+    [text] = exports.alertmanager().values()
     return yaml.safe_load(text)
 
 

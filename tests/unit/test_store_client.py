@@ -18,6 +18,8 @@ Mode = Literal["sync", "async"]
 modes = pytest.mark.parametrize("mode", ["sync", "async"])
 
 KEY = "search:user_id:ann"
+KEYS = "langchain_quota_store_keys"
+MAX_KEYS = "langchain_quota_store_max_keys"
 DOWN = QuotaStoreError("refused")
 
 
@@ -343,3 +345,79 @@ def test_a_copy_is_the_same(signals: Signals) -> None:
 def test_a_fickle_store_is_a_store() -> None:
     """What stands in for a store here has all that a store has."""
     assert isinstance(FickleStore(), QuotaStore)
+
+
+def charge(client: StoreClient, key: str, *, mirrored: bool = False) -> Grant | None:
+    return client.reserve(Reservation("", "", (Slot(key, mirrored=mirrored),), ({0: 1},)))
+
+
+def test_how_full_a_store_is(signals: Signals) -> None:
+    """A scrape tells what a store in memory keeps, what of it makes room, and the most it keeps."""
+    client = StoreClient(MemoryStore(max_keys=9), signals.telemetry)
+    assert [signals.value(KEYS, droppable=each) for each in ("true", "false")] == [0, 0]
+    charge(client, "user")
+    for thread in ("one", "two"):
+        charge(client, thread, mirrored=True)
+    assert [signals.value(KEYS, droppable=each) for each in ("true", "false")] == [2, 1]
+    assert signals.value(MAX_KEYS) == 9
+
+
+def test_the_store_with_the_least_room_is_told(signals: Signals) -> None:
+    """Of several it is the one that is nearest to its bound, for as long as somebody uses it."""
+    large = StoreClient(MemoryStore(max_keys=100), signals.telemetry)
+    small = StoreClient(MemoryStore(max_keys=3), signals.telemetry)
+    for number in range(20):
+        charge(large, f"user-{number}")
+    charge(small, "user")
+    assert (signals.value(KEYS, droppable="false"), signals.value(MAX_KEYS)) == (1, 3)
+    del small
+    assert (signals.value(KEYS, droppable="false"), signals.value(MAX_KEYS)) == (20, 100)
+
+
+def test_a_store_without_a_bound(signals: Signals) -> None:
+    """Of a store that does not say how full it is nothing is told."""
+    client = StoreClient(FickleStore(), signals.telemetry)
+    charge(client, "user")
+    assert signals.value(MAX_KEYS) is None
+    assert signals.value("langchain_quota_errors_total", component="threads") is None
+
+
+def test_a_store_that_fills_is_logged_once(
+    signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At four fifths, before anything is refused; what makes room for others does not count."""
+    client = StoreClient(MemoryStore(max_keys=10), signals.telemetry)
+    for number in range(20):
+        charge(client, f"thread-{number}", mirrored=True)
+    for number in range(7):
+        charge(client, f"user-{number}")
+    assert caplog.records == []
+    for number in range(7, 10):
+        assert charge(client, f"user-{number}") is not None
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "nearly full: 8 counts of at most 10" in record.getMessage()
+
+
+def test_a_store_that_cannot_say_how_full_it_is(signals: Signals) -> None:
+    """Its failure is counted, and neither the agent nor the scrape fails."""
+
+    class Silent(FickleStore):
+        says = True
+
+        @property
+        def occupancy(self) -> tuple[int, int, int]:
+            if self.says:
+                return 1, 0, 10
+            raise KeyError("nobody knows")
+
+    store = Silent()
+    client = StoreClient(store, signals.telemetry)
+    assert signals.value(MAX_KEYS) == 10
+    store.says = False
+    assert charge(client, "user") is not None
+    assert charge(client, "user") is not None
+    failed = {"component": "threads", "error_type": "KeyError"}
+    assert signals.value("langchain_quota_errors_total", **failed) == 1
+    assert signals.value(MAX_KEYS) is None
+    assert signals.value("langchain_quota_errors_total", **failed) == 2

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace import NoOpTracerProvider, format_span_id
 from prometheus_client import CollectorRegistry, generate_latest
@@ -194,7 +195,7 @@ def test_a_failing_thread_table_changes_nothing(
         raise MemoryError
 
     for method in ("record", "refund"):
-        monkeypatch.setattr(signals.telemetry._signals.threads, method, broken)
+        monkeypatch.setattr(signals.telemetry._signals.usage, method, broken)
     (decision,) = decide()
     signals.telemetry.emit([decision], started=0)
     signals.telemetry.charge(decision.call, decision.standings[0])
@@ -254,8 +255,12 @@ PARTS = [
     Part(
         lambda telemetry: telemetry._signals.metrics, "crossed", "metrics", frozenset({"crossings"})
     ),
-    Part(lambda telemetry: telemetry._signals.threads, "record", "threads", frozenset({"thread"})),
-    Part(lambda telemetry: telemetry._signals.subjects, "record", "threads", frozenset({"user"})),
+    Part(
+        lambda telemetry: telemetry._signals.usage,
+        "record",
+        "threads",
+        frozenset({"thread", "user"}),
+    ),
 ]
 each_part = pytest.mark.parametrize(
     "part", PARTS, ids=lambda part: f"{part.component} {part.name} {sorted(part.signals)}"
@@ -533,15 +538,103 @@ def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture
     assert record.exc_info[1] is error
 
 
-def test_a_failure_that_is_no_error_is_not_swallowed() -> None:
-    """Telemetry does not stand in the way of an interrupt."""
+Entrance = Callable[[Telemetry, Decision], object]
 
-    def interrupted(thread_id: object) -> str:
-        raise KeyboardInterrupt
+LABELLING: dict[str, Entrance] = {
+    "emit": lambda telemetry, decision: telemetry.emit([decision], started=0),
+    "charge": lambda telemetry, decision: telemetry.charge(decision.call, decision.standings[0]),
+    "refund": lambda telemetry, decision: telemetry.refund([Refund(decision.call, LIMIT.name)]),
+    "forget": lambda telemetry, decision: telemetry.forget("boss", "t1"),
+}
+"""What the middlewares tell of a thread."""
 
-    telemetry = quiet(thread_label=interrupted)
-    with pytest.raises(KeyboardInterrupt):
+TELLING: dict[str, tuple[str, str, Entrance]] = {
+    "stored": ("metrics", "stored", lambda telemetry, _: telemetry.stored("reserve", "ok", 0.1)),
+    "fell_back": ("metrics", "fell_back", lambda telemetry, _: telemetry.fell_back("a", "deny", 1)),
+    "refund": ("metrics", "refunded", LABELLING["refund"]),
+    "refund of a thread": ("threads", "refund", LABELLING["refund"]),
+    "charge": ("metrics", "charged", LABELLING["charge"]),
+    "forget": ("threads", "forget", LABELLING["forget"]),
+    "offered": ("tools", "offer", lambda telemetry, _: telemetry.offered("boss", ["search"])),
+}
+"""What else they tell, and what may raise then."""
+
+INTERRUPTS = [asyncio.CancelledError(), KeyboardInterrupt(), SystemExit(1)]
+each_interrupt = pytest.mark.parametrize("error", INTERRUPTS, ids=repr)
+
+
+@pytest.mark.parametrize("entrance", LABELLING)
+@each_interrupt
+def test_a_label_that_is_interrupted(entrance: str, error: BaseException) -> None:
+    """What is no `Exception` passes through a `thread_label`, uncounted: a cancellation above all.
+
+    Any exception ends there.
+    """
+    (decision,) = decide()
+    registry = CollectorRegistry()
+    with pytest.raises(type(error)):
+        LABELLING[entrance](quiet(registry, thread_label=raising(error)), decision)
+    assert errors(registry) == {}
+    registry = CollectorRegistry()
+    LABELLING[entrance](quiet(registry, thread_label=raising(LookupError("x"))), decision)
+    assert errors(registry) == {("thread_label", "LookupError"): 1}
+
+
+@pytest.mark.parametrize("entrance", TELLING)
+@each_interrupt
+def test_whatever_is_told_may_be_interrupted(
+    entrance: str, error: BaseException, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way in passes on what is no `Exception`, and nothing else."""
+    (decision,) = decide()
+    part, method, tell = TELLING[entrance]
+    owner = getattr(signals.telemetry._signals, part)
+    monkeypatch.setattr(owner, method, raising(error))
+    with pytest.raises(type(error)):
+        tell(signals.telemetry, decision)
+    assert errors(signals.registry) == {}
+    monkeypatch.setattr(owner, method, raising(LookupError("x")))
+    tell(signals.telemetry, decision)
+    counted = "threads" if part == "threads" else "metrics"
+    assert errors(signals.registry) == {(counted, "LookupError"): 1}
+
+
+class RaisingExporter(SpanExporter):
+    """Fails when a span is exported."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        raise self._error
+
+
+@each_interrupt
+def test_an_exporter_that_is_interrupted(error: BaseException) -> None:
+    """A cancellation that comes while a span is exported reaches the agent's task."""
+    provider, registry = TracerProvider(), CollectorRegistry()
+    provider.add_span_processor(SimpleSpanProcessor(RaisingExporter(error)))
+    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    with pytest.raises(type(error)):
         telemetry.emit(decide(), started=0)
+    assert errors(registry) == {}
+
+
+@each_interrupt
+def test_a_log_handler_that_is_interrupted(error: BaseException) -> None:
+    """So does one that comes while a crossing is logged, or a failure."""
+    handler = logging.Handler()
+    handler.emit = raising(error)  # type: ignore[method-assign]  # simpler than a class
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    telemetry = quiet()
+    try:
+        with pytest.raises(type(error)):
+            telemetry.emit(decide(9), started=0)
+        with pytest.raises(type(error)):
+            telemetry.failed("observer", LookupError("x"))
+    finally:
+        logger.removeHandler(handler)
 
 
 HOSTILE = [17, b"bytes", "", "x" * 10_000, 'quo"te\\', "two\nlines", "\ud800", "\x00", None, "~"]
@@ -1125,13 +1218,12 @@ def test_users_are_counted_without_a_thread(signals: Signals) -> None:
 
 
 def test_users_are_counted_as_near_by_the_option() -> None:
-    """The share given to `Telemetry` is that of users, too, and its TTL theirs."""
+    """The share given to `Telemetry` is that of users, too."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, near=0.4, thread_ttl=timedelta(seconds=7))
+    telemetry = quiet(registry, near=0.4)
     telemetry.emit(stored(DAILY, used=1), started=0)
     labels = {"agent": "boss", "limit": "tool:email", "scope": "user_id", "state": "near"}
     assert registry.get_sample_value("langchain_quota_subjects", labels) == 1
-    assert telemetry._signals.subjects._ttl == 7
 
 
 def test_a_charge_after_the_fact_counts_a_user(signals: Signals) -> None:
@@ -1139,22 +1231,6 @@ def test_a_charge_after_the_fact_counts_a_user(signals: Signals) -> None:
     (decision,) = stored(DAILY, used=4)
     signals.telemetry.charge(decision.call, decision.standings[0])
     assert subjects(signals, "user_id") == {"ok": 0, "near": 0, "exhausted": 1}
-
-
-def test_failing_subjects_change_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: Signals
-) -> None:
-    """A table of users that raises is counted, and the threads are told all the same."""
-
-    def broken(*args: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(signals.telemetry._signals.subjects, "record", broken)
-    signals.telemetry.emit(stored(DAILY, thread_limit=9), started=0)
-    assert errors(signals.registry) == {("threads", "MemoryError"): 1}
-    labels = {"agent": "boss", "limit": "tool:email", "thread_id": "t1"}
-    assert signals.value("langchain_quota_thread_used", **labels) == 1
-    assert len(logged_errors(caplog)) == 1
 
 
 def test_a_refund_with_quotas(signals: Signals) -> None:

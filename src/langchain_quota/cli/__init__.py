@@ -115,7 +115,8 @@ def _add_quotas(quotas: argparse.ArgumentParser) -> None:
         action="extend",
         nargs="+",
         default=[],
-        help="only counts whose key matches, such as 'search:user_id:ada*' (default: all)",
+        help="only counts whose key matches, such as 'search:user_id:ada*' (default: all); "
+        "those of runs only by a pattern with ':run:' in it",
     )
     actions.add_parser("show", parents=[shared], help="print what is used, of what, until when")
     reset = actions.add_parser("reset", parents=[shared], help="set counts to 0")

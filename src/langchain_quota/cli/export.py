@@ -2,10 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from langchain_quota.monitoring import alertmanager, grafana, rules
+from langchain_quota.monitoring import checks, exports
 
 
 class ExportError(Exception):
@@ -18,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     boards = whats.add_parser("grafana", help="dashboards")
     boards.add_argument(
         "--datasource",
+        type=_checked(checks.datasource_fault),
         metavar="UID",
         help="the Prometheus data source that the dashboards begin with",
     )
@@ -26,21 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_selector(prometheus)
     prometheus.add_argument(
         "--grafana-url",
-        type=_checked(rules.url_fault),
-        default=rules.GRAFANA_URL,
+        type=_checked(checks.url_fault),
+        default=exports.GRAFANA_URL,
         metavar="URL",
         help="where Grafana is, for the alerts' links (default: %(default)s)",
     )
     prometheus.add_argument(
         "--runbook-base",
-        type=_checked(rules.url_fault),
-        default=rules.RUNBOOK_BASE,
+        type=_checked(checks.url_fault),
+        default=exports.RUNBOOK_BASE,
         metavar="URL",
         help="where the runbooks are; the alert's name is appended (default: %(default)s)",
     )
     prometheus.add_argument(
         "--format",
-        choices=rules.FORMATS,
+        choices=exports.RULES_FILES,
         default="rules",
         help="a rule file, or the object for the Prometheus Operator (default: %(default)s)",
     )
@@ -61,28 +65,24 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the files, and print a line for each.
 
     Raises:
-        ExportError: An argument is wrong; a file exists, or cannot be written.
+        ExportError: A file exists, or cannot be written.
     """
     note = ""
-    selector = getattr(arguments, "selector", None) or ""
     if arguments.what == "grafana":
-        try:
-            files = grafana.dashboards(datasource=arguments.datasource, selector=selector)
-        except ValueError as error:
-            raise ExportError(f"--{error}") from error
+        files = exports.dashboards(
+            datasource=arguments.datasource, selector=arguments.selector or ""
+        )
     elif arguments.what == "prometheus":
-        note = f" (needs Prometheus {rules.PROMETHEUS} or newer)"
-        files = rules.files(
-            rules.Options(
-                selector=selector,
-                grafana_url=arguments.grafana_url,
-                runbook_base=arguments.runbook_base,
-                per_thread=arguments.per_thread_alerts,
-                format=arguments.format,
-            )
+        note = f" (needs Prometheus {exports.PROMETHEUS} or newer)"
+        files = exports.rules(
+            selector=arguments.selector or "",
+            grafana_url=arguments.grafana_url,
+            runbook_base=arguments.runbook_base,
+            per_thread=arguments.per_thread_alerts,
+            format=arguments.format,
         )
     else:
-        files = alertmanager.files()
+        files = exports.alertmanager()
     _write(files, arguments.to, note, force=arguments.force)
 
 
@@ -105,26 +105,60 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
     if taken and not force:
         names = ", ".join(path.name for path in taken)
         raise ExportError(f"{str(directory)!r} has {names}; --force overwrites")
-    for path in taken:
+    _check_files(taken)
+    path = directory
+    try:
+        with TemporaryDirectory(prefix=".langchain-quota-", dir=directory) as unfinished:
+            for path, text in paths.items():
+                whole = Path(unfinished, f"{path.name}.tmp")
+                whole.write_text(text, encoding="utf-8", newline="\n")
+                if path in taken:
+                    _keep_access(path, whole)
+            for path in paths:
+                if path not in taken:
+                    # Fails if somebody else made the file since.
+                    path.open("x").close()
+                Path(unfinished, f"{path.name}.tmp").replace(path)
+    except OSError as error:
+        raise ExportError(
+            f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can write to "
+            "with --to"
+        ) from error
+    for path in paths:
+        print(f"{path}{note}")  # noqa: T201 - a command's output
+
+
+def _check_files(paths: Iterable[Path]) -> None:
+    """Check that what is to be overwritten are files.
+
+    Raises:
+        ExportError: One of them is none.
+    """
+    for path in paths:
+        if path.is_symlink():
+            raise ExportError(
+                f"cannot overwrite {str(path)!r}: it is a symbolic link, and what it leads to is "
+                "left alone; remove it, or name another directory with --to"
+            )
         if not path.is_file():
             raise ExportError(f"cannot overwrite {str(path)!r}: it is no file")
-    for path, text in paths.items():
-        try:
-            # "x" fails if somebody else made the file since.
-            with path.open("w" if force else "x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-        except OSError as error:
-            raise ExportError(
-                f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can "
-                "write to with --to"
-            ) from error
-        print(f"{path}{note}")  # noqa: T201 - a command's output
+
+
+def _keep_access(old: Path, new: Path) -> None:
+    """Let whoever could use a file use the one that takes its place."""
+    access = old.lstat()
+    if not stat.S_ISREG(access.st_mode):  # not any more
+        return
+    new.chmod(stat.S_IMODE(access.st_mode))
+    if hasattr(os, "chown"):
+        with suppress(PermissionError):  # only root may give files away
+            os.chown(new, access.st_uid, access.st_gid)
 
 
 def _add_selector(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selector",
-        type=_checked(rules.selector_fault),
+        type=_checked(checks.selector_fault),
         metavar="MATCHERS",
         help="matchers for every query, such as 'job=\"agents\"'",
     )

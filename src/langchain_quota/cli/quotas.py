@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import KeyUse
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, is_of_run
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 
@@ -17,6 +17,11 @@ _AT_ONCE = 500
 _TIMEOUT = 10.0
 _HEADINGS = ("counted", "per", "subject", "used", "of", "until")
 _DECLINED = 1
+_RUNS = ":run:"
+"""What a pattern has in it that asks for runs."""
+_ODD = 1
+_NAMED = 20
+_SHOWN = 200
 
 
 class QuotasError(Exception):
@@ -34,27 +39,28 @@ class Options:
 
 
 def show(options: Options) -> int:
-    """Print what is kept.
+    """Print what is kept, and name what is no count.
 
     Raises:
         QuotasError: Redis cannot be asked.
     """
-    found = _found(_store(options), options)
+    found, odd = _found(_store(options), options)
     _print_table(found)
-    return 0
+    return _name(odd)
 
 
 def reset(options: Options) -> int:
-    """Print what is kept, ask, and set it to 0.
+    """Print what is kept, ask, and set it to 0; what is no count is left as it is, and named.
 
     Raises:
         QuotasError: Redis cannot be asked, or nobody can be asked whether to reset.
     """
     store = _store(options)
-    found = _found(store, options)
+    found, odd = _found(store, options)
     _print_table(found)
+    code = _name(odd)
     if not found:
-        return 0
+        return code
     if not options.yes:
         if not sys.stdin.isatty():
             raise QuotasError("reset asks first, and there is no terminal: pass --yes")
@@ -67,7 +73,7 @@ def reset(options: Options) -> int:
     except QuotaStoreError as error:
         raise QuotasError(_line(error)) from error
     _say(f"{len(found)} reset to 0")
-    return 0
+    return code
 
 
 def _store(options: Options) -> RedisStore:
@@ -82,12 +88,33 @@ def _store(options: Options) -> RedisStore:
         raise QuotasError(_line(error)) from error
 
 
-def _found(store: RedisStore, options: Options) -> list[KeyUse]:
+def _found(store: RedisStore, options: Options) -> tuple[list[KeyUse], list[bytes]]:
+    """The counts, and the names of what is none.
+
+    Raises:
+        QuotasError: Redis cannot be asked.
+    """
+    uses: dict[str, KeyUse] = {}
+    odd: set[bytes] = set()
     try:
-        uses = {use.key: use for each in options.keys or ("*",) for use in store.usages(each)}
+        for pattern in options.keys or ("*",):
+            found, others = store.listing(pattern)
+            # Each run of the last day has counts, under a name that says nothing to anybody.
+            uses |= {use.key: use for use in found if _RUNS in pattern or not is_of_run(use.key)}
+            odd.update(others)
     except QuotaStoreError as error:
         raise QuotasError(_line(error)) from error
-    return [uses[key] for key in sorted(uses)]
+    return [uses[key] for key in sorted(uses)], sorted(odd)
+
+
+def _name(odd: Sequence[bytes]) -> int:
+    """Name what is no count, on stderr; the exit code."""
+    for name in odd[:_NAMED]:
+        more = "..." if len(name) > _SHOWN else ""
+        _complain(f"{name[:_SHOWN]!r}{more} holds no count, and is left as it is")
+    if len(odd) > _NAMED:
+        _complain(f"{len(odd) - _NAMED} more hold no count, and are left as they are")
+    return _ODD if odd else 0
 
 
 def _print_table(uses: Sequence[KeyUse]) -> None:
@@ -119,7 +146,7 @@ def _until(expires_at: float | None) -> str:
         return "reset"
     try:
         return f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except (OverflowError, ValueError):
+    except (OSError, OverflowError, ValueError):
         return "the end of time"
 
 
@@ -129,7 +156,9 @@ def _escaped(text: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """An error's text on one line; what would move a terminal's cursor is escaped."""
+    text = " ".join(str(error).split())
+    return "".join(each if each.isprintable() else _escaped(each) for each in text)
 
 
 def _agreed(question: str) -> bool:
@@ -145,3 +174,7 @@ def _say(text: str = "") -> None:
     # A terminal need not know the characters of all subjects.
     shown = text.encode(encoding, "backslashreplace").decode(encoding)
     print(shown, flush=True)  # noqa: T201 - a command's output
+
+
+def _complain(text: str) -> None:
+    print(f"langchain-quota quotas: {text}", file=sys.stderr)  # noqa: T201 - the same

@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self
 
 from langchain_quota.decision import Call
@@ -50,17 +50,24 @@ class Case(ABC):
             each.shared for call in calls for each in limits.of(call)
         )
         """Whether a store keeps one of the counts."""
+        # Made when first asked for. In Python 3.11 a cached_property has one lock for all cases,
+        # which a fork could leave held for ever.
+        self._plan: Plan | None = None
+        self._asked_before: Plan | None = None
+        self._step: str | None = None
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """What is asked."""
-        return self._planned(None)
+        if self._plan is None:
+            self._plan = self._planned(None)
+        return self._plan
 
     def without_store(self, outage: Outage) -> Self:
         """The same calls, judged by what the state alone knows."""
         case = copy(self)
-        case._asked = self.plan  # noqa: SLF001 - a copy of its own
-        case.plan = self._planned(outage)
+        case._asked_before = self.plan  # noqa: SLF001 - a copy of its own
+        case._plan = self._planned(outage)  # noqa: SLF001 - the same
         case.shared = False
         return case
 
@@ -77,12 +84,14 @@ class Case(ABC):
     def _planned(self, outage: Outage | None) -> Plan:
         """What is asked; of what the state knows, if the store cannot be."""
 
-    @cached_property
+    @property
     def _asked(self) -> Plan:
         """What was asked of the store, whatever became of it."""
-        return self.plan
+        return self._asked_before or self.plan
 
-    @cached_property
+    @property
     def _name(self) -> str:
         """Names what is reserved."""
-        return self._caller.step(self._judge)
+        if self._step is None:
+            self._step = self._caller.step(self._judge)
+        return self._step

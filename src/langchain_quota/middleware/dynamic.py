@@ -4,9 +4,18 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from langchain_quota.limits import THREAD, Limit, QuotaTerms, Terms, checked_count, stored_as
+from langchain_quota.limits import (
+    RUN,
+    THREAD,
+    Limit,
+    QuotaTerms,
+    Terms,
+    checked_count,
+    stored_as,
+)
 from langchain_quota.middleware.origin import Origin, origin
 from langchain_quota.middleware.subjects import checked_subject, subject_of
+from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry import Telemetry
 
@@ -57,7 +66,7 @@ def terms_now(
                     "astream"
                 )
             values[key] = value
-        found.append(_terms(limit, values, runtime, caller, now))
+        found.append(_terms(limit, values, state, runtime, caller=caller, now=now))
     return found
 
 
@@ -94,7 +103,7 @@ async def aterms_now(
             except Exception as error:
                 telemetry.failed("dynamic_limit", error)
                 raise
-        found.append(_terms(limit, values, runtime, caller, now))
+        found.append(_terms(limit, values, state, runtime, caller=caller, now=now))
     return found
 
 
@@ -111,13 +120,14 @@ def _functions(
             yield ("per", index), quota.per
 
 
-def _terms(limit: Limit, values: _Values, runtime: Any, caller: Origin, now: float | None) -> Terms:
+def _terms(  # noqa: PLR0913 - what a hook knows
+    limit: Limit, values: _Values, state: Any, runtime: Any, *, caller: Origin, now: float | None
+) -> Terms:
     computed = {argument: values[argument, 0] for argument in _ARGUMENTS if (argument, 0) in values}
     if now is None:
         return Terms.of(limit, **computed)
     counter = stored_as(limit)
-    thread = caller.run_thread_id
-    thread_key = None if thread is None else CountKey.at(counter, THREAD, str(thread), None, now)
+    thread, run = caller.run_thread_id, ledger(state).get("run")
     quotas = []
     for index, quota in enumerate(limit.quotas):
         number = values.get(("limit", index), quota.limit)
@@ -142,7 +152,9 @@ def _terms(limit: Limit, values: _Values, runtime: Any, caller: Origin, now: flo
         )
     return Terms.of(
         limit,
-        thread_key=None if thread_key is None else str(thread_key),
+        thread_key=None if thread is None else str(CountKey(counter, THREAD, str(thread))),
+        run_key=None if run is None else str(CountKey(counter, RUN, run)),
         quotas=tuple(quotas),
+        remembers=caller.remembers,
         **computed,
     )

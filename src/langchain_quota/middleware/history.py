@@ -1,10 +1,67 @@
 """Tool calls in a message history: pending, answered and dangling ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
+
+_ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
+"""Where a block of a message's content has the id of the tool call that it stands for, by type."""
+
+
+def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
+    """The message with an id for every tool call; itself, if none lacks one.
+
+    Without an id a call cannot be answered: some providers and parsers give none, or an empty one.
+    The ids follow from the message's id, so that a hook that runs again gives the same ones. Every
+    provider takes them: they are short, and have letters, digits and `_` only.
+
+    Args:
+        message: The message. Only its own id is changed in place, if it has none.
+        answered: The ids that are answered. An empty one among them is an id like any other.
+    """
+    missing = [
+        index
+        for index, call in enumerate(message.tool_calls)
+        if not call["id"] and call["id"] not in answered
+    ]
+    if not missing:
+        return message
+    if message.id is None:
+        # As LangGraph's reducer does. Else what we return would not replace it, but follow it.
+        message.id = str(uuid4())
+    taken = {call["id"] for call in message.tool_calls}
+    calls = list(message.tool_calls)
+    for index in missing:
+        call_id = next(each for each in _ids(message.id, index) if each not in taken)
+        calls[index] = {**calls[index], "id": call_id}
+    content: Any = message.content
+    if isinstance(content, list):
+        given = [calls[index] for index in missing]
+        content = [_identified_block(block, given) for block in content]
+    return message.model_copy(update={"tool_calls": calls, "content": content})
+
+
+def _ids(message_id: str, index: int) -> Iterator[str]:
+    """The ids for a call of a message, the first choice first."""
+    for choice in count():
+        source = f"{message_id}/{index}/{choice}".encode(errors="backslashreplace")
+        yield f"call_{sha256(source).hexdigest()[:24]}"
+
+
+def _identified_block(block: Any, given: list[ToolCall]) -> Any:
+    """A block of content with the id of the call that it stands for, which is used up."""
+    key = _ID_OF_BLOCK.get(str(block.get("type"))) if isinstance(block, dict) else None
+    if key is None or block.get(key):
+        return block
+    for index, call in enumerate(given):
+        if call["name"] == block.get("name"):
+            return {**block, key: given.pop(index)["id"]}
+    return block
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,21 +69,23 @@ class PendingCalls:
     """The tool calls of the newest AIMessage that wait for an answer.
 
     Attributes:
-        message: The AIMessage.
+        message: The AIMessage, with an id for every call.
         calls: Its calls without an answer, under the name of the tool that will run.
         structured: Whether another call of the message has delivered the structured response.
+        replaces: Whether calls got their id here: `message` replaces the one in the history.
     """
 
     message: AIMessage
     calls: tuple[ToolCall, ...]
     structured: bool
+    replaces: bool = False
 
 
 def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
     """The calls that are about to run; `None` if the newest AIMessage made none.
 
     A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
-    is given as what it became. Calls without an id cannot be answered and are left out.
+    is given as what it became.
     """
     messages: Sequence[AnyMessage] = state.get("messages") or ()
     answers = []
@@ -43,7 +102,9 @@ def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
     structured = state.get("structured_response") is not None and any(
         each.status != "error" for each in answers
     )
-    return PendingCalls(message, _unanswered(message, answered, state), structured)
+    named = identified(message, answered)
+    calls = _unanswered(named, answered, state)
+    return PendingCalls(named, calls, structured, replaces=named is not message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +112,15 @@ class DanglingCalls:
     """The calls of one AIMessage that were left without an answer.
 
     Attributes:
-        message: The AIMessage.
+        message: The AIMessage, with an id for every call.
         calls: Its calls without an answer, under the name of the tool that would have run.
+        start: The index of the message.
         end: The index behind the answers that it has: where theirs belong.
     """
 
     message: AIMessage
     calls: tuple[ToolCall, ...]
+    start: int
     end: int
 
 
@@ -71,12 +134,13 @@ def dangling_calls(state: Mapping[str, Any]) -> list[DanglingCalls]:
         if isinstance(message, ToolMessage):
             answered.add(message.tool_call_id)
         elif isinstance(message, AIMessage):
-            unanswered = _unanswered(message, answered, state) if message.tool_calls else ()
+            named = identified(message, answered)
+            unanswered = _unanswered(named, answered, state) if named.tool_calls else ()
             if unanswered:
                 end = index + 1
                 while end < len(messages) and isinstance(messages[end], ToolMessage):
                     end += 1
-                found.append(DanglingCalls(message, unanswered, end))
+                found.append(DanglingCalls(named, unanswered, index, end))
             answered = set()
     return found[::-1]
 
@@ -91,6 +155,7 @@ def answered_history(
         history[each.end : each.end] = [
             answer(call_id, name, content) for call_id, name in names.items()
         ]
+        history[each.start] = each.message
     return history
 
 
@@ -112,9 +177,9 @@ def _unanswered(
 ) -> tuple[ToolCall, ...]:
     edited: Mapping[str, Any] = state.get("hitl_edited_tool_calls") or {}
     return tuple(
-        _as_edited(call, edited.get(call["id"]))
+        _as_edited(call, edited.get(str(call["id"])))
         for call in message.tool_calls
-        if call["id"] is not None and call["id"] not in answered
+        if call["id"] not in answered
     )
 
 

@@ -14,11 +14,12 @@ from langchain.agents.middleware.types import (
     ModelResponse,
     ResponseT,
 )
-from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
 from langgraph.types import Command, PregelTask
 
 from langchain_quota.engine import Limits
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.middleware.history import identified
 from langchain_quota.middleware.model_case import ModelCase
 from langchain_quota.middleware.quotas import Quotas
 from langchain_quota.middleware.rulings import Update
@@ -227,13 +228,8 @@ class _Step:
     def answer(self, response: ModelResponse[Any]) -> None:
         """Take in what the model answered."""
         self._state = None
-        # Charges are kept by the message's id. A copy: a cache may give the same message again.
-        self._messages += [
-            message.model_copy(update={"id": str(uuid4())})
-            if isinstance(message, AIMessage) and message.id is None
-            else message
-            for message in response.result
-        ]
+        answered = {each.tool_call_id for each in response.result if isinstance(each, ToolMessage)}
+        self._messages += [_chargeable(message, answered) for message in response.result]
         self._structured = response.structured_response
 
     def model_case(self, limits: Limits) -> ModelCase:
@@ -303,6 +299,16 @@ class _Step:
         if not self._overruled:
             return messages
         return [message for message in messages if message.id not in self._overruled]
+
+
+def _chargeable(message: BaseMessage, answered: set[str]) -> BaseMessage:
+    """The message with what charges are kept by: an id for itself, and for each of its calls."""
+    if not isinstance(message, AIMessage):
+        return message
+    if message.id is None:
+        # A copy: a cache may give the same message again.
+        message = message.model_copy(update={"id": str(uuid4())})
+    return identified(message, answered)
 
 
 def _overruled(messages: Sequence[AnyMessage]) -> set[str]:

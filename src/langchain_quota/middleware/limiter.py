@@ -179,6 +179,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         before: Ledger = known if begun else {}
         update[LEDGER] = {
             **NEW_RUN,
+            "run": before.get("run") or caller.run(),
             "turn": known.get("turn") if begun else history[-1].id if history else None,
             "begun_by": [*before.get("begun_by", ()), self.name],
             "model_mode": self._checked_mode(before.get("model_mode")),

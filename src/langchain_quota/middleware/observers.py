@@ -3,10 +3,10 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from threading import Lock
 from typing import Any, Self
 
 from langchain_quota.decision import Decision, Outcome
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import Telemetry
 
 MAX_TASKS = 10_000
@@ -35,7 +35,7 @@ class Observers:
         """Whether there is anybody to tell."""
         self._telemetry = telemetry
         self._told: OrderedDict[str, tuple[tuple[Outcome, ...], int]] = OrderedDict()
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: a copy of the middleware tells the same observers."""

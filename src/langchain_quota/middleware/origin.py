@@ -23,6 +23,8 @@ class Origin:
         checkpoint_ns: Where in the run's graphs the hook is.
         remembers: Whether the state outlives the run: the agent has a checkpointer, and is no
             sub-agent whose state begins anew at each call.
+        invocation: Where a checkpointer keeps what one call of a sub-agent does; empty where none
+            does, and where one place is that of all its calls.
     """
 
     agent: str | None = None
@@ -31,6 +33,7 @@ class Origin:
     run_thread_id: object = None
     checkpoint_ns: str = ""
     remembers: bool = True
+    invocation: str = ""
 
     def task(self, judge: str) -> str | None:
         """Names this task of those that a middleware has to do in a task of the graph."""
@@ -43,8 +46,17 @@ class Origin:
         """
         if self.task_id is None:
             return uuid4().hex
-        parts = (str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
-        return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
+        return _digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
+
+    def run(self) -> str:
+        """Names the run that begins in this task; the same when it begins again after a crash.
+
+        LangGraph runs the task again from its checkpoint, under the same id. Of a call of a
+        sub-agent that checkpoint may be lost: then it is made again where the first one was.
+        """
+        if self.invocation:
+            return _digest(str(self.run_thread_id), self.invocation)
+        return self.step("run")
 
 
 def origin(runtime: Any, *, model_name: str | None) -> Origin:
@@ -65,20 +77,26 @@ def origin(runtime: Any, *, model_name: str | None) -> Origin:
     in_a_tool = any(each.startswith("tools:") for each in enclosing)
     unnamed_inside = in_a_tool and (agent is None or model_name != agent)
     checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
+    # A namespace with a task id in it is that of one invocation.
+    is_one_call = any(":" in each for each in enclosing)
     return Origin(
         agent,
         None if unnamed_inside else info.thread_id,
         info.task_id,
         info.thread_id,
         info.checkpoint_ns,
-        # A namespace with a task id in it is that of one invocation.
-        remembers=checkpointer is not None and not any(":" in each for each in enclosing),
+        remembers=checkpointer is not None and not is_one_call,
+        invocation="|".join(enclosing) if checkpointer is not None and is_one_call else "",
     )
 
 
 def running_agent() -> str | None:
     """The name of the agent that runs, if it has one."""
     return _agent(_running_config())
+
+
+def _digest(*parts: str) -> str:
+    return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
 
 
 def _agent(config: Mapping[str, Any]) -> str | None:

@@ -278,8 +278,7 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
 
 def _keys(terms: Sequence[Terms]) -> list[str]:
     """Where a store keeps the counts of limits."""
-    keys = {each.thread_key for each in terms if each.thread_key is not None}
-    return sorted(keys | {quota.key for each in terms for quota in each.quotas})
+    return sorted({key for each in terms for key in each.keys})
 
 
 def _usage(
@@ -298,10 +297,11 @@ def _usage(
             if each.limit.kind == "model"
             else Used(thread.get(counter, 0), run.get(counter, 0))
         )
-        in_thread = used.thread
-        quotas: tuple[int, ...] = ()
         if kept is not None:
-            in_thread = kept.get(each.thread_key or "", used.thread)
-            quotas = tuple(kept.get(quota.key, 0) for quota in each.quotas)
-        usage[each.limit.name] = Used(in_thread, used.run, quotas)
+            used = Used(
+                kept.get(each.thread_key or "", used.thread),
+                kept.get(each.run_key or "", used.run),
+                tuple(kept.get(quota.key, 0) for quota in each.quotas),
+            )
+        usage[each.limit.name] = used
     return usage

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from threading import Lock
 from typing import NamedTuple, Self
 
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.reservation import Grant, Reservation, Settlement
 from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import Telemetry
@@ -30,9 +30,11 @@ class StoreClient:
     def __init__(self, store: QuotaStore, telemetry: Telemetry) -> None:
         self.store = store
         self._telemetry = telemetry
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
         self._down = False
         self._unsettled: dict[str, _Correction] = {}
+        self._fills = telemetry.watch_store(store)
+        """Whether it can be full, and has not been nearly so yet."""
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: a copy of the middleware asks the same store."""
@@ -162,6 +164,8 @@ class StoreClient:
                 back, self._down = self._down, False
             if back:
                 self._telemetry.recovered("store")
+            if self._fills:
+                self._fills = not self._telemetry.nearly_full(self.store)
 
     @contextmanager
     def _timing(self, operation: str) -> Iterator[None]:

@@ -100,6 +100,8 @@ class ToolCase(Case):
         self._middleware = middleware
         self._message = pending.message
         self._message_id = pending.message.id
+        # Under its id, so that it takes the place of the one whose calls had none.
+        self._replacement = [pending.message] if pending.replaces else []
         # Where the structured response is there, the run ends anyway.
         self._may_stop = not pending.structured
         self._refusals = (ledger(state).get("refusals") or {}).get(middleware, {})
@@ -141,7 +143,10 @@ class ToolCase(Case):
             self._mirror(counts, verdict, grant)
         update = _counts_update(self._state, self._limits, self._matched, counts)
         update[LEDGER] = self._ledger(counts, verdict)
-        answers = _answers(decisions, self._limits.terms, messages.SKIPPED)
+        answers = [
+            *self._replacement,
+            *_answers(decisions, self._limits.terms, messages.SKIPPED),
+        ]
         if stops(verdict.exit):
             answers.append(AIMessage(content=messages.final(verdict.breaches)))
             update["jump_to"] = "end"
@@ -183,7 +188,10 @@ class ToolCase(Case):
 
     def _finalized(self) -> Ruling:
         decisions = tuple(Decision(call, Outcome.SKIPPED) for call in self._calls)
-        answers = _answers(decisions, self._limits.terms, messages.FINALIZED)
+        answers = [
+            *self._replacement,
+            *_answers(decisions, self._limits.terms, messages.FINALIZED),
+        ]
         # Where the structured response is there, the run has its answer.
         if self._may_stop:
             text = str(self._message.text)
@@ -205,9 +213,7 @@ class ToolCase(Case):
         """What a store charged for these calls before, by tool call id."""
         if not counts.reserved:
             return {}
-        terms = self._limits.terms
-        keys = {quota.key for each in terms for quota in each.quotas}
-        keys |= {each.thread_key for each in terms if each.thread_key is not None}
+        keys = {key for each in self._limits.terms for key in each.keys}
         found = {}
         for call in self._matched:
             amounts = counts.renew(str(call.id), self._judge, keys)
@@ -228,8 +234,11 @@ class ToolCase(Case):
     def _mirror(self, counts: ToolCounts, verdict: Verdict, grant: Grant) -> None:
         """Write down what the store counts, and what it charges, now or later, for which call."""
         for each in self._limits.terms:
-            if self.shared and each.thread_key is not None:
-                counts.thread[each.limit.counter] = verdict.usage[each.limit.counter].thread
+            used = verdict.usage[each.limit.counter]
+            if self.shared and each.counts_thread:
+                counts.thread[each.limit.counter] = used.thread
+            if self.shared and each.run_key is not None:
+                counts.run[each.limit.counter] = used.run
         for call, index in zip(self.judged, self.plan.charge_of, strict=True):
             if grant.admitted[index] and not grant.stopped:
                 amounts = self._asked.keyed(index)

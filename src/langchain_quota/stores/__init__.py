@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.reservation import Grant, Reservation
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, is_of_run
 
 REMEMBERED = 3600
 """How long answers and refused attempts are remembered, in seconds."""
@@ -21,6 +21,9 @@ GRACE = 3600
 
 IDLE_TTL = timedelta(days=365)
 """How long a count without a window is kept when nobody charges it."""
+
+RUN_IDLE = 24 * 3600
+"""How long a run's count is, at most, in seconds: then the graph's state brings it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,32 @@ class KeyUse:
     expires_at: float | None
 
 
+class Occupancy(NamedTuple):
+    """How full a store is that keeps so many counts and no more.
+
+    A store of your own that has a property `occupancy` is watched as `MemoryStore` is.
+
+    Attributes:
+        keys: The counts that it keeps.
+        droppable: Those of them that can make room for others: their callers bring them back.
+        max_keys: The most that it keeps.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore
+        >>> MemoryStore(max_keys=1000).occupancy
+        Occupancy(keys=0, droppable=0, max_keys=1000)
+    """
+
+    keys: int
+    droppable: int
+    max_keys: int
+
+    @property
+    def share(self) -> float:
+        """The share of the room that is taken for good, from 0; at 1 new counts are refused."""
+        return (self.keys - self.droppable) / self.max_keys
+
+
 @runtime_checkable
 class QuotaStore(Protocol):
     """Keeps counts that runs share.
@@ -55,8 +84,8 @@ class QuotaStore(Protocol):
     none happens in part. The async forms do the same.
 
     What is over expires: a count an hour after its window; one without a window when nobody has
-    charged it for long (by default a year). Answers and refused attempts are remembered for an
-    hour, settlements for a week.
+    charged it for long (by default a year, a run's for a day). Answers and refused attempts are
+    remembered for an hour, settlements for a week.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. What was asked may have
@@ -128,10 +157,12 @@ class Charging:
     Attributes:
         limit: The smallest enforced limit, for show.
         ends: When the key's window ends.
+        mirrored: Whether every slot of the key is.
     """
 
     limit: int | None = None
     ends: int | None = None
+    mirrored: bool = True
 
 
 def chargings(reservation: Reservation) -> dict[str, Charging]:
@@ -145,6 +176,7 @@ def chargings(reservation: Reservation) -> dict[str, Charging]:
         if charging.limit is not None:
             limits.append(charging.limit)
         charging.limit = min(limits, default=None)
+        charging.mirrored = charging.mirrored and slot.mirrored
         if slot.expires_at is not None:
             charging.ends = max(math.ceil(slot.expires_at), charging.ends or 0)
     return found
@@ -156,6 +188,16 @@ def window_end(key: str) -> int | None:
         return CountKey.parse(key).ends
     except ValueError:
         return None
+
+
+def idle_time(key: str, idle: int) -> int:
+    """How long a key's count is kept when nobody charges it, by its text, in seconds.
+
+    Args:
+        key: The key.
+        idle: How long the store keeps others.
+    """
+    return min(idle, RUN_IDLE) if is_of_run(key) else idle
 
 
 def check_reservation(reservation: object) -> None:

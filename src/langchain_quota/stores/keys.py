@@ -3,8 +3,11 @@
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from hashlib import sha256
 from urllib.parse import quote, unquote
+
+from langchain_quota.limits import RUN
 
 MAX_LENGTH = 64
 """The longest value that stands in a key as it is, in characters after encoding."""
@@ -112,10 +115,25 @@ class CountKey:
         return ":".join([*values, *numbers])
 
 
+def is_of_run(key: str) -> bool:
+    """Whether a key, by its text, is that of a run's count."""
+    return key.split(":", 2)[1:2] == [RUN]
+
+
 def _encoded(value: str) -> str:
-    encoded = _quoted(value)
-    if len(encoded) <= MAX_LENGTH:
-        return encoded
+    if len(value) <= MAX_LENGTH:
+        encoded = _quoted(value)
+        if len(encoded) <= MAX_LENGTH:
+            return encoded
+    return _cut(value)
+
+
+@lru_cache(maxsize=8)
+def _cut(value: str) -> str:
+    """A long value's beginning and its hash.
+
+    All limits that match a call ask for it. Of values that may be megabytes few are remembered.
+    """
     shortened = ""
     for character in value:
         piece = _quoted(character)

@@ -3,14 +3,14 @@
 import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from threading import Lock
 from typing import Generic, TypeVar
 
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.reservation import Grant, Reservation, Settlement, Slot, admit
 from langchain_quota.stores import (
     GRACE,
@@ -19,16 +19,22 @@ from langchain_quota.stores import (
     SETTLED,
     Charging,
     KeyUse,
+    Occupancy,
     chargings,
     check_fits,
     check_keys,
     check_reservation,
     idle_seconds,
+    idle_time,
     window_end,
 )
+from langchain_quota.stores.keys import is_of_run
 
 _PURGED_AT_ONCE = 100
 """Each operation makes so much room at most, so that none of them has to pay for all."""
+
+_REMEMBERED_AT_MOST = 100_000
+"""An answer takes about three times the memory of a count."""
 
 V = TypeVar("V")
 
@@ -40,10 +46,13 @@ class MemoryStore:
     the process its counts are gone; other processes do not see them.
 
     Args:
-        max_keys: Most counts that are kept, from 1. When so many are alive, a charge that needs
-            another is refused with a `QuotaStoreError`: a count is never forgotten to make room.
-            Only what ran in an outage is counted beyond that. Of what is remembered (answers,
-            settlements, refused attempts) the latest so many are kept.
+        max_keys: Most counts that are kept, from 1. When so many are alive, the thread's count that
+            was charged longest ago makes room, if the thread's state has it, too: it comes back
+            from there with the thread's next call. Counts of users and windows, and others that
+            only the store has, are never forgotten: where only such are left, a charge that needs
+            another is refused with a `QuotaStoreError`. Only what ran in an outage is counted
+            beyond that. Of what is remembered (answers, settlements, refused attempts) the latest
+            so many are kept, and 100,000 at most.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
         clock: The time, in seconds since the Unix epoch.
 
@@ -62,7 +71,7 @@ class MemoryStore:
     def __init__(
         self,
         *,
-        max_keys: int = 100_000,
+        max_keys: int = 250_000,
         idle_ttl: timedelta = IDLE_TTL,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -71,15 +80,21 @@ class MemoryStore:
         if max_keys < 1:
             raise ValueError(f"max_keys must be 1 or more, not {max_keys!r}")
         self._counts = _Counts(max_keys, idle_seconds(idle_ttl))
-        self._answers: _Recent[_Answer] = _Recent(max_keys)
-        self._attempts: _Recent[_Answer] = _Recent(max_keys)
-        self._refused: _Recent[bool] = _Recent(max_keys)
-        self._settled: _Recent[bool] = _Recent(max_keys, SETTLED)
+        remembered = min(max_keys, _REMEMBERED_AT_MOST)
+        self._answers: _Recent[_Answer] = _Recent(remembered)
+        self._attempts: _Recent[_Answer] = _Recent(remembered)
+        self._refused: _Recent[bool] = _Recent(remembered)
+        self._settled: _Recent[bool] = _Recent(remembered, SETTLED)
         self._clock = clock
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def __repr__(self) -> str:
         return f"MemoryStore(keys={len(self._counts)}, max_keys={self._counts.max_keys})"
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How full it is."""
+        return self._counts.occupancy
 
     def reserve(self, reservation: Reservation) -> Grant:
         """Admit each call of a batch against all of its limits; see `QuotaStore.reserve`.
@@ -123,7 +138,7 @@ class MemoryStore:
         check_keys(keys)
         with self._lock:
             now = self._clock()
-            self._counts.make_room(keys, now)
+            self._make_room(keys, now)
             for key in keys:
                 self._counts.put(key, 0, window_end(key), now)
 
@@ -176,6 +191,8 @@ class MemoryStore:
         count = self._counts.get(key, now)
         if amount > 0:
             used = start if count is None else count.used
+            # What has run is counted all the same.
+            self._counts.make_room((key,), now)
             self._counts.put(key, used + amount, window_end(key), now)
         elif count is not None:
             count.used = max(0, count.used + amount)
@@ -195,7 +212,7 @@ class MemoryStore:
                 before.setdefault(slot.key, count)
                 charged[slot.key] = charged.get(slot.key, 0) + amount
         if charged:
-            self._counts.make_room(charged, now)
+            self._make_room(charged, now)
             charging = chargings(reservation)
             for key, amount in charged.items():
                 ends = charging[key].ends
@@ -206,6 +223,16 @@ class MemoryStore:
             if reservation.attempt:
                 self._attempts.put(reservation.attempt, answer, now)
         return grant
+
+    def _make_room(self, keys: Collection[str], now: float) -> None:
+        """Make room for counts.
+
+        Raises:
+            QuotaStoreError: They do not fit.
+        """
+        if not self._counts.make_room(keys, now):
+            most = self._counts.max_keys
+            raise QuotaStoreError(f"the store is full: it keeps {most} counts at most")
 
 
 @dataclass(slots=True, eq=False)
@@ -230,11 +257,20 @@ class _Counts:
         self.max_keys = max_keys
         self._idle = idle
         self._counts: dict[str, _Count] = {}
-        # One entry for each key, at a time when it cannot have expired yet.
-        self._due: list[tuple[float, str]] = []
+        # Each key is in one of these. Of windows: an entry at a time when it cannot have expired
+        # yet. Of the others: by their last charge, since the idle time is the same for all in it.
+        self._windows: list[tuple[float, str]] = []
+        self._lasting: OrderedDict[str, None] = OrderedDict()
+        self._mirrored: OrderedDict[str, None] = OrderedDict()
+        # Of runs, which are mirrored, too, and kept for a shorter time.
+        self._runs: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        return Occupancy(len(self._counts), len(self._mirrored) + len(self._runs), self.max_keys)
 
     def get(self, key: str, now: float) -> _Count | None:
         count = self._counts.get(key)
@@ -250,44 +286,76 @@ class _Counts:
     def put(
         self, key: str, used: int, ends: int | None, now: float, charging: Charging | None = None
     ) -> None:
-        """Write a count; beside a charge the limit stays as it is."""
-        live = self.get(key, now)
+        """Write a count; only a charge changes its limit, and whether it is mirrored."""
+        known, live = self._counts.get(key), self.get(key, now)
         limit = None if live is None else live.limit
+        mirrored = key in self._mirrored
         if charging is not None:
-            limit = charging.limit
-        expires = now + self._idle if ends is None else max(ends, now) + GRACE
-        if key in self._counts:
+            limit, mirrored = charging.limit, charging.mirrored
+        expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
+        if known is not None:
             # Never earlier, so that the entry that is there stays right.
-            expires = max(expires, self._counts[key].expires)
-        else:
-            heapq.heappush(self._due, (expires, key))
+            expires = max(expires, known.expires)
+        if known is None and ends is not None:
+            heapq.heappush(self._windows, (expires, key))
+        elif is_of_run(key):
+            self._runs[key] = None
+            self._runs.move_to_end(key)
+        elif known is None or key in self._lasting or key in self._mirrored:
+            self._lasting.pop(key, None)
+            self._mirrored.pop(key, None)
+            (self._mirrored if mirrored else self._lasting)[key] = None
         self._counts[key] = _Count(used, limit, ends, expires)
 
-    def make_room(self, keys: Iterable[str], now: float) -> None:
+    def make_room(self, keys: Collection[str], now: float) -> bool:
         """Remove what has expired: some of it, and more if keys would not fit.
 
-        Raises:
-            QuotaStoreError: They do not fit, because so many others are alive.
-        """
-        wanted = {*keys}
-        for _ in range(_PURGED_AT_ONCE):
-            self._purge_first(now)
-        while len(self._counts) + len(wanted - self._counts.keys()) > self.max_keys:
-            if not self._purge_first(now):
-                raise QuotaStoreError(f"the store is full: it keeps {self.max_keys} counts at most")
+        If they still do not fit, the counts go that callers mirror, as many as have to.
 
-    def _purge_first(self, now: float) -> bool:
-        """Look at the entry that is due first; whether there was one."""
-        if not self._due or self._due[0][0] > now:
+        Returns:
+            Whether the keys fit now.
+        """
+        for _ in range(_PURGED_AT_ONCE):
+            if not self._purge(now):
+                break
+        while (excess := self._excess(keys)) > 0 and self._purge(now):
+            pass
+        if excess <= 0:
+            return True
+        droppable = [self._runs, self._mirrored]
+        wanted = {key for key in keys for others in droppable if key in others}
+        if excess > sum(map(len, droppable)) - len(wanted):
             return False
-        key = self._due[0][1]
-        expires = self._counts[key].expires
-        if expires <= now:
-            heapq.heappop(self._due)
-            del self._counts[key]
-        else:  # charged since
-            heapq.heapreplace(self._due, (expires, key))
+        for others in droppable:
+            for key in [*wanted & others.keys()]:
+                others.move_to_end(key)
+            while excess > 0 and others and (oldest := next(iter(others))) not in wanted:
+                del others[oldest], self._counts[oldest]
+                excess -= 1
         return True
+
+    def _excess(self, keys: Collection[str]) -> int:
+        """How many counts there would be too many."""
+        new = {key for key in keys if key not in self._counts}
+        return len(self._counts) + len(new) - self.max_keys
+
+    def _purge(self, now: float) -> bool:
+        """Look at a count that may have expired; whether there was one."""
+        if self._windows and self._windows[0][0] <= now:
+            key = self._windows[0][1]
+            expires = self._counts[key].expires
+            if expires <= now:
+                heapq.heappop(self._windows)
+                del self._counts[key]
+            else:  # charged since
+                heapq.heapreplace(self._windows, (expires, key))
+            return True
+        for others in (self._runs, self._lasting, self._mirrored):
+            oldest = next(iter(others), None)
+            if oldest is not None and self._counts[oldest].expires <= now:
+                del others[oldest], self._counts[oldest]
+                return True
+        return False
 
 
 class _Recent(Generic[V]):

@@ -1,6 +1,7 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -36,6 +37,10 @@ PREFIX = "langchain_quota"
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _AT_ONCE = 500
 """How many keys a listing asks for at once."""
+_SHOWN = 200
+"""How many bytes of a name are logged: others may have written it."""
+
+logger = logging.getLogger("langchain_quota")
 
 
 class RedisStore:
@@ -123,7 +128,7 @@ class RedisStore:
             return ()
         with self._failing():
             answer = _ask(self._clients.sync(), Question.peek(self._names, keys))
-        return tuple(map(uses(keys, answer).get, keys))
+        return _peeked(keys, answer)
 
     async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
         """`peek`, without blocking the event loop."""
@@ -132,7 +137,7 @@ class RedisStore:
             return ()
         async with self._turn() as client:
             answer = await _aask(client, Question.peek(self._names, keys))
-        return tuple(map(uses(keys, answer).get, keys))
+        return _peeked(keys, answer)
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
@@ -152,7 +157,24 @@ class RedisStore:
         """What is kept under the keys that match a glob pattern, sorted by key.
 
         Redis is asked for some at a time, and works for others in between: a count that is made
-        or removed meanwhile may be missing.
+        or removed meanwhile may be missing. What others have written there, and is no count, is
+        left out and logged; `listing` has its names.
+
+        Args:
+            pattern: As of Python's `fnmatch.fnmatchcase`.
+
+        Raises:
+            QuotaStoreError: Redis failed, or did not answer in time.
+            TypeError: The store was given a client of `redis.asyncio`.
+        """
+        found, odd = self.listing(pattern)
+        if odd:
+            first = odd[0][:_SHOWN]
+            logger.warning("%r: keys that hold no count: %d, such as %r", self, len(odd), first)
+        return found
+
+    def listing(self, pattern: str = "*") -> tuple[list[KeyUse], list[bytes]]:
+        """As `usages`, and the names in Redis of what matches and is no count, sorted.
 
         Args:
             pattern: As of Python's `fnmatch.fnmatchcase`.
@@ -164,15 +186,27 @@ class RedisStore:
         # Redis reads classes and escapes in a way of its own.
         simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
         found: dict[str, KeyUse] = {}
+        odd: set[bytes] = set()
         with self._failing():
             client = self._clients.sync()
             match = self._names.count(simple + ("*" if rest else ""))
             names = client.scan_iter(match=match, count=_AT_ONCE)
             while some := [*islice(names, _AT_ONCE)]:
-                keys = [key for key in map(self._names.key, some) if fnmatchcase(key, pattern)]
+                keys = []
+                for name in some:
+                    try:
+                        key = self._names.key(name)
+                    except UnicodeDecodeError:
+                        if fnmatchcase(self._names.key(repr(name)[2:-1]), pattern):
+                            odd.add(name)
+                    else:
+                        if fnmatchcase(key, pattern):
+                            keys.append(key)
                 if keys:
-                    found |= uses(keys, _ask(client, Question.peek(self._names, keys)))
-        return [found[key] for key in sorted(found)]
+                    counts, others = uses(keys, _ask(client, Question.peek(self._names, keys)))
+                    found |= counts
+                    odd.update(map(self._names.count, others))
+        return [found[key] for key in sorted(found)], sorted(odd)
 
     def close(self) -> None:
         """Close the connections of the sync form; a client of your own stays open."""
@@ -219,6 +253,18 @@ class RedisStore:
                     f"{reason.rstrip('.')}: check that Redis runs there and that the URL is right"
                 )
             raise QuotaStoreError(f"{self!r}: {reason}", timed_out=timed_out) from error
+
+
+def _peeked(keys: Sequence[str], answer: Sequence[int]) -> tuple[KeyUse | None, ...]:
+    """What is kept under keys, in their order.
+
+    Raises:
+        QuotaStoreError: Under one of them something else is kept.
+    """
+    found, odd = uses(keys, answer)
+    if odd:
+        raise QuotaStoreError(f"no count is kept under {odd[0]!r}")
+    return tuple(map(found.get, keys))
 
 
 def _ask(client: SyncClient, question: Question) -> list[Any]:

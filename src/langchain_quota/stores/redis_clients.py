@@ -6,7 +6,6 @@ import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any, Protocol
 from urllib.parse import parse_qs, quote, urlsplit
 from weakref import WeakKeyDictionary
@@ -23,6 +22,8 @@ except ModuleNotFoundError as missing:
         'RedisStore needs the package redis: pip install "langchain-quota[redis]"',
         name=missing.name,
     ) from missing
+
+from langchain_quota.locks import fork_safe_lock
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
@@ -159,7 +160,7 @@ class _Own:
         pool.connection_kwargs |= self._options | {"retry": Retry(NoBackoff(), 0)}
         self._sync = redis.Redis.from_pool(pool)
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = WeakKeyDictionary()
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
         options = pool.connection_kwargs
         self.secrets = (url, *_secrets(options))
         scheme = url.partition(":")[0]

@@ -15,6 +15,7 @@ from langchain_quota.stores import (
     KeyUse,
     chargings,
     check_fits,
+    idle_time,
     window_end,
 )
 
@@ -25,6 +26,7 @@ MAX_COUNT = 2**53 - 1
 """The largest count, seed and amount: scripts compute in floating point."""
 
 _NONE = -1
+_ODD = -2
 
 
 class Names:
@@ -43,7 +45,11 @@ class Names:
         return f"{self._counts}{key}".encode(errors="surrogatepass")
 
     def key(self, name: bytes | str) -> str:
-        """The key of a count; the client may have decoded its name."""
+        """The key of a count; the client may have decoded its name.
+
+        Raises:
+            UnicodeDecodeError: It is no name of ours.
+        """
         text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
         return text.removeprefix(self._counts)
 
@@ -64,10 +70,10 @@ class Question:
 
     def __init__(self, names: Names, op: str, idle: int) -> None:
         self._names = names
+        self._idle = idle
         self._keys: dict[bytes, int] = {}
         self._values: dict[str, Any] = {
             "op": op,
-            "idle": idle,
             "grace": GRACE,
             "remembered": REMEMBERED,
             "settled": SETTLED,
@@ -87,7 +93,9 @@ class Question:
         question = cls(names, "reset", idle)
         for key in keys:
             question._count(key)
-        question._values["ends"] = [_ends(window_end(key)) for key in dict.fromkeys(keys)]
+        question._values["keeps"] = [
+            question._keep(key, window_end(key)) for key in dict.fromkeys(keys)
+        ]
         return question
 
     @classmethod
@@ -117,7 +125,7 @@ class Question:
             ],
             "stops": [*reservation.stops.values()],
             "keeps": [
-                [question._count(key), _limit(charging.limit), _ends(charging.ends)]
+                [*question._keep(key, charging.ends), _limit(charging.limit)]
                 for key, charging in chargings(reservation).items()
             ],
         }
@@ -142,14 +150,16 @@ class Question:
             "answer": self._marker("answer", settlement.reservation),
             "amounts": [
                 [
-                    self._count(key),
+                    *self._keep(key, window_end(key)),
                     _exact(amount),
-                    _ends(window_end(key)),
                     _exact(settlement.starts.get(key, 0)),
                 ]
                 for key, amount in settlement.amounts.items()
             ],
         }
+
+    def _keep(self, key: str, ends: int | None) -> tuple[int, int, int]:
+        return self._count(key), _ends(ends), idle_time(key, self._idle)
 
     def _count(self, key: str) -> int:
         return self._index(self._names.count(key))
@@ -176,16 +186,22 @@ def grant(answer: Sequence[Any], reservation: Reservation) -> Grant:
     return granted
 
 
-def uses(keys: Iterable[str], answer: Sequence[int]) -> dict[str, KeyUse]:
-    """The answer to a peek, by key; without those under which nothing is kept."""
-    found = {}
+def uses(keys: Iterable[str], answer: Sequence[int]) -> tuple[dict[str, KeyUse], list[str]]:
+    """The answer to a peek, by key; without those under which nothing is kept.
+
+    Returns:
+        The counts, and the keys under which something else is kept.
+    """
+    found, odd = {}, []
     for number, key in enumerate(dict.fromkeys(keys)):
         used, limit, ends = (
             None if each == _NONE else each for each in answer[3 * number : 3 * number + 3]
         )
-        if used is not None:
+        if used == _ODD:
+            odd.append(key)
+        elif used is not None:
             found[key] = KeyUse(key, used, limit, ends)
-    return found
+    return found, odd
 
 
 def _word(answer: bytes | str) -> str:

@@ -5,40 +5,65 @@
 --   op               "reserve", "peek" or "reset"
 --   remembered       how long answers and attempts are remembered, in seconds
 --   settled          how long settlements are
---   grace, idle      how long counts are kept after their window, or without one, in seconds
---   ends             reset: the end of each key's window
+--   grace            how long counts are kept after their window, in seconds
 --   settlements      {marker, attempt, answer,
---                     amounts = {{key, amount, end of window, where a new count starts}}}
+--                     amounts = {{key, end of window, idle, amount, where a new count starts}}}
 --   attempt, answer  keys under which the attempt and its answer are remembered
 --   slots            {key, used, caps = {{limit, index of its stop or 0}}}
 --   charges          {{index of the slot, amount}} for each call
 --   stops            after how many refused calls each stops the batch
---   keeps            {key, limit for show, end of window}
+--   keeps            {{key, end of window, idle, limit for show}}; reset: without the limit
+--                    idle: how long a count without a window is kept, in seconds
 -- Answers a flat array:
---   peek     used, limit, end of window for each key
+--   peek     used, limit, end of window for each key; used is -2 where something else is kept
 --   reset    nothing
 --   reserve  "granted", known, stopped, number of slots, used of each slot, admitted of each call
 --            "refused": the attempt was settled before it arrived
 --            "again", keys …: nothing was done; ask the same with these in KEYS
--- A count is a hash (used, limit, ends), an attempt what it charged or "refused".
+-- A count is a hash (used, limit, ends), an attempt what it charged or "refused". What is kept
+-- where a count should be, and is none, is an error: others can write there, too.
 
 local ask = cjson.decode(ARGV[1])
 local now = tonumber(redis.call('TIME')[1])
 
-local function get(key)
-  return tonumber(redis.call('HGET', key, 'used'))
+-- tonumber() alone would take 'nan', which no limit refuses.
+local function whole(text)
+  return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text)
 end
 
-local function put(key, used, ends)
-  local expires = ends < 0 and now + ask.idle or math.max(ends, now) + ask.grace
+local function get(key)
+  local text = redis.call('HGET', key, 'used')
+  local used = whole(text)
+  if text and not (used and used >= 0) then error('no count is kept under ' .. key) end
+  return used
+end
+
+local function peek(key)
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends')
+  if kept.err then
+    if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
+    return -2, -1, -1
+  end
+  local used, limit, ends = whole(kept[1]), whole(kept[2]), whole(kept[3])
+  if not (kept[1] or kept[2] or kept[3]) and redis.call('EXISTS', key) == 0 then
+    return -1, -1, -1
+  end
+  if not used or used < 0 or (kept[2] and not limit) or (kept[3] and not ends) then
+    return -2, -1, -1
+  end
+  return used, limit or -1, ends or -1
+end
+
+local function put(key, used, ends, idle)
+  local expires = ends < 0 and now + idle or math.max(ends, now) + ask.grace
   redis.call('HSET', key, 'used', used, 'ends', ends)
   redis.call('EXPIREAT', key, expires)
 end
 
-local function add(key, amount, ends, start)
+local function add(key, ends, idle, amount, start)
   local used = get(key)
   if amount > 0 then
-    put(key, (used or start) + amount, ends)
+    put(key, (used or start) + amount, ends, idle)
   elseif used then
     redis.call('HSET', key, 'used', math.max(0, used + amount))
   end
@@ -74,13 +99,13 @@ end
 local function settle(settlement)
   if redis.call('EXISTS', KEYS[settlement.marker]) == 1 then return end
   for i, charged in ipairs(charged_by(settlement.attempt)) do
-    if i == 1 then redis.call('DEL', charged[1]) else add(charged[1], -charged[2], -1, 0) end
+    if i == 1 then redis.call('DEL', charged[1]) else add(charged[1], -1, 0, -charged[2], 0) end
   end
   remember(settlement.attempt, 'refused')
   redis.call('SET', KEYS[settlement.marker], 1, 'EX', ask.settled)
   if known(settlement.answer) then return end
   for _, part in ipairs(settlement.amounts) do
-    add(KEYS[part[1]], part[2], part[3], part[4])
+    add(KEYS[part[1]], part[2], part[3], part[4], part[5])
   end
 end
 
@@ -128,9 +153,9 @@ end
 local function charge(answer, base, charged)
   local record = {{KEYS[ask.answer] or KEYS[ask.attempt], 0}}
   for _, keep in ipairs(ask.keeps) do
-    local index, limit, ends = unpack(keep)
+    local index, ends, idle, limit = unpack(keep)
     if charged[index] then
-      put(KEYS[index], base[index] + charged[index], ends)
+      put(KEYS[index], base[index] + charged[index], ends, idle)
       redis.call('HSET', KEYS[index], 'limit', limit)
       table.insert(record, {KEYS[index], charged[index]})
     end
@@ -160,10 +185,9 @@ if ask.op == 'reserve' then return reserve() end
 local answer = {}
 for i, key in ipairs(KEYS) do
   if ask.op == 'reset' then
-    put(key, 0, ask.ends[i])
+    put(key, 0, ask.keeps[i][2], ask.keeps[i][3])
   else
-    local kept = redis.call('HMGET', key, 'used', 'limit', 'ends')
-    for field = 1, 3 do table.insert(answer, tonumber(kept[field]) or -1) end
+    for _, number in ipairs({peek(key)}) do table.insert(answer, number) end
   end
 end
 return answer

@@ -9,8 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from threading import Lock
-from typing import Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from opentelemetry.trace import Span, TracerProvider
@@ -25,6 +24,8 @@ from langchain_quota.limits import (
     check_share,
     named_tools,
 )
+from langchain_quota.locks import fork_safe_lock
+from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.labels import (
     OTHER,
     UNNAMED,
@@ -35,10 +36,10 @@ from langchain_quota.telemetry.labels import (
     label,
 )
 from langchain_quota.telemetry.metrics import Exemplar, Metrics
-from langchain_quota.telemetry.multiprocess import check_directory, share_tables
-from langchain_quota.telemetry.subjects import SubjectTable
-from langchain_quota.telemetry.threads import ThreadTable
+from langchain_quota.telemetry.multiprocess import FILE, checked_directory
+from langchain_quota.telemetry.stores import NEARLY_FULL, StoreTable
 from langchain_quota.telemetry.tracing import Place, Spans, Tracing, carried, exemplar
+from langchain_quota.telemetry.usage import UsageTable
 
 __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label"]
 
@@ -71,7 +72,7 @@ class _Errors:
         shown = None if component == "thread_label" else error
         # Nobody is left to tell that counting or logging a failure failed.
         with suppress(Exception):
-            self._metrics.errors.labels(component, error_type).inc()
+            self._metrics.failed(component, error_type)
         with suppress(Exception):
             if log is None:
                 log = (component, error_type) not in self._logged
@@ -99,7 +100,7 @@ class _RecentTasks:
     def __init__(self) -> None:
         self._ids: OrderedDict[str, object] = OrderedDict()
         self._traces: dict[str, Mapping[str, str]] = {}
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def seen(self, task_id: str | None, what: object = None) -> bool:
         """Whether the id was given before, and last with the same; it is remembered."""
@@ -130,28 +131,27 @@ class _Signals:
 
     def __init__(self, registry: CollectorRegistry, options: _Options) -> None:
         self.options = options
-        check_directory()
+        directory = checked_directory()
         self.metrics = Metrics(registry)
         self.errors = _Errors(self.metrics)
         self.tools = ToolLabels(options.max_tools)
-        ttl = options.thread_ttl.total_seconds()
-        self.subjects = SubjectTable(near=options.near, ttl=ttl)
-        self.threads = ThreadTable(
+        self.stores = StoreTable()
+        self.usage = UsageTable(
             near=options.near,
             max_exported=options.max_exported_threads,
-            ttl=ttl,
-            subjects=self.subjects,
+            ttl=options.thread_ttl.total_seconds(),
+            fullest_store=self.stores.fullest,
             on_error=self._table_failed,
+            path=None if directory is None else directory / FILE,
         )
-        registry.register(self.threads)
-        share_tables(registry, self.threads, self.subjects, self._table_failed)
+        registry.register(self.usage)
 
     def _table_failed(self, error: Exception) -> None:
         self.errors.failed("threads", error)
 
 
 _signals: WeakKeyDictionary[CollectorRegistry, _Signals] = WeakKeyDictionary()
-_signals_lock = Lock()
+_signals_lock = fork_safe_lock()
 
 
 def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:
@@ -167,6 +167,12 @@ def _signals_of(registry: CollectorRegistry, options: _Options) -> _Signals:
                 "same registry: make one Telemetry, and give it to all middlewares"
             )
     return signals
+
+
+def usage_of(registry: CollectorRegistry) -> UsageTable | None:
+    """What this process decides for the metrics of a registry, if it does."""
+    signals = _signals.get(registry)
+    return None if signals is None else signals.usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +192,9 @@ class Telemetry:
     """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
 
     It never raises into the agent: what fails is counted in `langchain_quota_errors_total` and
-    logged once. Several on one registry share its metrics. Attributes of spans that are not ours
-    alone have the names of OpenTelemetry's semantic conventions (`gen_ai.*`, `error.type`).
+    logged once; only a cancellation or an interrupt passes through. Several on one registry share
+    its metrics. Attributes of spans that are not ours alone have the names of OpenTelemetry's
+    semantic conventions (`gen_ai.*`, `error.type`).
 
     Args:
         registry: Where the metrics are registered.
@@ -209,7 +216,7 @@ class Telemetry:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of bounds, or conflicts with another `Telemetry` on the
             same registry: the message names the argument and the value. Or, in prometheus_client's
-            multi-process mode, its directory cannot be written to.
+            multi-process mode, its directory cannot be written to, or has less than 4 MiB free.
 
     Examples:
         >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, Telemetry, hmac_label
@@ -269,6 +276,40 @@ class Telemetry:
         """
         for limit in limits:
             self._signals.tools.keep(named_tools(limit))
+
+    def watch_store(self, store: object) -> bool:
+        """Show how full a store is, if it says so.
+
+        Args:
+            store: The store; one that has a property `occupancy`, as `MemoryStore` has.
+
+        Returns:
+            Whether it says so.
+        """
+        with self._guarded("threads"):
+            return self._signals.stores.add(store)
+        return False
+
+    def nearly_full(self, store: Any) -> bool:
+        """Log that a store which is watched is nearly full, if it is.
+
+        Args:
+            store: The store.
+
+        Returns:
+            Whether there is nothing more to log of it.
+        """
+        told = True
+        with self._guarded("threads"):
+            occupancy = Occupancy(*store.occupancy)
+            told = occupancy.share >= NEARLY_FULL
+            if told:
+                logger.warning(
+                    "the store is nearly full: %d counts of at most %d make no room for others",
+                    occupancy.keys - occupancy.droppable,
+                    occupancy.max_keys,
+                )
+        return told
 
     def offered(self, agent: str | None, tools: Iterable[str]) -> None:
         """Learn the tools that an agent has: they are labels before any that its model invents.
@@ -404,7 +445,7 @@ class Telemetry:
         name, thread = self._labels(Call("model", agent=agent, thread_id=thread_id))
         if thread is not None:
             with self._guarded("threads"):
-                self._signals.threads.forget(name, thread)
+                self._signals.usage.forget(name, thread)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: what it counts in is shared by all."""
@@ -476,25 +517,22 @@ class Telemetry:
         """Take charges back from what was counted.
 
         Args:
-            refunds: The charges.
+            refunds: The charges of one agent's calls, on one thread.
         """
+        if not refunds:
+            return
+        agent, thread = self._labels(refunds[0].call)
         for refund in refunds:
             call = refund.call
-            agent, thread = self._labels(call)
             with self._guarded("metrics"):
                 self._signals.metrics.refunded(agent, refund.limit, call.amount)
             if thread is not None:
                 with self._guarded("threads"):
-                    self._signals.threads.refund(agent, thread, refund.limit, call.amount)
+                    self._signals.usage.refund(agent, thread, refund.limit, call.amount)
 
     def _remember(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
         try:
-            if thread is not None:
-                self._signals.threads.record(agent, thread, decisions)
-        except Exception as failure:  # noqa: BLE001 - the same
-            self._signals.errors.failed("threads", failure)
-        try:
-            self._signals.subjects.record(agent, decisions)
+            self._signals.usage.record(agent, thread, decisions)
         except Exception as failure:  # noqa: BLE001 - the same
             self._signals.errors.failed("threads", failure)
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from threading import Lock
+
+from langchain_quota.locks import fork_safe_lock
 
 _MIN_KEY_BYTES = 16
 
@@ -14,6 +15,8 @@ MAX_LENGTH = 64
 MAX_DESCRIPTION = 256
 """The longest text of an exception, in characters."""
 _KEPT = 40
+_LOOKED_AT = 256
+"""What is not printable is sought in so many characters: callers may send a megabyte."""
 _DIGITS = 12
 _TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -28,20 +31,24 @@ OTHER = "_other"
 def label(value: object) -> str:
     """The label of a value: `str(value)` if that is short, printable and encodable.
 
-    Otherwise its first 40 printable characters, `~`, and 12 hex digits of its SHA-256; so does
-    the empty string, since no label is ever empty.
+    Otherwise its first 40 printable characters, of the first 256, then `~`, and 12 hex digits of
+    the SHA-256 of all of it; so does the empty string, since no label is ever empty.
     """
     text = str(value)
     if 0 < len(text) <= MAX_LENGTH and text.isprintable():
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    kept = "".join(char for char in text if char.isprintable())[:_KEPT]
-    return f"{kept}~{digest[:_DIGITS]}"
+    return f"{_printable(text, _KEPT)}~{digest[:_DIGITS]}"
 
 
 def described(error: BaseException) -> str:
     """The exception's text, which may have names that a model invented: bounded and printable."""
-    return "".join(char for char in str(error) if char.isprintable())[:MAX_DESCRIPTION]
+    return _printable(str(error), MAX_DESCRIPTION)
+
+
+def _printable(text: str, most: int) -> str:
+    """The first printable characters of a text's beginning."""
+    return "".join(islice((char for char in text[:_LOOKED_AT] if char.isprintable()), most))
 
 
 def agent_label(name: str | None) -> str:
@@ -97,7 +104,7 @@ class ToolLabels:
         self._max_tools = max_tools
         self._kept: set[str] = set()
         self._seen: dict[str, set[str]] = {}
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
 
     def keep(self, names: tuple[str, ...]) -> None:
         """Always label these tools by their names."""

@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from langchain_quota._version import __version__
 from langchain_quota.decision import Decision, Level, Outcome, Standing
 from langchain_quota.limits import STORE
+from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.labels import NONE, label
 
 _REFUNDED = "refunded"
@@ -125,53 +126,67 @@ class Metrics:
         self._calls: dict[tuple[str, str, str], dict[Outcome, Counter]] = {}
         self._limits: dict[tuple[str, str], _LimitSeries] = {}
         self._store_seconds: dict[str, dict[str, Histogram]] = {}
+        # While a fork holds it no thread is inside of prometheus_client, whose own locks a child
+        # would find held.
+        self._lock = fork_safe_lock()
 
     def record(self, decision: Decision, agent: str, tool: str, exemplar: Exemplar) -> None:
         """Count a decision for the call and for each limit that matches it."""
         kind = decision.call.kind
-        calls = self._calls.get((agent, kind, tool))
-        if calls is None:
-            calls = {each: self.calls.labels(agent, kind, tool, each) for each in Outcome}
-            self._calls[agent, kind, tool] = calls
-        calls[decision.outcome].inc(exemplar=exemplar)
-        for standing in decision.standings:
-            if standing.charged:
-                self.charged(agent, standing, decision.call.amount, exemplar)
-            elif standing.scope is not None:
-                outcome = Outcome.BLOCKED if standing.enforced else Outcome.WOULD_BLOCK
+        with self._lock:
+            calls = self._calls.get((agent, kind, tool))
+            if calls is None:
+                calls = {each: self.calls.labels(agent, kind, tool, each) for each in Outcome}
+                self._calls[agent, kind, tool] = calls
+            calls[decision.outcome].inc(exemplar=exemplar)
+            for standing in decision.standings:
                 series = self._series(agent, standing)
-                series.refusals[standing.scope, outcome].inc(exemplar=exemplar)
-            else:
-                self._series(agent, standing)
+                if standing.charged:
+                    series.allowed.inc(decision.call.amount, exemplar)
+                elif standing.scope is not None:
+                    outcome = Outcome.BLOCKED if standing.enforced else Outcome.WOULD_BLOCK
+                    series.refusals[standing.scope, outcome].inc(exemplar=exemplar)
 
     def charged(self, agent: str, standing: Standing, amount: int, exemplar: Exemplar) -> None:
         """Count a charge."""
-        self._series(agent, standing).allowed.inc(amount, exemplar)
+        with self._lock:
+            self._series(agent, standing).allowed.inc(amount, exemplar)
 
     def crossed(self, agent: str, standing: Standing, scope: str, reached: Level) -> None:
         """Count a crossing of a threshold."""
-        self._series(agent, standing).crossings[scope, reached].inc()
+        with self._lock:
+            self._series(agent, standing).crossings[scope, reached].inc()
 
     def refunded(self, agent: str, limit: str, amount: int) -> None:
         """Count a charge taken back."""
-        charges = {
-            decision: self.limit_decisions.labels(agent, label(limit), NONE, decision)
-            for decision in (Outcome.ALLOWED, _REFUNDED)
-        }
-        charges[_REFUNDED].inc(amount)
+        with self._lock:
+            charges = {
+                decision: self.limit_decisions.labels(agent, label(limit), NONE, decision)
+                for decision in (Outcome.ALLOWED, _REFUNDED)
+            }
+            charges[_REFUNDED].inc(amount)
+
+    def failed(self, component: str, error_type: str) -> None:
+        """Count a failure."""
+        with self._lock:
+            self.errors.labels(component, error_type).inc()
 
     def stored(self, operation: str, outcome: str, seconds: float) -> None:
         """Time a request to the shared store."""
-        times = self._store_seconds.get(operation)
-        if times is None:
-            times = {each: self.store_seconds.labels(operation, each) for each in _STORE_OUTCOMES}
-            self._store_seconds[operation] = times
-        times[outcome].observe(seconds)
+        with self._lock:
+            times = self._store_seconds.get(operation)
+            if times is None:
+                times = {
+                    each: self.store_seconds.labels(operation, each) for each in _STORE_OUTCOMES
+                }
+                self._store_seconds[operation] = times
+            times[outcome].observe(seconds)
 
     def fell_back(self, agent: str, action: str, calls: int) -> None:
         """Count decisions that were taken without the shared store."""
-        fallbacks = {each: self.store_fallbacks.labels(agent, each) for each in _FALLBACKS}
-        fallbacks[action].inc(calls)
+        with self._lock:
+            fallbacks = {each: self.store_fallbacks.labels(agent, each) for each in _FALLBACKS}
+            fallbacks[action].inc(calls)
 
     def _series(self, agent: str, standing: Standing) -> _LimitSeries:
         """The series of a limit, created at first touch."""

@@ -1,0 +1,312 @@
+"""The SQLite database with what subjects have used: one row for each number that is limited."""
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from importlib.resources import files
+from pathlib import Path
+from sqlite3 import Connection
+from sqlite3 import connect as _connect
+from typing import NamedTuple, Self
+
+from langchain_quota.decision import Level, level
+from langchain_quota.limits import THREAD
+
+_VERSION = 1
+_BUSY_SECONDS = 10.0
+"""How long a process waits for another one to have written."""
+
+_TABLES = (files("langchain_quota.telemetry") / "usage_tables.sql").read_text("utf-8")
+
+LEVELS = (Level.OK, Level.NEAR, Level.EXHAUSTED)
+
+Key = tuple[str, str, str | bytes]
+"""The agent's label, the scope, and the label of a thread or the hash of another subject."""
+
+
+class Use(NamedTuple):
+    """What is used of one number, as a row of `usage` has it.
+
+    Attributes:
+        used: The count.
+        cap: The limit; `None` where there is none, or it forbids all.
+        near: The share from which it is near; `None` if the limit is not enforced.
+        resets_at: When the window ends, in seconds since the Unix epoch.
+        blocked: How many calls the limit has refused.
+        decided: When a decision last told what is used, in seconds since the Unix epoch.
+        full_since: When the last of it came to be used, in seconds since the Unix epoch.
+    """
+
+    used: int = 0
+    cap: int | None = None
+    near: float | None = None
+    resets_at: float | None = None
+    blocked: int = 0
+    decided: float = 0.0
+    full_since: float | None = None
+
+    @property
+    def level(self) -> int | None:
+        """How much of it is used, by `LEVELS`; `None` if it does not say."""
+        if self.cap is None or self.near is None:
+            return None
+        return LEVELS.index(level(self.used, self.cap, self.near))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is left."""
+        return self.cap is not None and self.used >= self.cap
+
+
+Parts = Mapping[str, Use]
+"""What a subject has used of a limit: its own number under `""`, quotas per thread by name."""
+
+
+class UsageDatabase:
+    """A connection to the database.
+
+    Args:
+        connection: The connection.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.execute = connection.execute
+        # Series are never removed. The value is the number, and whether it is known to be shown.
+        self._series: dict[tuple[str, str, str], int] = {}
+        self._shown: set[int] = set()
+
+    @classmethod
+    def open(cls, path: Path | None, **settings: float) -> Self:
+        """Open the database, and make it if there is none.
+
+        Args:
+            path: The file; `None` for one in memory.
+            settings: What processes that decide nothing are told.
+
+        Raises:
+            ValueError: Another version has made the file.
+        """
+        if path is not None and not path.exists():
+            _make_file(path)
+        connection = _opened(path or ":memory:")
+        try:
+            if path is None:
+                _make_tables(connection)
+            _check_version(connection, path)
+            rows = settings.items()
+            connection.executemany("INSERT OR REPLACE INTO setting VALUES (?, ?)", rows)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    @contextmanager
+    def transaction(self, kind: str) -> Iterator[None]:
+        """All that is written within is written, or nothing of it.
+
+        Args:
+            kind: `"IMMEDIATE"` to write, `"DEFERRED"` to read.
+        """
+        self.execute(f"BEGIN {kind}")
+        try:
+            yield
+        except BaseException:
+            self._series.clear()
+            self._shown.clear()
+            # A full disk has ended it already.
+            if self._connection.in_transaction:
+                self.execute("ROLLBACK")
+            raise
+        self.execute("COMMIT")
+
+    def series(self, agent: str, limit: str, scope: str) -> int:
+        """The number of the series that count the subjects of a limit."""
+        key = (agent, limit, scope)
+        found = self._series.get(key)
+        if found is None:
+            query = "SELECT id FROM series WHERE agent = ? AND lim = ? AND scope = ?"
+            row = self.execute(query, key).fetchone()
+            if row is None:
+                made = "INSERT INTO series (agent, lim, scope) VALUES (?, ?, ?) RETURNING id"
+                row = self.execute(made, key).fetchone()
+            found = self._series[key] = int(row[0])
+        return found
+
+    def subject(self, key: Key, now: float, ttl: float) -> int | None:
+        """The number of a subject as it stands now; `None` for one that was idle for too long."""
+        query = (
+            "SELECT id, decided, next_end FROM subject WHERE agent = ? AND scope = ? AND name = ?"
+        )
+        row = self.execute(query, key).fetchone()
+        if row is None:
+            return None
+        subject, decided, next_end = row
+        if now - decided > ttl:
+            self.execute("DELETE FROM subject WHERE id = ?", (subject,))
+            return None
+        if next_end is not None and next_end <= now:
+            self.lapse(subject, now)
+        return int(subject)
+
+    def add(self, key: Key, now: float) -> int:
+        """The number of a new subject."""
+        made = self.execute(
+            "INSERT INTO subject (agent, scope, name, decided, refused, level, share, since) "
+            "VALUES (?, ?, ?, ?, 0, 0, 0, 0) RETURNING id",
+            (*key, now),
+        )
+        return int(made.fetchone()[0])
+
+    def uses(self, subject: int) -> dict[int, dict[str, Use]]:
+        """What a subject has used, by the number of the series and the part of the limit."""
+        uses: dict[int, dict[str, Use]] = {}
+        for series, part, *columns in self.execute(
+            "SELECT series, part, used, cap, near, resets_at, blocked, decided, full_since "
+            "FROM usage WHERE subject = ?",
+            (subject,),
+        ):
+            uses.setdefault(series, {})[part] = Use(*columns)
+        return uses
+
+    def put(self, subject: int, series: int, parts: Parts, old: Parts) -> None:
+        """Write what a subject has used of a limit, in place of what it had."""
+        for part in old.keys() - parts.keys():
+            self.execute(
+                "DELETE FROM usage WHERE subject = ? AND series = ? AND part = ?",
+                (subject, series, part),
+            )
+        levels = [rated for use in parts.values() if (rated := use.level) is not None]
+        highest = max(levels, default=None)
+        for part, use in parts.items():
+            self.execute(
+                "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (subject, series, part, *use, None if part else highest),
+            )
+        if highest is not None and series not in self._shown:
+            self.execute("UPDATE series SET is_shown = 1 WHERE id = ?", (series,))
+            self._shown.add(series)
+
+    def rank(
+        self,
+        subject: int,
+        uses: Mapping[int, Parts],
+        now: float,
+        *,
+        is_call: bool = True,
+        refused: float = 0,
+    ) -> None:
+        """Give a subject its place: the exhausted by their last refusal, others by the last call.
+
+        Args:
+            subject: The number of the subject.
+            uses: All that it has used.
+            now: The time in seconds since the Unix epoch.
+            is_call: Whether it was called; if not, a window has passed.
+            refused: When an enforced limit refused a call, 0 for never.
+        """
+        numbers = [use for parts in uses.values() for use in parts.values()]
+        rated = [(each, use) for use in numbers if (each := use.level) is not None]
+        values = {
+            "subject": subject,
+            "now": now,
+            "call": is_call,
+            "refused": refused,
+            "exhausted": LEVELS.index(Level.EXHAUSTED),
+            "level": max((each for each, _ in rated), default=0),
+            "share": max((use.used / use.cap for _, use in rated if use.cap), default=0.0),
+            "full": max((use.full_since or 0.0 for _, use in rated if use.is_full), default=0.0),
+            "ends": min((use.resets_at for use in numbers if use.resets_at), default=None),
+        }
+        self.execute(
+            "UPDATE subject SET decided = iif(:call, max(decided, :now), decided), "
+            "refused = max(refused, :refused), "
+            # At a lower level without a call it comes behind those that had one there.
+            "since = CASE WHEN :level = :exhausted THEN max(:full, refused, :refused) "
+            "WHEN :call THEN :now WHEN :level < level THEN 0 ELSE since END, "
+            "level = :level, share = :share, next_end = :ends WHERE id = :subject",
+            values,
+        )
+
+    def lapse(self, subject: int, now: float) -> None:
+        """Take in that windows of a subject have passed: nothing is used of the new ones."""
+        ((scope,),) = self.execute("SELECT scope FROM subject WHERE id = ?", (subject,))
+        uses: dict[int, Parts] = dict(self.uses(subject))
+        for series, parts in list(uses.items()):
+            passed = {
+                part: use._replace(used=0, resets_at=None, full_since=None)
+                for part, use in parts.items()
+                if use.resets_at is not None and use.resets_at <= now
+            }
+            if passed:
+                # Others than threads are known by their window alone.
+                uses[series] = {**parts, **passed} if scope == THREAD else {}
+                self.put(subject, series, uses[series], parts)
+        self.rank(subject, uses, now, is_call=False)
+
+    def forget_idle(self, now: float, ttl: float, most: int) -> None:
+        """Forget who was idle for too long or is too many, and what passed windows held."""
+        for is_thread in (True, False):
+            self.execute(
+                "DELETE FROM subject WHERE (scope = 'thread') = ? AND decided < ?",
+                (is_thread, now - ttl),
+            )
+            self.execute(
+                "DELETE FROM subject WHERE id IN (SELECT id FROM subject WHERE "
+                "(scope = 'thread') = ? ORDER BY decided DESC, id DESC LIMIT -1 OFFSET ?)",
+                (is_thread, most),
+            )
+        self.execute("DELETE FROM forgotten WHERE at < ?", (now - ttl,))
+        self.execute("DELETE FROM store WHERE at < ?", (now - ttl,))
+        ended = self.execute("SELECT id FROM subject WHERE next_end <= ?", (now,)).fetchall()
+        for (subject,) in ended:
+            self.lapse(subject, now)
+
+
+def settings_of(path: Path) -> dict[str, float]:
+    """What the processes that decide have told."""
+    with closing(_opened(path)) as connection:
+        return dict(connection.execute("SELECT name, value FROM setting"))
+
+
+def _make_file(path: Path) -> None:
+    """Make the file as a whole, so that no other process sees half of it."""
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        # Ids of threads are nobody else's business.
+        os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        with closing(_opened(unfinished)) as connection:
+            _make_tables(connection)
+            connection.execute("PRAGMA journal_mode = WAL")
+        with suppress(FileExistsError):  # another process was faster
+            os.link(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _make_tables(connection: Connection) -> None:
+    connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT")
+
+
+def _opened(where: Path | str) -> Connection:
+    connection = _connect(
+        where, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    connection.execute("PRAGMA foreign_keys = ON")
+    # Only a crash of the machine loses what is written, and it ends all processes, too.
+    connection.execute("PRAGMA synchronous = OFF")
+    return connection
+
+
+def _check_version(connection: Connection, path: Path | None) -> None:
+    ((version,),) = connection.execute("PRAGMA user_version")
+    if version != _VERSION:
+        raise ValueError(
+            f"{path} has version {version}, not {_VERSION}: empty the directory before the service "
+            "starts"
+        )

@@ -1,0 +1,23 @@
+"""Counting the calls that a function makes: its work, told without a clock."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def calls_made(function: Callable[[], object]) -> int:
+    """How many calls a function makes in this thread, of Python's functions and of C's."""
+    made = 0
+
+    def count(_frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal made
+        made += event in {"call", "c_call"}
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return made

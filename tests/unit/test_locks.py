@@ -1,0 +1,111 @@
+"""Locks under forks: a child finds them free, and what they guard whole."""
+
+import gc
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from langchain_quota import locks
+from langchain_quota.locks import fork_safe_lock
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that can fork")
+
+
+def forking(program: str) -> None:
+    """Run a program that forks in a process of its own; it fails if a child does."""
+    child = """
+    import os, sys, threading, time
+    from langchain_quota.locks import fork_safe_lock
+
+    def in_child(check):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if check() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    """
+    done = subprocess.run(
+        # From 3.12 on Python warns of forks beside threads.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", dedent(child) + dedent(program)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_fork_waits_for_a_change() -> None:
+    """What one thread changes under locks while another forks, the child has whole or not at all.
+
+    One of the locks is taken under the other, as a fork does not take them: it waits for neither in
+    vain.
+    """
+    forking("""
+    inner, outer = fork_safe_lock(), fork_safe_lock()
+    began, accounts = threading.Event(), [100, 0]
+
+    def transfer():
+        while True:
+            with outer:
+                accounts[0] -= 1
+                began.set()
+                time.sleep(0.001)
+                with inner:
+                    accounts[1] += 1
+
+    def whole():
+        return sum(accounts) == 100 and inner.acquire(timeout=0) and outer.acquire(timeout=0)
+
+    threading.Thread(target=transfer, daemon=True).start()
+    for _ in range(20):
+        began.clear()
+        began.wait()
+        in_child(whole)
+    with outer, inner:
+        assert accounts[1] > 0, "the parent's thread goes on"
+    """)
+
+
+def test_a_fork_under_a_lock() -> None:
+    """A thread that forks while it holds a lock keeps it; in the child it is free all the same."""
+    forking("""
+    lock, other = fork_safe_lock(), fork_safe_lock()
+    with lock:
+        in_child(lambda: lock.acquire(timeout=0) and other.acquire(timeout=0))
+        assert lock.locked()
+        assert not other.locked()
+    assert not lock.locked()
+    """)
+
+
+def test_forks_of_several_threads() -> None:
+    """Threads that fork at the same time do not wait for each other's locks."""
+    forking("""
+    made = [fork_safe_lock() for _ in range(5)]
+
+    def fork():
+        for _ in range(10):
+            in_child(lambda: all(lock.acquire(timeout=0) for lock in made))
+            forked.append(1)
+
+    forked = []
+    threads = [threading.Thread(target=fork) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(forked) == 30
+    """)
+
+
+def test_a_lock_is_forgotten_with_its_owner() -> None:
+    """Who makes middlewares for ever does not fill the memory with their locks."""
+    made = [fork_safe_lock() for _ in range(3)]
+    before = len(locks._locks)
+    del made
+    gc.collect()
+    assert len(locks._locks) <= before - 3
