@@ -3,7 +3,10 @@
 1. A call over a limit does not run.
 2. Thread and run counts equal the calls that were let through, and no call runs that was not.
 3. Every tool call in the history has exactly one answer, behind the message that made it.
-4. What the model is sent is a valid history at every turn.
+4. What the model is sent is a valid history at every turn, and a run ends with an answer.
+
+The models leave out the ids of calls, repeat them, call tools that do not exist, fail, and are done
+early. Runs are cut off.
 """
 
 import asyncio
@@ -19,6 +22,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.errors import GraphRecursionError
 from langgraph.types import Command
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -41,7 +45,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
 from tests.agent.rules import CONFIG, Mode, Scene, check_history
-from tests.agent.test_properties import ProviderError, TurnPlan, World
+from tests.agent.test_properties import WORLD, Batch, ProviderError, TurnPlan, Unknown, World
 from tests.conftest import Signals, needs_inline
 
 pytestmark = needs_inline
@@ -143,6 +147,7 @@ def test_four_rules(scenario: Scenario) -> None:
 
 async def _play(scenario: Scenario) -> None:
     world, admitted, crashing = World(), Admitted(), Crashing()
+    WORLD.set(world)
     crashing.crashes = list(scenario.crashes)
     registry = CollectorRegistry()
     telemetry = Telemetry(registry=registry, spans="off")
@@ -152,8 +157,8 @@ async def _play(scenario: Scenario) -> None:
     model = ScriptedChatModel(script=world.answer)
     agent: Any = create_agent(
         model,
-        four_rules._tools(world),
-        middleware=[quota, crashing, *_review(scenario)],
+        four_rules.REAL_TOOLS,
+        middleware=[quota, crashing, *_review(scenario), Unknown(world.start)],
         checkpointer=InMemorySaver(),
     )
 
@@ -164,7 +169,9 @@ async def _play(scenario: Scenario) -> None:
         _check_limits(scenario, world, admitted)
         if finished:
             _check_counts(scenario, world, admitted, agent.get_state(CONFIG))
-            check_history(agent.get_state(CONFIG).values["messages"])
+            messages = agent.get_state(CONFIG).values["messages"]
+            check_history(messages)
+            assert messages[-1].type == "ai"
 
     for call in model.calls:
         check_history(call.messages)
@@ -183,14 +190,15 @@ def _review(scenario: Scenario) -> list[Any]:
 async def _run(agent: Any, scenario: Scenario, turn: TurnPlan) -> bool:
     """Whether the run came to its end."""
     people = list(turn.people)
+    config: Any = CONFIG if turn.steps is None else CONFIG | {"recursion_limit": turn.steps}
     given: Any = {"messages": [("user", "go on")]}
     try:
         while True:
             try:
                 if scenario.is_async:
-                    result = await agent.ainvoke(given, CONFIG)
+                    result = await agent.ainvoke(given, config)
                 else:
-                    result = await asyncio.to_thread(agent.invoke, given, CONFIG)
+                    result = await asyncio.to_thread(agent.invoke, given, config)
             except CrashedError:
                 given = None
                 continue
@@ -198,7 +206,7 @@ async def _run(agent: Any, scenario: Scenario, turn: TurnPlan) -> bool:
             given = _answered(interrupts, people)
             if given is None:
                 return not interrupts
-    except (*LIMIT_ERRORS, ProviderError):
+    except (*LIMIT_ERRORS, ProviderError, GraphRecursionError):
         return False
 
 
@@ -222,7 +230,7 @@ def _answered(interrupts: Sequence[Any], people: list[str]) -> Command[Any] | No
 
 def _check_limits(scenario: Scenario, world: World, admitted: Admitted) -> None:
     """Rule 1, and that nothing runs which was not let through."""
-    assert world.started.keys() <= admitted.ids()
+    assert {call_id for _, call_id in world.started.values()} <= admitted.ids()
     for limit in scenario.limits:
         if limit.enforce:
             terms = Terms.of(limit)
@@ -268,15 +276,12 @@ def _check_charges(limit: Limit, admitted: Admitted, registry: CollectorRegistry
     assert decisions("refunded") == 0
 
 
-TOOLS = ("search", "calc", "ask")
-
-
 @dataclass(frozen=True)
 class Plan:
     """Limits, and the batches that the model asks for in each turn of one thread."""
 
     limits: list[Limit]
-    turns: list[list[list[str]]]
+    turns: list[list[Batch]]
     mode: Mode
 
 
@@ -289,7 +294,7 @@ plans = st.builds(
     Plan,
     limits=four_rules.limit_lists(stacked=False).filter(_without_tool_errors),
     turns=st.lists(
-        st.lists(st.lists(st.sampled_from(TOOLS), min_size=1, max_size=4), max_size=4),
+        st.lists(four_rules.batches(*four_rules.TOOLS), max_size=4),
         min_size=1,
         max_size=3,
     ),
@@ -325,12 +330,16 @@ def _played(plan: Plan, cls: Any) -> Played:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry(registry=registry, tracer_provider=provider)
     signals = Signals(telemetry, registry, provider, exporter)
-    batches: list[list[str]] = []
+    batches: list[Batch] = []
     decisions: list[Decision] = []
     raised: list[str] = []
     quota = cls(plan.limits, on_decision=decisions.append, telemetry=telemetry)
     scene = Scene(
-        plan.mode, signals, lambda _: batches.pop(0) if batches else "done", [quota], tools=TOOLS
+        plan.mode,
+        signals,
+        lambda _: batches.pop(0) if batches else "done",
+        [quota],
+        tools=four_rules.TOOLS,
     )
     for turn in plan.turns:
         batches[:] = turn

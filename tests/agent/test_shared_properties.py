@@ -4,6 +4,8 @@
 2. The store's counts equal what ran, for each tool, subject and window, and in each run.
 3. The metrics, charged - refunded, equal what ran.
 4. Whatever the model was sent is a valid history.
+
+The models leave out the ids of calls, repeat them, call tools that do not exist, and fail.
 """
 
 import asyncio
@@ -37,6 +39,7 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import check_history
 from tests.agent.shared import Clock, FickleStore
+from tests.agent.test_properties import Batch, ProviderError, Unknown, answers
 
 TOOLS = ("search", "calc")
 AGENTS = ("first", "second")
@@ -53,7 +56,7 @@ class RunPlan:
 
     Attributes:
         agent, user, thread: Who makes it, for whom, where.
-        batches: The tools that the model calls.
+        batches: The tool calls that the model makes; `None` for a provider that fails.
         passes: How many seconds pass before it.
         down: Whether the store is down.
     """
@@ -61,7 +64,7 @@ class RunPlan:
     agent: str
     user: str
     thread: str
-    batches: list[list[str]]
+    batches: list[Batch | None]
     passes: float
     down: bool
 
@@ -107,7 +110,7 @@ class World:
     ran: list[Ran] = field(default_factory=list)
     current: RunPlan | None = None
     clock: Clock = field(default_factory=Clock)
-    queue: list[list[str]] = field(default_factory=list)
+    queue: list[Batch | None] = field(default_factory=list)
     runs: int = 0
 
     def record(self, kind: str, tool: str | None) -> None:
@@ -117,7 +120,11 @@ class World:
 
     def answer(self, _: Sequence[BaseMessage]) -> Any:
         self.record("model", None)
-        return self.queue.pop(0) if self.queue else "done"
+        batch = self.queue.pop(0) if self.queue else []
+        return ProviderError("overloaded") if batch is None else list(batch) or "done"
+
+    def start(self, name: str, *_: Any) -> None:
+        self.record("tool", name)
 
 
 SUBJECTS: dict[str, Any] = {
@@ -173,9 +180,7 @@ runs = st.builds(
     agent=st.sampled_from(AGENTS),
     user=st.sampled_from(USERS),
     thread=st.sampled_from(THREADS),
-    batches=st.lists(
-        st.lists(st.sampled_from(TOOLS), min_size=1, max_size=4), min_size=1, max_size=2
-    ),
+    batches=st.lists(answers(*TOOLS), min_size=1, max_size=2),
     passes=st.sampled_from([0, 0, 0, 20, 60, -20]),
     down=st.sampled_from([False, False, False, True]),
 )
@@ -209,7 +214,10 @@ async def _play(scenario: Scenario) -> None:
         name: create_agent(
             models[name],
             tools=[_tool(tool, world) for tool in TOOLS],
-            middleware=_limiters(scenario, store, telemetry, world.clock),
+            middleware=[
+                *_limiters(scenario, store, telemetry, world.clock),
+                Unknown(world.start),
+            ],
             checkpointer=InMemorySaver(),
             name=name,
         )
@@ -240,7 +248,7 @@ async def _run(
 ) -> None:
     world.current = run
     world.runs += 1
-    world.queue = [list(batch) for batch in run.batches]
+    world.queue = list(run.batches)
     world.clock.now += run.passes
     store.down = run.down
     given: Any = {"messages": [("user", "go on")]}
@@ -251,7 +259,7 @@ async def _run(
             await agents[run.agent].ainvoke(given, config, context=context)
         else:
             agents[run.agent].invoke(given, config, context=context)
-    except (ToolCallLimitExceededError, ModelCallLimitExceededError):
+    except (ToolCallLimitExceededError, ModelCallLimitExceededError, ProviderError):
         pass
 
 

@@ -1,4 +1,4 @@
-"""The tools for users' own tests: a scripted model, and captured decisions."""
+"""The tools for users' own tests: a scripted model, captured decisions, valid histories."""
 
 import asyncio
 import threading
@@ -11,13 +11,19 @@ from langchain_core.messages import (
     AIMessageChunk,
     BaseMessage,
     HumanMessage,
+    InvalidToolCall,
     SystemMessage,
     ToolCall,
+    ToolMessage,
 )
 from langchain_core.tools import tool
 
 from langchain_quota import Call, Decision, Outcome
-from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from langchain_quota.testing import (
+    ScriptedChatModel,
+    assert_valid_history,
+    captured_decisions,
+)
 from tests.conftest import Signals
 
 ENOUGH = 10.0
@@ -289,3 +295,146 @@ async def test_concurrent_captures_are_kept_apart(signals: Signals) -> None:
     first, second = await asyncio.gather(run("a"), run("b"))
     assert first == ["a", "a thread", "a task"]
     assert second == ["b", "b thread", "b task"]
+
+
+HI = HumanMessage("hi")
+DONE = AIMessage("done")
+
+
+def calling(*ids: str | None, text: str = "") -> AIMessage:
+    """A message that calls `search` under these ids."""
+    calls = [ToolCall(name="search", args={}, id=each, type="tool_call") for each in ids]
+    return AIMessage(text, tool_calls=calls)
+
+
+def answer(call_id: str, text: str = "found") -> ToolMessage:
+    return ToolMessage(text, tool_call_id=call_id)
+
+
+def unparsed(call_id: str | None) -> AIMessage:
+    """A message with a call whose arguments are no JSON."""
+    call = InvalidToolCall(
+        name="search", args="{", id=call_id, error="no JSON", type="invalid_tool_call"
+    )
+    return AIMessage("", invalid_tool_calls=[call])
+
+
+VALID: dict[str, Sequence[BaseMessage]] = {
+    "text": [HI, DONE],
+    "calls": [SystemMessage(""), HI, calling("a", "b"), answer("a"), answer("b"), DONE, HI],
+    "answers in another order": [HI, calling("a", "b"), answer("b"), answer("a")],
+    "empty answers": [HI, calling("a", "b"), answer("a", ""), answer("b", " ")],
+    "one id in two messages": [HI, calling("a"), answer("a"), calling("a"), answer("a")],
+    "a call that could not be parsed": [HI, unparsed("a"), answer("a"), DONE],
+    "text and a call": [HI, calling("a", text="let me see"), answer("a")],
+    "turns of one role": [HI, HI, DONE, DONE],
+    "blocks": [HumanMessage([{"type": "image", "url": "x"}]), AIMessage(["", "done"])],
+    "a tuple": (HI,),
+}
+
+
+@pytest.mark.parametrize("messages", VALID.values(), ids=VALID)
+def test_a_valid_history_is_accepted(messages: Sequence[BaseMessage]) -> None:
+    """What providers accept raises nothing."""
+    assert_valid_history(messages)
+
+
+BLANK: list[str | dict[str, Any]] = [{"text": " ", "type": "text"}]
+CALLER = "messages[1] (AIMessage)"
+LAST = "messages[3] (ToolMessage)"
+NO_ID = (
+    f"{CALLER} calls 'search' without an id. Every tool call needs an id, or no answer can name it."
+)
+TWICE = f"{CALLER} makes two calls with the id 'a'. Every call of a message needs an id of its own."
+OPEN = f"{CALLER} calls 'search' (id 'a') and gets no answer. A ToolMessage must answer the call"
+ONCE = "Every tool call needs exactly one answer."
+BEHIND = "A ToolMessage must stand right behind the AIMessage that makes its call."
+EMPTY = "Some providers refuse an empty message."
+INVALID: dict[str, tuple[Sequence[BaseMessage], str]] = {
+    "no messages": ([], "There are no messages. A request needs at least one."),
+    "no id": ([HI, calling("b", None)], NO_ID),
+    "an empty id": ([HI, calling("")], NO_ID),
+    "no id, and no JSON": ([HI, unparsed(None)], NO_ID),
+    "one id for two calls": ([HI, calling("a", "a"), answer("a"), answer("a")], TWICE),
+    "one call unanswered": (
+        [HI, calling("b", "a"), answer("b"), DONE],
+        f"{OPEN} before messages[3] (AIMessage).",
+    ),
+    "an answer too late": (
+        [HI, calling("a"), HI, answer("a")],
+        f"{OPEN} before messages[2] (HumanMessage).",
+    ),
+    "a call at the end": ([HI, calling("a")], f"{OPEN} before the history ends."),
+    "no JSON, and no answer": ([HI, unparsed("a")], f"{OPEN} before the history ends."),
+    "two answers": (
+        [HI, calling("a"), answer("a"), answer("a"), DONE],
+        f"{LAST} answers the call 'a' again, after messages[2] (ToolMessage). {ONCE}",
+    ),
+    "another call's answer": (
+        [HI, calling("a"), answer("b")],
+        f"messages[2] (ToolMessage) answers the call 'b', which {CALLER} does not make. {BEHIND}",
+    ),
+    "an answer to nothing": (
+        [HI, DONE, HI, answer("a")],
+        f"{LAST} answers the call 'a', which messages[2] (HumanMessage) does not make. {BEHIND}",
+    ),
+    "an answer at the beginning": (
+        [answer("a"), DONE],
+        f"messages[0] (ToolMessage) answers the call 'a', which no message makes. {BEHIND}",
+    ),
+    "an empty answer of the model": (
+        [HI, AIMessage(""), HI],
+        f"{CALLER} is empty and calls no tool: its content is ''. {EMPTY}",
+    ),
+    "an answer of white space": (
+        [HI, AIMessage(BLANK)],
+        f"{CALLER} is empty and calls no tool: its content is {BLANK!r}. {EMPTY}",
+    ),
+    "an empty question": (
+        [HumanMessage("\n")],
+        f"messages[0] (HumanMessage) is empty: its content is '\\n'. {EMPTY}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("messages", "text"), INVALID.values(), ids=INVALID)
+def test_an_invalid_history_is_refused(messages: Sequence[BaseMessage], text: str) -> None:
+    """What providers refuse is named: the message, what stands there, and the rule."""
+    with pytest.raises(AssertionError) as refused:
+        assert_valid_history(messages)
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [HI, calling("x" * 1_000_000)],
+        [HI, calling("a"), answer("x" * 1_000_000)],
+        [HumanMessage(" " * 1_000_000)],
+        [HumanMessage([{"type": "text", "text": " " * 1_000_000}] * 1_000)],
+    ],
+    ids=["id", "answered id", "text", "blocks"],
+)
+def test_a_refusal_is_short(messages: Sequence[BaseMessage]) -> None:
+    """However long an id or a text is, the message about it fits on a screen."""
+    with pytest.raises(AssertionError) as refused:
+        assert_valid_history(messages)
+    assert len(str(refused.value)) < 1_000
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"messages": []}, r"must be a list of messages, not {'messages': \[\]}\. Give its \"mess"),
+        ("hi", "must be a list of messages, not 'hi'"),
+        (
+            [HI, ("ai", "hi")],
+            r"messages\[1\] must be a LangChain message, not \('ai', 'hi'\)\. conv",
+        ),
+    ],
+    ids=["a result", "a text", "a pair"],
+)
+def test_no_history_at_all(given: Any, text: str) -> None:
+    """What is no list of LangChain messages is a TypeError with the remedy."""
+    with pytest.raises(TypeError, match=text):
+        assert_valid_history(given)
