@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test docker-test dashboards bench lint format test-matrix picture docs docs-serve coverage dist langgraph-server clean
+.PHONY: help demo up down test docker-test dashboards bench lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -66,6 +66,9 @@ format: $(VENV)/.develop ## Mend what can be mended of the style.
 
 test-matrix: ## Run unit and agent tests on every Python found, and oldest and newest langchain.
 	@$(PYTHON) tests/matrix.py
+
+langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
+	@$(BIN)/python tests/upstream.py
 
 docs: $(VENV)/.docs ## Build the documentation into site/; a dead link or an unknown name fails.
 	@$(MKDOCS) build --strict

@@ -12,7 +12,7 @@ from langchain_quota.limits import STORE, Limit, ModelCallLimit
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
-    "message exceeded its limit."
+    "message exceeded the limit."
 )
 """The answer of a tool call whose batch was stopped."""
 

@@ -220,8 +220,12 @@ def test_an_own_function_is_given_the_decision() -> None:
 
 
 def test_calls_that_did_not_run_are_told_so() -> None:
-    """The answers of calls that did not run say so, each with its own reason."""
+    """The answers of calls that did not run say so, each with its own reason.
+
+    That of a skipped call has the words by which applications know LangChain's.
+    """
     assert "not run" in messages.SKIPPED
+    assert "exceeded the limit" in messages.SKIPPED
     assert "not run" in messages.FINALIZED
     assert "not completed" in messages.ABANDONED
     assert len({messages.SKIPPED, messages.FINALIZED, messages.ABANDONED}) == 3
