@@ -5,12 +5,13 @@ import pty
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from langchain_quota.cli import main
+from tests.forked import run_python
 
 TIMEOUT = 120
 ESCAPE = "\x1b"
@@ -64,15 +66,7 @@ def environment(**extra: str) -> dict[str, str]:
 def demo(
     *arguments: str, code: str = CODE, **extra_environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, "demo", *arguments],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=TIMEOUT,
-        check=False,
-        env=environment(PYTHONIOENCODING="utf-8", **extra_environment),
-    )
+    return run_python(code, "demo", *arguments, env=environment(**extra_environment))
 
 
 @contextmanager
@@ -310,16 +304,10 @@ def test_unusable_database(tmp_path: Path) -> None:
 def test_foreign_database(tmp_path: Path) -> None:
     """A database whose tables are another program's fails in one line."""
     file = tmp_path / "other.sqlite"
-    subprocess.run([sys.executable, "-c", _FOREIGN_TABLES, str(file)], check=True, timeout=TIMEOUT)
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("CREATE TABLE checkpoints (name TEXT)")
+        connection.execute("CREATE TABLE writes (name TEXT)")
     assert str(file) in refusal(demo("--port", "0", "--db", str(file)))
-
-
-_FOREIGN_TABLES = """
-import sqlite3, sys
-with sqlite3.connect(sys.argv[1]) as connection:
-    connection.execute("CREATE TABLE checkpoints (name TEXT)")
-    connection.execute("CREATE TABLE writes (name TEXT)")
-"""
 
 
 @pytest.fixture

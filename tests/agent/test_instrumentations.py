@@ -5,8 +5,6 @@ They patch LangChain for the whole process, so each plays in a process of its ow
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from langchain_quota import (
 )
 from langchain_quota.state import LEDGER
 from langchain_quota.testing import ScriptedChatModel
+from tests.forked import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 OPENINFERENCE = "openinference.instrumentation.langchain"
@@ -160,14 +159,7 @@ def played(
     module: str, limiters: str, form: str, *, switched: str = "on", active: str = "none"
 ) -> Played:
     arguments = (module, limiters, form, switched, active)
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import play; play{arguments}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python(f"from {__name__} import play; play{arguments}", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     printed, _, result = done.stdout.rstrip().rpartition("\n")
     spans, kept = json.loads(result)

@@ -11,6 +11,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from tests.forked import run_python
 from tests.servers.otlp import Protocol, ReceivedSpan, running_receiver
 from tests.servers.postgres import PASSWORD, PostgresServer
 from tests.servers.prometheus import DEADLINE, eventually
@@ -328,14 +329,7 @@ def test_tables_are_made_once(postgres_server: PostgresServer, tmp_path: Path) -
         "    await asyncio.gather(*(start(url) for _ in range(5)))\n"
         "asyncio.run(main(sys.argv[1]))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program, postgres_server.database()],
-        env=environment({}),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    result = run_python(program, postgres_server.database(), env=environment({}))
     assert result.returncode == 0, result.stderr
 
 
@@ -497,12 +491,5 @@ def test_a_setting_that_cannot_be_used(bad: dict[str, str], tmp_path: Path) -> N
 
 
 def _refused_start(directory: Path, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "service"],
-        cwd=directory,
-        env=environment(settings),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    program = "import runpy; runpy.run_module('service', run_name='__main__', alter_sys=True)"
+    return run_python(program, cwd=directory, env=environment(settings))

@@ -31,6 +31,7 @@ from langchain_quota import (
 from langchain_quota.cli import main
 from langchain_quota.monitoring import exports
 from tests.agent import test_first_hour as with_agents
+from tests.forked import run_python
 from tests.troubleshooting import PAGE, begins, messages, raised
 
 SEARCH = ToolCallLimit("search", run_limit=9)
@@ -152,8 +153,13 @@ def _without_coverage() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("COV")}
 
 
-def told(program: str, *, code: int = 1, **environment: str) -> str:
-    """The last line of a program that fails; of an exception, its text."""
+def told(program: str, **environment: str) -> str:
+    """The last line of a program that fails: the text of its exception."""
+    return _sentence(run_python(program, env={**os.environ, **environment}), 1)
+
+
+def told_alone(program: str, *, code: int = 1, **environment: str) -> str:
+    """The same of a program that takes rights from its process."""
     ended = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -163,6 +169,10 @@ def told(program: str, *, code: int = 1, **environment: str) -> str:
         # Where coverage is measured, its own file would be what cannot be written.
         env={**_without_coverage(), **environment},
     )
+    return _sentence(ended, code)
+
+
+def _sentence(ended: "subprocess.CompletedProcess[str]", code: int) -> str:
     assert ended.returncode == code, ended.stderr
     line = ended.stderr.splitlines()[-1]
     return re.sub(r"^\w+(Error|Warning): ", "", line)
@@ -249,7 +259,7 @@ def a_file_for_a_directory(bench: Bench) -> str:
 
 @sees("langchain-quota export: cannot write …")
 def a_directory_without_room(bench: Bench) -> str:
-    return told(
+    return told_alone(
         # No file may become longer than this, as on a disk that is full.
         "import resource, sys\n"
         "from langchain_quota.cli import main\n"
@@ -361,7 +371,7 @@ def test_a_directory_of_somebody_else() -> None:
     """Workers whose user may not write to the directory are told so, before metrics are made."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o555)
-        seen = told(
+        seen = told_alone(
             "import os\n"
             "from langchain_quota import Telemetry\n"
             "if os.getuid() == 0:\n"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.forked import run_python
+
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 CONFIG = GITHUB / "ISSUE_TEMPLATE" / "config.yml"
@@ -93,14 +95,7 @@ def test_the_programs_in_the_forms_run(path: Path) -> None:
     ]
     assert len(programs) == (path.stem != "feature")
     for program in programs:
-        done = subprocess.run(
-            (sys.executable, "-c", program),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-            cwd=ROOT,
-        )
+        done = run_python(program, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert "blocked" in done.stdout
 
