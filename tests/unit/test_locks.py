@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -14,7 +15,7 @@ from langchain_quota.locks import fork_safe_lock
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that can fork")
 
 
-def forking(program: str) -> None:
+def forking(program: str, **environment: str) -> None:
     """Run a program that forks in a process of its own; it fails if a child does."""
     child = """
     import os, sys, threading, time
@@ -29,7 +30,7 @@ def forking(program: str) -> None:
     done = subprocess.run(
         # From 3.12 on Python warns of forks beside threads.
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", dedent(child) + dedent(program)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         check=False,
         capture_output=True,
         text=True,
@@ -100,6 +101,56 @@ def test_forks_of_several_threads() -> None:
         thread.join()
     assert len(forked) == 30
     """)
+
+
+COUNTING = """
+def dense():
+    while True:
+        count()
+
+def hung(children, patience):
+    for _ in range(2):
+        threading.Thread(target=dense, daemon=True).start()
+    count()
+    pids = []
+    for _ in range(children):
+        time.sleep(0.01)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(patience)  # it would never end by itself
+            count()
+            os._exit(0)
+        pids.append(pid)
+    return [os.waitpid(pid, 0)[1] for pid in pids].count(signal.SIGALRM)
+"""
+
+
+def test_what_is_counted_holds_no_lock_of_prometheus_client(tmp_path: Path) -> None:
+    """A child of a process that counts without a pause counts, too; all metrics share one lock."""
+    program = """
+    import signal
+    from langchain_quota import Telemetry
+    telemetry = Telemetry()
+
+    def count():
+        telemetry.stored("reserve", "ok", 0.1)
+    """
+    ends = "assert hung(20, patience=60) == 0\nos._exit(0)"
+    forking(f"{dedent(program)}{COUNTING}{ends}", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+
+
+def test_prometheus_client_alone_hangs(tmp_path: Path) -> None:
+    """An application's own metrics are not covered: a child that counts in one can hang for ever.
+
+    Where this fails, prometheus_client outlives a fork, and the documents say so no longer.
+    """
+    program = """
+    import signal
+    from prometheus_client import Counter
+    count = Counter("calls", "Calls.").inc
+    """
+    ends = "assert hung(5, patience=5) > 0\nos._exit(0)"
+    forking(f"{dedent(program)}{COUNTING}{ends}", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
 
 
 def test_a_lock_is_forgotten_with_its_owner() -> None:
