@@ -266,8 +266,8 @@ async def test_each_run_has_a_count(mode: Mode, kind: Any, signals: Signals) -> 
 
 @modes
 async def test_two_middlewares_share_a_run(mode: Mode, signals: Signals) -> None:
-    """Limits of two middlewares on one tool are two thresholds over one count of the run."""
-    store, searches = MemoryStore(), Searches()
+    """Limits of two middlewares on one tool are thresholds over one count, after a crash, too."""
+    store, saver, searches = MemoryStore(), LossySaver(2), Searches(dies_in=2)
 
     class Second(QuotaMiddleware[Any, Any]):
         """A middleware of another name."""
@@ -280,11 +280,14 @@ async def test_two_middlewares_share_a_run(mode: Mode, signals: Signals) -> None
         )
         for kind, limit in ((QuotaMiddleware, 5), (Second, 3))
     ]
-    scene = SharedScene(mode, signals, for_ever, quotas, tools=[searches.tool])
-
-    for _ in range(2):
+    scene = SharedScene(mode, signals, for_ever, quotas, tools=[searches.tool], checkpointer=saver)
+    with pytest.raises(ConnectionAbortedError):
         await scene.turn()
+    saver.keeps = math.inf
 
+    await scene.go_on()
+    assert searches.calls == 3
+    await scene.turn()
     assert searches.calls == 6
     assert run_counts(store, "search") == [3, 3]
 
