@@ -13,6 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 from langgraph.types import Command
@@ -41,7 +42,7 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.limits import Limit, Terms, check_together
-from langchain_quota.testing import ScriptedChatModel
+from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
 from tests.agent.rules import CONFIG, Mode, Scene, check_history
@@ -331,16 +332,15 @@ def _played(plan: Plan, cls: Any) -> Played:
     telemetry = Telemetry(registry=registry, tracer_provider=provider)
     signals = Signals(telemetry, registry, provider, exporter)
     batches: list[Batch] = []
+    numbers = count()
     decisions: list[Decision] = []
     raised: list[str] = []
+
+    def answer(_: Sequence[BaseMessage]) -> Turn:
+        return _numbered(batches.pop(0), next(numbers)) if batches else "done"
+
     quota = cls(plan.limits, on_decision=decisions.append, telemetry=telemetry)
-    scene = Scene(
-        plan.mode,
-        signals,
-        lambda _: batches.pop(0) if batches else "done",
-        [quota],
-        tools=four_rules.TOOLS,
-    )
+    scene = Scene(plan.mode, signals, answer, [quota], tools=four_rules.TOOLS)
     for turn in plan.turns:
         batches[:] = turn
         try:
@@ -359,6 +359,16 @@ def _played(plan: Plan, cls: Any) -> Played:
         decisions=[(each.call, each.outcome, each.standings) for each in decisions],
         raised=raised,
     )
+
+
+def _numbered(batch: Batch, number: int) -> AIMessage:
+    """An answer under an id of its own, from which follow those of its calls that have none."""
+    plain = ToolCall(name="", args={}, id=None, type="tool_call")
+    calls = [
+        each if isinstance(each, dict) else {**plain, "name": str(each), "id": f"{number}-{index}"}
+        for index, each in enumerate(batch)
+    ]
+    return AIMessage("", id=f"answer-{number}", tool_calls=calls)
 
 
 def _told(message: BaseMessage | AnyMessage) -> Any:

@@ -293,7 +293,7 @@ async def _play(scenario: Scenario) -> None:
     )
 
     for turn in [*scenario.turns, TurnPlan([], [])]:
-        world.new_run(turn.answers)
+        world.new_run([_fair(scenario, each) for each in turn.answers])
         config: Any = {"configurable": {"thread_id": "thread"}}
         if turn.steps is not None:
             config["recursion_limit"] = turn.steps
@@ -323,6 +323,24 @@ async def _play(scenario: Scenario) -> None:
         check_history(call.messages)
     for limit in scenario.limits:
         _check_charges(scenario, limit, world, registry)
+
+
+def _fair(scenario: Scenario, batch: Batch | None) -> Batch | None:
+    """The batch, with an id for each call that LangChain needs one for before a limit gives it.
+
+    Drop-ins give none where they judge no call of a message, and a review comes before them.
+    """
+    if batch is None:
+        return None
+    names = [each["name"] if isinstance(each, dict) else str(each) for each in batch]
+    calls = [Call("tool", name) for name in names]
+    is_judged = any(limit.matches(call) for limit in scenario.limits for call in calls)
+    fair: Batch = []
+    for each, name in zip(batch, names, strict=True):
+        is_reviewed = scenario.reviewed and name == REVIEWED
+        needs_id = is_reviewed or (scenario.stacked and not is_judged)
+        fair.append(name if needs_id and isinstance(each, dict) and not each["id"] else each)
+    return fair
 
 
 def _limiters(scenario: Scenario, telemetry: Telemetry) -> list[Any]:
