@@ -1,7 +1,8 @@
 """The stack of docker/compose.yaml as plain processes: its files and commands, other addresses.
 
-Only addresses, ports and the containers' paths are replaced, and each replacement has to hit. The
-intervals, rules, routes and limits are those of the stack.
+Only addresses, ports, the containers' paths and the half minute for which Alertmanager collects
+are replaced, and each replacement has to hit. All other intervals, the rules, routes and limits are
+those of the stack.
 """
 
 import json
@@ -280,7 +281,8 @@ class Stack:
     def _alertmanager(self) -> list[str]:
         config = self._directory / "alertmanager.yaml"
         routes = mounted("alertmanager", ALERTMANAGER_CONFIG).read_text()
-        config.write_text(replaced(routes, {"http://127.0.0.1:5001": self.webhook_url}))
+        own = {"http://127.0.0.1:5001": self.webhook_url, "group_wait: 30s": "group_wait: 1s"}
+        config.write_text(replaced(routes, own))
         command = interpolated(services()["alertmanager"]["command"], SETTINGS)
         paths = {
             ALERTMANAGER_CONFIG: str(config),

@@ -63,19 +63,34 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-@pytest.fixture(params=["sqlite", "postgresql and redis"])
-def endless(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]:
-    """A service whose tools never answer, with either set of databases."""
-    settings: dict[str, object] = {"TOOL_SECONDS": NEVER}
-    if request.param != "sqlite":
-        postgres: PostgresServer = request.getfixturevalue("postgres_server")
-        redis: RedisServer = request.getfixturevalue("redis_server")
-        settings |= {
-            "DATABASE_URL": postgres.database(),
-            "LANGCHAIN_QUOTA_REDIS_URL": redis.url,
-        }
-    with running_service(tmp_path, **settings) as running:
+@pytest.fixture(scope="module")
+def endless_with_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose tools never answer, with SQLite and its own memory."""
+    with running_service(tmp_path_factory.mktemp("service"), TOOL_SECONDS=NEVER) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def endless_with_servers(
+    postgres_server: PostgresServer,
+    redis_server: RedisServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Service]:
+    """A service whose tools never answer, with PostgreSQL and Redis."""
+    settings = {
+        "TOOL_SECONDS": NEVER,
+        "DATABASE_URL": postgres_server.database(),
+        "LANGCHAIN_QUOTA_REDIS_URL": redis_server.url,
+    }
+    with running_service(tmp_path_factory.mktemp("service"), **settings) as running:
+        yield running
+
+
+@pytest.fixture(params=["endless_with_sqlite", "endless_with_servers"])
+def endless(request: pytest.FixtureRequest) -> Service:
+    """A service whose tools never answer, with either set of databases."""
+    service: Service = request.getfixturevalue(request.param)
+    return service
 
 
 def check_problem(service: Service, response: httpx.Response, status: int, kind: str) -> None:
@@ -254,21 +269,23 @@ def test_a_client_that_hangs_up(endless: Service, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["messages", "messages/stream"])
-def test_a_client_that_hangs_up_early(redis_server: RedisServer, tmp_path: Path, path: str) -> None:
+def test_a_client_that_hangs_up_early(
+    redis_server: RedisServer, endless_with_servers: Service, path: str
+) -> None:
     """A client that hangs up before there is anything to tell it cancels its run, too."""
-    settings = {"TOOL_SECONDS": NEVER, "LANGCHAIN_QUOTA_REDIS_URL": redis_server.url}
-    with running_service(tmp_path, **settings) as service:
-        redis_server.pause()
-        try:
-            with _connected(service) as connection:
-                body = json.dumps(question("oak"))
-                _send_head(connection, f"/threads/early/{path}", f"content-length: {len(body)}")
-                connection.sendall(body.encode())
-                # The thread has begun, and its first model call waits for Redis.
-                eventually(lambda: service.client.get("/threads/early/usage").is_success)
-        finally:
-            redis_server.resume()
-        _wait_until_free(service, "early")
+    service = endless_with_servers
+    thread = f"early-{uuid4().hex}"
+    redis_server.pause()
+    try:
+        with _connected(service) as connection:
+            body = json.dumps(question("oak"))
+            _send_head(connection, f"/threads/{thread}/{path}", f"content-length: {len(body)}")
+            connection.sendall(body.encode())
+            # The thread has begun, and its first model call waits for Redis.
+            eventually(lambda: service.client.get(f"/threads/{thread}/usage").is_success)
+    finally:
+        redis_server.resume()
+    _wait_until_free(service, thread)
 
 
 def test_a_client_that_hangs_up_in_its_body(service: Service) -> None:

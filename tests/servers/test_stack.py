@@ -145,7 +145,7 @@ def alertmanager_has_the_alert(stack: Stack) -> None:
 
 
 def the_alert_arrives(stack: Stack) -> None:
-    """The chat's webhook is told, after the half minute for which Alertmanager collects."""
+    """The chat's webhook is told."""
 
     def found() -> bool:
         return any(
