@@ -1,11 +1,13 @@
 """The table of usage: what a scrape exports of threads and others, and what is forgotten."""
 
 import asyncio
+import gc
 import os
 import sqlite3
 import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -497,7 +499,7 @@ class TestSubjects:
         table.record("boss", "t1", [decide(0, None, "search", users(1, user=user))])
         table.close()
         assert b"ada@example" not in file.read_bytes()
-        with sqlite3.connect(file) as database:
+        with closing(sqlite3.connect(file)) as database:
             names = database.execute("SELECT name FROM subject WHERE scope = 'user_id'").fetchall()
         assert [len(name) for (name,) in names] == [16]
 
@@ -762,26 +764,26 @@ class TestWriting:
         (writer,) = set(threading.enumerate()) - before
         assert (writer.name, writer.daemon) == (usage.WRITER, True)
 
-    def test_writing_is_seldom(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It rests for a second, or nine times as long as it wrote; without news for ever."""
-        rests: list[float] = []
-        times = iter([0.0, 0.01, 0.0, 0.5])
-        table = bench.table(by_itself=True)
-        news = threading.Event()
-
-        def rest(seconds: float) -> None:
-            rests.append(seconds)
-            if len(rests) == 1:
-                table.record("boss", "t1", [decide(1)])
-            else:
-                news.set()
-                threading.Event().wait()
-
-        monkeypatch.setattr("langchain_quota.telemetry.usage.time.monotonic", lambda: next(times))
-        monkeypatch.setattr("langchain_quota.telemetry.usage.time.sleep", rest)
+    def test_it_ends_with_its_table(self) -> None:
+        """A table that nobody has any more leaves neither a thread nor an open database."""
+        before = set(threading.enumerate())
+        table = UsageTable(near=0.8, max_exported=1, ttl=TTL, on_error=print)
         table.record("boss", "t1", [decide(1)])
-        assert news.wait(60)
-        assert rests == [1.0, 4.5]
+        assert used(table) == {"t1": (1, 10)}
+        (writer,) = set(threading.enumerate()) - before
+        link = table._link
+        is_open = [link.database is not None]
+        del table
+        gc.collect()
+        is_open.append(link.database is not None)
+        assert is_open == [True, False]
+        writer.join(60)
+        assert not writer.is_alive()
+
+    @pytest.mark.parametrize(("took", "rest"), [(0.0, 1.0), (0.1, 1.0), (0.5, 4.5)])
+    def test_writing_is_seldom(self, took: float, rest: float) -> None:
+        """At most once a second, and at most a tenth of the time."""
+        assert usage._rest(took) == rest
 
 
 class TestWorkers:
@@ -884,7 +886,7 @@ class TestWorkers:
     def test_another_version(self, bench: Bench, file: Path) -> None:
         """A file that another version has made is refused with what to do."""
         bench.table(file).flush()
-        with sqlite3.connect(file) as database:
+        with closing(sqlite3.connect(file)) as database:
             database.execute("PRAGMA user_version = 7")
         bench.table(file).flush()
         (error,) = bench.errors

@@ -306,9 +306,13 @@ def _opened(where: Path | str) -> Connection:
     connection = _connect(
         where, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
     )
-    connection.execute("PRAGMA foreign_keys = ON")
-    # Only a crash of the machine loses what is written, and it ends all processes, too.
-    connection.execute("PRAGMA synchronous = OFF")
+    try:
+        connection.execute("PRAGMA foreign_keys = ON")
+        # Only a crash of the machine loses what is written, and it ends all processes, too.
+        connection.execute("PRAGMA synchronous = OFF")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from sqlite3 import Error, OperationalError
 from threading import Event, Thread
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -72,6 +72,21 @@ class _Change(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class _Link:
+    """What a table shares with the thread that writes for it: with the table, both end."""
+
+    def __init__(self) -> None:
+        self.news = Event()
+        self.database: UsageDatabase | None = None
+
+    def close(self) -> None:
+        """Close the database, and wake the thread."""
+        if self.database is not None:
+            self.database.close()
+            self.database = None
+        self.news.set()
+
+
 class UsageTable(Collector):
     """What subjects have used of their limits, as the newest decisions tell.
 
@@ -111,18 +126,20 @@ class UsageTable(Collector):
 
     def _begin(self) -> None:
         self._queue: deque[_Change] = deque(maxlen=_MAX_QUEUED)
-        self._database: UsageDatabase | None = None
+        self._link = _Link()
+        # At the end of the process, `_at_exit` writes what waits first.
+        self._end = finalize(self, self._link.close)
+        self._end.atexit = False
         self._using = fork_safe_lock()
-        self._news = Event()
         self._starting = fork_safe_lock()
         self._writer: Thread | None = None
         self._process = secrets.token_hex(8)
 
     def begin_anew(self) -> None:
         """In a process that was forked: what its parent knows, its parent tells."""
-        if self._database is not None:
-            # SQLite forbids even to close it here.
-            _inherited.append(self._database)
+        self._end.detach()
+        # SQLite forbids even to close it here.
+        _inherited.append(self._link)
         self._begin()
 
     def record(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
@@ -148,10 +165,10 @@ class UsageTable(Collector):
         if self._path is not None and self._queue:
             self.flush()
         with self._using:
-            if self._database is not None:
-                self._database.put_store(self._process, 0, None)
-                self._database.close()
-                self._database = None
+            if self._link.database is not None:
+                self._link.database.put_store(self._process, 0, None)
+                self._link.database.close()
+                self._link.database = None
 
     def describe(self) -> Iterator[Metric]:
         """The families without samples: for the registry's check for duplicates."""
@@ -170,36 +187,31 @@ class UsageTable(Collector):
 
     def _change(self, write: Callable[..., None], now: float, *arguments: Any) -> None:
         self._queue.append(_Change(write, now, arguments))
-        if not self._news.is_set():
-            self._news.set()
+        news = self._link.news
+        if not news.is_set():
+            news.set()
         if self._writer is None:
             with self._starting:
                 if self._writer is None:
-                    self._writer = Thread(target=self._run, name=WRITER, daemon=True)
+                    arguments = (ref(self), news)
+                    self._writer = Thread(target=_run, args=arguments, name=WRITER, daemon=True)
                     self._writer.start()
-
-    def _run(self) -> None:
-        while self._news.wait():
-            # What comes from here on is news again.
-            self._news.clear()
-            began = time.monotonic()
-            self.flush()
-            time.sleep(max(INTERVAL, _REST * (time.monotonic() - began)))
 
     @contextmanager
     def _connected(self) -> Iterator[UsageDatabase]:
         with self._using:
-            if self._database is None:
-                self._database = UsageDatabase.open(
+            link = self._link
+            if link.database is None:
+                link.database = UsageDatabase.open(
                     self._path, max_exported=self._max_exported, ttl=self._ttl
                 )
             try:
-                yield self._database
+                yield link.database
             except Error:
                 # The file may be mended, or another one: the next try opens it anew.
                 if self._path is not None:
-                    self._database.close()
-                    self._database = None
+                    link.database.close()
+                    link.database = None
                 raise
 
     def _flush(self, *, has_readers: bool) -> None:
@@ -216,7 +228,7 @@ class UsageTable(Collector):
             if isinstance(error, OperationalError):
                 # It is still to be written.
                 self._queue.extendleft(reversed(taken))
-                self._news.set()
+                self._link.news.set()
             self._on_error(error)
 
     def _told_by_stores(self) -> Occupancy | None:
@@ -464,6 +476,30 @@ def told_by_others(path: Path, on_error: Callable[[Exception], None]) -> UsageTa
     )
 
 
+def _run(table: "ref[UsageTable]", news: Event) -> None:
+    """Write for a table until nobody has it any more."""
+    while news.wait():
+        # What comes from here on is news again.
+        news.clear()
+        began = time.monotonic()
+        if not _flushed(table):
+            return
+        time.sleep(_rest(time.monotonic() - began))
+
+
+def _rest(took: float) -> float:
+    """How long to wait after writing, in seconds."""
+    return max(INTERVAL, _REST * took)
+
+
+def _flushed(table: "ref[UsageTable]") -> bool:
+    """Write for a table, if it is there, and hold it no longer."""
+    found = table()
+    if found is not None:
+        found.flush()
+    return found is not None
+
+
 def _joined(changes: Sequence[_Change]) -> Iterator[_Change]:
     """The changes, with the decisions on a thread in one; they are a moment apart."""
     waiting: dict[tuple[str, str | None], _Change] = {}
@@ -538,7 +574,7 @@ def _digest(subject: str) -> bytes:
 
 
 _tables: WeakSet[UsageTable] = WeakSet()
-_inherited: list[UsageDatabase] = []
+_inherited: list[_Link] = []
 """Those of a parent process, which must not be closed here."""
 
 
