@@ -552,9 +552,9 @@ TELLING: dict[str, tuple[str, str, Entrance]] = {
     "stored": ("metrics", "stored", lambda telemetry, _: telemetry.stored("reserve", "ok", 0.1)),
     "fell_back": ("metrics", "fell_back", lambda telemetry, _: telemetry.fell_back("a", "deny", 1)),
     "refund": ("metrics", "refunded", LABELLING["refund"]),
-    "refund of a thread": ("threads", "refund", LABELLING["refund"]),
+    "refund of a thread": ("usage", "refund", LABELLING["refund"]),
     "charge": ("metrics", "charged", LABELLING["charge"]),
-    "forget": ("threads", "forget", LABELLING["forget"]),
+    "forget": ("usage", "forget", LABELLING["forget"]),
     "offered": ("tools", "offer", lambda telemetry, _: telemetry.offered("boss", ["search"])),
 }
 """What else they tell, and what may raise then."""
@@ -595,7 +595,7 @@ def test_whatever_is_told_may_be_interrupted(
     assert errors(signals.registry) == {}
     monkeypatch.setattr(owner, method, raising(LookupError("x")))
     tell(signals.telemetry, decision)
-    counted = "threads" if part == "threads" else "metrics"
+    counted = "threads" if part == "usage" else "metrics"
     assert errors(signals.registry) == {(counted, "LookupError"): 1}
 
 

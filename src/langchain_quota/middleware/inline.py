@@ -311,13 +311,15 @@ def _chargeable(message: BaseMessage, answered: set[str]) -> BaseMessage:
 
 def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
     """The refusals among the newest answers that a reviewer has answered, too."""
-    overruled: set[str] = set()
+    overruled: dict[str, str] = {}
     answered: set[str] = set()
     for message in reversed(messages):
         if isinstance(message, AIMessage):
-            break
+            ids = [call["id"] for call in message.tool_calls]
+            # Two calls under one id have two answers.
+            return {each for each, call_id in overruled.items() if ids.count(call_id) == 1}
         if isinstance(message, ToolMessage):
             if message.tool_call_id in answered and message.status == "error" and message.id:
-                overruled.add(message.id)
+                overruled[message.id] = message.tool_call_id
             answered.add(message.tool_call_id)
-    return overruled
+    return set()
