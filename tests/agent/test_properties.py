@@ -328,19 +328,25 @@ async def _play(scenario: Scenario) -> None:
 def _fair(scenario: Scenario, batch: Batch | None) -> Batch | None:
     """The batch, with an id for each call that LangChain needs one for before a limit gives it.
 
-    Drop-ins give none where they judge no call of a message, and a review comes before them.
+    A review comes before the limits. Drop-ins give ids where they judge a call of the message: one
+    that no review has rejected or edited.
     """
     if batch is None:
         return None
     names = [each["name"] if isinstance(each, dict) else str(each) for each in batch]
-    calls = [Call("tool", name) for name in names]
-    is_judged = any(limit.matches(call) for limit in scenario.limits for call in calls)
-    fair: Batch = []
-    for each, name in zip(batch, names, strict=True):
-        is_reviewed = scenario.reviewed and name == REVIEWED
-        needs_id = is_reviewed or (scenario.stacked and not is_judged)
-        fair.append(name if needs_id and isinstance(each, dict) and not each["id"] else each)
-    return fair
+    reviewed = {REVIEWED} if scenario.reviewed else set[str]()
+    calls = [Call("tool", name) for name in names if name not in reviewed]
+    gets_ids = not scenario.stacked or any(
+        limit.matches(call) for limit in scenario.limits for call in calls
+    )
+    return [
+        each if gets_ids and name not in reviewed else _with_id(each, name)
+        for each, name in zip(batch, names, strict=True)
+    ]
+
+
+def _with_id(request: ToolRequest, name: str) -> ToolRequest:
+    return name if isinstance(request, dict) and not request["id"] else request
 
 
 def _limiters(scenario: Scenario, telemetry: Telemetry) -> list[Any]:
