@@ -74,7 +74,7 @@ class UsageDatabase:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.execute = connection.execute
-        # Series are never removed. The value is the number, and whether it is known to be shown.
+        # What is known of the table `series`, of which no row is ever removed.
         self._series: dict[tuple[str, str, str], int] = {}
         self._shown: set[int] = set()
 

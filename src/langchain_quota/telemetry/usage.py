@@ -270,8 +270,9 @@ class UsageTable(Collector):
             }
             for (scope, name), (decided, standing, quota) in quotas.items():
                 # Once for each: a caller may send a megabyte, and several quotas count by it.
-                digest = digests.setdefault(name, digests.get(name) or _digest(name))
-                key = (agent, scope, digest)
+                if name not in digests:
+                    digests[name] = _digest(name)
+                key = (agent, scope, digests[name])
                 self._write_quota(database, decided, key, standing, quota)
 
     def _write_thread(
