@@ -2,8 +2,6 @@
 
 import os
 import pty
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -16,6 +14,7 @@ from langchain_quota.cli import main
 from langchain_quota.reservation import Settlement, Slot
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
+from tests.forked import COMMAND_LINE, run_python, start_python
 from tests.servers.redis import RedisServer, free_port, running_redis
 from tests.servers.stores import batch, calls, settling
 
@@ -24,9 +23,6 @@ BOB = str(CountKey("search", "user_id", "bob"))
 ALL = str(CountKey("__all__", "global", ""))
 DAY = CountKey.at("email", "tenant", "acme", timedelta(days=1), 4_102_444_800)
 """The first of January 2100."""
-
-SCRIPT = "import sys; from langchain_quota.cli import main; sys.exit(main(sys.argv[1:]))"
-COMMAND = (sys.executable, "-c", SCRIPT, "quotas")
 
 Run = Callable[..., int]
 
@@ -240,14 +236,13 @@ def test_message_of_an_error_is_escaped(
 def test_terminal_without_all_characters(store: RedisStore, redis_server: RedisServer) -> None:
     """What the output cannot encode is escaped."""
     store.reset([str(CountKey("search", "user_id", "é"))])
-    done = subprocess.run(
-        [*COMMAND, "show", "--redis", redis_server.url, "--prefix", store._prefix, "--key", "*C3*"],
+    done = run_python(
+        COMMAND_LINE,
+        *("quotas", "show", "--redis", redis_server.url),
+        *("--prefix", store._prefix, "--key", "*C3*"),
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
     )
+    assert done.returncode == 0, done.stderr
     assert "'\\xe9'" in done.stdout
 
 
@@ -312,22 +307,30 @@ def test_reset_asks(
 ) -> None:
     """In a terminal the command asks, and only a clear yes resets."""
     keyboard, terminal = pty.openpty()
-    command = [*COMMAND, "reset", "--redis", redis_server.url, "--prefix", store._prefix]
-    with subprocess.Popen(
-        [*command, "--key", "search:*"], stdin=terminal, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
+    readable, writable = os.pipe()
+    with (
+        os.fdopen(readable, "rb", buffering=0) as output,
+        start_python(
+            COMMAND_LINE,
+            *("quotas", "reset", "--redis", redis_server.url),
+            *("--prefix", store._prefix, "--key", "search:*"),
+            stdin=terminal,
+            stdout=writable,
+            stderr=2,
+        ) as process,
+    ):
+        os.close(writable)
         shown = b""
         while not shown.endswith(b"Reset 2 to 0? [y/N] "):
-            read = os.read(process.stdout.fileno(), 4096)
+            read = output.read(4096)
             assert read, shown
             shown += read
         assert used(store) == [3, 12, 1, 2]
         os.write(keyboard, typed)
-        said, _ = process.communicate(timeout=60)
+        said = output.read()
+        assert process.wait(60) == code
     os.close(keyboard)
     os.close(terminal)
-    assert process.returncode == code
     assert said.decode().splitlines()[-1] == last
     assert used(store) == ([0, 0, 1, 2] if code == 0 else [3, 12, 1, 2])
 
@@ -413,14 +416,8 @@ def test_wrong_argument(
 
 def test_extra_is_missing() -> None:
     """Without redis the command says how to install it; the rest of the command line works."""
-    code = f"import sys; sys.modules['redis'] = None; {SCRIPT}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "quotas", "show"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    code = f"import sys; sys.modules['redis'] = None; {COMMAND_LINE}"
+    done = run_python(code, "quotas", "show")
     assert done.returncode == 2
     assert done.stdout == ""
     (reason,) = done.stderr.splitlines()

@@ -5,7 +5,6 @@ import gc
 import logging
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.reservation import Grant, Reservation, Settlement, Slot
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
+from tests.forked import run_python
 from tests.servers.programs import required_program
 from tests.servers.prometheus import eventually
 from tests.servers.redis import Detour, RedisServer, detour, free_port, running_redis
@@ -781,7 +781,5 @@ class TestArguments:
             "import sys; sys.modules['redis'] = None; import langchain_quota.stores.memory\n"
             "import langchain_quota.stores.redis"
         )
-        ended = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-        )
+        ended = run_python(code)
         assert ended.stderr.endswith('pip install "langchain-quota[redis]"\n')

@@ -43,7 +43,8 @@ def worker(url: str, prefix: str, orders: Connection) -> None:
 
 def test_processes_share_a_quota(redis_server: RedisServer) -> None:
     """Four processes with 50 reservations each at the same time: exactly 100 are admitted."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     prefix = redis_server.prefix()
     with ExitStack() as stack:
         ends = []
