@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import upstream
+from tools import upstream
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +18,7 @@ def test_without_an_index(ci: str, status: int, tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from tests import upstream
+from tools import upstream
 upstream.KEPT = Path({str(tmp_path)!r})
 sys.exit(upstream.main())
 """

@@ -140,7 +140,7 @@ def run(archive: Path, form: str) -> int:
             for file in FILES:
                 content.extract(f"{top}/{file}", directory, filter="data")
         root = Path(directory, top)
-        # `tests` is a package of theirs here, and this file is in one of the same name.
+        # `tests` is a package of theirs here, and not ours.
         sys.path[:] = [str(root), *(each for each in sys.path if Path(each).resolve() != ROOT)]
         return pytest.main(
             [
