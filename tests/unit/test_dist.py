@@ -176,7 +176,7 @@ def test_the_lines_of_the_readme_are_found() -> None:
     ids=["one that fails", "one that prints something else"],
 )
 def test_each_line_has_to_succeed(lines: list[str], fault: str, tmp_path: Path) -> None:
-    """A line that fails, though the next does not, is found, and one that prints the wrong thing."""
+    """A line that fails before one that does not is found, and one that prints something else."""
     (tmp_path / "notes.txt").touch()
     command = tmp_path / "langchain-quota"
     command.write_text("#!/bin/sh\necho nonsense\n")
