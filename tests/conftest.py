@@ -1,5 +1,6 @@
 """Fixtures for all tests: telemetry of each test's own, so that tests cannot see each other."""
 
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -14,6 +15,12 @@ from langchain_quota.middleware.inline import OLDEST_LANGCHAIN
 
 HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= OLDEST_LANGCHAIN
 needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than there are processors: many tests wait for servers."""
+    return (os.cpu_count() or 1) + 1
 
 
 @dataclass(frozen=True)

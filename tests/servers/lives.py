@@ -4,6 +4,7 @@ Run as a program, it imports everything once, and forks a process for each order
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -267,6 +268,7 @@ def zygote() -> Iterator[Zygote]:
 
 def main(orders: IO[str], ends: IO[str]) -> None:
     """Fork a process for each order, and tell its id, how it ended, and how long it lived."""
+    gc.freeze()  # or the first collection of each fork would copy all that is shared
     for line in orders:
         order = Order(**json.loads(line))
         readable, writable = os.pipe()
