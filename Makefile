@@ -79,7 +79,7 @@ docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 whi
 coverage: $(VENV)/.develop ## Run all tests, and show the lines of the package that none of them runs.
 	@$(BIN)/pytest --cov --cov-report=term $(ARGS)
 
-dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as a user would.
+dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as the README says.
 	rm -rf dist
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
 	@$(BIN)/twine check --strict dist/*
