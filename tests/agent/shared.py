@@ -85,7 +85,7 @@ class SharedScene(Scene):
         if self.agent.checkpointer is not None:
             # What a step wrote is kept, or its failure known, before the next one begins.
             options["durability"] = "sync"
-        if self.mode == "sync":
+        if self.form == "sync":
             result = self.agent.invoke(given, config, **options)
         else:
             result = await self.agent.ainvoke(given, config, **options)

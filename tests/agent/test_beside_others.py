@@ -30,17 +30,8 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import (
-    Middleware,
-    Mode,
-    Order,
-    Scene,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Middleware, Scene, check_history, recording
 from tests.conftest import Signals
 
 TURN = [["search"] * 3, ["calc"], "done"]
@@ -82,13 +73,11 @@ def failing(times: int = 1) -> Callable[[], None]:
     return fail
 
 
-@modes
 @orders(2)
-async def test_tool_retry(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_retry(order: Order, signals: Signals) -> None:
     """ToolRetryMiddleware: a tool call that is retried counts once."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(order, signals, ToolRetryMiddleware(max_retries=4, **AT_ONCE)),
@@ -103,15 +92,11 @@ async def test_tool_retry(mode: Mode, order: Order, signals: Signals) -> None:
     assert Counter(ran) == LIMITED
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("on_failure", ["continue", "error"])
-async def test_tool_retry_exhausted(
-    mode: Mode, order: Order, on_failure: Any, signals: Signals
-) -> None:
+async def test_tool_retry_exhausted(order: Order, on_failure: Any, signals: Signals) -> None:
     """ToolRetryMiddleware that gives up: the call had started, and counts once."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done", "done"],
         beside(
@@ -131,13 +116,11 @@ async def test_tool_retry_exhausted(
     scene.check_requests()
 
 
-@modes
 @orders(2)
-async def test_model_retry(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_retry(order: Order, signals: Signals) -> None:
     """ModelRetryMiddleware: a model call that is retried counts once."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [failed, TURN[0], failed, failed, *TURN[1:], *TURN],
         beside(order, signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
@@ -151,15 +134,11 @@ async def test_model_retry(mode: Mode, order: Order, signals: Signals) -> None:
     assert len(scene.model.calls) == 9
 
 
-@modes
 @orders(2)
-async def test_model_retry_that_answers_for_the_model(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_model_retry_that_answers_for_the_model(order: Order, signals: Signals) -> None:
     """ModelRetryMiddleware that gives up with a message of its own: the call counts once."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [["search"], failed, failed, failed, "done"],
         beside(order, signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
@@ -172,13 +151,11 @@ async def test_model_retry_that_answers_for_the_model(
     scene.check(models=3, models_in_run=1)
 
 
-@modes
 @orders(2)
-async def test_model_retry_that_raises(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_retry_that_raises(order: Order, signals: Signals) -> None:
     """ModelRetryMiddleware that gives up by raising: the call is not counted."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [["search"], failed, failed, "done"],
         beside(order, signals, ModelRetryMiddleware(max_retries=1, on_failure="error", **AT_ONCE)),
@@ -192,14 +169,12 @@ async def test_model_retry_that_raises(mode: Mode, order: Order, signals: Signal
     scene.check(models=2, models_in_run=1)
 
 
-@modes
 @orders(2)
-async def test_model_fallback(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_fallback(order: Order, signals: Signals) -> None:
     """ModelFallbackMiddleware: a call that a second model answers counts once."""
     failed = ConnectionError("not now")
     fallback = ScriptedChatModel(script=[TURN[0], "done"])
     scene = Scene(
-        mode,
         signals,
         [failed, TURN[1], failed, *TURN],
         beside(order, signals, ModelFallbackMiddleware(fallback)),
@@ -213,13 +188,11 @@ async def test_model_fallback(mode: Mode, order: Order, signals: Signals) -> Non
     assert len(fallback.calls) == 2
 
 
-@modes
 @orders(2)
-async def test_model_fallback_that_fails(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_fallback_that_fails(order: Order, signals: Signals) -> None:
     """ModelFallbackMiddleware with no model that answers: the call is not counted."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [failed, "done"],
         beside(order, signals, ModelFallbackMiddleware(ScriptedChatModel(script=[failed]))),
@@ -232,9 +205,8 @@ async def test_model_fallback_that_fails(mode: Mode, order: Order, signals: Sign
     scene.check(models=1, models_in_run=1)
 
 
-@modes
 @orders(2)
-async def test_tool_emulator(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_emulator(order: Order, signals: Signals) -> None:
     """LLMToolEmulator: an emulated tool call counts, the model call that emulates it does not."""
     ran: list[str] = []
 
@@ -244,7 +216,6 @@ async def test_tool_emulator(mode: Mode, order: Order, signals: Signals) -> None
 
     emulator = ScriptedChatModel(script=emulate)
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(order, signals, LLMToolEmulator(tools=["search"], model=emulator)),
@@ -260,12 +231,10 @@ async def test_tool_emulator(mode: Mode, order: Order, signals: Signals) -> None
     assert len(emulator.calls) == 3
 
 
-@modes
 @orders(2)
-async def test_context_editing(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_context_editing(order: Order, signals: Signals) -> None:
     """ContextEditingMiddleware clears answers in the requests: the counts do not notice."""
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(
@@ -286,9 +255,8 @@ async def test_context_editing(mode: Mode, order: Order, signals: Signals) -> No
     assert {each.content for each in sent if isinstance(each, ToolMessage)} == {"cleared"}
 
 
-@modes
 @orders(2)
-async def test_pii_redacted(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_pii_redacted(order: Order, signals: Signals) -> None:
     """PIIMiddleware rewrites input, output and tool results: the counts do not notice."""
     ran: list[str] = []
     ask = AIMessage(
@@ -296,7 +264,6 @@ async def test_pii_redacted(mode: Mode, order: Order, signals: Signals) -> None:
         tool_calls=[ToolCall(name="search", args={}, id=each) for each in ("a", "b", "c")],
     )
     scene = Scene(
-        mode,
         signals,
         [ask, ["calc"], MAIL, *TURN],
         beside(
@@ -316,12 +283,10 @@ async def test_pii_redacted(mode: Mode, order: Order, signals: Signals) -> None:
     assert MAIL not in str(scene.state()["messages"])
 
 
-@modes
 @orders(2)
-async def test_pii_blocked_before_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_pii_blocked_before_the_model(order: Order, signals: Signals) -> None:
     """PIIMiddleware that stops a request: no model call is made, and none is counted."""
     scene = Scene(
-        mode,
         signals,
         ["done"],
         beside(order, signals, PIIMiddleware("email", strategy="block")),
@@ -335,13 +300,11 @@ async def test_pii_blocked_before_the_model(mode: Mode, order: Order, signals: S
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_pii_blocked_behind_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_pii_blocked_behind_the_model(order: Order, signals: Signals) -> None:
     """PIIMiddleware that stops an answer with tool calls: charged only if it is listed first."""
     ask = AIMessage(MAIL, tool_calls=[ToolCall(name="search", args={}, id="a")])
     scene = Scene(
-        mode,
         signals,
         [ask, "done"],
         beside(
@@ -364,13 +327,11 @@ async def test_pii_blocked_behind_the_model(mode: Mode, order: Order, signals: S
     scene.check_requests()
 
 
-@modes
 @orders(2)
-async def test_summarization(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_summarization(order: Order, signals: Signals) -> None:
     """SummarizationMiddleware replaces the history: counts go on, without its model calls."""
     summarizer = ScriptedChatModel(script=lambda _: "a summary")
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(
@@ -389,13 +350,11 @@ async def test_summarization(mode: Mode, order: Order, signals: Signals) -> None
     assert "a summary" in str(scene.model.calls[-1].messages)
 
 
-@modes
 @orders(2)
-async def test_summarization_at_the_limit(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_summarization_at_the_limit(order: Order, signals: Signals) -> None:
     """Behind a used-up model limiter nothing is summarized; in front of it, a call is wasted."""
     summarizer = ScriptedChatModel(script=lambda _: "a summary")
     scene = Scene(
-        mode,
         signals,
         ["one"],
         in_order(
@@ -416,12 +375,10 @@ def todos(text: str) -> tuple[str, dict[str, Any]]:
     return "write_todos", {"todos": [{"content": text, "status": "pending"}]}
 
 
-@modes
 @orders(2)
-async def test_todo_list(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_todo_list(order: Order, signals: Signals) -> None:
     """TodoListMiddleware: `write_todos` is a tool call like any other, counted and refused."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one")], [todos("two"), "search"], [todos("three")], ["calc"], "done"],
         in_order(
@@ -443,14 +400,10 @@ async def test_todo_list(mode: Mode, order: Order, signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
 @orders(2)
-async def test_todo_list_under_a_limit_of_all_tools(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_todo_list_under_a_limit_of_all_tools(order: Order, signals: Signals) -> None:
     """TodoListMiddleware: `write_todos` takes part in a limit of all tools together."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one"), "search", "calc"], [todos("two")], "done"],
         in_order(
@@ -469,11 +422,9 @@ async def test_todo_list_under_a_limit_of_all_tools(
     scene.check_requests()
 
 
-@modes
-async def test_parallel_todo_lists(mode: Mode, signals: Signals) -> None:
+async def test_parallel_todo_lists(signals: Signals) -> None:
     """Limiter first: what TodoListMiddleware refuses itself is not charged, nor answered again."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one"), todos("two"), "search"], "done"],
         [
@@ -489,11 +440,9 @@ async def test_parallel_todo_lists(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_parallel_todo_lists_with_the_limiter_last(mode: Mode, signals: Signals) -> None:
+async def test_parallel_todo_lists_with_the_limiter_last(signals: Signals) -> None:
     """Limiter last: what TodoListMiddleware refuses stays charged, and can be answered twice."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one"), todos("two")], "done"],
         [
@@ -509,13 +458,11 @@ async def test_parallel_todo_lists_with_the_limiter_last(mode: Mode, signals: Si
     assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
 
 
-@modes
 @orders(2)
-async def test_tool_selector(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_selector(order: Order, signals: Signals) -> None:
     """LLMToolSelectorMiddleware: its own model calls are not counted; unoffered tools are."""
     selector = ScriptedChatModel(script=lambda _: [("ToolSelectionResponse", {"tools": ["calc"]})])
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(order, signals, LLMToolSelectorMiddleware(model=selector)),
@@ -531,13 +478,11 @@ async def test_tool_selector(mode: Mode, order: Order, signals: Signals) -> None
     assert len(selector.calls) == 6
 
 
-@modes
 @orders(2)
-async def test_tool_selector_at_the_limit(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_selector_at_the_limit(order: Order, signals: Signals) -> None:
     """At a used-up model limit no tools are selected, wherever the selector is listed."""
     selector = ScriptedChatModel(script=lambda _: [("ToolSelectionResponse", {"tools": ["calc"]})])
     scene = Scene(
-        mode,
         signals,
         [["calc"], "done"],
         in_order(
@@ -557,13 +502,11 @@ RETRY = RetryPolicy(initial_interval=0, jitter=False, max_attempts=2, retry_on=E
 """Once more, at once, whatever was raised."""
 
 
-@modes
 @orders(2)
-async def test_a_retried_tools_node(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_retried_tools_node(order: Order, signals: Signals) -> None:
     """RetryPolicy on the agent's nodes: a tool that failed runs again and counts once."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(order, signals),
@@ -579,12 +522,10 @@ async def test_a_retried_tools_node(mode: Mode, order: Order, signals: Signals) 
     assert Counter(ran) == LIMITED
 
 
-@modes
 @orders(2)
-async def test_a_retried_model_node(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_retried_model_node(order: Order, signals: Signals) -> None:
     """RetryPolicy on the agent's nodes: a model call that failed is made again, counted once."""
     scene = Scene(
-        mode,
         signals,
         [TURN[0], ConnectionError("not now"), *TURN[1:], *TURN],
         in_order(
@@ -602,11 +543,9 @@ async def test_a_retried_model_node(mode: Mode, order: Order, signals: Signals) 
     assert scene.ran == ["search"] * 3
 
 
-@modes
-async def test_a_retried_refusal(mode: Mode, signals: Signals) -> None:
+async def test_a_retried_refusal(signals: Signals) -> None:
     """RetryPolicy that retries a refusal by `error`: raised again, refused once, not charged."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search", "search"], "done"],
         [
@@ -646,16 +585,12 @@ class NodeScene(Scene):
         return dict(saved.checkpoint["channel_values"])
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("failure", ["tool", "model"])
-async def test_an_agent_as_a_retried_node(
-    mode: Mode, order: Order, failure: str, signals: Signals
-) -> None:
+async def test_an_agent_as_a_retried_node(order: Order, failure: str, signals: Signals) -> None:
     """RetryPolicy on a node that is an agent: LangGraph begins a new run of it, a new budget."""
     ran: list[str] = []
     scene = NodeScene(
-        mode,
         signals,
         [
             ["search", "search"],
@@ -689,12 +624,10 @@ async def test_an_agent_as_a_retried_node(
     scene.check_requests()
 
 
-@modes
-async def test_an_agent_with_its_own_memory_as_a_retried_node(mode: Mode, signals: Signals) -> None:
+async def test_an_agent_with_its_own_memory_as_a_retried_node(signals: Signals) -> None:
     """The same with a memory of its own: attempts count apart, the next turn has the first's."""
     ran: list[str] = []
     scene = NodeScene(
-        mode,
         signals,
         [["search"], ["flaky"], ["search"], "done", ["search", "search"], "done"],
         [ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry)],

@@ -32,7 +32,8 @@ from langchain_quota import (
 from langchain_quota.limits import Quota
 from langchain_quota.messages import ABANDONED, FINALIZED
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.rules import CONFIG, Mode, Order, Scene, in_order, modes, orders
+from tests.agent.conftest import Form, Order, in_order, orders
+from tests.agent.rules import CONFIG, Scene
 from tests.conftest import Signals, needs_inline
 
 no_ids = pytest.mark.parametrize("no_id", [None, ""], ids=["none", "empty"])
@@ -72,14 +73,12 @@ def check(scene: Scene) -> None:
                 assert len(set(ids)) == len(ids), message
 
 
-@modes
 @no_ids
 @limiters
-async def test_a_hundred_calls(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_a_hundred_calls(no_id: str | None, kind: str, signals: Signals) -> None:
     """Of a hundred calls as many run as the limit admits, in each run; the others are refused."""
     hundred = [call("search", no_id)] * 100
     scene = Scene(
-        mode,
         signals,
         [hundred, "done", hundred, "done"],
         [limiter(kind, signals, run_limit=2, thread_limit=3)],
@@ -95,15 +94,11 @@ async def test_a_hundred_calls(mode: Mode, no_id: str | None, kind: str, signals
     check(scene)
 
 
-@modes
 @no_ids
 @limiters
-async def test_a_thread_limit_of_0(
-    mode: Mode, no_id: str | None, kind: str, signals: Signals
-) -> None:
+async def test_a_thread_limit_of_0(no_id: str | None, kind: str, signals: Signals) -> None:
     """A forbidden tool does not run, however it is called."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", no_id)] * 100, "done"],
         [limiter(kind, signals, thread_limit=0)],
@@ -116,13 +111,11 @@ async def test_a_thread_limit_of_0(
     check(scene)
 
 
-@modes
 @no_ids
 @limiters
-async def test_the_end_of_a_run(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_the_end_of_a_run(no_id: str | None, kind: str, signals: Signals) -> None:
     """`end` answers them all, with those of tools that have no limit, and the thread goes on."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", no_id), call("search", no_id), call("calc", no_id)], "done"],
         [limiter(kind, signals, run_limit=1, exit_behavior="end")],
@@ -138,13 +131,11 @@ async def test_the_end_of_a_run(mode: Mode, no_id: str | None, kind: str, signal
     check(scene)
 
 
-@modes
 @no_ids
 @limiters
-async def test_an_error(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_an_error(no_id: str | None, kind: str, signals: Signals) -> None:
     """`error` raises; if its batch stays in the history, the next turn answers it, uncharged."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", no_id), call("search", no_id), call("calc", no_id)], "done"],
         [limiter(kind, signals, run_limit=1, exit_behavior="error")],
@@ -161,7 +152,6 @@ async def test_an_error(mode: Mode, no_id: str | None, kind: str, signals: Signa
 async def test_an_error_with_other_calls_pending(signals: Signals) -> None:
     """`on_pending="raise"` raises where the pending calls have no id."""
     scene = Scene(
-        "async",
         signals,
         [[call("search"), call("calc")], "done"],
         [
@@ -183,15 +173,13 @@ async def test_an_error_with_other_calls_pending(signals: Signals) -> None:
     check(scene)
 
 
-@modes
 @no_ids
 @pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
-async def test_finalize(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_finalize(no_id: str | None, kind: str, signals: Signals) -> None:
     """What the last model call of a budget asks for does not run, and is answered."""
     middleware = {"quota": QuotaMiddleware, "inline": InlineQuotaMiddleware}[kind]
     last = ModelCallLimit(run_limit=1, exit_behavior="finalize")
     scene = Scene(
-        mode,
         signals,
         [[call("search", no_id), call("calc", no_id)], "done"],
         [middleware([last], telemetry=signals.telemetry)],
@@ -207,13 +195,11 @@ async def test_finalize(mode: Mode, no_id: str | None, kind: str, signals: Signa
     check(scene)
 
 
-@modes
 @no_ids
 @orders(2)
-async def test_two_limiters(mode: Mode, no_id: str | None, order: Order, signals: Signals) -> None:
+async def test_two_limiters(no_id: str | None, order: Order, signals: Signals) -> None:
     """The limiter that judges second judges the same calls: each is answered and charged once."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", no_id), call("calc", no_id), call("search", no_id)], "done"],
         in_order(
@@ -232,12 +218,11 @@ async def test_two_limiters(mode: Mode, no_id: str | None, order: Order, signals
     assert judged == {each["id"] for each in asking.tool_calls}
 
 
-@modes
 @limiters
-async def test_a_mix(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_a_mix(kind: str, signals: Signals) -> None:
     """Calls with an id keep it, those without get one, and the first ones run."""
     batch = [call("search", "a"), call("search"), call("search", ""), call("search", "b")]
-    scene = Scene(mode, signals, [batch, "done"], [limiter(kind, signals, run_limit=3)])
+    scene = Scene(signals, [batch, "done"], [limiter(kind, signals, run_limit=3)])
 
     with captured_decisions() as decisions:
         await scene.turn()
@@ -248,12 +233,10 @@ async def test_a_mix(mode: Mode, kind: str, signals: Signals) -> None:
     check(scene)
 
 
-@modes
-async def test_an_empty_id_that_is_answered(mode: Mode, signals: Signals) -> None:
+async def test_an_empty_id_that_is_answered(signals: Signals) -> None:
     """Beside a structured answer with an empty id LangChain runs no other call with one."""
     script = [[ToolCall(name="Weather", args={"degrees": 20}, id=""), call("search", "")]]
     scene = Scene(
-        mode,
         signals,
         script,
         [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
@@ -274,13 +257,11 @@ class Weather(BaseModel):
     degrees: int
 
 
-@modes
 @no_ids
 @orders(2)
-async def test_review(mode: Mode, no_id: str | None, order: Order, signals: Signals) -> None:
+async def test_review(no_id: str | None, order: Order, signals: Signals) -> None:
     """Approved calls are judged, before or after the review."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", no_id)] * 3, "done"],
         in_order(
@@ -297,13 +278,11 @@ async def test_review(mode: Mode, no_id: str | None, order: Order, signals: Sign
     check(scene)
 
 
-@modes
 @no_ids
-async def test_a_review_behind_the_limiter(mode: Mode, no_id: str | None, signals: Signals) -> None:
+async def test_a_review_behind_the_limiter(no_id: str | None, signals: Signals) -> None:
     """A reviewer who is asked after the limiter can reject and edit what had no id."""
     edited = {"type": "edit", "edited_action": {"name": "calc", "args": {}}}
     scene = Scene(
-        mode,
         signals,
         [[call("search", no_id)] * 2, "done"],
         [
@@ -320,17 +299,14 @@ async def test_a_review_behind_the_limiter(mode: Mode, no_id: str | None, signal
     scene.check_requests()
 
 
-@modes
 @limiters
-async def test_what_an_earlier_run_left(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_what_an_earlier_run_left(kind: str, signals: Signals) -> None:
     """A thread that LangChain left with calls without an id is one that a provider accepts."""
     saver = InMemorySaver()
-    before = Scene(mode, signals, [[call("search"), call("calc")]], [], checkpointer=saver)
+    before = Scene(signals, [[call("search"), call("calc")]], [], checkpointer=saver)
     with pytest.raises((TypeError, ValueError), match=r"unexpected type|tool_call_id"):
         await before.turn()
-    scene = Scene(
-        mode, signals, ["done"], [limiter(kind, signals, run_limit=2)], checkpointer=saver
-    )
+    scene = Scene(signals, ["done"], [limiter(kind, signals, run_limit=2)], checkpointer=saver)
 
     await scene.turn()
 
@@ -346,11 +322,9 @@ async def test_what_an_earlier_run_left(mode: Mode, kind: str, signals: Signals)
     check(scene)
 
 
-@modes
-async def test_no_limit_for_them(mode: Mode, signals: Signals) -> None:
+async def test_no_limit_for_them(signals: Signals) -> None:
     """Calls that no limit of a drop-in matches are left to LangChain, which fails; uncharged."""
     scene = Scene(
-        mode,
         signals,
         [[call("calc")], "done"],
         [ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry)],
@@ -362,11 +336,9 @@ async def test_no_limit_for_them(mode: Mode, signals: Signals) -> None:
     assert scene.state().get("thread_tool_call_count", {}) == {}
 
 
-@modes
-async def test_no_limit_for_some(mode: Mode, signals: Signals) -> None:
+async def test_no_limit_for_some(signals: Signals) -> None:
     """Beside a call that is limited, one that no limit matches gets an id, runs and is answered."""
     scene = Scene(
-        mode,
         signals,
         [[call("calc"), call("search")], "done"],
         [ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry)],
@@ -378,13 +350,11 @@ async def test_no_limit_for_some(mode: Mode, signals: Signals) -> None:
     check(scene)
 
 
-@modes
-async def test_a_store(mode: Mode, signals: Signals) -> None:
+async def test_a_store(signals: Signals) -> None:
     """A shared quota counts each of them, over threads and runs."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(3)])
     scene = Scene(
-        mode,
         signals,
         [[call("search")] * 2, "done", [call("search", "")] * 2, "done"],
         [QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)],
@@ -398,23 +368,18 @@ async def test_a_store(mode: Mode, signals: Signals) -> None:
     check(scene)
 
 
-@modes
 @limiters
-async def test_what_a_client_is_streamed(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_what_a_client_is_streamed(kind: str, signals: Signals) -> None:
     """The message that gets the ids is not streamed to a client a second time."""
     scene = Scene(
-        mode,
         signals,
         [AIMessage("I search.", tool_calls=[call("search")], id="asking"), "done"],
         [limiter(kind, signals, run_limit=1)],
     )
     new_turn = {"messages": [("user", "hi")]}
 
-    if mode == "sync":
-        parts = list(scene.agent.stream(new_turn, CONFIG, stream_mode="messages"))
-    else:
-        stream = scene.agent.astream(new_turn, CONFIG, stream_mode="messages")
-        parts = [each async for each in stream]
+    stream = scene.agent.astream(new_turn, CONFIG, stream_mode="messages")
+    parts = [each async for each in stream]
 
     streamed = [part.text for part, _ in parts if part.id == "asking"]
     assert "".join(streamed) == "I search."
@@ -439,13 +404,11 @@ class Witness(AgentMiddleware[Any, Any, Any]):
         return response
 
 
-@modes
 @needs_inline
-async def test_what_is_around_the_inline_limiter(mode: Mode, signals: Signals) -> None:
+async def test_what_is_around_the_inline_limiter(signals: Signals) -> None:
     """A middleware around it sees each message once, with the ids."""
     witness = Witness()
     scene = Scene(
-        mode,
         signals,
         [[call("search"), call("search", "")], "done"],
         [witness, limiter("inline", signals, run_limit=1)],
@@ -470,7 +433,7 @@ def judged(limiter: Any, messages: list[Any], **state: Any) -> tuple[Mapping[str
 @pytest.mark.parametrize("kind", ["drop-in of a tool", "drop-in", "quota"])
 @pytest.mark.parametrize("form", ["sync", "async"])
 async def test_a_hook_called_directly(
-    form: Mode, kind: str, message_id: str | None, signals: Signals
+    form: Form, kind: str, message_id: str | None, signals: Signals
 ) -> None:
     """The update replaces the message in its place, and has the answers behind it."""
     hook: Any = limiter(kind, signals, run_limit=1)
@@ -538,8 +501,7 @@ def test_counts_are_those_of_langchain(tool_name: str | None, count: int, signal
     assert {key: ours[key] for key in theirs} == theirs
 
 
-@modes
-async def test_langchain_lets_none_past_its_limit(mode: Mode) -> None:
+async def test_langchain_lets_none_past_its_limit() -> None:
     """LangChain's own limiter fails where it would have to answer such a call; none runs."""
     ran: list[str] = []
 
@@ -553,7 +515,7 @@ async def test_langchain_lets_none_past_its_limit(mode: Mode) -> None:
     agent = create_agent(ScriptedChatModel(script=[asked]), [search], middleware=[limit])
     question: Any = {"messages": [("user", "hi")]}
     with pytest.raises(ValueError, match=r"unexpected type|tool_call_id"):
-        agent.invoke(question) if mode == "sync" else await agent.ainvoke(question)
+        await agent.ainvoke(question)
     assert ran == []
 
 
@@ -579,13 +541,13 @@ def test_any_batches(batches: list[list[tuple[str, str | None]]], limits: tuple[
         for at, batch in enumerate(batches)
     ]
     scene = Scene(
-        "sync",
         signals,
         [*script, "done"],
         [
             ToolCallLimitMiddleware(tool_name="search", run_limit=limits[0], telemetry=telemetry),
             ToolCallLimitMiddleware(run_limit=limits[1], telemetry=telemetry),
         ],
+        form="sync",
     )
 
     asyncio.run(_checked_turn(scene))

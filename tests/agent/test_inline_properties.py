@@ -45,7 +45,8 @@ from langchain_quota.limits import Limit, Terms, check_together
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
-from tests.agent.rules import CONFIG, Mode, Scene, check_history
+from tests.agent.conftest import Form
+from tests.agent.rules import CONFIG, Scene, check_history
 from tests.agent.test_properties import WORLD, Batch, ProviderError, TurnPlan, Unknown, World
 from tests.conftest import Signals, needs_inline
 
@@ -283,7 +284,7 @@ class Plan:
 
     limits: list[Limit]
     turns: list[list[Batch]]
-    mode: Mode
+    form: Form
 
 
 def _without_tool_errors(limits: Sequence[Limit]) -> bool:
@@ -299,7 +300,7 @@ plans = st.builds(
         min_size=1,
         max_size=3,
     ),
-    mode=st.sampled_from(["sync", "async"]),
+    form=st.sampled_from(["sync", "async"]),
 )
 
 
@@ -340,7 +341,7 @@ def _played(plan: Plan, cls: Any) -> Played:
         return _numbered(batches.pop(0), next(numbers)) if batches else "done"
 
     quota = cls(plan.limits, on_decision=decisions.append, telemetry=telemetry)
-    scene = Scene(plan.mode, signals, answer, [quota], tools=four_rules.TOOLS)
+    scene = Scene(signals, answer, [quota], tools=four_rules.TOOLS, form=plan.form)
     for turn in plan.turns:
         batches[:] = turn
         try:

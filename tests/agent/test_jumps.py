@@ -24,17 +24,8 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import (
-    CONFIG,
-    Mode,
-    Order,
-    Scene,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import CONFIG, Scene, check_history, recording
 from tests.conftest import Signals, needs_inline
 
 Handler = Callable[[ModelRequest[Any]], ModelResponse[Any]]
@@ -122,12 +113,10 @@ class ForgetHistory(AgentMiddleware[Any, Any, Any]):
         return {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES), newest]}
 
 
-@modes
 @orders(2)
-async def test_our_own_end(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_our_own_end(order: Order, signals: Signals) -> None:
     """Our own `end` skips the model limiter's after_model: every model call is still counted."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
         in_order(
@@ -143,12 +132,10 @@ async def test_our_own_end(mode: Mode, order: Order, signals: Signals) -> None:
         scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_jump_back_to_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_jump_back_to_the_model(order: Order, signals: Signals) -> None:
     """Another middleware jumps from after_model to the model: each call is counted once."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: "again",
         in_order(
@@ -164,12 +151,10 @@ async def test_another_jump_back_to_the_model(mode: Mode, order: Order, signals:
         scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_jump_to_the_end(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_jump_to_the_end(order: Order, signals: Signals) -> None:
     """Another middleware jumps from after_model to the end: each call is counted once."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: "bye",
         in_order(
@@ -185,12 +170,10 @@ async def test_another_jump_to_the_end(mode: Mode, order: Order, signals: Signal
         scene.check()
 
 
-@modes
 @orders(3)
-async def test_a_jump_between_two_limiters(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_jump_between_two_limiters(order: Order, signals: Signals) -> None:
     """Jumps beside a model and a tool limiter: model calls count once, tools when they run."""
     scene = Scene(
-        mode,
         signals,
         ["one", "two", ["search", "search"], ["search"], "done"],
         in_order(
@@ -208,12 +191,10 @@ async def test_a_jump_between_two_limiters(mode: Mode, order: Order, signals: Si
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_end_before_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_end_before_the_model(order: Order, signals: Signals) -> None:
     """Another middleware ends the run in before_model: the call that was not made is free."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], "done"],
         in_order(
@@ -228,12 +209,10 @@ async def test_another_end_before_the_model(mode: Mode, order: Order, signals: S
     scene.check()
 
 
-@modes
-async def test_another_jump_back_before_the_model(mode: Mode, signals: Signals) -> None:
+async def test_another_jump_back_before_the_model(signals: Signals) -> None:
     """Another middleware jumps in before_model to the model: each call is charged once."""
     # Ours first only: LangGraph cannot jump from the first before_model to itself.
     scene = Scene(
-        mode,
         signals,
         [["calc"], "done"],
         [
@@ -248,12 +227,10 @@ async def test_another_jump_back_before_the_model(mode: Mode, signals: Signals) 
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_jump_over_the_tools(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_jump_over_the_tools(order: Order, signals: Signals) -> None:
     """Another middleware ends the run over open calls: the next turn answers them, none ran."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         in_order(
@@ -286,14 +263,12 @@ def steering(goto: Any) -> BaseTool:
     return StructuredTool.from_function(steer)
 
 
-@modes
 @pytest.mark.parametrize("call_id", ["of-its-own", "call_1"], ids=["another id", "a judged id"])
-async def test_a_tool_that_starts_tool_calls(mode: Mode, call_id: str, signals: Signals) -> None:
+async def test_a_tool_that_starts_tool_calls(call_id: str, signals: Signals) -> None:
     """What a tool sends to the tools passes all limits, uncounted: the documents say so."""
     ran: list[str] = []
     sent = [ToolCall(name="search", args={}, id=call_id, type="tool_call")]
     scene = Scene(
-        mode,
         signals,
         [["steer"], "done", "done"],
         [
@@ -320,7 +295,6 @@ def model_limiter(kind: str, signals: Signals) -> AgentMiddleware[Any, Any, Any]
     return middleware([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
 
 
-@modes
 @pytest.mark.parametrize(
     ("kind", "made", "counted"),
     [
@@ -330,11 +304,10 @@ def model_limiter(kind: str, signals: Signals) -> AgentMiddleware[Any, Any, Any]
     ],
 )
 async def test_a_tool_that_goes_to_the_model(
-    mode: Mode, kind: str, made: int, counted: int, signals: Signals
+    kind: str, made: int, counted: int, signals: Signals
 ) -> None:
     """A model call that a tool goes to is judged by InlineQuotaMiddleware only."""
     scene = Scene(
-        mode,
         signals,
         [["steer"], "done", "done"],
         [model_limiter(kind, signals)],
@@ -347,13 +320,11 @@ async def test_a_tool_that_goes_to_the_model(
     assert scene.state()["thread_model_call_count"] == counted
 
 
-@modes
 @orders(2)
-async def test_a_cached_answer_is_charged(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> None:
     """A call answered by another middleware's cache is charged."""
     cache = Cache(AIMessage("cached"))
     scene = Scene(
-        mode,
         signals,
         lambda messages: "fresh",
         in_order(
@@ -369,16 +340,12 @@ async def test_a_cached_answer_is_charged(mode: Mode, order: Order, signals: Sig
     assert (cache.hits, len(scene.model.calls)) == (1, 1)
 
 
-@modes
 @orders(3)
-async def test_a_cached_answer_that_ends_the_run(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_a_cached_answer_that_ends_the_run(order: Order, signals: Signals) -> None:
     """A cached call of a forbidden tool ends the run: charged, but for the one order to avoid."""
     call = {"name": "search", "args": {}, "id": "cached-call"}
     cache = Cache(AIMessage("", tool_calls=[call]))
     scene = Scene(
-        mode,
         signals,
         lambda messages: "fresh",
         in_order(
@@ -397,14 +364,10 @@ async def test_a_cached_answer_that_ends_the_run(
     scene.check(models=counted, models_in_run=counted)
 
 
-@modes
 @orders(3)
-async def test_a_model_node_without_an_ai_message(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_a_model_node_without_an_ai_message(order: Order, signals: Signals) -> None:
     """A model node that yields nothing: its call counts, earlier tool calls do not again."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "dropped", ["search"], "done"],
         in_order(
@@ -422,14 +385,10 @@ async def test_a_model_node_without_an_ai_message(
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_the_first_model_node_without_an_ai_message(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_the_first_model_node_without_an_ai_message(order: Order, signals: Signals) -> None:
     """A history without any AIMessage: nothing of ours breaks, and the model call counts."""
     scene = Scene(
-        mode,
         signals,
         ["dropped"],
         in_order(
@@ -442,11 +401,9 @@ async def test_the_first_model_node_without_an_ai_message(
     scene.check()
 
 
-@modes
-async def test_messages_removed_between_turns(mode: Mode, signals: Signals) -> None:
+async def test_messages_removed_between_turns(signals: Signals) -> None:
     """An application removes all messages between turns: the thread's counts go on."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: "done" if len(messages) > 1 else ["search", "search"],
         [
@@ -466,14 +423,10 @@ async def test_messages_removed_between_turns(mode: Mode, signals: Signals) -> N
     assert len(scene.model.calls) == 5
 
 
-@modes
 @orders(2)
-async def test_messages_removed_when_a_run_begins(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_messages_removed_when_a_run_begins(order: Order, signals: Signals) -> None:
     """A middleware trims the history at the beginning of each run: the counts go on."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done", ["search", "search"], "done"],
         in_order(
@@ -490,12 +443,10 @@ async def test_messages_removed_when_a_run_begins(
     assert scene.ran == ["search"] * 3
 
 
-@modes
 @orders(3)
-async def test_messages_summarized(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_messages_summarized(order: Order, signals: Signals) -> None:
     """Summarization replaces old messages: counts go on, and its own calls are not counted."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"] * 3,
         in_order(

@@ -17,17 +17,8 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Quota
-from tests.agent.rules import (
-    Middleware,
-    Mode,
-    Order,
-    Scene,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Middleware, Scene, check_history, recording
 from tests.agent.shared import ANN, SharedScene, counts, quota
 from tests.conftest import Signals, needs_inline
 
@@ -65,15 +56,13 @@ def drop_in(signals: Signals, tool: str | None = None, **options: Any) -> Middle
     return limiter
 
 
-@modes
 @patched
 @orders(3)
 async def test_error_in_a_stack(
-    mode: Mode, patching: Callable[[], list[Middleware]], order: Order, signals: Signals
+    patching: Callable[[], list[Middleware]], order: Order, signals: Signals
 ) -> None:
     """What other limiters charged before `error` raised is refunded in the next turn."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["search", "search", "calc"], ["search", "calc"], "done", "done"],
         [
@@ -112,15 +101,13 @@ class WithoutIds(AgentState[Any]):
 
 
 @needs_inline  # Older versions do not say whose reducer holds.
-@modes
 @patched
 @orders(2)
 async def test_messages_without_ids(
-    mode: Mode, patching: Callable[[], list[Middleware]], order: Order, signals: Signals
+    patching: Callable[[], list[Middleware]], order: Order, signals: Signals
 ) -> None:
     """Where the messages of the user have no id, limiters see all the same who began the run."""
     scene = Scene(
-        mode,
         signals,
         ["hello", ["search", "search"], ["search"], "done"],
         [
@@ -146,15 +133,13 @@ async def test_messages_without_ids(
     scene.check()
 
 
-@modes
 @patched
 async def test_error_with_a_store(
-    mode: Mode, patching: Callable[[], list[Middleware]], signals: Signals
+    patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """The store takes back what was charged before `error` raised."""
     store = MemoryStore()
     scene = SharedScene(
-        mode,
         signals,
         [["search"] * 3, ["search"], "done"],
         [
@@ -174,10 +159,9 @@ async def test_error_with_a_store(
     assert scene.state()["thread_tool_call_count"] == {"search": 1}
 
 
-@modes
 @patched
 async def test_a_crash_beside_a_refusal(
-    mode: Mode, patching: Callable[[], list[Middleware]], signals: Signals
+    patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """A call that crashed had started: it stays charged, though others of its message never ran.
 
@@ -185,7 +169,6 @@ async def test_a_crash_beside_a_refusal(
     """
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["search", "calc", "flaky"], "done"],
         [
@@ -211,14 +194,12 @@ def crash() -> None:
     raise ConnectionError("tool")
 
 
-@modes
 @patched
 async def test_an_abandoned_review(
-    mode: Mode, patching: Callable[[], list[Middleware]], signals: Signals
+    patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """Review between two limiters: what the one behind it charged is refunded."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done"],
         [
@@ -236,15 +217,13 @@ async def test_an_abandoned_review(
     scene.check()
 
 
-@modes
 @patched
 @pytest.mark.parametrize("kind", ["reject", "respond"])
 async def test_a_review_and_an_answer(
-    mode: Mode, kind: str, patching: Callable[[], list[Middleware]], signals: Signals
+    kind: str, patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """Review between two limiters: what a reviewer answers stays charged behind it, as ever."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done", "done"],
         [
@@ -283,11 +262,10 @@ def refused_by_the_tool(ran: list[str]) -> BaseTool:
     return tool
 
 
-@modes
 @patched
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_jump_to_the_tools(
-    mode: Mode, patching: Callable[[], list[Middleware]], *, direct: bool, signals: Signals
+    patching: Callable[[], list[Middleware]], *, direct: bool, signals: Signals
 ) -> None:
     """What ran past a limiter that never judged it stays charged to those that did."""
     ran: list[str] = []
@@ -295,7 +273,6 @@ async def test_a_jump_to_the_tools(
     search.return_direct = direct
     tools = [search] if direct else [search, refused_by_the_tool(ran)]
     scene = Scene(
-        mode,
         signals,
         [[each.name for each in tools], *["done"] * (1 if direct else 2)],
         [

@@ -15,18 +15,8 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
 )
-from tests.agent.rules import (
-    CONFIG,
-    Mode,
-    Order,
-    Scene,
-    cancel_at,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import CONFIG, Scene, cancel_at, check_history, recording
 from tests.conftest import Signals
 
 NEW_TURN = {"messages": [("user", "next")]}
@@ -40,11 +30,9 @@ def crash() -> None:
     raise ConnectionError("tool")
 
 
-@modes
-async def test_error(mode: Mode, signals: Signals) -> None:
+async def test_error(signals: Signals) -> None:
     """`error` leaves its batch open; the next turn answers it behind its message, uncharged."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search", "calc"], "done"],
         [
@@ -69,11 +57,9 @@ async def test_error(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_resume_raises_again(mode: Mode, signals: Signals) -> None:
+async def test_a_resume_raises_again(signals: Signals) -> None:
     """A run that `error` stopped raises again when it is resumed, and charges nothing."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search", "search"], "done"],
         [
@@ -97,12 +83,10 @@ async def test_a_resume_raises_again(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(3)
-async def test_error_in_a_stack(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
     """What other limiters charged before `error` raised is refunded in the next turn."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["search", "search", "calc"], ["search", "calc"], "done"],
         in_order(
@@ -134,12 +118,10 @@ async def test_error_in_a_stack(mode: Mode, order: Order, signals: Signals) -> N
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_error_behind_a_refusal(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_behind_a_refusal(order: Order, signals: Signals) -> None:
     """`error` beside `continue` that answered a part: only what is open is answered later."""
     scene = Scene(
-        mode,
         signals,
         [["calc", "calc", "search"], "done"],
         in_order(
@@ -163,12 +145,10 @@ async def test_error_behind_a_refusal(mode: Mode, order: Order, signals: Signals
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_error_of_two(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_of_two(order: Order, signals: Signals) -> None:
     """Two limiters with `error` on one batch: nothing is charged, and nothing taken back twice."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["search", "calc"], ["calc"], "done"],
         in_order(
@@ -193,12 +173,10 @@ async def test_error_of_two(mode: Mode, order: Order, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_error_turn_after_turn(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_turn_after_turn(order: Order, signals: Signals) -> None:
     """Every turn ends in `error`: each is repaired by the next, and no charges pile up."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
         in_order(
@@ -225,12 +203,10 @@ async def test_error_turn_after_turn(mode: Mode, order: Order, signals: Signals)
     assert scene.ran == []
 
 
-@modes
 @orders(3)
-async def test_error_raised_behind_a_resume(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_raised_behind_a_resume(order: Order, signals: Signals) -> None:
     """`error` in a stack raises at each resume: charges of the batch do not pile up."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
         in_order(
@@ -263,11 +239,8 @@ class Briefing(AgentMiddleware[Any, Any, Any]):
         return {"messages": [("user", "today is Monday")]}
 
 
-@modes
 @pytest.mark.parametrize("place", range(4))
-async def test_error_in_a_stack_with_a_message_between(
-    mode: Mode, place: int, signals: Signals
-) -> None:
+async def test_error_in_a_stack_with_a_message_between(place: int, signals: Signals) -> None:
     """A middleware that adds a message when a run begins does not hinder the refund."""
     limiters: list[Any] = [
         ToolCallLimitMiddleware(tool_name="calc", run_limit=9, telemetry=signals.telemetry),
@@ -280,7 +253,6 @@ async def test_error_in_a_stack_with_a_message_between(
         ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
     ]
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         [*limiters[:place], Briefing(), *limiters[place:]],
@@ -294,14 +266,12 @@ async def test_error_in_a_stack_with_a_message_between(
     scene.check()
 
 
-@modes
-async def test_a_crash_and_then_a_lower_limit(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_and_then_a_lower_limit(signals: Signals) -> None:
     """A call that crashed stays charged where the limit that admitted it was lowered since."""
     ran: list[str] = []
     saver = InMemorySaver()
     before, after = (
         Scene(
-            mode,
             signals,
             script,
             [
@@ -322,9 +292,8 @@ async def test_a_crash_and_then_a_lower_limit(mode: Mode, signals: Signals) -> N
     assert after.state()["thread_tool_call_count"] == {"__all__": 1}
 
 
-@modes
 @pytest.mark.parametrize("place", [0, 1])
-async def test_a_crash_and_then_one_more_limiter(mode: Mode, place: int, signals: Signals) -> None:
+async def test_a_crash_and_then_one_more_limiter(place: int, signals: Signals) -> None:
     """A call that crashed stays charged where the agent has been given one more limiter since."""
     ran: list[str] = []
     saver = InMemorySaver()
@@ -333,7 +302,6 @@ async def test_a_crash_and_then_one_more_limiter(mode: Mode, place: int, signals
     )
     before, after = (
         Scene(
-            mode,
             signals,
             [turn],
             [
@@ -359,12 +327,10 @@ async def test_a_crash_and_then_one_more_limiter(mode: Mode, place: int, signals
     not hasattr(human_in_the_loop, "_EDITED_TOOL_CALLS_KEY"),
     reason="before 1.4, LangChain forgets what a call was before a reviewer's edit",
 )
-@modes
-async def test_a_crash_of_an_edited_call(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_of_an_edited_call(signals: Signals) -> None:
     """Review first: a call edited into a tool that crashed had started, and stays charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         [
@@ -387,12 +353,10 @@ async def test_a_crash_of_an_edited_call(mode: Mode, signals: Signals) -> None:
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_a_crash_in_a_stack(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_in_a_stack(signals: Signals) -> None:
     """A tool that crashed beside a refused call had started: it stays charged in the stack."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky", "calc", "search"], "done"],
         [
@@ -417,11 +381,9 @@ async def test_a_crash_in_a_stack(mode: Mode, signals: Signals) -> None:
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_an_approval_abandoned_between_two_limiters(mode: Mode, signals: Signals) -> None:
+async def test_an_approval_abandoned_between_two_limiters(signals: Signals) -> None:
     """Review between: what the limiter behind it charged is refunded, the first never saw it."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done"],
         [
@@ -440,11 +402,9 @@ async def test_an_approval_abandoned_between_two_limiters(mode: Mode, signals: S
     scene.check()
 
 
-@modes
-async def test_an_approval_abandoned(mode: Mode, signals: Signals) -> None:
+async def test_an_approval_abandoned(signals: Signals) -> None:
     """Limiter first: a call abandoned in review was never charged, and is answered."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
         [
@@ -461,11 +421,9 @@ async def test_an_approval_abandoned(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_an_approval_abandoned_with_the_review_first(mode: Mode, signals: Signals) -> None:
+async def test_an_approval_abandoned_with_the_review_first(signals: Signals) -> None:
     """Review first: nothing tells an abandoned review from a crashed tool: it stays charged."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
         [
@@ -484,12 +442,10 @@ async def test_an_approval_abandoned_with_the_review_first(mode: Mode, signals: 
     scene.check_requests()
 
 
-@modes
-async def test_an_interrupt_of_a_tool_abandoned(mode: Mode, signals: Signals) -> None:
+async def test_an_interrupt_of_a_tool_abandoned(signals: Signals) -> None:
     """A tool that asked the user had started: its call is answered and stays charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["ask"], "done"],
         [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
@@ -507,12 +463,10 @@ async def test_an_interrupt_of_a_tool_abandoned(mode: Mode, signals: Signals) ->
     scene.check_requests()
 
 
-@modes
-async def test_a_crash_in_a_tool(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_in_a_tool(signals: Signals) -> None:
     """A tool that crashed had started: its call is answered and stays charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky"], "done"],
         [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
@@ -531,12 +485,10 @@ async def test_a_crash_in_a_tool(mode: Mode, signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
-async def test_a_crash_beside_a_tool_that_ran(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_beside_a_tool_that_ran(signals: Signals) -> None:
     """One of two parallel tools crashed: both calls have one answer each and stay charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky", "search"], "done"],
         [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
@@ -558,7 +510,6 @@ async def test_a_cancellation(signals: Signals) -> None:
     """A run cancelled while its tool runs: the call is answered next turn and stays charged."""
     started = asyncio.Event()
     scene = Scene(
-        "async",
         signals,
         [["slow"], "done"],
         [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
@@ -574,11 +525,9 @@ async def test_a_cancellation(signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
-async def test_several_open_batches(mode: Mode, signals: Signals) -> None:
+async def test_several_open_batches(signals: Signals) -> None:
     """Open calls of several turns before ours was installed: each is answered in its place."""
     scene = Scene(
-        mode,
         signals,
         ["done"],
         [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
@@ -615,14 +564,10 @@ async def test_several_open_batches(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_nothing_is_touched_when_nothing_dangles(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_nothing_is_touched_when_nothing_dangles(order: Order, signals: Signals) -> None:
     """A turn after complete ones streams no messages from before_agent."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done", ["search"], "done"],
         in_order(
@@ -641,12 +586,10 @@ async def test_nothing_is_touched_when_nothing_dangles(
         assert not any("messages" in (update or {}) for update in begun)
 
 
-@modes
 @orders(2)
-async def test_a_repair_is_streamed_once(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_repair_is_streamed_once(order: Order, signals: Signals) -> None:
     """Several limiters repair the history once."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         in_order(
@@ -676,11 +619,9 @@ async def test_a_repair_is_streamed_once(mode: Mode, order: Order, signals: Sign
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_a_repair_keeps_messages_and_their_ids(mode: Mode, signals: Signals) -> None:
+async def test_a_repair_keeps_messages_and_their_ids(signals: Signals) -> None:
     """A repair keeps every message of the history, its order and its id."""
     scene = Scene(
-        mode,
         signals,
         ["hello", ["search"], "done"],
         [ToolCallLimitMiddleware(run_limit=0, exit_behavior="error", telemetry=signals.telemetry)],

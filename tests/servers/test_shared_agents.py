@@ -24,7 +24,8 @@ from langchain_quota import (
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, Mode, cancel_at, modes, recording
+from tests.agent.conftest import Form as Mode
+from tests.agent.rules import CONFIG, cancel_at, recording
 from tests.agent.shared import ANN, BOB, DAY, TODAY, SharedScene, asking, counts, quota
 from tests.conftest import Signals
 from tests.servers.redis import RedisServer, running_redis
@@ -38,6 +39,8 @@ PATIENT = 30
 SEARCHES = "search:user_id:ann"
 THREAD = "search:thread:thread-1"
 
+# The two forms of RedisStore are two clients.
+modes = pytest.mark.parametrize("mode", ["sync", "async"])
 outages = pytest.mark.parametrize("on_store_error", ["deny", "allow"])
 
 Open = Callable[..., RedisStore]
@@ -80,7 +83,7 @@ def scene_of(
     **options: Any,
 ) -> SharedScene:
     middleware = quota(signals, *limits, store=store, **options)
-    scene = SharedScene(mode, signals, script, [middleware], **(scene_options or {}))
+    scene = SharedScene(signals, script, [middleware], form=mode, **(scene_options or {}))
     scene.context = ANN
     return scene
 
@@ -217,7 +220,7 @@ async def test_a_reset(
     """A reset gives a thread its budget back in Redis and in its state, and touches no user's."""
     store = opened(redis_server, redis_server.prefix())
     middleware = quota(signals, per_user(thread_limit=2), store=store)
-    scene = SharedScene(mode, signals, asking("search", "search"), [middleware])
+    scene = SharedScene(signals, asking("search", "search"), [middleware], form=mode)
     await scene.turn(context=ANN)
 
     if mode == "sync":
@@ -541,7 +544,7 @@ async def test_the_event_loop_is_not_blocked(
         hide_exhausted=True,
     )
     script = asking("search", "search")
-    scene = SharedScene("async", signals, script, [drop_in, middleware])
+    scene = SharedScene(signals, script, [drop_in, middleware])
 
     with blockbuster_ctx():
         await scene.turn(context=ANN)
