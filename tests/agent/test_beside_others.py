@@ -57,8 +57,8 @@ def limiters(signals: Signals) -> list[Middleware]:
 LIMITED = {"search": 3, "calc": 1}
 
 
-def beside(order: Order, signals: Signals, *others: Middleware) -> list[Middleware]:
-    """The limiters and other middlewares, whichever come first."""
+def beside(signals: Signals, *others: Middleware, order: Order = (0, 1)) -> list[Middleware]:
+    """The limiters and other middlewares, whichever come first: it matters only to node hooks."""
     return [each for part in in_order(order, limiters(signals), others) for each in part]
 
 
@@ -73,14 +73,13 @@ def failing(times: int = 1) -> Callable[[], None]:
     return fail
 
 
-@orders(2)
-async def test_tool_retry(order: Order, signals: Signals) -> None:
+async def test_tool_retry(signals: Signals) -> None:
     """ToolRetryMiddleware: a tool call that is retried counts once."""
     ran: list[str] = []
     scene = Scene(
         signals,
         [*TURN, *TURN],
-        beside(order, signals, ToolRetryMiddleware(max_retries=4, **AT_ONCE)),
+        beside(signals, ToolRetryMiddleware(max_retries=4, **AT_ONCE)),
         tools=[recording("search", ran, failing(3)), recording("calc", ran, failing())],
         ran=ran,
     )
@@ -92,16 +91,13 @@ async def test_tool_retry(order: Order, signals: Signals) -> None:
     assert Counter(ran) == LIMITED
 
 
-@orders(2)
 @pytest.mark.parametrize("on_failure", ["continue", "error"])
-async def test_tool_retry_exhausted(order: Order, on_failure: Any, signals: Signals) -> None:
+async def test_tool_retry_exhausted(on_failure: Any, signals: Signals) -> None:
     """ToolRetryMiddleware that gives up: the call had started, and counts once."""
     scene = Scene(
         signals,
         [["search"], "done", "done"],
-        beside(
-            order, signals, ToolRetryMiddleware(max_retries=2, on_failure=on_failure, **AT_ONCE)
-        ),
+        beside(signals, ToolRetryMiddleware(max_retries=2, on_failure=on_failure, **AT_ONCE)),
         tools=[recording("search", [], failing(99))],
     )
 
@@ -116,14 +112,13 @@ async def test_tool_retry_exhausted(order: Order, on_failure: Any, signals: Sign
     scene.check_requests()
 
 
-@orders(2)
-async def test_model_retry(order: Order, signals: Signals) -> None:
+async def test_model_retry(signals: Signals) -> None:
     """ModelRetryMiddleware: a model call that is retried counts once."""
     failed = ConnectionError("not now")
     scene = Scene(
         signals,
         [failed, TURN[0], failed, failed, *TURN[1:], *TURN],
-        beside(order, signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
+        beside(signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
     )
 
     for turn in (1, 2):
@@ -134,14 +129,13 @@ async def test_model_retry(order: Order, signals: Signals) -> None:
     assert len(scene.model.calls) == 9
 
 
-@orders(2)
-async def test_model_retry_that_answers_for_the_model(order: Order, signals: Signals) -> None:
+async def test_model_retry_that_answers_for_the_model(signals: Signals) -> None:
     """ModelRetryMiddleware that gives up with a message of its own: the call counts once."""
     failed = ConnectionError("not now")
     scene = Scene(
         signals,
         [["search"], failed, failed, failed, "done"],
-        beside(order, signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
+        beside(signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
     )
 
     await scene.turn()
@@ -151,14 +145,13 @@ async def test_model_retry_that_answers_for_the_model(order: Order, signals: Sig
     scene.check(models=3, models_in_run=1)
 
 
-@orders(2)
-async def test_model_retry_that_raises(order: Order, signals: Signals) -> None:
+async def test_model_retry_that_raises(signals: Signals) -> None:
     """ModelRetryMiddleware that gives up by raising: the call is not counted."""
     failed = ConnectionError("not now")
     scene = Scene(
         signals,
         [["search"], failed, failed, "done"],
-        beside(order, signals, ModelRetryMiddleware(max_retries=1, on_failure="error", **AT_ONCE)),
+        beside(signals, ModelRetryMiddleware(max_retries=1, on_failure="error", **AT_ONCE)),
     )
 
     with pytest.raises(ConnectionError):
@@ -169,15 +162,14 @@ async def test_model_retry_that_raises(order: Order, signals: Signals) -> None:
     scene.check(models=2, models_in_run=1)
 
 
-@orders(2)
-async def test_model_fallback(order: Order, signals: Signals) -> None:
+async def test_model_fallback(signals: Signals) -> None:
     """ModelFallbackMiddleware: a call that a second model answers counts once."""
     failed = ConnectionError("not now")
     fallback = ScriptedChatModel(script=[TURN[0], "done"])
     scene = Scene(
         signals,
         [failed, TURN[1], failed, *TURN],
-        beside(order, signals, ModelFallbackMiddleware(fallback)),
+        beside(signals, ModelFallbackMiddleware(fallback)),
     )
 
     for turn in (1, 2):
@@ -188,14 +180,13 @@ async def test_model_fallback(order: Order, signals: Signals) -> None:
     assert len(fallback.calls) == 2
 
 
-@orders(2)
-async def test_model_fallback_that_fails(order: Order, signals: Signals) -> None:
+async def test_model_fallback_that_fails(signals: Signals) -> None:
     """ModelFallbackMiddleware with no model that answers: the call is not counted."""
     failed = ConnectionError("not now")
     scene = Scene(
         signals,
         [failed, "done"],
-        beside(order, signals, ModelFallbackMiddleware(ScriptedChatModel(script=[failed]))),
+        beside(signals, ModelFallbackMiddleware(ScriptedChatModel(script=[failed]))),
     )
 
     with pytest.raises(ConnectionError):
@@ -205,8 +196,7 @@ async def test_model_fallback_that_fails(order: Order, signals: Signals) -> None
     scene.check(models=1, models_in_run=1)
 
 
-@orders(2)
-async def test_tool_emulator(order: Order, signals: Signals) -> None:
+async def test_tool_emulator(signals: Signals) -> None:
     """LLMToolEmulator: an emulated tool call counts, the model call that emulates it does not."""
     ran: list[str] = []
 
@@ -218,7 +208,7 @@ async def test_tool_emulator(order: Order, signals: Signals) -> None:
     scene = Scene(
         signals,
         [*TURN, *TURN],
-        beside(order, signals, LLMToolEmulator(tools=["search"], model=emulator)),
+        beside(signals, LLMToolEmulator(tools=["search"], model=emulator)),
         tools=[recording("search", []), recording("calc", ran)],
         ran=ran,
     )
@@ -231,14 +221,12 @@ async def test_tool_emulator(order: Order, signals: Signals) -> None:
     assert len(emulator.calls) == 3
 
 
-@orders(2)
-async def test_context_editing(order: Order, signals: Signals) -> None:
+async def test_context_editing(signals: Signals) -> None:
     """ContextEditingMiddleware clears answers in the requests: the counts do not notice."""
     scene = Scene(
         signals,
         [*TURN, *TURN],
         beside(
-            order,
             signals,
             ContextEditingMiddleware(
                 edits=[ClearToolUsesEdit(trigger=1, keep=0, placeholder="cleared")]
@@ -267,9 +255,9 @@ async def test_pii_redacted(order: Order, signals: Signals) -> None:
         signals,
         [ask, ["calc"], MAIL, *TURN],
         beside(
-            order,
             signals,
             PIIMiddleware("email", apply_to_output=True, apply_to_tool_results=True),
+            order=order,
         ),
         tools=[recording("search", ran, lambda: MAIL), recording("calc", ran)],
         ran=ran,
@@ -289,7 +277,7 @@ async def test_pii_blocked_before_the_model(order: Order, signals: Signals) -> N
     scene = Scene(
         signals,
         ["done"],
-        beside(order, signals, PIIMiddleware("email", strategy="block")),
+        beside(signals, PIIMiddleware("email", strategy="block"), order=order),
     )
 
     with pytest.raises(PIIDetectionError):
@@ -308,9 +296,9 @@ async def test_pii_blocked_behind_the_model(order: Order, signals: Signals) -> N
         signals,
         [ask, "done"],
         beside(
-            order,
             signals,
             PIIMiddleware("email", strategy="block", apply_to_input=False, apply_to_output=True),
+            order=order,
         ),
     )
 
@@ -335,9 +323,9 @@ async def test_summarization(order: Order, signals: Signals) -> None:
         signals,
         [*TURN, *TURN],
         beside(
-            order,
             signals,
             SummarizationMiddleware(summarizer, trigger=("messages", 4), keep=("messages", 1)),
+            order=order,
         ),
     )
 
@@ -465,7 +453,7 @@ async def test_tool_selector(order: Order, signals: Signals) -> None:
     scene = Scene(
         signals,
         [*TURN, *TURN],
-        beside(order, signals, LLMToolSelectorMiddleware(model=selector)),
+        beside(signals, LLMToolSelectorMiddleware(model=selector), order=order),
     )
 
     for _ in range(2):
@@ -502,14 +490,13 @@ RETRY = RetryPolicy(initial_interval=0, jitter=False, max_attempts=2, retry_on=E
 """Once more, at once, whatever was raised."""
 
 
-@orders(2)
-async def test_a_retried_tools_node(order: Order, signals: Signals) -> None:
+async def test_a_retried_tools_node(signals: Signals) -> None:
     """RetryPolicy on the agent's nodes: a tool that failed runs again and counts once."""
     ran: list[str] = []
     scene = Scene(
         signals,
         [*TURN, *TURN],
-        beside(order, signals),
+        beside(signals),
         tools=[recording("search", ran, failing()), recording("calc", ran, failing())],
         ran=ran,
     )
@@ -522,17 +509,15 @@ async def test_a_retried_tools_node(order: Order, signals: Signals) -> None:
     assert Counter(ran) == LIMITED
 
 
-@orders(2)
-async def test_a_retried_model_node(order: Order, signals: Signals) -> None:
+async def test_a_retried_model_node(signals: Signals) -> None:
     """RetryPolicy on the agent's nodes: a model call that failed is made again, counted once."""
     scene = Scene(
         signals,
         [TURN[0], ConnectionError("not now"), *TURN[1:], *TURN],
-        in_order(
-            order,
+        [
             ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
             ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-        ),
+        ],
     )
     scene.agent.retry_policy = (RETRY,)
 
@@ -585,9 +570,8 @@ class NodeScene(Scene):
         return dict(saved.checkpoint["channel_values"])
 
 
-@orders(2)
 @pytest.mark.parametrize("failure", ["tool", "model"])
-async def test_an_agent_as_a_retried_node(order: Order, failure: str, signals: Signals) -> None:
+async def test_an_agent_as_a_retried_node(failure: str, signals: Signals) -> None:
     """RetryPolicy on a node that is an agent: LangGraph begins a new run of it, a new budget."""
     ran: list[str] = []
     scene = NodeScene(
@@ -599,11 +583,10 @@ async def test_an_agent_as_a_retried_node(order: Order, failure: str, signals: S
             ["calc"],
             "done",
         ],
-        in_order(
-            order,
+        [
             ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
             ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
-        ),
+        ],
         tools=[
             recording("search", ran),
             recording("calc", ran, failing(1 if failure == "tool" else 0)),

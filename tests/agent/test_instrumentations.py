@@ -47,7 +47,16 @@ pytestmark = pytest.mark.skipif(
     reason="the instrumentations need a newer OpenTelemetry",
 )
 forms = pytest.mark.parametrize("form", ["ainvoke", "invoke"])
-limiters = pytest.mark.parametrize("limiters", ["quota", "stacked"])
+# Each pair of values stands in one of them.
+situations = pytest.mark.parametrize(
+    ("limiters", "form", "active"),
+    [
+        ("quota", "ainvoke", "active"),
+        ("quota", "invoke", "none"),
+        ("stacked", "ainvoke", "none"),
+        ("stacked", "invoke", "active"),
+    ],
+)
 
 
 @dataclass(frozen=True)
@@ -173,9 +182,7 @@ def hooks(limiters: str) -> tuple[str, str]:
     return "ModelCallLimitMiddleware.before_model", "ToolCallLimitMiddleware[search].after_model"
 
 
-@limiters
-@forms
-@pytest.mark.parametrize("active", ["active", "none"])
+@situations
 def test_within_the_spans_of_openinference(limiters: str, form: str, active: str) -> None:
     """Each of ours is below OpenInference's span of the step that judged, and nothing is kept.
 
@@ -209,9 +216,7 @@ def test_openinference_in_a_trace_apart(form: str) -> None:
     assert run.kept is None
 
 
-@limiters
-@forms
-@pytest.mark.parametrize("active", ["active", "none"])
+@situations
 def test_within_the_span_of_the_genai_instrumentation(
     limiters: str, form: str, active: str
 ) -> None:

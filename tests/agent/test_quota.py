@@ -174,7 +174,7 @@ EXITS = ["continue", "end", "error"]
 
 
 @pytest.mark.parametrize("exits", list(permutations(EXITS)), ids="-".join)
-@pytest.mark.parametrize("hit", [(0, 1), (0, 2), (1, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("hit", [(0, 1), (0, 1, 2)], ids=str)
 async def test_the_strongest_exit(
     exits: Sequence[Any], hit: Sequence[int], signals: Signals
 ) -> None:
@@ -512,11 +512,11 @@ class Plan:
     form: Form
 
 
-counts = st.integers(0, 4)
+counts = st.integers(0, 3)
 turns = st.lists(
-    st.lists(st.lists(st.sampled_from(TOOLS), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.lists(st.sampled_from(TOOLS), min_size=1, max_size=4), min_size=1, max_size=2),
     min_size=1,
-    max_size=3,
+    max_size=2,
 )
 forms: st.SearchStrategy[Form] = st.sampled_from(["sync", "async"])
 
@@ -610,7 +610,7 @@ def play(plan: Plan, *, stacked: bool) -> Played:
     return played
 
 
-patient = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @patient

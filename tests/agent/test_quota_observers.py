@@ -290,26 +290,17 @@ async def test_one_that_raises(
     assert scene.metric("tool:search", "blocked", "run") == 1
 
 
-@pytest.mark.parametrize("kind", ASYNC_KINDS)
-@pytest.mark.parametrize("others", [0, 1])
-async def test_an_async_one_under_invoke(kind: str, others: int, signals: Signals) -> None:
+async def test_an_async_one_under_invoke(signals: Signals) -> None:
     """Under the sync path an async observer is refused at the first call, before anything runs."""
     observers = Observers()
-    scene = scene_of(
-        signals,
-        [["search"], "done"],
-        LIMITS,
-        [*[lambda _decision: None] * others, observer_of(kind, observers)],
-        form="sync",
-    )
-
-    with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with"):
-        await scene.turn()
+    for kind in ASYNC_KINDS:
+        for others in ([], [lambda _decision: None]):
+            given = [*others, observer_of(kind, observers)]
+            scene = scene_of(signals, [["search"], "done"], LIMITS, given, form="sync")
+            with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with"):
+                await scene.turn()
+            assert (scene.model.calls, scene.ran, observers.seen) == ((), [], [])
     gc.collect()  # a coroutine that was never awaited warns here, and warnings are errors
-
-    assert scene.model.calls == ()
-    assert scene.ran == []
-    assert observers.seen == []
 
 
 async def test_a_cancelled_run(signals: Signals) -> None:

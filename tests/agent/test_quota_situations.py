@@ -493,12 +493,11 @@ async def test_kinds_of_tools(kind: Callable[[list[str]], BaseTool], signals: Si
         scene.check()
 
 
-@orders(2)
-async def test_tool_retry(order: Order, signals: Signals) -> None:
+async def test_tool_retry(signals: Signals) -> None:
     """ToolRetryMiddleware: a tool call that is retried counts once."""
     ran: list[str] = []
     retry = ToolRetryMiddleware(max_retries=3, **AT_ONCE)
-    middleware: list[Middleware] = in_order(order, quota(signals), retry)
+    middleware: list[Middleware] = [quota(signals), retry]
     scene = Scene(
         signals,
         TURN,
@@ -513,12 +512,11 @@ async def test_tool_retry(order: Order, signals: Signals) -> None:
     scene.check()
 
 
-@orders(2)
-async def test_model_retry(order: Order, signals: Signals) -> None:
+async def test_model_retry(signals: Signals) -> None:
     """ModelRetryMiddleware: a model call that is retried counts once."""
     failed = ConnectionError("not now")
     retry = ModelRetryMiddleware(max_retries=2, **AT_ONCE)
-    middleware: list[Middleware] = in_order(order, quota(signals), retry)
+    middleware: list[Middleware] = [quota(signals), retry]
     scene = Scene(signals, [failed, TURN[0], failed, failed, *TURN[1:]], middleware)
 
     await scene.turn()
@@ -527,11 +525,10 @@ async def test_model_retry(order: Order, signals: Signals) -> None:
     scene.check(models=3, models_in_run=3)
 
 
-@orders(2)
-async def test_model_fallback(order: Order, signals: Signals) -> None:
+async def test_model_fallback(signals: Signals) -> None:
     """ModelFallbackMiddleware: a call that a second model answers counts once."""
     second = ScriptedChatModel(script=[TURN[0]])
-    middleware: list[Middleware] = in_order(order, quota(signals), ModelFallbackMiddleware(second))
+    middleware: list[Middleware] = [quota(signals), ModelFallbackMiddleware(second)]
     scene = Scene(signals, [ConnectionError("not now"), *TURN[1:]], middleware)
 
     await scene.turn()

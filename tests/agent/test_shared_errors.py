@@ -386,15 +386,15 @@ async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptu
             context=ANN,
         )
 
-    await asyncio.gather(*map(run, range(150)))
+    await asyncio.gather(*map(run, range(40)))
     store.down = False
     # A few corrections go with each request.
-    for number in range(30):
+    for number in range(8):
         await run(1000 + number)
 
     assert logged(caplog, "store of") == 2  # failed, and works again
-    assert scene.ran == ["search"] * 180
-    assert counts(store) == {SEARCHES: 180}
+    assert scene.ran == ["search"] * 48
+    assert counts(store) == {SEARCHES: 48}
 
 
 @both_forms

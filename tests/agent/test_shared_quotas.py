@@ -275,9 +275,10 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["tool", "model"])
-@pytest.mark.parametrize("case", REFUSED)
-async def test_a_refused_context(case: str, kind: str, signals: Signals) -> None:
+@pytest.mark.parametrize(
+    ("kind", "case"), [("model", "no context"), *(("tool", each) for each in REFUSED)]
+)
+async def test_a_refused_context(kind: str, case: str, signals: Signals) -> None:
     """A context that does not tell the user is an error; nothing is charged, and no tool runs."""
     context, error, says = REFUSED[case]
     store = MemoryStore()

@@ -196,12 +196,12 @@ async def test_a_thread_whose_store_was_emptied(signals: Signals) -> None:
 
 
 OF_THREADS = {
-    "thread limit": ToolCallLimit("search", thread_limit=3),
-    "quota": ToolCallLimit("search", quotas=[Quota(3)]),
-    "both": ToolCallLimit("search", thread_limit=9, quotas=[Quota(3, name="total")]),
+    "thread limit": ToolCallLimit("search", thread_limit=2),
+    "quota": ToolCallLimit("search", quotas=[Quota(2)]),
+    "both": ToolCallLimit("search", thread_limit=9, quotas=[Quota(2, name="total")]),
     "model": ModelCallLimit(quotas=[Quota(3)], exit_behavior="end"),
 }
-"""Limits that allow a thread three calls in all."""
+"""Limits that allow a thread two tool calls, or three model calls."""
 
 
 def called(scene: SharedScene, limit: Limit) -> int:
@@ -213,14 +213,14 @@ async def test_more_threads_than_a_store_keeps(limit: Limit, signals: Signals) -
     """Threads with a state come and go without end, and each has its own count when it is back."""
     store = MemoryStore(max_keys=3)
     scene = scene_of(signals, asking("search"), limit, store=store)
-    threads = [f"thread-{number}" for number in range(8)]
+    threads = [f"thread-{number}" for number in range(5)]
 
-    for turns in range(4):
+    for turns in range(3):
         for thread in threads:
             before = called(scene, limit)
             await scene.turn(thread_id=thread)
-            calls = 2 if limit.kind == "model" else 1
-            left = 3 - turns * calls
+            calls, budget = (2, 3) if limit.kind == "model" else (1, 2)
+            left = budget - turns * calls
             assert called(scene, limit) - before == max(0, min(calls, left)), (thread, turns)
 
     assert store.occupancy == (3, 3, 3)
