@@ -82,15 +82,6 @@ class FailingSaver(InMemorySaver):
             raise DatabaseError
         super().put_writes(config, writes, task_id, task_path)
 
-    async def aput_writes(
-        self,
-        config: RunnableConfig,
-        writes: Sequence[tuple[str, Any]],
-        task_id: str,
-        task_path: str = "",
-    ) -> None:
-        self.put_writes(config, writes, task_id, task_path)
-
     def put(
         self,
         config: RunnableConfig,
@@ -103,15 +94,6 @@ class FailingSaver(InMemorySaver):
         if self.fails and written:
             raise DatabaseError
         return super().put(config, checkpoint, metadata, new_versions)
-
-    async def aput(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        return self.put(config, checkpoint, metadata, new_versions)
 
 
 HOOKS = {"tool": "after_model", "model": "before_model"}

@@ -55,15 +55,6 @@ class LossySaver(InMemorySaver):
                 return {"configurable": lost}
         return super().put(config, checkpoint, metadata, new_versions)
 
-    async def aput(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        return self.put(config, checkpoint, metadata, new_versions)
-
     def put_writes(
         self,
         config: RunnableConfig,
@@ -73,15 +64,6 @@ class LossySaver(InMemorySaver):
     ) -> None:
         if self.keeps > 0 or not self._is_meant(config):
             super().put_writes(config, writes, task_id, task_path)
-
-    async def aput_writes(
-        self,
-        config: RunnableConfig,
-        writes: Sequence[tuple[str, Any]],
-        task_id: str,
-        task_path: str = "",
-    ) -> None:
-        self.put_writes(config, writes, task_id, task_path)
 
     def _is_meant(self, config: RunnableConfig) -> bool:
         return not self._nested or bool(config["configurable"].get("checkpoint_ns"))

@@ -8,8 +8,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware.tool_call_limit import (
     ToolCallLimitExceededError as LangChainsError,
 )
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
-from langchain_core.runnables import RunnableConfig
+from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
@@ -23,17 +22,12 @@ from langchain_quota import (
 )
 from langchain_quota.messages import SKIPPED
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.agent.test_model_call_limit import THREAD, final, forms, turn
 
 if TYPE_CHECKING:
     from tests.conftest import Signals
 
-THREAD: RunnableConfig = {"configurable": {"thread_id": "thread-1"}}
 SEARCH_REFUSED = "Tool call limit exceeded. Do not call 'search' again."
-
-# What a caller is given back is put together in as many ways.
-forms = pytest.mark.parametrize(
-    "form", ["ainvoke", "astream values", "astream updates", "abatch", "invoke"]
-)
 
 
 @tool
@@ -58,41 +52,12 @@ def agent_of(script: list[Any], *limiters: Any, saver: Any = None) -> Any:
     )
 
 
-async def turn(agent: Any, form: str = "ainvoke") -> list[BaseMessage]:
-    """Run one turn on the thread, and return the messages that it made."""
-    inputs = {"messages": [HumanMessage("hi")]}
-    if form == "astream updates":
-        return [
-            message
-            async for chunk in agent.astream(inputs, THREAD, stream_mode="updates")
-            for update in chunk.values()
-            for message in (update or {}).get("messages", [])
-        ]
-    if form == "astream values":
-        async for result in agent.astream(inputs, THREAD, stream_mode="values"):
-            last = result
-    elif form == "abatch":
-        [last] = await agent.abatch([inputs], [THREAD])
-    elif form == "invoke":
-        last = agent.invoke(inputs, THREAD)
-    else:
-        last = await agent.ainvoke(inputs, THREAD)
-    messages: list[BaseMessage] = last["messages"]
-    newest = max(at for at, each in enumerate(messages) if isinstance(each, HumanMessage))
-    return messages[newest + 1 :]
-
-
 def answers(messages: list[BaseMessage]) -> Counter[tuple[str | None, str, str]]:
     return Counter(
         (each.name, each.status, str(each.content))
         for each in messages
         if isinstance(each, ToolMessage)
     )
-
-
-def final(messages: list[BaseMessage]) -> str:
-    assert isinstance(messages[-1], AIMessage)
-    return str(messages[-1].content)
 
 
 async def thread_counts(agent: Any) -> dict[str, int]:
