@@ -13,6 +13,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 
+from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.limiter import Limiter
@@ -23,6 +24,18 @@ from tests.conftest import Signals
 Middleware = AgentMiddleware[Any, Any, Any]
 
 CONFIG = {"configurable": {"thread_id": "thread-1"}}
+
+
+def tool_limiter(
+    signals: Signals, tool_name: str | None = None, **options: Any
+) -> ToolCallLimitMiddleware[Any, Any]:
+    """A drop-in for tool calls, of all tools or of one."""
+    return ToolCallLimitMiddleware(tool_name=tool_name, telemetry=signals.telemetry, **options)
+
+
+def model_limiter(signals: Signals, **options: Any) -> ModelCallLimitMiddleware[Any, Any]:
+    """A drop-in for model calls."""
+    return ModelCallLimitMiddleware(telemetry=signals.telemetry, **options)
 
 
 def recording(name: str, ran: list[str], body: Callable[[], Any] | None = None) -> BaseTool:

@@ -24,14 +24,17 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import RetryPolicy
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import ToolCallLimitExceededError
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Middleware, Scene, check_history, recording
+from tests.agent.rules import (
+    Middleware,
+    Scene,
+    check_history,
+    model_limiter,
+    recording,
+    tool_limiter,
+)
 from tests.conftest import Signals
 
 TURN = [["search"] * 3, ["calc"], "done"]
@@ -46,11 +49,9 @@ MAIL = "ann@example.com"
 def limiters(signals: Signals) -> list[Middleware]:
     """Limiters under which two turns like `TURN` run `LIMITED`."""
     return [
-        ModelCallLimitMiddleware(thread_limit=9, run_limit=4, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search", thread_limit=3, run_limit=2, telemetry=signals.telemetry
-        ),
-        ToolCallLimitMiddleware(thread_limit=4, telemetry=signals.telemetry),
+        model_limiter(signals, thread_limit=9, run_limit=4),
+        tool_limiter(signals, "search", thread_limit=3, run_limit=2),
+        tool_limiter(signals, thread_limit=4),
     ]
 
 
@@ -275,9 +276,7 @@ async def test_pii_redacted(order: Order, signals: Signals) -> None:
 async def test_pii_blocked_before_the_model(order: Order, signals: Signals) -> None:
     """PIIMiddleware that stops a request: no model call is made, and none is counted."""
     scene = Scene(
-        signals,
-        ["done"],
-        beside(signals, PIIMiddleware("email", strategy="block"), order=order),
+        signals, ["done"], beside(signals, PIIMiddleware("email", strategy="block"), order=order)
     )
 
     with pytest.raises(PIIDetectionError):
@@ -347,7 +346,7 @@ async def test_summarization_at_the_limit(order: Order, signals: Signals) -> Non
         ["one"],
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=1),
             SummarizationMiddleware(summarizer, trigger=("messages", 3), keep=("messages", 1)),
         ),
     )
@@ -369,13 +368,7 @@ async def test_todo_list(order: Order, signals: Signals) -> None:
     scene = Scene(
         signals,
         [[todos("one")], [todos("two"), "search"], [todos("three")], ["calc"], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(
-                tool_name="write_todos", run_limit=2, telemetry=signals.telemetry
-            ),
-            TodoListMiddleware(),
-        ),
+        in_order(order, tool_limiter(signals, "write_todos", run_limit=2), TodoListMiddleware()),
     )
 
     result = await scene.turn()
@@ -394,11 +387,7 @@ async def test_todo_list_under_a_limit_of_all_tools(order: Order, signals: Signa
     scene = Scene(
         signals,
         [[todos("one"), "search", "calc"], [todos("two")], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            TodoListMiddleware(),
-        ),
+        in_order(order, tool_limiter(signals, run_limit=2), TodoListMiddleware()),
     )
 
     result = await scene.turn()
@@ -415,10 +404,7 @@ async def test_parallel_todo_lists(signals: Signals) -> None:
     scene = Scene(
         signals,
         [[todos("one"), todos("two"), "search"], "done"],
-        [
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            TodoListMiddleware(),
-        ],
+        [tool_limiter(signals, run_limit=1), TodoListMiddleware()],
     )
 
     result = await scene.turn()
@@ -433,10 +419,7 @@ async def test_parallel_todo_lists_with_the_limiter_last(signals: Signals) -> No
     scene = Scene(
         signals,
         [[todos("one"), todos("two")], "done"],
-        [
-            TodoListMiddleware(),
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        ],
+        [TodoListMiddleware(), tool_limiter(signals, run_limit=1)],
     )
 
     result = await scene.turn()
@@ -474,9 +457,7 @@ async def test_tool_selector_at_the_limit(order: Order, signals: Signals) -> Non
         signals,
         [["calc"], "done"],
         in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            LLMToolSelectorMiddleware(model=selector),
+            order, model_limiter(signals, run_limit=1), LLMToolSelectorMiddleware(model=selector)
         ),
     )
 
@@ -514,10 +495,7 @@ async def test_a_retried_model_node(signals: Signals) -> None:
     scene = Scene(
         signals,
         [TURN[0], ConnectionError("not now"), *TURN[1:], *TURN],
-        [
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-        ],
+        [model_limiter(signals, run_limit=3), tool_limiter(signals, thread_limit=3)],
     )
     scene.agent.retry_policy = (RETRY,)
 
@@ -534,10 +512,8 @@ async def test_a_retried_refusal(signals: Signals) -> None:
         signals,
         [["search"], ["search", "search"], "done"],
         [
-            ToolCallLimitMiddleware(
-                run_limit=2, exit_behavior="error", telemetry=signals.telemetry
-            ),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="error"),
+            model_limiter(signals, run_limit=9),
         ],
     )
     scene.agent.retry_policy = (RETRY,)
@@ -583,10 +559,7 @@ async def test_an_agent_as_a_retried_node(failure: str, signals: Signals) -> Non
             ["calc"],
             "done",
         ],
-        [
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
-        ],
+        [model_limiter(signals, run_limit=3), tool_limiter(signals, "search", run_limit=2)],
         tools=[
             recording("search", ran),
             recording("calc", ran, failing(1 if failure == "tool" else 0)),
@@ -613,7 +586,7 @@ async def test_an_agent_with_its_own_memory_as_a_retried_node(signals: Signals) 
     scene = NodeScene(
         signals,
         [["search"], ["flaky"], ["search"], "done", ["search", "search"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=3)],
         tools=[recording("search", ran), recording("flaky", ran, failing())],
         ran=ran,
         checkpointer=True,

@@ -33,12 +33,11 @@ from langchain_quota.limits import Quota
 from langchain_quota.messages import ABANDONED, FINALIZED
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, Order, in_order, orders
-from tests.agent.rules import CONFIG, Scene
+from tests.agent.rules import CONFIG, Scene, tool_limiter
 from tests.conftest import Signals, needs_inline
 
 limiters = pytest.mark.parametrize(
-    "kind",
-    ["drop-in of a tool", "drop-in", "quota", pytest.param("inline", marks=needs_inline)],
+    "kind", ["drop-in of a tool", "drop-in", "quota", pytest.param("inline", marks=needs_inline)]
 )
 
 
@@ -149,15 +148,7 @@ async def test_an_error_with_other_calls_pending(signals: Signals) -> None:
     scene = Scene(
         signals,
         [[call("search"), call("calc")], "done"],
-        [
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="end",
-                on_pending="raise",
-                telemetry=signals.telemetry,
-            )
-        ],
+        [tool_limiter(signals, "search", run_limit=0, exit_behavior="end", on_pending="raise")],
     )
 
     with pytest.raises(NotImplementedError, match="calc"):
@@ -196,9 +187,7 @@ async def test_two_limiters(order: Order, signals: Signals) -> None:
         signals,
         [[call("search"), call("calc", ""), call("search", "")], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            order, tool_limiter(signals, "search", run_limit=1), tool_limiter(signals, run_limit=2)
         ),
     )
 
@@ -230,10 +219,7 @@ async def test_an_empty_id_that_is_answered(signals: Signals) -> None:
     """Beside a structured answer with an empty id LangChain runs no other call with one."""
     script = [[ToolCall(name="Weather", args={"degrees": 20}, id=""), call("search", "")]]
     scene = Scene(
-        signals,
-        script,
-        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
-        response_format=ToolStrategy(Weather),
+        signals, script, [tool_limiter(signals, run_limit=1)], response_format=ToolStrategy(Weather)
     )
 
     result = await scene.turn()
@@ -257,9 +243,7 @@ async def test_review(order: Order, signals: Signals) -> None:
         signals,
         [[call("search"), call("search", ""), call("search")], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            HumanInTheLoopMiddleware({"search": True}),
+            order, tool_limiter(signals, run_limit=1), HumanInTheLoopMiddleware({"search": True})
         ),
     )
 
@@ -276,10 +260,7 @@ async def test_a_review_behind_the_limiter(signals: Signals) -> None:
     scene = Scene(
         signals,
         [[call("search"), call("search", "")], "done"],
-        [
-            HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ],
+        [HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -315,11 +296,7 @@ async def test_what_an_earlier_run_left(kind: str, signals: Signals) -> None:
 
 async def test_no_limit_for_them(signals: Signals) -> None:
     """Calls that no limit of a drop-in matches are left to LangChain, which fails; uncharged."""
-    scene = Scene(
-        signals,
-        [[call("calc")], "done"],
-        [ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, [[call("calc")], "done"], [tool_limiter(signals, "search", run_limit=1)])
 
     with pytest.raises((TypeError, ValueError), match=r"unexpected type|tool_call_id"):
         await scene.turn()
@@ -332,7 +309,7 @@ async def test_no_limit_for_some(signals: Signals) -> None:
     scene = Scene(
         signals,
         [[call("calc"), call("search")], "done"],
-        [ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry)],
+        [tool_limiter(signals, "search", run_limit=0)],
     )
 
     await scene.turn()
@@ -449,7 +426,7 @@ async def test_a_hook_called_directly(
 
 def test_a_hook_that_runs_again(signals: Signals) -> None:
     """The same state gets the same ids, so that what runs again is known again."""
-    drop_in = ToolCallLimitMiddleware[Any, Any](run_limit=1, telemetry=signals.telemetry)
+    drop_in = tool_limiter(signals, run_limit=1)
     messages = [HumanMessage("hi"), AIMessage("", tool_calls=[call("search")] * 3, id="m")]
 
     first, history = judged(drop_in, messages)
@@ -465,9 +442,7 @@ def test_a_hook_that_runs_again(signals: Signals) -> None:
 
 def test_a_drop_in_with_nothing_to_judge(signals: Signals) -> None:
     """Where none of the calls matches the limit, the hook returns nothing."""
-    drop_in = ToolCallLimitMiddleware[Any, Any](
-        tool_name="search", run_limit=1, telemetry=signals.telemetry
-    )
+    drop_in = tool_limiter(signals, "search", run_limit=1)
     asked = AIMessage("", tool_calls=[call("calc"), call("calc", "")], id="m")
     state: Any = {"messages": [asked]}
     runtime: Any = None
@@ -483,9 +458,7 @@ def test_counts_are_those_of_langchain(tool_name: str | None, count: int, signal
     theirs = langchain_middleware.ToolCallLimitMiddleware[Any, Any](
         tool_name=tool_name, run_limit=3
     ).after_model(state, runtime)
-    ours = ToolCallLimitMiddleware[Any, Any](
-        tool_name=tool_name, run_limit=3, telemetry=signals.telemetry
-    ).after_model(state, runtime)
+    ours = tool_limiter(signals, tool_name, run_limit=3).after_model(state, runtime)
 
     assert theirs is not None
     assert ours is not None

@@ -12,12 +12,11 @@ from langchain_quota import (
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
     usage,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, check_history, recording
+from tests.agent.rules import CONFIG, check_history, recording, tool_limiter
 from tests.conftest import Signals
 
 # Among the oldest versions there is none.
@@ -40,12 +39,7 @@ async def test_an_error(signals: Signals) -> None:
         ScriptedChatModel(script=[["search"] * 3, ["search", "search"], "done"]),
         [recording("search", ran)],
         middleware=[
-            ToolCallLimitMiddleware[Any, Any](
-                tool_name="search",
-                run_limit=2,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=2, exit_behavior="error"),
             QuotaMiddleware[Any, Any](
                 [ToolCallLimit("search", thread_limit=9)], telemetry=signals.telemetry
             ),

@@ -16,16 +16,10 @@ from langchain_core.tools import BaseTool, InjectedToolCallId, StructuredTool
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.types import Command, Send
 
-from langchain_quota import (
-    InlineQuotaMiddleware,
-    ModelCallLimit,
-    ModelCallLimitMiddleware,
-    QuotaMiddleware,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import InlineQuotaMiddleware, ModelCallLimit, QuotaMiddleware
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import CONFIG, Scene, check_history, recording
+from tests.agent.rules import CONFIG, Scene, check_history, model_limiter, recording, tool_limiter
 from tests.conftest import Signals, needs_inline
 
 Handler = Callable[[ModelRequest[Any]], ModelResponse[Any]]
@@ -121,8 +115,8 @@ async def test_our_own_end(order: Order, signals: Signals) -> None:
         lambda messages: ["search"],
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=0, exit_behavior="end", telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=3),
+            tool_limiter(signals, run_limit=0, exit_behavior="end"),
         ),
     )
 
@@ -138,11 +132,7 @@ async def test_another_jump_back_to_the_model(order: Order, signals: Signals) ->
     scene = Scene(
         signals,
         lambda messages: "again",
-        in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            JumpAfterModel("model", 99),
-        ),
+        in_order(order, model_limiter(signals, run_limit=3), JumpAfterModel("model", 99)),
     )
 
     for turn in (1, 2):
@@ -157,11 +147,7 @@ async def test_another_jump_to_the_end(order: Order, signals: Signals) -> None:
     scene = Scene(
         signals,
         lambda messages: "bye",
-        in_order(
-            order,
-            ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-            JumpAfterModel("end", 2),
-        ),
+        in_order(order, model_limiter(signals, thread_limit=3), JumpAfterModel("end", 2)),
     )
 
     for turn in range(1, 6):
@@ -178,8 +164,8 @@ async def test_a_jump_between_two_limiters(order: Order, signals: Signals) -> No
         ["one", "two", ["search", "search"], ["search"], "done"],
         in_order(
             order,
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            model_limiter(signals, run_limit=9),
+            tool_limiter(signals, run_limit=2),
             JumpAfterModel("model", 2),
         ),
     )
@@ -197,11 +183,7 @@ async def test_another_end_before_the_model(order: Order, signals: Signals) -> N
     scene = Scene(
         signals,
         [["calc"], "done"],
-        in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            JumpBeforeModel("end", 2),
-        ),
+        in_order(order, model_limiter(signals, run_limit=3), JumpBeforeModel("end", 2)),
     )
 
     await scene.turn()
@@ -215,10 +197,7 @@ async def test_another_jump_back_before_the_model(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["calc"], "done"],
-        [
-            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            JumpBeforeModel("model", 1),
-        ],
+        [model_limiter(signals, run_limit=2), JumpBeforeModel("model", 1)],
     )
 
     await scene.turn()
@@ -233,11 +212,7 @@ async def test_another_jump_over_the_tools(order: Order, signals: Signals) -> No
     scene = Scene(
         signals,
         [["search"], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
-            JumpAfterModel("end", 1),
-        ),
+        in_order(order, tool_limiter(signals, thread_limit=2), JumpAfterModel("end", 1)),
     )
 
     await scene.turn()
@@ -271,12 +246,7 @@ async def test_a_tool_that_starts_tool_calls(call_id: str, signals: Signals) -> 
     scene = Scene(
         signals,
         [["steer"], "done", "done"],
-        [
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=0, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, "search", thread_limit=0), tool_limiter(signals, run_limit=1)],
         tools=[steering([Send("tools", sent)] * 3), recording("search", ran)],
         ran=ran,
     )
@@ -288,20 +258,16 @@ async def test_a_tool_that_starts_tool_calls(call_id: str, signals: Signals) -> 
     assert scene.metric("tool:*", "allowed") == 1
 
 
-def model_limiter(kind: str, signals: Signals) -> AgentMiddleware[Any, Any, Any]:
+def limiter_of_models(kind: str, signals: Signals) -> AgentMiddleware[Any, Any, Any]:
     if kind == "drop-in":
-        return ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)
+        return model_limiter(signals, run_limit=1)
     middleware = QuotaMiddleware if kind == "quota" else InlineQuotaMiddleware
     return middleware([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
 
 
 @pytest.mark.parametrize(
     ("kind", "made", "counted"),
-    [
-        ("drop-in", 2, 2),
-        ("quota", 2, 1),
-        pytest.param("inline", 1, 1, marks=needs_inline),
-    ],
+    [("drop-in", 2, 2), ("quota", 2, 1), pytest.param("inline", 1, 1, marks=needs_inline)],
 )
 async def test_a_tool_that_goes_to_the_model(
     kind: str, made: int, counted: int, signals: Signals
@@ -310,7 +276,7 @@ async def test_a_tool_that_goes_to_the_model(
     scene = Scene(
         signals,
         [["steer"], "done", "done"],
-        [model_limiter(kind, signals)],
+        [limiter_of_models(kind, signals)],
         tools=[steering("model")],
     )
 
@@ -327,9 +293,7 @@ async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> Non
     scene = Scene(
         signals,
         lambda messages: "fresh",
-        in_order(
-            order, ModelCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry), cache
-        ),
+        in_order(order, model_limiter(signals, thread_limit=2), cache),
     )
 
     for turn in (1, 2, 3):
@@ -350,8 +314,8 @@ async def test_a_cached_answer_that_ends_the_run(order: Order, signals: Signals)
         lambda messages: "fresh",
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=0, exit_behavior="end", telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=9),
+            tool_limiter(signals, run_limit=0, exit_behavior="end"),
             cache,
         ),
     )
@@ -371,10 +335,7 @@ async def test_a_model_node_without_an_ai_message(order: Order, signals: Signals
         signals,
         [["search"], "dropped", ["search"], "done"],
         in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            Mute(2),
+            order, model_limiter(signals, run_limit=9), tool_limiter(signals, run_limit=2), Mute(2)
         ),
     )
 
@@ -389,11 +350,7 @@ async def test_a_model_node_without_an_ai_message(order: Order, signals: Signals
 async def test_the_first_model_node_without_an_ai_message(order: Order, signals: Signals) -> None:
     """A history without any AIMessage: nothing of ours breaks, and the model call counts."""
     scene = Scene(
-        signals,
-        ["dropped"],
-        in_order(
-            order, ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry), Mute(1)
-        ),
+        signals, ["dropped"], in_order(order, model_limiter(signals, run_limit=9), Mute(1))
     )
 
     await scene.turn()
@@ -406,10 +363,7 @@ async def test_messages_removed_between_turns(signals: Signals) -> None:
     scene = Scene(
         signals,
         lambda messages: "done" if len(messages) > 1 else ["search", "search"],
-        [
-            ModelCallLimitMiddleware(thread_limit=5, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-        ],
+        [model_limiter(signals, thread_limit=5), tool_limiter(signals, thread_limit=3)],
     )
 
     for _ in range(3):
@@ -429,11 +383,7 @@ async def test_messages_removed_when_a_run_begins(order: Order, signals: Signals
     scene = Scene(
         signals,
         [["search", "search"], "done", ["search", "search"], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-            ForgetHistory(),
-        ),
+        in_order(order, tool_limiter(signals, thread_limit=3), ForgetHistory()),
     )
 
     for _ in range(2):
@@ -451,8 +401,8 @@ async def test_messages_summarized(order: Order, signals: Signals) -> None:
         [["search"], "done"] * 3,
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=9),
+            tool_limiter(signals, thread_limit=2),
             SummarizationMiddleware(
                 ScriptedChatModel(script=lambda messages: "a summary"),
                 trigger=("messages", 4),

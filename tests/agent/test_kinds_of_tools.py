@@ -16,13 +16,9 @@ from langgraph.store.base import BaseStore
 from langgraph.store.memory import InMemoryStore
 from langgraph.types import Command
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Scene, recording
+from tests.agent.rules import Scene, model_limiter, recording, tool_limiter
 from tests.conftest import Signals
 
 MEETING = 30
@@ -188,11 +184,9 @@ async def test_each_kind(kind: Kind, signals: Signals) -> None:
     scene = scene_of(
         signals,
         kind,
-        ModelCallLimitMiddleware(thread_limit=9, run_limit=3, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search", thread_limit=3, run_limit=2, telemetry=signals.telemetry
-        ),
-        ToolCallLimitMiddleware(thread_limit=9, run_limit=5, telemetry=signals.telemetry),
+        model_limiter(signals, thread_limit=9, run_limit=3),
+        tool_limiter(signals, "search", thread_limit=3, run_limit=2),
+        tool_limiter(signals, thread_limit=9, run_limit=5),
         script=three_searches,
     )
 
@@ -211,9 +205,7 @@ async def test_each_kind_where_the_run_stops(
     scene = scene_of(
         signals,
         kind,
-        ToolCallLimitMiddleware(
-            run_limit=2, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        tool_limiter(signals, run_limit=2, exit_behavior=exit_behavior),
         script=[["search"], ["search", "search", "calc"], "done", "done"],
     )
 
@@ -239,7 +231,7 @@ async def test_return_direct_beside_a_refusal(tool_name: str | None, signals: Si
     scene = scene_of(
         signals,
         return_direct,
-        ToolCallLimitMiddleware(tool_name=tool_name, run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, tool_name, run_limit=1),
         script=[["search", "search"], "done"],
     )
 
@@ -255,7 +247,7 @@ async def test_return_direct_refused(signals: Signals) -> None:
     scene = scene_of(
         signals,
         return_direct,
-        ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=0),
         script=[["search", "search"], "done"],
     )
 
@@ -271,7 +263,7 @@ async def test_an_artifact_beside_a_refusal(signals: Signals) -> None:
     scene = scene_of(
         signals,
         content_and_artifact,
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1),
         script=[["search", "search"], "done"],
     )
 
@@ -288,7 +280,7 @@ async def test_a_state_update_beside_a_refusal(signals: Signals) -> None:
     scene = scene_of(
         signals,
         command_with_state,
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=2),
         script=[["search"] * 3, "done"],
     )
 
@@ -307,11 +299,9 @@ async def test_all_kinds_in_one_batch(signals: Signals) -> None:
         signals,
         [[*names, *names], "done", names, "done"],
         [
-            ToolCallLimitMiddleware(
-                tool_name="command", thread_limit=1, run_limit=1, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(run_limit=len(names) + 4, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            tool_limiter(signals, "command", thread_limit=1, run_limit=1),
+            tool_limiter(signals, run_limit=len(names) + 4),
+            model_limiter(signals, run_limit=2),
         ],
         tools=[kind(kind.__name__, ran) for kind in offered],
         ran=ran,
@@ -339,9 +329,7 @@ async def test_parallel_calls(order: Order, signals: Signals) -> None:
         signals,
         [["search", "calc"] * 3, "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
+            order, tool_limiter(signals, run_limit=5), tool_limiter(signals, "search", run_limit=1)
         ),
         tools=_meeting(ran, let_through),
         ran=ran,
@@ -362,10 +350,7 @@ async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:
     scene = Scene(
         signals,
         [AIMessage(searched)],
-        [
-            ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, run_limit=0), model_limiter(signals, run_limit=1)],
     )
 
     await scene.turn()

@@ -15,8 +15,9 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from opentelemetry.trace import StatusCode
 
-from langchain_quota import Decision, ModelCallLimitExceededError, ModelCallLimitMiddleware
+from langchain_quota import Decision, ModelCallLimitExceededError
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.agent.rules import model_limiter
 
 if TYPE_CHECKING:
     from tests.conftest import Signals
@@ -111,7 +112,7 @@ def thread_series(signals: "Signals", limit: str = "model") -> tuple[float | Non
 
 async def test_end(signals: "Signals") -> None:
     """`end`: the call over the limit is not made, and the run ends with a message."""
-    limiter = ModelCallLimitMiddleware(thread_limit=9, run_limit=2, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=9, run_limit=2)
     model = ScriptedChatModel(script=[["search"], ["search", "search"], "never"])
     agent = agent_of(model, limiter)
     messages = await turn(agent)
@@ -129,9 +130,7 @@ async def test_end(signals: "Signals") -> None:
 
 async def test_error(signals: "Signals") -> None:
     """`error`: our exception reaches the caller, who may catch LangChain's; its span says so."""
-    limiter = ModelCallLimitMiddleware(
-        thread_limit=9, run_limit=1, exit_behavior="error", telemetry=signals.telemetry
-    )
+    limiter = model_limiter(signals, thread_limit=9, run_limit=1, exit_behavior="error")
     model = ScriptedChatModel(script=[["search"], "never"])
     agent = agent_of(model, limiter)
     with pytest.raises(LangChainsError) as caught:
@@ -154,7 +153,7 @@ async def test_error(signals: "Signals") -> None:
 
 async def test_under_the_limit(signals: "Signals") -> None:
     """Up to the limit, exactly, every call is made and counted, and the run ends by itself."""
-    limiter = ModelCallLimitMiddleware(thread_limit=2, run_limit=2, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=2, run_limit=2)
     model = ScriptedChatModel(script=[["search"], "done"])
     agent = agent_of(model, limiter)
     assert final(await turn(agent)) == "done"
@@ -166,7 +165,7 @@ async def test_under_the_limit(signals: "Signals") -> None:
 
 async def test_thread_limit_holds_across_turns(signals: "Signals") -> None:
     """A thread's count goes on from turn to turn, and stays used up."""
-    limiter = ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=3)
     model = ScriptedChatModel(script=[["search"], "one", ["search"], "never"])
     agent = agent_of(model, limiter)
     ends = [final(await turn(agent)) for _ in range(3)]
@@ -185,7 +184,7 @@ async def test_thread_count_survives_a_new_agent(
     """The count is in the checkpoint: an agent built anew, as after a deployment, goes on."""
     ends = []
     for _ in range(2):
-        limiter = ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
+        limiter = model_limiter(signals, thread_limit=1)
         agent = agent_of(ScriptedChatModel(script=["done"]), limiter, saver=sqlite_saver)
         ends.append(final(await turn(agent)))
     assert ends == ["done", "Model call limits exceeded: thread limit (1/1)"]
@@ -194,7 +193,7 @@ async def test_thread_count_survives_a_new_agent(
 
 async def test_run_limit_begins_anew_at_each_turn(signals: "Signals") -> None:
     """Each turn has the whole run limit, however the last one ended."""
-    limiter = ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, run_limit=2)
     model = ScriptedChatModel(script=[["search"]] * 6)
     agent = agent_of(model, limiter)
     for _ in range(3):
@@ -208,7 +207,7 @@ async def test_run_limit_begins_anew_at_each_turn(signals: "Signals") -> None:
 
 async def test_threads_count_apart(signals: "Signals") -> None:
     """What one thread has used is not charged to another."""
-    limiter = ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=1)
     agent = agent_of(ScriptedChatModel(script=["one", "two", "never"]), limiter)
     ends = []
     for thread_id in ("a", "b", "a"):
@@ -222,11 +221,11 @@ async def test_threads_count_apart(signals: "Signals") -> None:
 @pytest.mark.parametrize("scope", ["thread", "run"])
 async def test_limit_of_zero_forbids(scope: str, exit_behavior: Any, signals: "Signals") -> None:
     """A limit of 0 lets no call be made, in any turn, whatever a refusal does."""
-    limiter = ModelCallLimitMiddleware(
+    limiter = model_limiter(
+        signals,
         thread_limit=0 if scope == "thread" else None,
         run_limit=0 if scope == "run" else None,
         exit_behavior=exit_behavior,
-        telemetry=signals.telemetry,
     )
     model = ScriptedChatModel(script=["never"])
     agent = agent_of(model, limiter)
@@ -246,7 +245,7 @@ async def test_limit_of_zero_forbids(scope: str, exit_behavior: Any, signals: "S
 
 async def test_failed_call_is_not_counted(signals: "Signals") -> None:
     """A call that raises reaches the caller and is not counted: the next turn has the budget."""
-    limiter = ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=1)
     model = ScriptedChatModel(script=[ConnectionError("no model"), "done"])
     agent = agent_of(model, limiter)
     with pytest.raises(ConnectionError, match="no model"):
@@ -258,12 +257,8 @@ async def test_failed_call_is_not_counted(signals: "Signals") -> None:
 
 async def test_two_named_limits(signals: "Signals") -> None:
     """With `limit_name` two model limits stand side by side, and each call counts once."""
-    per_run = ModelCallLimitMiddleware(
-        run_limit=2, limit_name="per run", telemetry=signals.telemetry
-    )
-    per_thread = ModelCallLimitMiddleware(
-        thread_limit=3, limit_name="per thread", telemetry=signals.telemetry
-    )
+    per_run = model_limiter(signals, run_limit=2, limit_name="per run")
+    per_thread = model_limiter(signals, thread_limit=3, limit_name="per thread")
     assert per_run.name == "ModelCallLimitMiddleware[per run]"
     assert per_thread.name == "ModelCallLimitMiddleware[per thread]"
     model = ScriptedChatModel(script=[["search"]] * 3)
@@ -291,7 +286,7 @@ def told(decision: Decision) -> str:
 )
 async def test_message(message: Any, text: str, signals: "Signals") -> None:
     """`message`, a text or a function of the Decision, is the final message."""
-    limiter = ModelCallLimitMiddleware(run_limit=1, message=message, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, run_limit=1, message=message)
     model = ScriptedChatModel(script=[["search"], "never"])
     assert final(await turn(agent_of(model, limiter))) == text
 
@@ -302,9 +297,7 @@ async def test_signals_equal_the_decisions(
     exit_behavior: Any, form: str, signals: "Signals"
 ) -> None:
     """Captured decisions, counters and spans tell the same of every judged call, in order."""
-    limiter = ModelCallLimitMiddleware(
-        run_limit=3, exit_behavior=exit_behavior, telemetry=signals.telemetry
-    )
+    limiter = model_limiter(signals, run_limit=3, exit_behavior=exit_behavior)
     model = ScriptedChatModel(script=[["search"]] * 3)
     agent = agent_of(model, limiter)
     with captured_decisions() as decisions:

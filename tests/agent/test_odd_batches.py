@@ -8,10 +8,9 @@ from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.testing import captured_decisions
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Scene, cancel_at, check_history
+from tests.agent.rules import Scene, cancel_at, check_history, model_limiter, tool_limiter
 from tests.conftest import Signals
 
 
@@ -30,13 +29,8 @@ async def test_duplicate_ids_of_which_one_is_refused(
         [[call("search", "same"), call("search", "same")], "done", ["search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior=exit_behavior,
-                telemetry=signals.telemetry,
-            ),
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior=exit_behavior),
+            tool_limiter(signals, thread_limit=9),
         ),
     )
 
@@ -55,8 +49,8 @@ async def test_duplicate_ids_over_two_tools(order: Order, signals: Signals) -> N
         [[call("search", "same"), call("calc", "same"), call("calc", "other")], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=0),
+            tool_limiter(signals, "calc", run_limit=9),
         ),
     )
 
@@ -71,7 +65,7 @@ async def test_duplicate_ids_that_run(signals: Signals) -> None:
     scene = Scene(
         signals,
         [[call("search", "same"), call("search", "same")], "done"],
-        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -85,7 +79,7 @@ async def test_an_id_used_again(signals: Signals) -> None:
     scene = Scene(
         signals,
         [[call("search", "same")], [call("search", "same")], [call("search", "same")], "done"],
-        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -106,10 +100,7 @@ async def test_invalid_tool_calls(signals: Signals) -> None:
             "done",
             "done",
         ],
-        [
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, run_limit=1), model_limiter(signals, run_limit=9)],
     )
 
     await scene.turn()
@@ -127,7 +118,7 @@ async def test_only_invalid_tool_calls(signals: Signals) -> None:
     scene = Scene(
         signals,
         [AIMessage("", invalid_tool_calls=[broken]), "done"],
-        [ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=0)],
     )
 
     await scene.turn()
@@ -139,11 +130,7 @@ async def test_only_invalid_tool_calls(signals: Signals) -> None:
 
 async def test_an_unknown_tool(signals: Signals) -> None:
     """A tool that the agent does not have: let through, charged, answered by LangChain once."""
-    scene = Scene(
-        signals,
-        [["invented", "invented"], "done"],
-        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, [["invented", "invented"], "done"], [tool_limiter(signals, run_limit=1)])
 
     await scene.turn()
 
@@ -159,7 +146,7 @@ async def test_arguments_that_fail_validation(signals: Signals) -> None:
     scene = Scene(
         signals,
         [[("square", {"number": "x"})], [("square", {"number": 2})], ["square"], "done"],
-        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=2)],
         tools=[_square(ran)],
         ran=ran,
     )
@@ -190,9 +177,7 @@ async def test_cancelled_between_admission_and_tool(signals: Signals) -> None:
     """Cancelled after admission: nothing ran, the call stays charged, the next turn is whole."""
     gate = Gate()
     scene = Scene(
-        signals,
-        [["search"], ["search"], "done"],
-        [gate, ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        signals, [["search"], ["search"], "done"], [gate, tool_limiter(signals, thread_limit=2)]
     )
 
     await cancel_at(gate.reached, scene.turn())
@@ -209,11 +194,7 @@ async def test_cancelled_between_admission_and_tool(signals: Signals) -> None:
 async def test_cancelled_and_resumed(signals: Signals) -> None:
     """Cancelled after admission and resumed: the call runs, charged once."""
     gate = Gate()
-    scene = Scene(
-        signals,
-        [["search"], "done"],
-        [gate, ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, [["search"], "done"], [gate, tool_limiter(signals, thread_limit=2)])
 
     await cancel_at(gate.reached, scene.turn())
     gate.closed = False
@@ -226,11 +207,7 @@ async def test_cancelled_and_resumed(signals: Signals) -> None:
 async def test_cancelled_before_admission(signals: Signals) -> None:
     """Cancelled before the limiter judged: nothing is charged, and the next turn is whole."""
     gate = Gate()
-    scene = Scene(
-        signals,
-        [["search"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry), gate],
-    )
+    scene = Scene(signals, [["search"], "done"], [tool_limiter(signals, thread_limit=2), gate])
 
     await cancel_at(gate.reached, scene.turn())
     gate.closed = False

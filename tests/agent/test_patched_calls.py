@@ -10,15 +10,10 @@ from langchain_core.messages import AIMessage, RemoveMessage, ToolMessage, conve
 from langchain_core.tools import BaseTool, ToolException
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 
-from langchain_quota import (
-    MemoryStore,
-    ToolCallLimit,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import MemoryStore, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.limits import Quota
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Middleware, Scene, check_history, recording
+from tests.agent.rules import Middleware, Scene, check_history, recording, tool_limiter
 from tests.agent.shared import ANN, SharedScene, counts, quota
 from tests.conftest import Signals, needs_inline
 
@@ -49,13 +44,6 @@ MIDDLEWARES: dict[str, Callable[[], list[Middleware]]] = {
 patched = pytest.mark.parametrize("patching", MIDDLEWARES.values(), ids=MIDDLEWARES.keys())
 
 
-def drop_in(signals: Signals, tool: str | None = None, **options: Any) -> Middleware:
-    limiter: Middleware = ToolCallLimitMiddleware(
-        tool_name=tool, telemetry=signals.telemetry, **options
-    )
-    return limiter
-
-
 @patched
 @orders(3)
 async def test_error_in_a_stack(
@@ -69,9 +57,9 @@ async def test_error_in_a_stack(
             *patching(),
             *in_order(
                 order,
-                drop_in(signals, thread_limit=9),
-                drop_in(signals, "search", run_limit=1, exit_behavior="error"),
-                drop_in(signals, "calc", thread_limit=9),
+                tool_limiter(signals, thread_limit=9),
+                tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
+                tool_limiter(signals, "calc", thread_limit=9),
             ),
         ],
     )
@@ -114,8 +102,8 @@ async def test_messages_without_ids(
             *patching(),
             *in_order(
                 order,
-                drop_in(signals, thread_limit=9),
-                drop_in(signals, "search", run_limit=1, exit_behavior="error"),
+                tool_limiter(signals, thread_limit=9),
+                tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
             ),
         ],
         state_schema=WithoutIds,
@@ -144,7 +132,7 @@ async def test_error_with_a_store(
         [["search"] * 3, ["search"], "done"],
         [
             *patching(),
-            drop_in(signals, "search", run_limit=2, exit_behavior="error"),
+            tool_limiter(signals, "search", run_limit=2, exit_behavior="error"),
             quota(signals, ToolCallLimit("search", quotas=[Quota(9, per="user_id")]), store=store),
         ],
     )
@@ -173,10 +161,10 @@ async def test_a_crash_beside_a_refusal(
         [["search", "calc", "flaky"], "done"],
         [
             *patching(),
-            drop_in(signals, "search", run_limit=5, exit_behavior="error"),
+            tool_limiter(signals, "search", run_limit=5, exit_behavior="error"),
             HumanInTheLoopMiddleware({"calc": True}),
-            drop_in(signals, "search", run_limit=0, limit_name="none at all"),
-            drop_in(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=0, limit_name="none at all"),
+            tool_limiter(signals, thread_limit=9),
         ],
         tools=["search", "calc", recording("flaky", ran, crash)],
     )
@@ -204,9 +192,9 @@ async def test_an_abandoned_review(
         [["search", "search"], "done"],
         [
             *patching(),
-            drop_in(signals, run_limit=2),
+            tool_limiter(signals, run_limit=2),
             HumanInTheLoopMiddleware({"search": True}),
-            drop_in(signals, "search", thread_limit=2),
+            tool_limiter(signals, "search", thread_limit=2),
         ],
     )
 
@@ -228,9 +216,9 @@ async def test_a_review_and_an_answer(
         [["search", "search"], "done", "done"],
         [
             *patching(),
-            drop_in(signals, run_limit=2),
+            tool_limiter(signals, run_limit=2),
             HumanInTheLoopMiddleware({"search": True}),
-            drop_in(signals, "search", thread_limit=2),
+            tool_limiter(signals, "search", thread_limit=2),
         ],
     )
 
@@ -277,9 +265,9 @@ async def test_a_jump_to_the_tools(
         [[each.name for each in tools], *["done"] * (1 if direct else 2)],
         [
             *patching(),
-            drop_in(signals, thread_limit=9),
+            tool_limiter(signals, thread_limit=9),
             ToTheTools(),
-            drop_in(signals, thread_limit=9, limit_name="behind"),
+            tool_limiter(signals, thread_limit=9, limit_name="behind"),
         ],
         tools=tools,
         ran=ran,

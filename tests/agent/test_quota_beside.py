@@ -19,11 +19,10 @@ from langchain_quota import (
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import CONFIG, Scene
+from tests.agent.rules import CONFIG, Scene, model_limiter, tool_limiter
 from tests.conftest import Signals
 
 
@@ -39,7 +38,7 @@ async def test_two_that_count_the_model(order: Order, second: str, signals: Sign
     other: Any = (
         OtherQuota([ModelCallLimit(run_limit=4, name="other")], telemetry=signals.telemetry)
         if second == "quota"
-        else ModelCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry)
+        else model_limiter(signals, run_limit=4)
     )
     scene = Scene(signals, ["done"], in_order(order, quota, other))
     with pytest.raises(RuntimeError, match="all model limits into one QuotaMiddleware"):
@@ -54,7 +53,7 @@ async def test_model_limits_in_one_of_two(order: Order, second: str, signals: Si
     models: Any = (
         OtherQuota([ModelCallLimit(run_limit=3)], telemetry=signals.telemetry)
         if second == "quota"
-        else ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry)
+        else model_limiter(signals, run_limit=3)
     )
     scene = Scene(signals, [["search"]] * 4, in_order(order, tools, models))
 
@@ -75,10 +74,8 @@ async def test_tool_limits_in_all_of_three(order: Order, signals: Signals) -> No
             QuotaMiddleware(
                 [ToolCallLimit("search", run_limit=1, name="quota")], telemetry=signals.telemetry
             ),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="calc", thread_limit=1, limit_name="calc", telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, run_limit=2),
+            tool_limiter(signals, "calc", thread_limit=1, limit_name="calc"),
         ),
     )
 

@@ -14,12 +14,11 @@ from langchain_quota import (
     Outcome,
     QuotaMiddleware,
     ToolCallLimit,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.messages import FINALIZED
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import CONFIG, Middleware, Scene, check_history, recording
+from tests.agent.rules import CONFIG, Middleware, Scene, check_history, recording, tool_limiter
 from tests.conftest import Signals
 
 LAST = "last model call"
@@ -111,9 +110,7 @@ async def test_no_tools_are_offered(signals: Signals) -> None:
 async def test_tools_stay_behind_tool_calls(signals: Signals) -> None:
     """Where the history has tool calls an empty list might be refused: the tools stay."""
     scene = scene_of(
-        signals,
-        [["search"], "done"],
-        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        signals, [["search"], "done"], ModelCallLimit(run_limit=2, exit_behavior="finalize")
     )
 
     await scene.turn()
@@ -260,7 +257,7 @@ async def test_the_last_text_of_several_limits(signals: Signals) -> None:
 @pytest.mark.parametrize("place", [0, 1])
 async def test_beside_a_drop_in(place: int, signals: Signals) -> None:
     """A limiter of tools that judges first ends the run with the same text, and charges nothing."""
-    drop_in: Middleware = ToolCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry)
+    drop_in: Middleware = tool_limiter(signals, run_limit=9)
     middleware: list[Middleware] = [
         QuotaMiddleware(
             [ModelCallLimit(run_limit=2, exit_behavior="finalize")], telemetry=signals.telemetry

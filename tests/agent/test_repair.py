@@ -10,13 +10,17 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import CONFIG, Scene, cancel_at, check_history, recording
+from tests.agent.rules import (
+    CONFIG,
+    Scene,
+    cancel_at,
+    check_history,
+    model_limiter,
+    recording,
+    tool_limiter,
+)
 from tests.conftest import Signals
 
 NEW_TURN = {"messages": [("user", "next")]}
@@ -35,14 +39,7 @@ async def test_error(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["search", "search", "calc"], "done"],
-        [
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            )
-        ],
+        [tool_limiter(signals, "search", run_limit=1, exit_behavior="error")],
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -63,10 +60,8 @@ async def test_a_resume_raises_again(signals: Signals) -> None:
         signals,
         [["search"], ["search", "search"], "done"],
         [
-            ToolCallLimitMiddleware(
-                thread_limit=2, exit_behavior="error", telemetry=signals.telemetry
-            ),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=2, exit_behavior="error"),
+            model_limiter(signals, run_limit=9),
         ],
     )
 
@@ -91,16 +86,9 @@ async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
         [["calc"], ["search", "search", "calc"], ["search", "calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="calc", thread_limit=9, run_limit=5, telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
+            tool_limiter(signals, "calc", thread_limit=9, run_limit=5),
         ),
     )
 
@@ -126,13 +114,8 @@ async def test_error_behind_a_refusal(order: Order, signals: Signals) -> None:
         [["calc", "calc", "search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "calc", run_limit=1),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -153,15 +136,8 @@ async def test_error_of_two(order: Order, signals: Signals) -> None:
         [["calc"], ["search", "calc"], ["calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                run_limit=2, thread_limit=2, exit_behavior="error", telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, run_limit=2, thread_limit=2, exit_behavior="error"),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -181,13 +157,8 @@ async def test_error_turn_after_turn(order: Order, signals: Signals) -> None:
         lambda messages: ["search"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -211,14 +182,9 @@ async def test_error_raised_behind_a_resume(order: Order, signals: Signals) -> N
         [["search", "calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
-            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
+            model_limiter(signals, thread_limit=9),
         ),
     )
 
@@ -243,20 +209,11 @@ class Briefing(AgentMiddleware[Any, Any, Any]):
 async def test_error_in_a_stack_with_a_message_between(place: int, signals: Signals) -> None:
     """A middleware that adds a message when a run begins does not hinder the refund."""
     limiters: list[Any] = [
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=9, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search",
-            run_limit=0,
-            exit_behavior="error",
-            telemetry=signals.telemetry,
-        ),
-        ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+        tool_limiter(signals, "calc", run_limit=9),
+        tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
+        tool_limiter(signals, thread_limit=9),
     ]
-    scene = Scene(
-        signals,
-        [["search"], "done"],
-        [*limiters[:place], Briefing(), *limiters[place:]],
-    )
+    scene = Scene(signals, [["search"], "done"], [*limiters[:place], Briefing(), *limiters[place:]])
 
     with pytest.raises(ToolCallLimitExceededError):
         await scene.turn()
@@ -274,11 +231,7 @@ async def test_a_crash_and_then_a_lower_limit(signals: Signals) -> None:
         Scene(
             signals,
             script,
-            [
-                ToolCallLimitMiddleware(
-                    thread_limit=limit, exit_behavior="error", telemetry=signals.telemetry
-                )
-            ],
+            [tool_limiter(signals, thread_limit=limit, exit_behavior="error")],
             tools=[recording("flaky", ran, crash)],
             checkpointer=saver,
         )
@@ -297,18 +250,12 @@ async def test_a_crash_and_then_one_more_limiter(place: int, signals: Signals) -
     """A call that crashed stays charged where the agent has been given one more limiter since."""
     ran: list[str] = []
     saver = InMemorySaver()
-    new = ToolCallLimitMiddleware[Any, Any](
-        run_limit=9, limit_name="new", telemetry=signals.telemetry
-    )
+    new = tool_limiter(signals, run_limit=9, limit_name="new")
     before, after = (
         Scene(
             signals,
             [turn],
-            [
-                *added[place:],
-                ToolCallLimitMiddleware(thread_limit=5, telemetry=signals.telemetry),
-                *added[:place],
-            ],
+            [*added[place:], tool_limiter(signals, thread_limit=5), *added[:place]],
             tools=[recording("flaky", ran, crash)],
             checkpointer=saver,
         )
@@ -335,10 +282,8 @@ async def test_a_crash_of_an_edited_call(signals: Signals) -> None:
         [["search"], "done"],
         [
             HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=5, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(tool_name="flaky", run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", thread_limit=5),
+            tool_limiter(signals, "flaky", run_limit=5),
         ],
         tools=["search", recording("flaky", ran, crash)],
     )
@@ -360,14 +305,9 @@ async def test_a_crash_in_a_stack(signals: Signals) -> None:
         signals,
         [["flaky", "calc", "search"], "done"],
         [
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                thread_limit=9,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "calc", run_limit=0),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", thread_limit=9, exit_behavior="error"),
         ],
         tools=[recording("flaky", ran, crash), "calc", "search"],
     )
@@ -387,11 +327,9 @@ async def test_an_approval_abandoned_between_two_limiters(signals: Signals) -> N
         signals,
         [["search", "search"], "done"],
         [
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2),
             HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=2, telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, "search", thread_limit=2),
         ],
     )
 
@@ -407,10 +345,7 @@ async def test_an_approval_abandoned(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["search", "calc"], "done"],
-        [
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            HumanInTheLoopMiddleware({"search": True}),
-        ],
+        [tool_limiter(signals, run_limit=2), HumanInTheLoopMiddleware({"search": True})],
     )
 
     await scene.turn()
@@ -426,10 +361,7 @@ async def test_an_approval_abandoned_with_the_review_first(signals: Signals) -> 
     scene = Scene(
         signals,
         [["search", "calc"], "done"],
-        [
-            HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ],
+        [HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -448,7 +380,7 @@ async def test_an_interrupt_of_a_tool_abandoned(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["ask"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[recording("ask", ran, lambda: interrupt("what?"))],
         ran=ran,
     )
@@ -469,7 +401,7 @@ async def test_a_crash_in_a_tool(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["flaky"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[recording("flaky", ran, crash)],
         ran=ran,
     )
@@ -491,7 +423,7 @@ async def test_a_crash_beside_a_tool_that_ran(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["flaky", "search"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[recording("flaky", ran, crash), "search"],
         ran=ran,
     )
@@ -512,7 +444,7 @@ async def test_a_cancellation(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["slow"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[_endless(started)],
     )
 
@@ -527,11 +459,7 @@ async def test_a_cancellation(signals: Signals) -> None:
 
 async def test_several_open_batches(signals: Signals) -> None:
     """Open calls of several turns before ours was installed: each is answered in its place."""
-    scene = Scene(
-        signals,
-        ["done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, ["done"], [tool_limiter(signals, thread_limit=2)])
     call = {"args": {}, "type": "tool_call"}
     scene.agent.update_state(
         CONFIG,
@@ -571,9 +499,7 @@ async def test_nothing_is_touched_when_nothing_dangles(order: Order, signals: Si
         signals,
         [["search", "search"], "done", ["search"], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            order, tool_limiter(signals, "search", run_limit=1), model_limiter(signals, run_limit=9)
         ),
     )
 
@@ -594,13 +520,8 @@ async def test_a_repair_is_streamed_once(order: Order, signals: Signals) -> None
         [["search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
+            model_limiter(signals, run_limit=9),
         ),
     )
     with pytest.raises(ToolCallLimitExceededError):
@@ -624,7 +545,7 @@ async def test_a_repair_keeps_messages_and_their_ids(signals: Signals) -> None:
     scene = Scene(
         signals,
         ["hello", ["search"], "done"],
-        [ToolCallLimitMiddleware(run_limit=0, exit_behavior="error", telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=0, exit_behavior="error")],
     )
     await scene.turn()
     with pytest.raises(ToolCallLimitExceededError):

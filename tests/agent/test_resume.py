@@ -9,9 +9,9 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
-from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
+from langchain_quota import ToolCallLimitMiddleware
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import CONFIG, Scene, check_history, recording
+from tests.agent.rules import CONFIG, Scene, check_history, model_limiter, recording, tool_limiter
 from tests.conftest import Signals
 
 APPROVE = {"decisions": [{"type": "approve"}]}
@@ -25,8 +25,8 @@ async def test_human_approval(order: Order, signals: Signals) -> None:
         lambda messages: ["search"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="end"),
+            model_limiter(signals, run_limit=5),
             HumanInTheLoopMiddleware({"search": True}),
         ),
     )
@@ -45,10 +45,7 @@ async def test_model_limit_over_approvals(signals: Signals) -> None:
     scene = Scene(
         signals,
         lambda messages: ["search"],
-        [
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            HumanInTheLoopMiddleware({"search": True}),
-        ],
+        [model_limiter(signals, run_limit=3), HumanInTheLoopMiddleware({"search": True})],
     )
 
     result = await scene.turn()
@@ -66,8 +63,8 @@ async def test_interrupt_in_a_tool(signals: Signals) -> None:
         signals,
         lambda messages: ["ask"],
         [
-            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="end"),
+            model_limiter(signals, run_limit=5),
         ],
         tools=[recording("ask", ran, lambda: interrupt("what?"))],
         ran=ran,
@@ -90,8 +87,8 @@ async def test_breakpoints(where: str, node: str, signals: Signals) -> None:
         signals,
         lambda messages: ["search"],
         [
-            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="end"),
+            model_limiter(signals, run_limit=5),
         ],
         **stops,
     )
@@ -110,10 +107,7 @@ async def test_a_crashed_tool(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["flaky"], ["flaky"], ["flaky"], "done"],
-        [
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, run_limit=2), model_limiter(signals, run_limit=5)],
         tools=[recording("flaky", ran, _failing_once())],
         ran=ran,
     )
@@ -131,10 +125,7 @@ async def test_a_crashed_model(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["search"], ConnectionError("model"), ["search"], "done"],
-        [
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ],
+        [model_limiter(signals, run_limit=3), tool_limiter(signals, run_limit=2)],
     )
 
     with pytest.raises(ConnectionError):
@@ -148,9 +139,7 @@ async def test_a_crashed_model(signals: Signals) -> None:
 async def test_a_crashed_model_and_a_new_turn(signals: Signals) -> None:
     """A model call raises and the user asks anew: the call that failed is charged nowhere."""
     scene = Scene(
-        signals,
-        [ConnectionError("model"), "done"],
-        [ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry)],
+        signals, [ConnectionError("model"), "done"], [model_limiter(signals, run_limit=3)]
     )
 
     with pytest.raises(ConnectionError):
@@ -168,8 +157,8 @@ async def test_a_new_turn_has_a_new_budget(order: Order, signals: Signals) -> No
         lambda messages: ["search"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=6, run_limit=2, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(thread_limit=9, run_limit=4, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=6, run_limit=2),
+            model_limiter(signals, thread_limit=9, run_limit=4),
         ),
     )
 
@@ -199,8 +188,8 @@ async def test_a_thread_begun_under_langchains_limiters(signals: Signals) -> Non
         signals,
         script,
         [
-            ToolCallLimitMiddleware(thread_limit=3, run_limit=2, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(thread_limit=5, run_limit=3, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=3, run_limit=2),
+            model_limiter(signals, thread_limit=5, run_limit=3),
         ],
         checkpointer=saver,
     )

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import pytest
 from langchain.agents.middleware import HumanInTheLoopMiddleware
 
-from langchain_quota import ToolCallLimitExceededError, ToolCallLimitMiddleware
+from langchain_quota import ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Scene, check_history
+from tests.agent.rules import Scene, check_history, tool_limiter
 from tests.conftest import Signals
 
 Review = Literal["approve", "reject", "respond", "edit"]
@@ -45,9 +45,7 @@ async def test_limiter_first_not_run(kind: Review, exit_behavior: Any, signals: 
     """Limiter first: a rejected or answered call is not charged and not answered again."""
     scene = scene_of(
         signals,
-        ToolCallLimitMiddleware(
-            run_limit=1, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        tool_limiter(signals, run_limit=1, exit_behavior=exit_behavior),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -63,7 +61,7 @@ async def test_limiter_first_with_limit_0(kind: Review, signals: Signals) -> Non
     """Limiter first, with limit 0: what the reviewer answered has one answer, the reviewer's."""
     scene = scene_of(
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=0),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -79,9 +77,7 @@ async def test_limiter_first_with_limit_0(kind: Review, signals: Signals) -> Non
 async def test_limiter_first_approved(signals: Signals) -> None:
     """Limiter first: an approved call over the limit does not run, one within it is charged."""
     scene = scene_of(
-        signals,
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        HumanInTheLoopMiddleware({"search": True}),
+        signals, tool_limiter(signals, run_limit=1), HumanInTheLoopMiddleware({"search": True})
     )
 
     await scene.turn()
@@ -95,8 +91,8 @@ async def test_limiter_first_edited(signals: Signals) -> None:
     """Limiter first: an edited call is charged as the tool that it became."""
     scene = scene_of(
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=1),
+        tool_limiter(signals, "calc", run_limit=1),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -111,7 +107,7 @@ async def test_limiter_first_edited_into_a_refused_tool(signals: Signals) -> Non
     """Limiter first: an edit does not evade the limit of the tool that the call became."""
     scene = scene_of(
         signals,
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, "calc", run_limit=1),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -127,7 +123,7 @@ async def test_limiter_first_edited_out_of_a_refused_tool(signals: Signals) -> N
     """Limiter first: a call edited away from an exhausted tool runs, and is not charged to it."""
     scene = scene_of(
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=0),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -145,8 +141,8 @@ async def test_an_edit_of_an_earlier_turn(signals: Signals) -> None:
     )
     scene = scene_of(
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(tool_name="calc", thread_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=1),
+        tool_limiter(signals, "calc", thread_limit=1),
         HumanInTheLoopMiddleware({"search": True}),
         script=[first, "done", again, "done"],
     )
@@ -163,9 +159,7 @@ async def test_an_edit_of_an_earlier_turn(signals: Signals) -> None:
 async def test_review_first_approved(signals: Signals) -> None:
     """Review first: the reviewer is asked about refused calls too; approved, they do not run."""
     scene = scene_of(
-        signals,
-        HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+        signals, HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=1)
     )
 
     result = await scene.turn()
@@ -180,9 +174,7 @@ async def test_review_first_approved(signals: Signals) -> None:
 async def test_review_first_not_run(kind: Review, signals: Signals) -> None:
     """Review first: a rejected or answered call stays charged, though it did not run."""
     scene = scene_of(
-        signals,
-        HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        signals, HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=2)
     )
 
     await scene.turn()
@@ -198,9 +190,7 @@ async def test_review_first_not_run(kind: Review, signals: Signals) -> None:
 async def test_review_first_refused_and_not_run(kind: Review, signals: Signals) -> None:
     """Review first: a refused call that the reviewer answers too has two answers."""
     scene = scene_of(
-        signals,
-        HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+        signals, HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=1)
     )
 
     await scene.turn()
@@ -216,8 +206,8 @@ async def test_review_first_edited(signals: Signals) -> None:
     scene = scene_of(
         signals,
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=2),
+        tool_limiter(signals, "calc", run_limit=0),
     )
 
     await scene.turn()
@@ -233,7 +223,7 @@ async def test_review_first_end(signals: Signals) -> None:
     scene = scene_of(
         signals,
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, exit_behavior="end", telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1, exit_behavior="end"),
     )
 
     result = await scene.turn()
@@ -248,7 +238,7 @@ async def test_review_first_error(signals: Signals) -> None:
     scene = scene_of(
         signals,
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, exit_behavior="error", telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1, exit_behavior="error"),
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -262,9 +252,9 @@ async def test_review_between_two_limiters(signals: Signals) -> None:
     """Review between: a rejected call stays charged to the limiter behind the review only."""
     scene = scene_of(
         signals,
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=2),
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=2),
     )
 
     await scene.turn()
@@ -278,7 +268,7 @@ async def test_review_between_two_limiters(signals: Signals) -> None:
 def per_call_scene(signals: Signals, order: Order) -> Scene:
     middleware = in_order(
         order,
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=2),
         HumanInTheLoopMiddleware({"search": True}, interrupt_mode="per_call"),
     )
     return scene_of(signals, *middleware, script=[["search"] * 3, "done"])

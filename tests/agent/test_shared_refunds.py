@@ -13,12 +13,11 @@ from langchain_quota import (
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.memory import MemoryStore
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import CONFIG, Middleware, check_history, recording
+from tests.agent.rules import CONFIG, Middleware, check_history, recording, tool_limiter
 from tests.agent.shared import ANN, FickleStore, SharedScene, asking, counts, quota
 from tests.conftest import Signals
 
@@ -52,18 +51,12 @@ async def test_beside_a_drop_in(
     limits: list[Limit] = [per_user("search"), per_user("calc")]
     if settles == "model":
         limits.append(ModelCallLimit(quotas=[Quota(99, per="user_id")]))
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=1,
-        exit_behavior=exit_behavior,
-        limit_name="drop-in",
-        telemetry=signals.telemetry,
+    drop_in: Middleware = tool_limiter(
+        signals, "search", run_limit=1, exit_behavior=exit_behavior, limit_name="drop-in"
     )
     middleware: Middleware = quota(signals, *limits, store=store)
     scene = scene_of(
-        signals,
-        asking("search", "search", "calc"),
-        *in_order(order, middleware, drop_in),
+        signals, asking("search", "search", "calc"), *in_order(order, middleware, drop_in)
     )
 
     if exit_behavior == "error":
@@ -95,12 +88,7 @@ async def test_beside_a_limit_of_the_same_name(order: Order, signals: Signals) -
         *in_order(
             order,
             quota(signals, per_user("search"), store=store),
-            ToolCallLimitMiddleware[Any, Any](
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
         ),
     )
 
@@ -116,9 +104,7 @@ async def test_beside_a_limit_of_the_same_name(order: Order, signals: Signals) -
 async def test_a_store_that_is_down_when_it_is_owed(signals: Signals) -> None:
     """What is owed waits in the thread until the store is back."""
     store = FickleStore(MemoryStore())
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, limit_name="drop-in", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
     scene = scene_of(
         signals,
         asking("search", "search"),
@@ -312,9 +298,7 @@ async def test_an_id_used_again(signals: Signals) -> None:
 async def test_duplicate_ids_that_a_drop_in_refuses(signals: Signals) -> None:
     """Calls of one id that another limiter refuses are taken back together."""
     store = MemoryStore()
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, limit_name="drop-in", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
     scene = scene_of(
         signals,
         [[call("search", "same"), call("search", "same")], "done", ["search"], "done"],
@@ -394,15 +378,10 @@ async def test_a_tool_that_crashed(signals: Signals) -> None:
 async def test_an_abandoned_batch_that_a_drop_in_held(signals: Signals) -> None:
     """A batch that another limiter's error stopped never started: the next turn takes it back."""
     store = MemoryStore()
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="calc", run_limit=0, exit_behavior="error", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "calc", run_limit=0, exit_behavior="error")
     limit = ToolCallLimit(thread_limit=9, quotas=[Quota(9, per="user_id")])
     scene = scene_of(
-        signals,
-        asking("search", "search", "calc"),
-        drop_in,
-        quota(signals, limit, store=store),
+        signals, asking("search", "search", "calc"), drop_in, quota(signals, limit, store=store)
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -421,15 +400,9 @@ async def test_a_drop_in_while_the_store_is_down(order: Order, signals: Signals)
     """What is let through without the store, and refused by another, is not told to it."""
     store = FickleStore(MemoryStore())
     store.down = True
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, limit_name="drop-in", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
     middleware: Middleware = quota(signals, per_user("search"), store=store, on_store_error="allow")
-    scene = scene_of(
-        signals,
-        asking("search", "search"),
-        *in_order(order, middleware, drop_in),
-    )
+    scene = scene_of(signals, asking("search", "search"), *in_order(order, middleware, drop_in))
 
     await scene.turn()
     store.down = False

@@ -14,7 +14,14 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Middleware, Scene, check_history, recording
+from tests.agent.rules import (
+    Middleware,
+    Scene,
+    check_history,
+    model_limiter,
+    recording,
+    tool_limiter,
+)
 from tests.conftest import Signals
 
 
@@ -37,9 +44,7 @@ async def test_refused_by_one_is_charged_to_none(order: Order, signals: Signals)
         signals,
         [["search", "search", "calc", "calc"], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
+            order, tool_limiter(signals, run_limit=2), tool_limiter(signals, "search", run_limit=1)
         ),
     )
 
@@ -61,10 +66,8 @@ async def test_a_refused_call_leaves_room_on_the_thread(order: Order, signals: S
         [["search", "search"], "done", ["calc"], "done", ["calc", "search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=1, telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, thread_limit=2),
+            tool_limiter(signals, "search", thread_limit=1),
         ),
     )
 
@@ -84,11 +87,9 @@ async def test_three_limiters(order: Order, signals: Signals) -> None:
         [batch, batch, "done", batch, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=5, run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=2, run_limit=1, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=5, run_limit=3),
+            tool_limiter(signals, "search", thread_limit=2, run_limit=1),
+            tool_limiter(signals, "calc", run_limit=1),
         ),
         tools=("search", "calc", "mail"),
     )
@@ -109,11 +110,9 @@ async def test_refused_by_two(order: Order, signals: Signals) -> None:
         [["search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                run_limit=5, limit_name="generous", telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, run_limit=0),
+            tool_limiter(signals, "search", run_limit=0),
+            tool_limiter(signals, run_limit=5, limit_name="generous"),
         ),
     )
 
@@ -132,13 +131,8 @@ async def test_end_beside_continue(order: Order, signals: Signals) -> None:
         [["calc", "search", "search", "calc"], ["calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="end",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, run_limit=3),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior="end"),
         ),
     )
 
@@ -163,12 +157,7 @@ async def test_end_beside_end(order: Order, signals: Signals) -> None:
         in_order(
             order,
             *(
-                ToolCallLimitMiddleware(
-                    tool_name=tool,
-                    run_limit=0,
-                    exit_behavior="end",
-                    telemetry=signals.telemetry,
-                )
+                tool_limiter(signals, tool, run_limit=0, exit_behavior="end")
                 for tool in ("search", "calc")
             ),
         ),
@@ -189,18 +178,8 @@ async def test_end_beside_error(order: Order, signals: Signals) -> None:
         [["search", "calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="end",
-                telemetry=signals.telemetry,
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="calc",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="end"),
+            tool_limiter(signals, "calc", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -228,12 +207,7 @@ async def test_langchains_tool_limiter_beside_ours(
         in_order(
             order,
             langchain_middleware.ToolCallLimitMiddleware(run_limit=9),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=2,
-                exit_behavior=exit_behavior,
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=2, exit_behavior=exit_behavior),
         ),
     )
 
@@ -256,7 +230,7 @@ async def test_langchains_limiter_on_the_same_counter(order: Order, signals: Sig
         in_order(
             order,
             _LangChainsToolLimit(tool_name="search", run_limit=9),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=2),
         ),
     )
 
@@ -276,11 +250,7 @@ async def test_langchains_model_limiter_beside_ours(order: Order, signals: Signa
     scene = Scene(
         signals,
         [["calc"], ["calc"], ["calc"], "done"],
-        in_order(
-            order,
-            _LangChainsModelLimit(run_limit=9),
-            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ),
+        in_order(order, _LangChainsModelLimit(run_limit=9), model_limiter(signals, run_limit=2)),
     )
 
     for calls in (2, 4):
@@ -306,13 +276,8 @@ async def test_two_thresholds_on_one_tool(order: Order, signals: Signals) -> Non
         [["search"] * 3, "done", ["search"] * 3, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                thread_limit=3,
-                limit_name="search per thread",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=2),
+            tool_limiter(signals, "search", thread_limit=3, limit_name="search per thread"),
         ),
     )
 
@@ -330,7 +295,7 @@ async def test_two_tool_limiters_by_subclass(order: Order, signals: Signals) -> 
         [["search"] * 3, ["search"] * 3, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=4),
             OtherToolLimit(run_limit=6, limit_name="other", telemetry=signals.telemetry),
         ),
     )
@@ -349,7 +314,7 @@ async def test_two_unnamed_tool_limiters_by_subclass(order: Order, signals: Sign
         [["search"] * 3, ["search"] * 3, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=4),
             OtherToolLimit(run_limit=6, telemetry=signals.telemetry),
         ),
     )
@@ -365,7 +330,7 @@ async def test_two_unnamed_tool_limiters_by_subclass(order: Order, signals: Sign
 def two_of_one_name(signals: Signals, **options: Any) -> list[Middleware]:
     """Two limiters whose limits have the same name, their default: `tool:search`."""
     return [
-        ToolCallLimitMiddleware(tool_name="search", telemetry=signals.telemetry, **options),
+        tool_limiter(signals, "search", **options),
         QuotaMiddleware([ToolCallLimit("search", thread_limit=9)], telemetry=signals.telemetry),
     ]
 
@@ -382,11 +347,7 @@ async def test_error_beside_a_limit_of_the_same_name(order: Order, signals: Sign
     The name in the metrics is the limit's own.
     """
     limiters = two_of_one_name(signals, run_limit=1, exit_behavior="error")
-    scene = Scene(
-        signals,
-        [["search", "search"], ["search"], "done"],
-        in_order(order, *limiters),
-    )
+    scene = Scene(signals, [["search", "search"], ["search"], "done"], in_order(order, *limiters))
 
     with pytest.raises(ToolCallLimitExceededError):
         await scene.turn()
@@ -402,12 +363,8 @@ async def test_error_beside_a_limit_of_the_same_name(order: Order, signals: Sign
 async def test_a_third_refuses_what_two_of_one_name_admit(place: int, signals: Signals) -> None:
     """A refused call is taken back from each limiter that charged it before."""
     limiters = two_of_one_name(signals, run_limit=9)
-    third = ToolCallLimitMiddleware[Any, Any](run_limit=0, telemetry=signals.telemetry)
-    scene = Scene(
-        signals,
-        [["search"], "done"],
-        [*limiters[:place], third, *limiters[place:]],
-    )
+    third = tool_limiter(signals, run_limit=0)
+    scene = Scene(signals, [["search"], "done"], [*limiters[:place], third, *limiters[place:]])
 
     await scene.turn()
 
@@ -473,7 +430,7 @@ async def test_two_model_limiters(order: Order, signals: Signals) -> None:
         [["calc"], ["calc"], ["calc"], "done"],
         in_order(
             order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            model_limiter(signals, run_limit=3),
             OtherModelLimit(thread_limit=6, limit_name="thread", telemetry=signals.telemetry),
         ),
     )
@@ -492,10 +449,8 @@ async def test_two_model_limiters_where_the_inner_refuses(order: Order, signals:
         [["calc"], ["calc"], "done"],
         in_order(
             order,
-            ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(
-                run_limit=9, limit_name="generous", telemetry=signals.telemetry
-            ),
+            model_limiter(signals, run_limit=1),
+            model_limiter(signals, run_limit=9, limit_name="generous"),
         ),
     )
 

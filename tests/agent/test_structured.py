@@ -8,13 +8,9 @@ from langchain.agents.structured_output import ToolStrategy
 from langchain_core.messages import AIMessage
 from pydantic import BaseModel
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Scene
+from tests.agent.rules import Scene, model_limiter, tool_limiter
 from tests.conftest import Signals
 
 EXIT_BEHAVIORS = ["continue", "end", "error"]
@@ -43,11 +39,7 @@ def scene_of(signals: Signals, script: Any, *middleware: Any) -> Scene:
 async def test_valid(exit_behavior: Any, signals: Signals) -> None:
     """A structured answer over a limit of 0 is delivered: not charged, blocked or answered."""
     scene = scene_of(
-        signals,
-        [[VALID]],
-        ToolCallLimitMiddleware(
-            run_limit=0, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        signals, [[VALID]], tool_limiter(signals, run_limit=0, exit_behavior=exit_behavior)
     )
 
     result = await scene.turn()
@@ -64,10 +56,8 @@ async def test_retried(exit_behavior: Any, signals: Signals) -> None:
     scene = scene_of(
         signals,
         [[INVALID], ["search"], [INVALID], [VALID]],
-        ToolCallLimitMiddleware(
-            run_limit=1, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
-        ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1, exit_behavior=exit_behavior),
+        model_limiter(signals, run_limit=9),
     )
 
     result = await scene.turn()
@@ -83,12 +73,7 @@ async def test_a_limit_named_like_it(exit_behavior: Any, signals: Signals) -> No
     scene = scene_of(
         signals,
         [[INVALID], [VALID]],
-        ToolCallLimitMiddleware(
-            tool_name="Weather",
-            run_limit=0,
-            exit_behavior=exit_behavior,
-            telemetry=signals.telemetry,
-        ),
+        tool_limiter(signals, "Weather", run_limit=0, exit_behavior=exit_behavior),
     )
 
     result = await scene.turn()
@@ -102,11 +87,7 @@ async def test_a_limit_named_like_it(exit_behavior: Any, signals: Signals) -> No
 async def test_refusals_beside_a_success(exit_behavior: Any, batch: Any, signals: Signals) -> None:
     """Beside a delivered structured answer a refusal only refuses: no raise, no last word."""
     scene = scene_of(
-        signals,
-        [batch],
-        ToolCallLimitMiddleware(
-            run_limit=0, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        signals, [batch], tool_limiter(signals, run_limit=0, exit_behavior=exit_behavior)
     )
 
     result = await scene.turn()
@@ -128,15 +109,8 @@ async def test_refusals_of_two_beside_a_success(
         [["search", "calc", VALID, "search"]],
         *in_order(
             order,
-            ToolCallLimitMiddleware(
-                run_limit=2, exit_behavior=behaviors[0], telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior=behaviors[1],
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, run_limit=2, exit_behavior=behaviors[0]),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior=behaviors[1]),
         ),
     )
 
@@ -151,9 +125,7 @@ async def test_refusals_of_two_beside_a_success(
 async def test_a_refusal_beside_a_retry(signals: Signals) -> None:
     """Beside a structured answer that is retried, `error` raises as ever."""
     scene = scene_of(
-        signals,
-        [[INVALID, "search"]],
-        ToolCallLimitMiddleware(run_limit=0, exit_behavior="error", telemetry=signals.telemetry),
+        signals, [[INVALID, "search"]], tool_limiter(signals, run_limit=0, exit_behavior="error")
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -169,9 +141,7 @@ async def test_a_retry_in_the_next_turn(exit_behavior: Any, signals: Signals) ->
     scene = scene_of(
         signals,
         [[VALID], [INVALID, "search"]],
-        ToolCallLimitMiddleware(
-            run_limit=0, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        tool_limiter(signals, run_limit=0, exit_behavior=exit_behavior),
     )
 
     await scene.turn()
@@ -191,7 +161,7 @@ async def test_two_structured_answers_at_once(signals: Signals) -> None:
     scene = Scene(
         signals,
         [["search"], [VALID, ("Other", {"text": "hm"})], [VALID]],
-        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=1)],
         response_format=ToolStrategy(Weather | Other),
     )
 

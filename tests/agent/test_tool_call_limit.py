@@ -14,14 +14,10 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from opentelemetry.trace import StatusCode
 
-from langchain_quota import (
-    Decision,
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import Decision, ToolCallLimitExceededError, ToolCallLimitMiddleware
 from langchain_quota.messages import SKIPPED
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.agent.rules import model_limiter, tool_limiter
 from tests.agent.test_model_call_limit import THREAD, final, forms, turn
 
 if TYPE_CHECKING:
@@ -100,9 +96,7 @@ def thread_series(signals: "Signals", limit: str) -> tuple[float | None, ...]:
 
 async def test_continue(signals: "Signals") -> None:
     """`continue`: what is over the limit is answered, the rest runs, and the agent goes on."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search", thread_limit=10, run_limit=2, telemetry=signals.telemetry
-    )
+    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=2)
     agent = agent_of([["search", "search", "calc", "search"], "done"], limiter)
     messages = await turn(agent)
     assert answers(messages) == {
@@ -123,13 +117,7 @@ async def test_continue(signals: "Signals") -> None:
 
 async def test_end(signals: "Signals") -> None:
     """`end`: nothing of the batch runs or is charged, and the run ends with a message."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        thread_limit=10,
-        run_limit=1,
-        exit_behavior="end",
-        telemetry=signals.telemetry,
-    )
+    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=1, exit_behavior="end")
     agent = agent_of([["search", "search", "calc"], "never"], limiter)
     messages = await turn(agent)
     assert answers(messages) == {
@@ -150,13 +138,7 @@ async def test_end(signals: "Signals") -> None:
 
 async def test_error(signals: "Signals") -> None:
     """`error`: our exception reaches the caller, who may catch LangChain's; nothing is charged."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        thread_limit=10,
-        run_limit=1,
-        exit_behavior="error",
-        telemetry=signals.telemetry,
-    )
+    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=1, exit_behavior="error")
     agent = agent_of([["search", "search"]], limiter)
     with pytest.raises(LangChainsError) as caught:
         await turn(agent)
@@ -178,7 +160,7 @@ async def test_error(signals: "Signals") -> None:
 
 async def test_under_the_limit(signals: "Signals") -> None:
     """Up to the limit, exactly, every call runs and is counted."""
-    limiter = ToolCallLimitMiddleware(thread_limit=3, run_limit=3, telemetry=signals.telemetry)
+    limiter = tool_limiter(signals, thread_limit=3, run_limit=3)
     agent = agent_of([["search", "calc"], ["search"], "done"], limiter)
     messages = await turn(agent)
     assert answers(messages) == {("search", "success", "found"): 2, ("calc", "success", "4"): 1}
@@ -192,9 +174,7 @@ async def test_under_the_limit(signals: "Signals") -> None:
 
 async def test_thread_limit_holds_across_turns(signals: "Signals") -> None:
     """A thread's count goes on from turn to turn, and stays used up."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search", thread_limit=3, telemetry=signals.telemetry
-    )
+    limiter = tool_limiter(signals, "search", thread_limit=3)
     script = [["search", "search"], "one", ["search", "search"], "two", ["search"], "three"]
     agent = agent_of(script, limiter)
     ran = []
@@ -213,7 +193,7 @@ async def test_thread_count_survives_a_new_agent(
 ) -> None:
     """The count is in the checkpoint: an agent built anew, as after a deployment, goes on."""
     for refused in (0, 1):
-        limiter = ToolCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
+        limiter = tool_limiter(signals, thread_limit=1)
         agent = agent_of([["search"], "done"], limiter, saver=sqlite_saver)
         messages = await turn(agent)
         assert sum(status == "error" for _, status, _ in answers(messages)) == refused
@@ -222,7 +202,7 @@ async def test_thread_count_survives_a_new_agent(
 
 async def test_run_limit_begins_anew_at_each_turn(signals: "Signals") -> None:
     """Each turn has the whole run limit, over all its model steps, however the last one ended."""
-    limiter = ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry)
+    limiter = tool_limiter(signals, "search", run_limit=2)
     script = [["search"], ["search", "search"], "done"]
     agent = agent_of(script * 3, limiter)
     for _ in range(3):
@@ -237,7 +217,7 @@ async def test_run_limit_begins_anew_at_each_turn(signals: "Signals") -> None:
 
 async def test_threads_count_apart(signals: "Signals") -> None:
     """What one thread has used is not charged to another."""
-    limiter = ToolCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
+    limiter = tool_limiter(signals, thread_limit=1)
     agent = agent_of([["search"], "done"] * 3, limiter)
     statuses = []
     for thread_id in ("a", "b", "a"):
@@ -251,12 +231,12 @@ async def test_threads_count_apart(signals: "Signals") -> None:
 @pytest.mark.parametrize("scope", ["thread", "run"])
 async def test_limit_of_zero_forbids(scope: str, exit_behavior: Any, signals: "Signals") -> None:
     """A limit of 0 lets no call run, in any turn, whatever a refusal does."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
+    limiter = tool_limiter(
+        signals,
+        "search",
         thread_limit=0 if scope == "thread" else None,
         run_limit=0 if scope == "run" else None,
         exit_behavior=exit_behavior,
-        telemetry=signals.telemetry,
     )
     script = [["search"], "done"] if exit_behavior == "continue" else [["search"]]
     agent = agent_of(script * 2, limiter)
@@ -275,7 +255,7 @@ async def test_limit_of_zero_forbids(scope: str, exit_behavior: Any, signals: "S
 
 async def test_parallel_calls_are_charged_in_order(signals: "Signals") -> None:
     """Of a batch, the first calls run and the later ones are refused."""
-    limiter = ToolCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry)
+    limiter = tool_limiter(signals, run_limit=3)
     batch = ["search", "calc", "search", "calc", "search"]
     messages = await turn(agent_of([batch, "done"], limiter))
     statuses = {
@@ -295,27 +275,17 @@ async def test_parallel_calls_are_charged_in_order(signals: "Signals") -> None:
 
 async def test_two_named_limits_on_one_tool(signals: "Signals") -> None:
     """With `limit_name` two limits on one tool stand side by side, as thresholds of one count."""
-    burst = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=2, limit_name="burst", telemetry=signals.telemetry
-    )
-    budget = ToolCallLimitMiddleware(
-        tool_name="search", thread_limit=3, limit_name="budget", telemetry=signals.telemetry
-    )
+    burst = tool_limiter(signals, "search", run_limit=2, limit_name="burst")
+    budget = tool_limiter(signals, "search", thread_limit=3, limit_name="budget")
     assert burst.name == "ToolCallLimitMiddleware[search/burst]"
     assert budget.name == "ToolCallLimitMiddleware[search/budget]"
     script = [["search"] * 3, "one", ["search"] * 2, "two"]
     agent = agent_of(script, burst, budget)
     first = answers(await turn(agent))
-    assert first == {
-        ("search", "success", "found"): 2,
-        ("search", "error", SEARCH_REFUSED): 1,
-    }
+    assert first == {("search", "success", "found"): 2, ("search", "error", SEARCH_REFUSED): 1}
     assert await thread_counts(agent) == {"search": 2}
     second = answers(await turn(agent))
-    assert second == {
-        ("search", "success", "found"): 1,
-        ("search", "error", SEARCH_REFUSED): 1,
-    }
+    assert second == {("search", "success", "found"): 1, ("search", "error", SEARCH_REFUSED): 1}
     assert await thread_counts(agent) == {"search": 3}
     assert charged(signals, "burst", "blocked", "run") == 1
     assert charged(signals, "budget", "blocked", "thread") == 1
@@ -328,10 +298,7 @@ async def test_two_named_limits_on_one_tool(signals: "Signals") -> None:
 
 async def test_limits_on_different_tools(signals: "Signals") -> None:
     """Limiters on two tools need no names, and do not touch each other's calls."""
-    limiters = [
-        ToolCallLimitMiddleware(tool_name=name, run_limit=1, telemetry=signals.telemetry)
-        for name in ("search", "calc")
-    ]
+    limiters = [tool_limiter(signals, name, run_limit=1) for name in ("search", "calc")]
     agent = agent_of([["search", "calc", "calc"], "done"], *limiters)
     assert answers(await turn(agent)) == {
         ("search", "success", "found"): 1,
@@ -355,9 +322,7 @@ def told(decision: Decision) -> str:
 )
 async def test_message_of_blocked_call(message: Any, text: str, signals: "Signals") -> None:
     """`message`, a text or a function of the Decision, is what the model reads."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, message=message, telemetry=signals.telemetry
-    )
+    limiter = tool_limiter(signals, "search", run_limit=1, message=message)
     messages = await turn(agent_of([["search", "search"], "done"], limiter))
     assert answers(messages) == {("search", "success", "found"): 1, ("search", "error", text): 1}
 
@@ -369,13 +334,7 @@ async def test_message_of_blocked_call(message: Any, text: str, signals: "Signal
 )
 async def test_message_at_the_end(message: Any, text: str, signals: "Signals") -> None:
     """With `end`, `message` is the answer of the refused call and the final message."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=1,
-        exit_behavior="end",
-        message=message,
-        telemetry=signals.telemetry,
-    )
+    limiter = tool_limiter(signals, "search", run_limit=1, exit_behavior="end", message=message)
     messages = await turn(agent_of([["search", "search", "calc"]], limiter))
     assert answers(messages) == {
         ("search", "error", text): 1,
@@ -394,9 +353,7 @@ async def test_message_reads_the_emitted_decision(exit_behavior: Any, signals: "
         read.append(decision)
         return "no"
 
-    limiter = ToolCallLimitMiddleware(
-        run_limit=1, exit_behavior=exit_behavior, message=message, telemetry=signals.telemetry
-    )
+    limiter = tool_limiter(signals, run_limit=1, exit_behavior=exit_behavior, message=message)
     with captured_decisions() as decisions:
         await turn(agent_of([["search", "search"], "done"], limiter))
     blocked = [each for each in decisions if each.outcome == "blocked"]
@@ -407,12 +364,8 @@ async def test_message_reads_the_emitted_decision(exit_behavior: Any, signals: "
 @pytest.mark.parametrize("on_pending", ["skip", "raise"])
 async def test_end_alone_needs_no_on_pending(on_pending: Any, signals: "Signals") -> None:
     """When only calls of the limited tool are pending, `end` ends the run either way."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=1,
-        exit_behavior="end",
-        on_pending=on_pending,
-        telemetry=signals.telemetry,
+    limiter = tool_limiter(
+        signals, "search", run_limit=1, exit_behavior="end", on_pending=on_pending
     )
     messages = await turn(agent_of([["search", "search"]], limiter))
     assert final(messages).startswith("'search' tool call limit reached")
@@ -420,13 +373,7 @@ async def test_end_alone_needs_no_on_pending(on_pending: Any, signals: "Signals"
 
 async def test_on_pending_raise(signals: "Signals") -> None:
     """`on_pending="raise"` refuses to end a run with calls of other tools pending."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=0,
-        exit_behavior="end",
-        on_pending="raise",
-        telemetry=signals.telemetry,
-    )
+    limiter = tool_limiter(signals, "search", run_limit=0, exit_behavior="end", on_pending="raise")
     agent = agent_of([["search", "calc"]], limiter)
     with pytest.raises(NotImplementedError, match="calc"):
         await turn(agent)
@@ -456,14 +403,8 @@ async def test_signals_equal_the_decisions(
     """Captured decisions, counters and spans tell the same of every judged call."""
     agent = agent_of(
         [["search", "calc", "search"], ["calc", "search", "search"], "done"],
-        ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search",
-            thread_limit=9,
-            run_limit=3,
-            exit_behavior=exit_behavior,
-            telemetry=signals.telemetry,
-        ),
+        model_limiter(signals, run_limit=9),
+        tool_limiter(signals, "search", thread_limit=9, run_limit=3, exit_behavior=exit_behavior),
     )
     with captured_decisions() as decisions:
         if exit_behavior == "error":
