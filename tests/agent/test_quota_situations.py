@@ -3,26 +3,22 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import (
     AgentMiddleware,
     HumanInTheLoopMiddleware,
-    ModelFallbackMiddleware,
-    ModelRetryMiddleware,
     SummarizationMiddleware,
     TodoListMiddleware,
-    ToolRetryMiddleware,
     hook_config,
 )
 from langchain.agents.structured_output import ToolStrategy
-from langchain.tools import InjectedToolCallId, ToolRuntime
 from langchain_core.messages import RemoveMessage, ToolCall, ToolMessage
-from langchain_core.tools import BaseTool, StructuredTool
+from langchain_core.tools import StructuredTool
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
-from langgraph.types import Command, interrupt
+from langgraph.types import interrupt
 from pydantic import BaseModel
 
 from langchain_quota import (
@@ -50,7 +46,6 @@ TURN = [["search"] * 3, ["calc"], "done"]
 LIMITED = {"search": 2, "calc": 1}
 """What runs of it."""
 
-AT_ONCE: dict[str, Any] = {"initial_delay": 0, "jitter": False}
 """Retries that do not wait."""
 
 VALID = ("Weather", {"degrees": 20})
@@ -306,45 +301,6 @@ async def test_cancelled_in_a_tool(signals: Signals) -> None:
     scene.check_requests()
 
 
-async def test_duplicate_ids_over_the_limit(signals: Signals) -> None:
-    """Calls with one id of which one is refused: none runs or is charged, and one answer."""
-    batch = [call("search", "same"), call("search", "same"), call("search", "same")]
-    scene = Scene(signals, [batch, ["search"], "done"], [quota(signals)])
-
-    await scene.turn()
-
-    assert scene.ran == ["search"]
-    assert scene.answers() == [("search", "error"), ("search", "success")]
-    scene.check()
-
-
-async def test_duplicate_ids_within_the_limit(signals: Signals) -> None:
-    """Calls with one id, all within the limit: charged as often as LangChain runs them."""
-    batch = [call("search", "same"), call("search", "same")]
-    scene = Scene(signals, [batch, "done"], [quota(signals)])
-
-    await scene.turn()
-
-    used = {"search": len(scene.ran), "__all__": len(scene.ran)}
-    assert scene.state()["langchain_quota"]["run_tools"] == used
-    assert scene.state()["thread_tool_call_count"] == used
-
-
-async def test_an_unknown_tool(signals: Signals) -> None:
-    """A tool that the agent does not have is charged, answered once, and refused at the limit."""
-    scene = Scene(
-        signals,
-        [["invented", "invented"], "done"],
-        [quota(signals, LIMITS[0], ToolCallLimit(run_limit=1))],
-    )
-
-    await scene.turn()
-
-    assert scene.answers() == [("invented", "error")] * 2
-    assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
-    check_history(scene.state()["messages"])
-
-
 async def test_invalid_arguments(signals: Signals) -> None:
     """Arguments that the tool rejects are charged, and answered once."""
     ran: list[str] = []
@@ -442,99 +398,8 @@ async def test_messages_summarized(order: Order, signals: Signals) -> None:
     assert summarizer.calls
 
 
-def async_only(ran: list[str]) -> BaseTool:
-    async def search() -> str:
-        await asyncio.sleep(0)
-        ran.append("search")
-        return "found"
-
-    return StructuredTool.from_function(coroutine=search, description="search")
-
-
-def return_direct(ran: list[str]) -> BaseTool:
-    tool = recording("search", ran)
-    tool.return_direct = True
-    return tool
-
-
-def command(ran: list[str]) -> BaseTool:
-    def search(call_id: Annotated[str, InjectedToolCallId]) -> Command[Any]:
-        ran.append("search")
-        answer = ToolMessage("found", tool_call_id=call_id, name="search")
-        return Command(update={"messages": [answer]})
-
-    return StructuredTool.from_function(search, description="search")
-
-
-def tool_runtime(ran: list[str]) -> BaseTool:
-    def search(runtime: ToolRuntime[Any, Any]) -> str:
-        assert runtime.state["thread_model_call_count"]
-        ran.append("search")
-        return "found"
-
-    return StructuredTool.from_function(search, description="search")
-
-
 def three_searches(messages: Sequence[Any]) -> Any:
     return "done" if isinstance(messages[-1], ToolMessage) else ["search"] * 3
-
-
-@pytest.mark.parametrize(
-    "kind", [async_only, return_direct, command, tool_runtime], ids=lambda kind: kind.__name__
-)
-async def test_kinds_of_tools(kind: Callable[[list[str]], BaseTool], signals: Signals) -> None:
-    """A tool of this kind, called three times at once in each turn, runs twice in each."""
-    ran: list[str] = []
-    scene = Scene(signals, three_searches, [quota(signals)], tools=[kind(ran)], ran=ran)
-
-    for turn in (1, 2):
-        await scene.turn()
-        assert ran == ["search"] * 2 * turn
-        scene.check()
-
-
-async def test_tool_retry(signals: Signals) -> None:
-    """ToolRetryMiddleware: a tool call that is retried counts once."""
-    ran: list[str] = []
-    retry = ToolRetryMiddleware(max_retries=3, **AT_ONCE)
-    middleware: list[Middleware] = [quota(signals), retry]
-    scene = Scene(
-        signals,
-        TURN,
-        middleware,
-        tools=[recording("search", ran, failing(3)), recording("calc", ran, failing(1))],
-        ran=ran,
-    )
-
-    await scene.turn()
-
-    assert Counter(ran) == LIMITED
-    scene.check()
-
-
-async def test_model_retry(signals: Signals) -> None:
-    """ModelRetryMiddleware: a model call that is retried counts once."""
-    failed = ConnectionError("not now")
-    retry = ModelRetryMiddleware(max_retries=2, **AT_ONCE)
-    middleware: list[Middleware] = [quota(signals), retry]
-    scene = Scene(signals, [failed, TURN[0], failed, failed, *TURN[1:]], middleware)
-
-    await scene.turn()
-
-    assert len(scene.model.calls) == 6
-    scene.check(models=3, models_in_run=3)
-
-
-async def test_model_fallback(signals: Signals) -> None:
-    """ModelFallbackMiddleware: a call that a second model answers counts once."""
-    second = ScriptedChatModel(script=[TURN[0]])
-    middleware: list[Middleware] = [quota(signals), ModelFallbackMiddleware(second)]
-    scene = Scene(signals, [ConnectionError("not now"), *TURN[1:]], middleware)
-
-    await scene.turn()
-
-    assert (len(second.calls), Counter(scene.ran)) == (1, LIMITED)
-    scene.check()
 
 
 @orders(2)

@@ -341,10 +341,12 @@ def delegate(child: Any, times: int = 1) -> BaseTool:
     return StructuredTool.from_function(ask, aask, name="delegate", description="delegate")
 
 
+# Under `invoke` a tool runs in another thread, in a copy of the context.
+@both_forms
 @pytest.mark.parametrize("name", [None, "researcher"])
 @pytest.mark.parametrize("parent", [None, "boss"])
 async def test_an_agent_inside_a_tool(
-    parent: str | None, name: str | None, signals: Signals
+    form: Form, parent: str | None, name: str | None, signals: Signals
 ) -> None:
     """A sub-agent with the same store draws on its parent's thread, in every invocation."""
     store = MemoryStore()
@@ -364,6 +366,7 @@ async def test_an_agent_inside_a_tool(
         tools=[recording("search", ran), delegate(child)],
         ran=ran,
         name=parent,
+        form=form,
     )
 
     with warnings.catch_warnings():

@@ -9,6 +9,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 
 from langchain_quota import QuotaWarning
 from langchain_quota.testing import ScriptedChatModel
+from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import Middleware, Scene, model_limiter, recording, tool_limiter
 from tests.conftest import Signals
 
@@ -69,9 +70,11 @@ async def test_a_childs_thread_limit(name: str | None, signals: Signals) -> None
     assert threads(signals, "tool:*") == {"unnamed": 2}
 
 
+# Under `invoke` a tool runs in another thread, in a copy of the context.
+@both_forms
 @pytest.mark.parametrize("parent", [None, "boss"])
 async def test_an_unnamed_child_writes_no_thread_series(
-    parent: str | None, signals: Signals
+    form: Form, parent: str | None, signals: Signals
 ) -> None:
     """An unnamed child carries its parent's name and thread: it writes no thread series."""
     ran: list[str] = []
@@ -87,6 +90,7 @@ async def test_an_unnamed_child_writes_no_thread_series(
         [tool_limiter(signals, thread_limit=9)],
         tools=[delegate(child)],
         name=parent,
+        form=form,
     )
 
     with pytest.warns(QuotaWarning):
