@@ -211,7 +211,7 @@ def limit_lists(draw: st.DrawFn, *, stacked: bool) -> list[Limit]:
     limits: list[Limit] = []
     for index in range(draw(st.integers(2 if stacked else 1, 3 if stacked else 4))):
         target = draw(st.sampled_from(["search", "search", "calc", "ask", None, None, "model"]))
-        thread, run = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+        thread, run = draw(st.tuples(*[st.sampled_from([0, 1, 2, 3, 9])] * 2))
         options: Any = {"name": f"limit-{index}"}
         scopes = draw(st.sampled_from(["thread", "run", "both"]))
         options["thread_limit"] = None if scopes == "run" else thread
@@ -223,7 +223,8 @@ def limit_lists(draw: st.DrawFn, *, stacked: bool) -> list[Limit]:
             exits = ["end", "error"] if stacked or not enforced else ["end", "error", "finalize"]
             limits.append(ModelCallLimit(exit_behavior=draw(st.sampled_from(exits)), **options))
             continue
-        options["exit_behavior"] = draw(st.sampled_from(["continue", "continue", "end", "error"]))
+        common = "error" if stacked else "continue"
+        options["exit_behavior"] = draw(st.sampled_from(["continue", "end", "error", common]))
         tools: Any = target
         if not stacked:
             if enforced and options["exit_behavior"] == "continue":
