@@ -23,14 +23,14 @@ def no_faults(found: Iterable[str], *, remedy: str) -> None:
 
 
 def at(path: Path, text: str | int = "") -> str:
-    """A place: a file, and in it a line, or the first line that has a text."""
+    """A place: a file, and in it a line, or the first line that has a text, or its longest word."""
     line = text if isinstance(text, int) else _line(path, text)
     return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
 
 
 def at_code(value: Any) -> str:
     """The place where a class, a function or a property is defined."""
-    code = value.fget if isinstance(value, property) else value
+    code: Any = value.fget if isinstance(value, property) else value
     _, line = inspect.getsourcelines(code)
     return at(Path(inspect.getfile(code)), line)
 
@@ -57,5 +57,9 @@ def differences(
 
 
 def _line(path: Path, text: str) -> int:
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    return next((number for number, line in lines if text in line), 1)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for part in (text, max(text.split(), key=len, default="")):
+        for number, line in enumerate(lines, 1):
+            if part in line:
+                return number
+    return 1

@@ -185,7 +185,8 @@ def test_errors_exist() -> None:
 
 def test_what_is_public_is_found() -> None:
     """The loops above look at something."""
-    assert min(map(len, (CLASSES, FUNCTIONS, METHODS, CONSTRUCTORS))) > 2
+    assert len(CLASSES) > 10
+    assert min(len(FUNCTIONS), len(METHODS), len(CONSTRUCTORS)) > 2
     assert {"QuotaMiddleware", "testing.ScriptedChatModel"} <= CONSTRUCTORS.keys() | CLASSES.keys()
 
 
