@@ -63,6 +63,18 @@ def run_python(
         )
 
 
+def without(*packages: str) -> str:
+    """The lines with which a program begins that cannot import packages, as if none had."""
+    # None in sys.modules is how Python marks a module that cannot be imported.
+    return (
+        "import sys\n"
+        f"for hidden in {packages!r}:\n"
+        "    for name in [each for each in sys.modules if f'{each}.'.startswith(f'{hidden}.')]:\n"
+        "        del sys.modules[name]\n"
+        "    sys.modules[hidden] = None\n"
+    )
+
+
 @cache
 def _prepared() -> "subprocess.Popen[str]":
     """The process that forks: one for each process of the tests, whose end is its own."""

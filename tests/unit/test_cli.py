@@ -1,8 +1,6 @@
 """The command line's arguments, and the numbers and pictures of the demo."""
 
 import io
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -13,6 +11,7 @@ from langchain_quota.cli.demo_board import Board, Row, Use
 from langchain_quota.cli.demo_view import PlainLines, gauge, line, table
 from langchain_quota.engine import Used, judge
 from langchain_quota.limits import Limit
+from tests.forked import run_python, without
 
 SEARCH = ToolCallLimit("search", thread_limit=5, run_limit=3)
 ALL_TOOLS = ToolCallLimit(thread_limit=10)
@@ -78,14 +77,8 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("package", ["rich", "langgraph.checkpoint.sqlite", "opentelemetry.sdk"])
 def test_extra_is_missing(package: str) -> None:
     """The command line works without the extra; the demo then says how to install it."""
-    # None in sys.modules is how Python marks a module that cannot be imported.
-    code = (
-        f"import sys; sys.modules[{package!r}] = None; "
-        "from langchain_quota.cli import main; sys.exit(main(['demo']))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    program = "from langchain_quota.cli import main; sys.exit(main(['demo']))"
+    ended = run_python(without(package) + program)
     assert ended.returncode == 2
     assert ended.stdout == ""
     (reason,) = ended.stderr.splitlines()

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import langchain_quota
 from tests.faults import at, no_faults
-from tests.forked import run_python
+from tests.forked import run_python, without
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -249,10 +249,8 @@ def test_importing_makes_no_metric() -> None:
 def test_importing_needs_no_extra() -> None:
     """The package can be imported without the SDK and without what the demo needs."""
     done = run_python(
-        "import sys\n"
-        "for name in ('opentelemetry.sdk', 'redis', 'rich', 'langgraph.checkpoint.sqlite'):\n"
-        "    sys.modules[name] = None\n"
-        f"import {PACKAGE}, {PACKAGE}.testing, {PACKAGE}.cli\n"
+        without("opentelemetry.sdk", "redis", "rich", "langgraph.checkpoint.sqlite")
+        + f"import {PACKAGE}, {PACKAGE}.testing, {PACKAGE}.cli\n"
     )
     assert done.returncode == 0, done.stderr
 
@@ -260,9 +258,7 @@ def test_importing_needs_no_extra() -> None:
 def test_redis_is_asked_for_when_it_is_needed() -> None:
     """Without redis its store can be imported; making one says what to install."""
     done = run_python(
-        "import sys\n"
-        "sys.modules['redis'] = None\n"
-        f"from {PACKAGE} import *\n"
+        without("redis") + f"from {PACKAGE} import *\n"
         "try:\n"
         "    RedisStore('redis://127.0.0.1:1/0', prefix='mine')\n"
         "except ModuleNotFoundError as missing:\n"
