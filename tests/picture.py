@@ -12,14 +12,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Self
 
 from opentelemetry.sdk.trace import TracerProvider
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from langchain_quota.cli.demo import Options, _Traffic
+from langchain_quota.cli.demo import _Traffic
 from langchain_quota.cli.demo_board import Row
 from langchain_quota.cli.demo_traffic import scripted_model
 from langchain_quota.cli.demo_view import table
@@ -40,17 +38,6 @@ class LastView:
     def __init__(self) -> None:
         self.rows: Sequence[Row] = ()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
-
     def show(self, rows: Sequence[Row]) -> None:
         """Keep the rows."""
         self.rows = rows
@@ -60,7 +47,7 @@ def rows(seconds: int) -> Sequence[Row]:
     """The demo's threads when its traffic is over."""
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
     shown = LastView()
-    options = Options(threads=THREADS, seconds=seconds, port=0)
+    options = argparse.Namespace(threads=THREADS, seconds=seconds, model=None)
     traffic = _Traffic(options, scripted_model(), TracerProvider())
     with TemporaryDirectory() as directory:
         asyncio.run(traffic.run(Path(directory) / "threads.sqlite", shown))
