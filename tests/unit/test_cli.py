@@ -116,9 +116,9 @@ def test_call_judged_twice(first: ToolCallLimit) -> None:
 def test_state_has_the_last_word() -> None:
     """A charge that another limiter's refusal took back is gone once the state is read."""
     one = board("ann")
-    one.settle("ann", {})
+    one.take_state("ann", {})
     one.take((*decide(SEARCH, 0, search(1)), *decide(ALL_TOOLS, 10, search(1))))
-    one.settle("ann", {"tool:*": 10})
+    one.take_state("ann", {"tool:*": 10})
     (ann,) = one.rows()
     assert [use.used for use in ann.uses] == [0, 10, 0]
 
@@ -126,8 +126,8 @@ def test_state_has_the_last_word() -> None:
 def test_totals() -> None:
     """Totals tell what was carried over from what this run let through, and count threads."""
     one = board("ann", "bob")
-    one.settle("ann", {"tool:search": 2})
-    one.settle("bob", {})
+    one.take_state("ann", {"tool:search": 2})
+    one.take_state("bob", {})
     one.take(decide(SEARCH, 2, *(search(number) for number in range(4))))
     one.take(decide(SEARCH, 3, search(1, thread="bob")))
     searches, tools, model = one.totals()

@@ -104,10 +104,10 @@ class _Traffic:
         async with AsyncSqliteSaver.from_conn_string(str(file)) as saver:
             tool_seconds = min(0.5, self._options.seconds / TURNS / 10)
             agent = build_agent(self._model, saver, self._telemetry, tool_seconds=tool_seconds)
-            await self._settle(agent)
+            await self._take_states(agent)
             with captured_decisions() as decisions:
                 await self._converse(agent, decisions, shown)
-            await self._settle(agent)
+            await self._take_states(agent)
             await asyncio.to_thread(shown.show, self.board.rows())
 
     async def _converse(self, agent: Any, decisions: list[Decision], shown: Display) -> None:
@@ -160,12 +160,12 @@ class _Traffic:
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), shown.interval)
 
-    async def _settle(self, agent: Any) -> None:
+    async def _take_states(self, agent: Any) -> None:
         for thread in self._threads:
             state = (await agent.aget_state(_config(thread))).values
             counts = {MODEL.counter: thread_model(state), **thread_tools(state)}
             used = {limit.name: counts.get(limit.counter, 0) for limit in LIMITS}
-            self.board.settle(thread, used)
+            self.board.take_state(thread, used)
 
 
 def _config(thread: str) -> RunnableConfig:

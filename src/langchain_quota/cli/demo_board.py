@@ -65,7 +65,7 @@ class Board:
         self._last_refusal: dict[str, str] = {}
         self._blocked: Counter[str] = Counter()
 
-    def settle(self, thread: str, used: Mapping[str, int]) -> None:
+    def take_state(self, thread: str, used: Mapping[str, int]) -> None:
         """Take in what a thread's state says, by limit; the first time, it was carried over."""
         self._carried_over.setdefault(thread, Counter(used))
         self._used[thread] = Counter(used)
