@@ -117,7 +117,7 @@ def metrics() -> dict[str, set[str]]:
     in_memory = MemoryStore()
     telemetry.watch_store(in_memory)
     store = telemetry._signals.metrics
-    store.store_seconds.labels("reserve", "ok").observe(0)
+    store.store_seconds.labels("acquire", "ok").observe(0)
     store.store_fallbacks.labels("boss", "deny").inc()
     families = list(registry.collect())
     assert [family.name for family in families if not family.samples] == []

@@ -130,7 +130,7 @@ def test_what_is_counted_holds_no_lock_of_prometheus_client(tmp_path: Path) -> N
     telemetry = Telemetry()
 
     def count():
-        telemetry.stored("reserve", "ok", 0.1)
+        telemetry.stored("acquire", "ok", 0.1)
     """
     ends = "assert hung(20, patience=60) == 0\nos._exit(0)"
     forking(f"{dedent(program)}{COUNTING}{ends}", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

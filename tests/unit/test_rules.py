@@ -95,7 +95,7 @@ def samples() -> dict[str, dict[str, set[str]]]:
     in_memory = MemoryStore()
     telemetry.watch_store(in_memory)
     metrics = telemetry._signals.metrics
-    metrics.store_seconds.labels("reserve", "ok").observe(0.001)
+    metrics.store_seconds.labels("acquire", "ok").observe(0.001)
     metrics.store_fallbacks.labels("researcher", "deny").inc()
     found: dict[str, dict[str, set[str]]] = {}
     for family in registry.collect():
