@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry
 from langchain_quota.middleware.inline import OLDEST_LANGCHAIN
+from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.recorder import Recorder
 
 HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= OLDEST_LANGCHAIN
 needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
@@ -24,6 +26,11 @@ class Signals:
     registry: CollectorRegistry
     provider: TracerProvider
     exporter: InMemorySpanExporter
+
+    @property
+    def recorder(self) -> Recorder:
+        """What middlewares tell."""
+        return recorder_of(self.telemetry)
 
     def value(self, name: str, **labels: str) -> float | None:
         """The value of one sample, if it exists."""

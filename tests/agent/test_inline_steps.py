@@ -349,7 +349,7 @@ async def test_the_same_spans(mode: Mode, signals: Signals) -> None:
             [(each.name, dict(each.attributes or {}), each.status.status_code) for each in spans]
         )
         assert len(traces) == 1
-        signals.telemetry.forget(None, "thread-1")
+        signals.recorder.forget(None, "thread-1")
 
     quota, ours = told
     assert ours == quota

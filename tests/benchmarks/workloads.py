@@ -18,6 +18,7 @@ from langchain_quota import Telemetry
 from langchain_quota.decision import Call, Decision
 from langchain_quota.engine import Used, judge
 from langchain_quota.limits import Terms, ToolCallLimit
+from langchain_quota.telemetry import recorder_of
 from tests.benchmarks import scenes
 
 Repeat = Callable[[int], None]
@@ -103,15 +104,15 @@ def _steps(work: Step) -> Repeat:
 
 
 def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
-    telemetry = scenes.telemetry(mode)
+    recorder = recorder_of(scenes.telemetry(mode))
     decisions = [decision(limits)]
     tasks = count()
     # In mid-run: the run's first span has begun its trace.
-    trace = telemetry.emit(decisions, started=time.time_ns()).trace
+    trace = recorder.record(decisions, started=time.time_ns()).trace
 
     def emit(number: int) -> None:
         for _ in repeat(None, number):
-            telemetry.emit(
+            recorder.record(
                 decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}", trace=trace
             )
 
@@ -130,7 +131,7 @@ def attributes() -> dict[str, AttributeValue]:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
-    telemetry.emit([decision(1)], started=time.time_ns())
+    recorder_of(telemetry).record([decision(1)], started=time.time_ns())
     (span,) = exporter.get_finished_spans()
     return dict(span.attributes or {})
 

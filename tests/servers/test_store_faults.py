@@ -80,7 +80,7 @@ class Callers:
     def __init__(self, mode: Mode, store: Counting, signals: Signals) -> None:
         self._mode = mode
         self.store = store
-        self._client = StoreClient(cast("QuotaStore", store), signals.telemetry)
+        self._client = StoreClient(cast("QuotaStore", store), signals.recorder)
         self.ran = 0
 
     async def call(self) -> bool:
@@ -212,7 +212,7 @@ class TestEventLoop:
     async def test_no_reply(self, way: Proxy, stores: Stores, signals: Signals) -> None:
         """Where there is no reply all the same, error and metrics name the event loop."""
         store = stores()
-        client = StoreClient(store, signals.telemetry)
+        client = StoreClient(store, signals.recorder)
         await client.areserve(calls("search", 1))
         way.blackhole()
         asked = asyncio.create_task(store.areserve(calls("search", 1)))

@@ -31,7 +31,7 @@ from langchain_quota import (
     ToolCallLimit,
     start_metrics_server,
 )
-from langchain_quota.telemetry import usage_of
+from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.usage import WRITER
 from tests.servers.agents import arun, build_agent
 from tests.servers.prometheus import check_metrics, eventually, series_of

@@ -16,11 +16,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from dashboards import build
-from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
+from langchain_quota import Call, Telemetry, ToolCallLimit
 from langchain_quota.engine import Used, judge
 from langchain_quota.monitoring import exports
+from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.names import METRICS
 from tests.conftest import Signals
 from tests.grafana import ALL, Board, Query, Values, boards, interpolate
+from tests.metrics import LABELS_OF
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "dashboards" / "grafana"
@@ -39,6 +42,8 @@ VARIABLES = [
 ADDED_BY_SCRAPE = {"job", "instance"}
 OF_PROMETHEUS = {"scrape_duration_seconds": ADDED_BY_SCRAPE}
 """What every target has, that is no metric of ours."""
+KNOWN = {name: labels | ADDED_BY_SCRAPE for name, labels in LABELS_OF.items()} | OF_PROMETHEUS
+"""The labels of everything that a query may name."""
 MADE_IN_QUERIES = {"born", "traced"}
 
 LIMIT = ToolCallLimit("search", thread_limit=1, run_limit=1)
@@ -99,31 +104,8 @@ def of_board(uid: str) -> str:
 def decide(telemetry: Telemetry, thread: str) -> None:
     """Let a call through on a thread, and refuse the next."""
     calls = [Call("tool", "search", each, agent="boss", thread_id=thread) for each in ("1", "2")]
-    telemetry.emit(judge([LIMIT], {LIMIT.counter: Used(0, 0)}, calls).decisions, started=1)
-
-
-@pytest.fixture(scope="module")
-def metrics() -> dict[str, set[str]]:
-    """The labels of every metric of the code, by name, from a registry that has seen all."""
-    registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider())
-    decide(telemetry, "anna")
-    telemetry.failed("observer", ValueError())
-    in_memory = MemoryStore()
-    telemetry.watch_store(in_memory)
-    store = telemetry._signals.metrics
-    store.store_seconds.labels("reserve", "ok").observe(0)
-    store.store_fallbacks.labels("boss", "deny").inc()
-    families = list(registry.collect())
-    assert [family.name for family in families if not family.samples] == []
-    return {
-        sample.name: ADDED_BY_SCRAPE.union(
-            *(other.labels for other in family.samples if other.name == sample.name)
-        )
-        for family in families
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }
+    decided = judge([LIMIT], {LIMIT.counter: Used(0, 0)}, calls)
+    recorder_of(telemetry).record(decided.decisions, started=1)
 
 
 def selectors(expr: str) -> list[tuple[str, list[str]]]:
@@ -302,32 +284,29 @@ def test_every_variable_keeps_to_what_is_chosen_before_it(uid: str, variable: An
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=of_query)
-def test_metrics_and_labels_exist(query: Query, metrics: dict[str, set[str]]) -> None:
-    """What a query names, the code's registry has; no recording rule is needed."""
-    known = {**metrics, **OF_PROMETHEUS}
+def test_metrics_and_labels_exist(query: Query) -> None:
+    """What a query names is a metric of the code; no recording rule is needed."""
     available: set[str] = set()
     for metric, labels in selectors(query.expr):
-        assert metric in known
-        assert set(labels) <= known[metric]
-        available |= known[metric]
+        assert metric in KNOWN
+        assert set(labels) <= KNOWN[metric]
+        available |= KNOWN[metric]
     for grouped in GROUPING.findall(query.expr):
         assert {label.strip() for label in grouped.split(",")} <= available | MADE_IN_QUERIES
     assert set(OF_LEGEND.findall(query.legend)) <= available
 
 
 @pytest.mark.parametrize(("uid", "variable"), VARIABLES)
-def test_labels_of_variables_exist(uid: str, variable: Any, metrics: dict[str, set[str]]) -> None:
+def test_labels_of_variables_exist(uid: str, variable: Any) -> None:
     """A variable offers values of a label that its metric has."""
     [(metric, labels)] = selectors(variable.selector)
-    assert {variable.label, *labels} <= metrics[metric]
+    assert {variable.label, *labels} <= KNOWN[metric]
 
 
-def test_every_metric_is_on_a_dashboard(metrics: dict[str, set[str]]) -> None:
+def test_every_metric_is_on_a_dashboard() -> None:
     """No metric of the code is without a panel."""
     shown = {metric for query in QUERIES for metric, _ in selectors(query.expr)}
-    of_a_histogram = re.compile("_(bucket|count|sum)$")
-    every = {of_a_histogram.sub("", metric) for metric in metrics}
-    assert {of_a_histogram.sub("", metric) for metric in shown} - set(OF_PROMETHEUS) == every
+    assert [metric.name for metric in METRICS if not shown & {*metric.series}] == []
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=of_query)

@@ -86,12 +86,12 @@ EXPECTED = [
 
 def test_functions_are_called_with_state_and_runtime(signals: Signals) -> None:
     """The terms have what the functions give for this state and runtime, in the limits' order."""
-    assert terms_now(LIMITS, STATE, RUNTIME, signals.telemetry) == EXPECTED
+    assert terms_now(LIMITS, STATE, RUNTIME, signals.recorder) == EXPECTED
 
 
 async def test_functions_are_called_on_the_async_path(signals: Signals) -> None:
     """Sync functions give the same under the async hooks."""
-    assert await aterms_now(LIMITS, STATE, RUNTIME, signals.telemetry) == EXPECTED
+    assert await aterms_now(LIMITS, STATE, RUNTIME, signals.recorder) == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_functions_are_called_on_the_async_path(signals: Signals) -> None:
 async def test_async_functions_are_awaited(function: Any, signals: Signals) -> None:
     """Whatever gives an awaitable is awaited, however it is written."""
     limit = ToolCallLimit(run_limit=function, thread_limit=plan)
-    (terms,) = await aterms_now([limit], STATE, RUNTIME, signals.telemetry)
+    (terms,) = await aterms_now([limit], STATE, RUNTIME, signals.recorder)
     assert (terms.thread_limit, terms.run_limit) == (5, 5)
 
 
@@ -113,7 +113,7 @@ def test_async_functions_need_async_methods(function: Any, signals: Signals) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(RuntimeError, match=r"run_limit of limit 'plan' is async: .*ainvoke"):
-            terms_now([limit], STATE, RUNTIME, signals.telemetry)
+            terms_now([limit], STATE, RUNTIME, signals.recorder)
         gc.collect()
     # Nobody is told of a coroutine that was never awaited, beside the error. What other tests
     # left to the garbage collector may be told here, too.
@@ -130,28 +130,28 @@ async def test_a_future_needs_async_methods(signals: Signals) -> None:
 
     limit = ModelCallLimit(thread_limit=promised)
     with pytest.raises(RuntimeError, match="thread_limit of limit 'model' is async"):
-        terms_now([limit], STATE, RUNTIME, signals.telemetry)
-    (terms,) = await aterms_now([limit], STATE, RUNTIME, signals.telemetry)
+        terms_now([limit], STATE, RUNTIME, signals.recorder)
+    (terms,) = await aterms_now([limit], STATE, RUNTIME, signals.recorder)
     assert terms.thread_limit == 4
 
 
 async def test_none_is_no_limit(signals: Signals) -> None:
     """A function may give None: at this moment there is no limit."""
     limit = ToolCallLimit(run_limit=lambda *_: None)
-    (terms,) = terms_now([limit], STATE, RUNTIME, signals.telemetry)
+    (terms,) = terms_now([limit], STATE, RUNTIME, signals.recorder)
     assert terms == Terms(limit, None, None, "continue", computed=("run",))
-    assert await aterms_now([limit], STATE, RUNTIME, signals.telemetry) == [terms]
+    assert await aterms_now([limit], STATE, RUNTIME, signals.recorder) == [terms]
 
 
 async def test_a_function_that_raises(signals: Signals) -> None:
     """The error reaches the caller as it is, from either path, and is counted."""
     limit = ToolCallLimit(run_limit=failing)
     with pytest.raises(LookupError, match="no such tenant"):
-        terms_now([limit], STATE, RUNTIME, signals.telemetry)
+        terms_now([limit], STATE, RUNTIME, signals.recorder)
     assert errors(signals) == 1
     for each in (limit, ToolCallLimit(run_limit=async_failing)):
         with pytest.raises(LookupError, match="no such tenant"):
-            await aterms_now([each], STATE, RUNTIME, signals.telemetry)
+            await aterms_now([each], STATE, RUNTIME, signals.recorder)
     assert errors(signals) == 3
 
 
@@ -164,10 +164,10 @@ async def test_what_a_function_gives_is_checked(
     """A number out of bounds fails the run with an error that names the limit and the value."""
     limit = ToolCallLimit(run_limit=lambda *_: value, name="plan")
     with pytest.raises(error, match="run_limit of limit 'plan'") as caught:
-        terms_now([limit], STATE, RUNTIME, signals.telemetry)
+        terms_now([limit], STATE, RUNTIME, signals.recorder)
     assert repr(value) in str(caught.value)
     with pytest.raises(error, match="run_limit of limit 'plan'"):
-        await aterms_now([limit], STATE, RUNTIME, signals.telemetry)
+        await aterms_now([limit], STATE, RUNTIME, signals.recorder)
 
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -205,7 +205,7 @@ async def async_tenant(state: Any, runtime: Any) -> object:
 
 
 def shared(limit: Limit, signals: Signals, runtime: Any = ANN, now: datetime = NOON) -> Terms:
-    (terms,) = terms_now([limit], STATE, runtime, signals.telemetry, now=now.timestamp())
+    (terms,) = terms_now([limit], STATE, runtime, signals.recorder, now=now.timestamp())
     return terms
 
 
@@ -222,15 +222,15 @@ async def test_the_terms_of_quotas(signals: Signals) -> None:
         QuotaTerms("global", 99, "", "email:global:"),
     )
     now = NOON.timestamp()
-    assert await aterms_now([limit], STATE, ANN, signals.telemetry, now=now) == [terms]
+    assert await aterms_now([limit], STATE, ANN, signals.recorder, now=now) == [terms]
 
 
 async def test_without_a_store_there_are_no_keys(signals: Signals) -> None:
     """Where no store is, nobody's id is asked for."""
     limit = ToolCallLimit(thread_limit=3, quotas=[Quota(5, per="user_id")])
     for terms in (
-        *terms_now([limit], STATE, RUNTIME, signals.telemetry),
-        *await aterms_now([limit], STATE, RUNTIME, signals.telemetry),
+        *terms_now([limit], STATE, RUNTIME, signals.recorder),
+        *await aterms_now([limit], STATE, RUNTIME, signals.recorder),
     ):
         assert terms == Terms(limit, 3, None, "continue")
 
@@ -268,7 +268,7 @@ def test_a_run_without_a_name_has_no_key(known: Any, signals: Signals) -> None:
     """What began before runs had names, or was reset, is counted by the state alone."""
     limit = ToolCallLimit(run_limit=3)
     state = {"langchain_quota": known}
-    (terms,) = terms_now([limit], state, ANN, signals.telemetry, now=NOON.timestamp())
+    (terms,) = terms_now([limit], state, ANN, signals.recorder, now=NOON.timestamp())
     assert (terms.run_key, terms.shared) == (None, False)
 
 
@@ -306,7 +306,7 @@ async def test_a_function_says_whose_calls(function: Any, signals: Signals) -> N
     """A subject that is computed is kept under the quota's name."""
     limit = ToolCallLimit("search", quotas=[Quota(5, per=function, name="tenant")])
     now = NOON.timestamp()
-    (terms,) = await aterms_now([limit], STATE, ANN, signals.telemetry, now=now)
+    (terms,) = await aterms_now([limit], STATE, ANN, signals.recorder, now=now)
     assert terms.quotas == (QuotaTerms("tenant", 5, "ANN", "search:tenant:ANN"),)
 
 
@@ -323,7 +323,7 @@ async def test_a_quotas_number_can_be_computed(signals: Signals) -> None:
         ("user_id", 3, True)
     ]
     now = NOON.timestamp()
-    assert await aterms_now([limit], STATE, ANN, signals.telemetry, now=now) == [terms]
+    assert await aterms_now([limit], STATE, ANN, signals.recorder, now=now) == [terms]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ async def test_a_quotas_function_that_raises(quota: Quota, signals: Signals) -> 
     with pytest.raises(LookupError, match="no such tenant"):
         shared(limit, signals)
     with pytest.raises(LookupError, match="no such tenant"):
-        await aterms_now([limit], STATE, ANN, signals.telemetry, now=NOON.timestamp())
+        await aterms_now([limit], STATE, ANN, signals.recorder, now=NOON.timestamp())
     assert errors(signals) == 2
 
 

@@ -129,11 +129,11 @@ def test_what_is_counted_holds_no_lock_of_prometheus_client(tmp_path: Path) -> N
     """A child of a process that counts without a pause counts, too; all metrics share one lock."""
     program = """
     import signal
-    from langchain_quota import Telemetry
-    telemetry = Telemetry()
+    from langchain_quota.telemetry import recorder_of
+    recorder = recorder_of(None)
 
     def count():
-        telemetry.stored("reserve", "ok", 0.1)
+        recorder.observe_store("reserve", "ok", 0.1)
     """
     ends = "assert hung(20, patience=60) == 0\nos._exit(0)"
     forking(f"{dedent(program)}{COUNTING}{ends}", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

@@ -235,7 +235,7 @@ def test_nothing_is_known_of_an_error(signals: Signals) -> None:
     with pytest.raises(ValueError, match="2 limits are named"):
         make(invented, signals)
     call = Call("tool", "x" * 80, agent="boss")
-    signals.telemetry.emit([Decision(call, Outcome.ALLOWED)], started=0)
+    signals.recorder.record([Decision(call, Outcome.ALLOWED)], started=0)
     labels = {"agent": "boss", "kind": "tool", "tool": "_other", "decision": "allowed"}
     assert signals.value("langchain_quota_calls_total", **labels) == 1
 

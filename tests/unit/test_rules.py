@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry
 from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.engine import Used, judge
 from langchain_quota.monitoring import checks, exports
+from langchain_quota.telemetry import recorder_of
+from tests.metrics import LABELS_OF
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "src" / "langchain_quota" / "monitoring" / "rules.yaml"
@@ -68,22 +70,20 @@ def queries(path: Path) -> list[str]:
     return PROMQL.findall(path.read_text())
 
 
-def samples() -> dict[str, dict[str, set[str]]]:
-    """The metrics that the code makes: by name, the values of each label."""
+def values() -> dict[str, dict[str, set[str]]]:
+    """The values of each label of each series of the code, by their names."""
     registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry)
+    recorder = recorder_of(Telemetry(registry=registry))
     limit = ToolCallLimit("search", thread_limit=5, run_limit=4)
     for used in range(6):
         call = Call("tool", "search", f"call-{used}", agent="researcher", thread_id="ann")
         decided = judge([limit], {limit.counter: Used(used, 0)}, [call])
-        telemetry.emit(decided.decisions, started=0)
-    telemetry.failed("observer", KeyError("x"))
-    # Made by code that talks to a store; there is none here.
+        recorder.record(decided.decisions, started=0)
+    recorder.record_error("observer", KeyError("x"))
     in_memory = MemoryStore()
-    telemetry.watch_store(in_memory)
-    metrics = telemetry._signals.metrics
-    metrics.store_seconds.labels("reserve", "ok").observe(0.001)
-    metrics.store_fallbacks.labels("researcher", "deny").inc()
+    recorder.watch_store(in_memory)
+    recorder.observe_store("reserve", "ok", 0.001)
+    recorder.record_fallback("researcher", "deny", 1)
     found: dict[str, dict[str, set[str]]] = {}
     for family in registry.collect():
         for sample in family.samples:
@@ -93,7 +93,7 @@ def samples() -> dict[str, dict[str, set[str]]]:
     return found
 
 
-SAMPLES = samples()
+VALUES = values()
 
 
 def unknown(text: str) -> Iterator[str]:
@@ -106,13 +106,14 @@ def unknown(text: str) -> Iterator[str]:
             yield recorded
     selectors = METRIC.findall(text)
     for metric, matchers in selectors:
-        if metric not in SAMPLES:
+        if metric not in LABELS_OF:
             yield metric
             continue
-        labels = SAMPLES[metric]
-        known_labels |= labels.keys()
+        known_labels |= LABELS_OF[metric]
         for label, operator, value in MATCHER.findall(matchers):
-            if label not in labels or (operator == "=" and value not in labels[label]):
+            if label not in LABELS_OF[metric] or (
+                operator == "=" and value not in VALUES[metric][label]
+            ):
                 yield f'{metric}{{{label}{operator}"{value}"}}'
     for grouping in GROUPING.findall(text):
         for label in filter(None, grouping.split(", ")):
@@ -202,17 +203,17 @@ def test_rules_name_what_the_code_has(rule: Any) -> None:
     """Every metric, label and label value of a rule exists in the code; there are no others."""
     series = SERIES.findall(NO_SERIES.sub(" ", rule["expr"]))
     assert series
-    assert [each for each in series if each not in SAMPLES.keys() | records()] == []
+    assert [each for each in series if each not in LABELS_OF.keys() | records()] == []
     assert list(unknown(rule["expr"])) == []
     assert set(LABEL.findall(str(rule.get("annotations")))) <= {
         *ADDED_BY_PROMETHEUS,
-        *(label for labels in SAMPLES.values() for label in labels),
+        *(label for labels in LABELS_OF.values() for label in labels),
     }
 
 
 def test_the_selectors_keep_to_labels_of_the_scrape() -> None:
     """Every label of the code is one that no selector of a user may name."""
-    assert {label for labels in SAMPLES.values() for label in labels} == checks.OWN_LABELS
+    assert set().union(*LABELS_OF.values()) == checks.OWN_LABELS
 
 
 def test_misspelt_names_are_found() -> None:
@@ -233,11 +234,9 @@ def test_misspelt_names_are_found() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, ALERTS_PAGE], ids=lambda page: page.stem)
 def test_pages_name_what_the_code_has(page: Path) -> None:
-    """Every metric, label and label value in a runbook or on the page on alerts exists."""
+    """Every label, label value and recorded series in a runbook or on the page on alerts exists."""
     for query in queries(page):
         assert list(unknown(query)) == []
-    names = {metric for metric, _ in METRIC.findall(page.read_text())}
-    assert names <= SAMPLES.keys()
     assert set(RECORDED.findall(page.read_text())) <= records()
 
 

@@ -77,7 +77,7 @@ class Asked:
     def __init__(self, mode: Mode, signals: Signals) -> None:
         self.mode = mode
         self.store = FickleStore()
-        self.client = StoreClient(self.store, signals.telemetry)
+        self.client = StoreClient(self.store, signals.recorder)
         self._number = 0
 
     def reservation(self, *, name: str | None = None, limit: int = 5, own: int = 0) -> Reservation:
@@ -442,7 +442,7 @@ async def test_a_cancelled_peek_owes_nothing(signals: Signals) -> None:
 
 def test_a_copy_is_the_same(signals: Signals) -> None:
     """Frameworks copy agents: a copy asks the same store, and knows the same corrections."""
-    client = StoreClient(MemoryStore(), signals.telemetry)
+    client = StoreClient(MemoryStore(), signals.recorder)
     copied: Any = copy.deepcopy(client)
     assert copied is client
 
@@ -458,7 +458,7 @@ def charge(client: StoreClient, key: str, *, mirrored: bool = False) -> Grant | 
 
 def test_how_full_a_store_is(signals: Signals) -> None:
     """A scrape tells what a store in memory keeps, what of it makes room, and the most it keeps."""
-    client = StoreClient(MemoryStore(max_keys=9), signals.telemetry)
+    client = StoreClient(MemoryStore(max_keys=9), signals.recorder)
     assert [signals.value(KEYS, droppable=each) for each in ("true", "false")] == [0, 0]
     charge(client, "user")
     for thread in ("one", "two"):
@@ -469,8 +469,8 @@ def test_how_full_a_store_is(signals: Signals) -> None:
 
 def test_the_store_with_the_least_room_is_told(signals: Signals) -> None:
     """Of several it is the one that is nearest to its bound, for as long as somebody uses it."""
-    large = StoreClient(MemoryStore(max_keys=100), signals.telemetry)
-    small = StoreClient(MemoryStore(max_keys=3), signals.telemetry)
+    large = StoreClient(MemoryStore(max_keys=100), signals.recorder)
+    small = StoreClient(MemoryStore(max_keys=3), signals.recorder)
     for number in range(20):
         charge(large, f"user-{number}")
     charge(small, "user")
@@ -481,7 +481,7 @@ def test_the_store_with_the_least_room_is_told(signals: Signals) -> None:
 
 def test_a_store_without_a_bound(signals: Signals) -> None:
     """Of a store that does not say how full it is nothing is told."""
-    client = StoreClient(FickleStore(), signals.telemetry)
+    client = StoreClient(FickleStore(), signals.recorder)
     charge(client, "user")
     assert signals.value(MAX_KEYS) is None
     assert signals.value("langchain_quota_errors_total", component="threads") is None
@@ -491,7 +491,7 @@ def test_a_store_that_fills_is_logged_once(
     signals: Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At four fifths, before anything is refused; what makes room for others does not count."""
-    client = StoreClient(MemoryStore(max_keys=10), signals.telemetry)
+    client = StoreClient(MemoryStore(max_keys=10), signals.recorder)
     for number in range(20):
         charge(client, f"thread-{number}", mirrored=True)
     for number in range(7):
@@ -517,7 +517,7 @@ def test_a_store_that_cannot_say_how_full_it_is(signals: Signals) -> None:
             raise KeyError("nobody knows")
 
     store = Silent()
-    client = StoreClient(store, signals.telemetry)
+    client = StoreClient(store, signals.recorder)
     assert signals.value(MAX_KEYS) == 10
     store.says = False
     assert charge(client, "user") is not None

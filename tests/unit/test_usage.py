@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota import Call, Decision, Outcome, Standing, Telemetry
 from langchain_quota.decision import QuotaUse
-from langchain_quota.telemetry import multiprocess, usage
+from langchain_quota.telemetry import multiprocess, recorder_of, usage
 from langchain_quota.telemetry.database import UsageDatabase
 from langchain_quota.telemetry.usage import UsageTable, told_by_others
 from tests.clock import Clock
@@ -942,5 +942,5 @@ class TestWorkers:
         """The variable changes nothing after the import of prometheus_client, there nor here."""
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
         assert multiprocess.multiprocess_directory() is None
-        Telemetry(registry=CollectorRegistry()).emit([decide(1)], started=0)
+        recorder_of(Telemetry(registry=CollectorRegistry())).record([decide(1)], started=0)
         assert list(tmp_path.iterdir()) == []

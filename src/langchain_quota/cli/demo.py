@@ -37,7 +37,7 @@ from langchain_quota.cli.demo_view import Display, display, say
 from langchain_quota.decision import Decision, Level
 from langchain_quota.exposition import MetricsServer, start_metrics_server
 from langchain_quota.state import thread_model, thread_tools
-from langchain_quota.telemetry import Telemetry
+from langchain_quota.telemetry import Telemetry, names
 from langchain_quota.testing import captured_decisions
 
 NEAR = 0.8
@@ -46,9 +46,9 @@ GRACE_SECONDS = 10
 """How long a turn that began in time may go on after the end."""
 
 _SHOWN_METRICS = (
-    "langchain_quota_calls_total{",
-    "langchain_quota_limit_decisions_total{",
-    "langchain_quota_subjects{",
+    f"{names.CALLS.name}{{",
+    f"{names.LIMIT_DECISIONS.name}{{",
+    f"{names.SUBJECTS.name}{{",
 )
 
 

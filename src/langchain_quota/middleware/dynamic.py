@@ -17,7 +17,7 @@ from langchain_quota.middleware.origin import Origin, origin
 from langchain_quota.middleware.subjects import checked_subject, subject_of
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.telemetry import Telemetry
+from langchain_quota.telemetry.recorder import Recorder
 
 _ARGUMENTS = ("thread_limit", "run_limit")
 
@@ -29,7 +29,7 @@ def terms_now(
     limits: Sequence[Limit],
     state: Any,
     runtime: Any,
-    telemetry: Telemetry,
+    recorder: Recorder,
     *,
     now: float | None = None,
 ) -> list[Terms]:
@@ -39,7 +39,7 @@ def terms_now(
         limits: The limits.
         state: The hook's state.
         runtime: The hook's runtime.
-        telemetry: Counts what functions raise.
+        recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
 
     Raises:
@@ -56,7 +56,7 @@ def terms_now(
             try:
                 value = function(state, runtime)
             except Exception as error:
-                telemetry.failed("dynamic_limit", error)
+                recorder.record_error("dynamic_limit", error)
                 raise
             if inspect.iscoroutine(value):
                 value.close()
@@ -74,7 +74,7 @@ async def aterms_now(
     limits: Sequence[Limit],
     state: Any,
     runtime: Any,
-    telemetry: Telemetry,
+    recorder: Recorder,
     *,
     now: float | None = None,
 ) -> list[Terms]:
@@ -84,7 +84,7 @@ async def aterms_now(
         limits: The limits.
         state: The hook's state.
         runtime: The hook's runtime.
-        telemetry: Counts what functions raise.
+        recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
 
     Raises:
@@ -101,7 +101,7 @@ async def aterms_now(
                 value = function(state, runtime)
                 values[key] = await value if inspect.isawaitable(value) else value
             except Exception as error:
-                telemetry.failed("dynamic_limit", error)
+                recorder.record_error("dynamic_limit", error)
                 raise
         found.append(_terms(limit, values, state, runtime, caller=caller, now=now))
     return found

@@ -36,7 +36,7 @@ from langchain_quota.state import (
     ledger,
     thread_tools,
 )
-from langchain_quota.telemetry import Telemetry, default_telemetry
+from langchain_quota.telemetry import Telemetry, recorder_of
 
 ModelMode = Literal["admitted", "returned"]
 
@@ -63,12 +63,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, limits: tuple[Limit, ...], *, limit_name: str | None, telemetry: Telemetry | None
     ) -> None:
         super().__init__()
-        if telemetry is not None and not isinstance(telemetry, Telemetry):
-            raise TypeError(f"telemetry must be a Telemetry or None, not {telemetry!r}")
         self._limits = limits
         self._limit_name = limit_name
-        self._telemetry = default_telemetry() if telemetry is None else telemetry
-        self._telemetry.watch(limits)
+        self._recorder = recorder_of(telemetry)
+        self._recorder.watch_limits(limits)
         if not tracing_is_enabled():
             vars(self)["awrap_model_call"] = self._untraced_model_call
         self._model_mode: ModelMode | None = None
@@ -137,7 +135,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if names == known:
             return
         self._offered[agent] = names
-        self._telemetry.offered(agent, names)
+        self._recorder.learn_tools(agent, names)
         if known is None:
             self._tell_unknown_tools(agent, request)
 
@@ -145,7 +143,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         offered = {_tool_name(tool) for tool in request.tools}
         # Logged, and no QuotaWarning, which can be an error: a tool may be offered later.
         for limit, tool, hint in unknown_tools(self._limits, offered):
-            self._telemetry.missed(agent, limit, tool, hint)
+            self._recorder.warn_unknown_tool(agent, limit, tool, hint)
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Runtime[ContextT]) -> Update:
         caller = origin(runtime, model_name=None)
@@ -169,7 +167,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                 dict(abandoned.get("reserved") or {}),
                 dict(owed),
             )
-            self._telemetry.refund(_refunds(counts, abandoned, caller))
+            self._recorder.record_refunds(_refunds(counts, abandoned, caller))
             update[THREAD_TOOLS] = counts.thread
             owed = counts.owed
             abandoned = None
@@ -229,7 +227,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     def _emit(self, ruling: Ruling) -> Ruling:
         """Make a ruling visible, unless it is that of a hook that runs again."""
-        emitted = self._telemetry.emit(
+        emitted = self._recorder.record(
             ruling.decisions,
             started=ruling.started,
             error=ruling.error,
@@ -237,7 +235,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             trace=ruling.trace,
         )
         if emitted.is_new:
-            self._telemetry.refund(ruling.refunds)
+            self._recorder.record_refunds(ruling.refunds)
         return ruling.traced(emitted.trace)
 
     def _counts_last(self, caller: Origin) -> bool:

@@ -188,6 +188,6 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         call = Call("model", agent=caller.agent, thread_id=caller.thread_id)
         # Two limiters count one call in one task.
         task_id = caller.task_id and f"{caller.task_id}/{self.name}"
-        self._telemetry.charge(call, charge(self._terms, used, call.amount), task_id=task_id)
+        self._recorder.record_charge(call, charge(self._terms, used, call.amount), task_id=task_id)
         after = used.plus(call.amount)
         return {THREAD_MODEL: after.thread, LEDGER: Ledger(run_model=after.run, model_counted=True)}

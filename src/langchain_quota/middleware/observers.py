@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from langchain_quota.decision import Decision, Outcome
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.telemetry import Telemetry
+from langchain_quota.telemetry.recorder import Recorder
 
 MAX_TASKS = 10_000
 """The most tasks of which is remembered what was told."""
@@ -20,20 +20,20 @@ class Observers:
 
     Args:
         on_decision: One function or several, sync or async.
-        telemetry: Counts what they raise.
+        recorder: Counts what they raise.
 
     Raises:
         TypeError: It is neither a function nor several.
     """
 
-    def __init__(self, on_decision: Observer | Sequence[Observer], telemetry: Telemetry) -> None:
+    def __init__(self, on_decision: Observer | Sequence[Observer], recorder: Recorder) -> None:
         observers = (on_decision,) if callable(on_decision) else on_decision
         if not isinstance(observers, Sequence) or not all(map(callable, observers)):
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.present = bool(self._observers)
         """Whether there is anybody to tell."""
-        self._telemetry = telemetry
+        self._recorder = recorder
         self._told: OrderedDict[str, tuple[tuple[Outcome, ...], int]] = OrderedDict()
         self._lock = fork_safe_lock()
 
@@ -67,7 +67,7 @@ class Observers:
             try:
                 result = observer(decision)
             except Exception as error:  # noqa: BLE001 - an observer must not break the agent
-                self._telemetry.failed("observer", error)
+                self._recorder.record_error("observer", error)
             self._tell_next(task_id)
             if inspect.iscoroutine(result):
                 result.close()
@@ -88,7 +88,7 @@ class Observers:
                 if inspect.isawaitable(result):
                     await result
             except Exception as error:  # noqa: BLE001 - an observer must not break the agent
-                self._telemetry.failed("observer", error)
+                self._recorder.record_error("observer", error)
             self._tell_next(task_id)
 
     def _untold(

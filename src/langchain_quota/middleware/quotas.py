@@ -82,12 +82,12 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
             if not isinstance(value, bool):
                 raise TypeError(f"{argument} must be True or False, not {value!r}")
         super().__init__(tuple(limits), limit_name=None, telemetry=telemetry)
-        self._observers = Observers(on_decision, self._telemetry)
+        self._observers = Observers(on_decision, self._recorder)
         if store is not None:
             self._remedy = (
                 'Call the agent with {"configurable": {"thread_id": …}}: the store counts by it'
             )
-        self._store = None if store is None else StoreClient(store, self._telemetry)
+        self._store = None if store is None else StoreClient(store, self._recorder)
         self._on_store_error: Outage = on_store_error
         self._clock = time.time
         self._tell_model = tell_model
@@ -171,7 +171,7 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
 
     def _forget(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
-        self._telemetry.forget(name, config.get("configurable", {}).get("thread_id"))
+        self._recorder.forget(name, config.get("configurable", {}).get("thread_id"))
 
     def _terms_now(self, kind: Kind | None, state: Any, runtime: Any) -> Limits:
         """The limits on calls of a kind, or all of them, as they are at this moment."""
@@ -179,7 +179,7 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
             return self._fixed[kind]
         now = None if self._store is None else self._clock()
         limits = self._limits_of[kind]
-        return Limits(terms_now(limits, state, runtime, self._telemetry, now=now))
+        return Limits(terms_now(limits, state, runtime, self._recorder, now=now))
 
     async def _aterms_now(self, kind: Kind | None, state: Any, runtime: Any) -> Limits:
         """The limits on calls of a kind, or all of them, as they are at this moment."""
@@ -187,7 +187,7 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
             return self._fixed[kind]
         now = None if self._store is None else self._clock()
         limits = self._limits_of[kind]
-        return Limits(await aterms_now(limits, state, runtime, self._telemetry, now=now))
+        return Limits(await aterms_now(limits, state, runtime, self._recorder, now=now))
 
     def _judge(self, case: Case) -> Ruling:
         """Judge calls, by the store's counts where there are any."""
@@ -220,7 +220,7 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
         store.settle_later(case.plan.reservation, ran)
         needing = [each for each in case.plan.terms if each.shared]
         calls = sum(any(each.limit.matches(call) for each in needing) for call in case.plan.calls)
-        self._telemetry.fell_back(case.plan.calls[0].agent, self._on_store_error, calls)
+        self._recorder.record_fallback(case.plan.calls[0].agent, self._on_store_error, calls)
         return alone.rule(grant)
 
     def _counts_last(self, caller: Origin) -> bool:
@@ -252,7 +252,7 @@ class Quotas(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
         usage = _usage(state, terms, kept)
         notes = []
         if self._tell_model:
-            notes.append(remaining(terms, usage, near=self._telemetry.near))
+            notes.append(remaining(terms, usage, near=self._recorder.near))
         if self._hide_exhausted:
             request, note = without_exhausted(request, terms, usage)
             notes.append(note)

@@ -11,7 +11,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.reservation import Grant, Reservation, Settlement
 from langchain_quota.stores import QuotaStore
-from langchain_quota.telemetry import Telemetry
+from langchain_quota.telemetry.recorder import Recorder
 
 MAX_UNSETTLED = 10_000
 """The most corrections that wait for the store to come back."""
@@ -25,16 +25,16 @@ class StoreClient:
 
     Args:
         store: The store.
-        telemetry: Times its answers and counts its failures.
+        recorder: Times its answers and counts its failures.
     """
 
-    def __init__(self, store: QuotaStore, telemetry: Telemetry) -> None:
+    def __init__(self, store: QuotaStore, recorder: Recorder) -> None:
         self.store = store
-        self._telemetry = telemetry
+        self._recorder = recorder
         self._lock = fork_safe_lock()
         self._down = False
         self._unsettled = _Unsettled()
-        self._fills = telemetry.watch_store(store)
+        self._fills = recorder.watch_store(store)
         """Whether it can be full, and has not been nearly so yet."""
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
@@ -126,7 +126,7 @@ class StoreClient:
             lost = self._unsettled.add(settlement)
         if lost:
             error = QuotaStoreError(f"more than {MAX_UNSETTLED} corrections wait for the store")
-            self._telemetry.failed("store", error, log=False)
+            self._recorder.record_error("store", error, log=False)
 
     @contextmanager
     def _carrying(self, reservation: Reservation) -> Iterator[tuple[Reservation, bool]]:
@@ -158,7 +158,7 @@ class StoreClient:
         except Exception as error:  # noqa: BLE001 - whatever a store raises, it has not answered
             with self._lock:
                 first, self._down = not self._down, True
-            self._telemetry.failed("store", error, log=first)
+            self._recorder.record_error("store", error, log=first)
         except BaseException:
             # Cancelled: the call will not run, but the store may have heard of it.
             if reservation is not None:
@@ -168,9 +168,9 @@ class StoreClient:
             with self._lock:
                 back, self._down = self._down, False
             if back:
-                self._telemetry.recovered("store")
+                self._recorder.record_recovery("store")
             if self._fills:
-                self._fills = not self._telemetry.nearly_full(self.store)
+                self._fills = not self._recorder.store_nearly_full(self.store)
 
     @contextmanager
     def _timing(self, operation: str) -> Iterator[None]:
@@ -184,7 +184,7 @@ class StoreClient:
                 outcome = "timeout"
             raise
         finally:
-            self._telemetry.stored(operation, outcome, time.perf_counter() - started)
+            self._recorder.observe_store(operation, outcome, time.perf_counter() - started)
 
 
 class _Unsettled:
