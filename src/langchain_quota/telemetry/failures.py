@@ -17,13 +17,7 @@ class Failures:
         self._logged: set[tuple[str, str]] = set()
 
     def record(self, component: str, error: Exception, *, log: bool | None = None) -> None:
-        """Count a failure, and log it.
-
-        Args:
-            component: What failed, as the metric's label has it.
-            error: What it raised.
-            log: Whether it is logged now; by default once per kind.
-        """
+        """Count a failure of a component; log it if that is wanted, by default once per kind."""
         error_type = label(type(error).__name__)
         # What hides thread ids must not have them logged.
         shown = None if component == "thread_label" else error

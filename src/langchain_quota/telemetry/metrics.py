@@ -1,7 +1,7 @@
 """The Prometheus counters, gauges and histogram of decisions, made once per registry."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -11,6 +11,7 @@ from langchain_quota.limits import STORE
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import NONE, limit_label
+from langchain_quota.telemetry.names import MetricSpec
 
 _REFUNDED = "refunded"
 
@@ -59,8 +60,13 @@ class Metrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(spec: names.MetricSpec) -> Counter:
+        def counter(spec: MetricSpec) -> Counter:
             return Counter(spec.name, spec.help, spec.labels, registry=registry)
+
+        def gauge(spec: MetricSpec, mode: Literal["max", "mostrecent"]) -> Gauge:
+            return Gauge(
+                spec.name, spec.help, spec.labels, registry=registry, multiprocess_mode=mode
+            )
 
         self.calls = counter(names.CALLS)
         self.limit_decisions = counter(names.LIMIT_DECISIONS)
@@ -68,26 +74,19 @@ class Metrics:
         self.exhausted = counter(names.EXHAUSTED)
         self.errors = counter(names.ERRORS)
         self.store_fallbacks = counter(names.STORE_FALLBACKS)
-        spec = names.LIMIT
-        self.limit = Gauge(
-            spec.name, spec.help, spec.labels, registry=registry, multiprocess_mode="mostrecent"
-        )
+        self.limit = gauge(names.LIMIT, "mostrecent")
+        gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
         spec = names.STORE_SECONDS
         self.store_seconds = Histogram(
             spec.name, spec.help, spec.labels, registry=registry, buckets=STORE_BUCKETS
         )
-        spec = names.BUILD_INFO
-        build_info = Gauge(
-            spec.name, spec.help, spec.labels, registry=registry, multiprocess_mode="max"
-        )
-        build_info.labels(__version__).set(1)
         self._calls = _Siblings(self.calls, Outcome)
         self._charges = _Siblings(self.limit_decisions, (Outcome.ALLOWED, _REFUNDED))
         self._refusals = _Siblings(self.limit_decisions, (Outcome.BLOCKED, Outcome.WOULD_BLOCK))
         self._store_seconds = _Siblings(self.store_seconds, ("ok", "error", "timeout"))
         self._fallbacks = _Siblings(self.store_fallbacks, ("deny", "allow"))
-        # What each limit of an agent looked like when it was last met.
-        self._limits: dict[tuple[str, str], tuple[object, ...]] = {}
+        # The label of each limit of an agent, and what it looked like when it was last met.
+        self._limits: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
         # While a fork holds it no thread is inside of prometheus_client, whose own locks a child
         # would find held.
         self._lock = fork_safe_lock()
@@ -139,9 +138,11 @@ class Metrics:
 
     def _meet(self, agent: str, standing: Standing) -> str:
         """The label of a limit; all its series begin when it is met, first or with new numbers."""
-        limit, configured = limit_label(standing.limit), _configured(standing)
-        if self._limits.get((agent, limit)) == configured:
-            return limit
+        configured = _configured(standing)
+        known = self._limits.get((agent, standing.limit))
+        if known is not None and known[1] == configured:
+            return known[0]
+        limit = limit_label(standing.limit)
         _ = self._charges[agent, limit, NONE]
         # A store that cannot be asked refuses, too, but is no limit to come near to.
         for scope in (*standing.scopes, *((STORE,) if standing.shared else ())):
@@ -149,7 +150,7 @@ class Metrics:
         for scope in standing.scopes:
             self.near.labels(agent, limit, scope)
             self.exhausted.labels(agent, limit, scope)
-        self._limits[agent, limit] = configured
+        self._limits[agent, standing.limit] = (limit, configured)
         for scope in standing.scopes:
             if scope not in standing.computed:
                 self.limit.labels(agent, limit, scope).set(standing.threshold(scope) or 0)

@@ -84,11 +84,7 @@ class Recorder:
             self._tools.keep(named_tools(limit))
 
     def watch_store(self, store: object) -> bool:
-        """Show how full a store is; whether it says so.
-
-        Args:
-            store: The store; one that has a property `occupancy`, as `MemoryStore` has.
-        """
+        """Show how full a store is; whether it says so, by a property `occupancy`."""
         try:
             return self._stores.add(store)
         except Exception as error:
@@ -112,12 +108,7 @@ class Recorder:
         return is_full
 
     def learn_tools(self, agent: str | None, names: Iterable[str]) -> None:
-        """Learn the tools that an agent has: they are labels before any that its model invents.
-
-        Args:
-            agent: The name of the agent, if it has one.
-            names: The names of the tools.
-        """
+        """Learn the tools that an agent has: they are labels before any that its model invents."""
         try:
             self._tools.offer(agent_label(agent), names)
         except Exception as error:
@@ -185,13 +176,7 @@ class Recorder:
         return Recorded(is_new=True, trace=trace)
 
     def record_charge(self, call: Call, standing: Standing, *, task_id: str | None = None) -> None:
-        """Make visible that a call which was let through before is charged now.
-
-        Args:
-            call: The call.
-            standing: How the limit that it is charged to stands.
-            task_id: As for `record`.
-        """
+        """Make visible that a call which was let through before is charged to a limit now."""
         if self._tasks.seen(task_id):
             return
         agent, thread = self._labels(call.agent, call.thread_id)
@@ -208,11 +193,7 @@ class Recorder:
             self._failed("threads", error)
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
-        """Take charges back from what was counted.
-
-        Args:
-            refunds: The charges of one agent's calls, on one thread.
-        """
+        """Take charges of one agent's calls, on one thread, back from what was counted."""
         if not refunds:
             return
         agent, thread = self._labels(refunds[0].call.agent, refunds[0].call.thread_id)
@@ -239,11 +220,7 @@ class Recorder:
         self._failed(component, error, log=log)
 
     def record_recovery(self, component: str) -> None:
-        """Log that what failed works again.
-
-        Args:
-            component: As for `record_error`.
-        """
+        """Log that a component which failed works again."""
         try:
             # As loud as is needed to be seen where the failure was.
             logger.warning("%s of langchain-quota works again", component)
@@ -264,27 +241,14 @@ class Recorder:
             self._failed("metrics", error)
 
     def record_fallback(self, agent: str | None, action: str, calls: int) -> None:
-        """Count decisions that were taken without the shared store.
-
-        Args:
-            agent: The name of the agent, if it has one.
-            action: `"deny"` or `"allow"`.
-            calls: How many calls were judged.
-        """
+        """Count the calls that were judged without the shared store: `"deny"` or `"allow"`."""
         try:
             self._metrics.fell_back(agent_label(agent), action, calls)
         except Exception as error:
             self._failed("metrics", error)
 
     def warn_unknown_tool(self, agent: str | None, limit: str, tool: str, hint: str) -> None:
-        """Log that a limit names a tool that an agent does not have.
-
-        Args:
-            agent: The name of the agent, if it has one.
-            limit: The limit's name.
-            tool: The tool that it names.
-            hint: What to do.
-        """
+        """Log that a limit names a tool that an agent does not have, and what to do."""
         try:
             logger.warning(
                 "limit %r names the tool %r, which agent %r does not offer its model: %s",
@@ -297,12 +261,7 @@ class Recorder:
             self._failed("observer", error)
 
     def forget(self, agent: str | None, thread_id: object) -> None:
-        """Forget what a thread has used: its series end until its next call.
-
-        Args:
-            agent: The name of the agent, if it has one.
-            thread_id: The thread's id as the caller gave it; `None` does nothing.
-        """
+        """Forget what a thread, if there is one, has used: its series end until its next call."""
         name, thread = self._labels(agent, thread_id)
         try:
             if thread is not None:
