@@ -51,7 +51,7 @@ bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/b
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 picture: $(VENV)/.develop ## Draw the README's picture anew, from the demo's own traffic.
-	@$(BIN)/python -m tests.picture $(ARGS)
+	@$(BIN)/python -m tools.picture $(ARGS)
 
 lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check
@@ -65,10 +65,10 @@ format: $(VENV)/.develop ## Mend what can be mended of the style.
 	$(BIN)/ruff format
 
 test-matrix: ## Run unit and agent tests on every Python found, and oldest and newest langchain.
-	@$(PYTHON) tests/matrix.py
+	@$(PYTHON) tools/matrix.py
 
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
-	@$(BIN)/python tests/upstream.py
+	@$(BIN)/python tools/upstream.py
 
 docs: $(VENV)/.docs ## Build the documentation into site/; a dead link or an unknown name fails.
 	@$(MKDOCS) build --strict
@@ -79,11 +79,11 @@ docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 whi
 coverage: $(VENV)/.develop ## Run all tests, and show the lines of the package that none of them runs.
 	@$(BIN)/pytest --cov --cov-report=term $(ARGS)
 
-dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as a user would.
+dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as the README says.
 	rm -rf dist
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
 	@$(BIN)/twine check --strict dist/*
-	@$(BIN)/python tests/dist.py
+	@$(BIN)/python tools/dist.py
 
 clean: ## Remove virtual environments, caches and what was built.
 	rm -rf .venv .venv-* .coverage* dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -111,7 +111,7 @@ def _stats(board: Dashboard) -> None:
             ],
         ).decimals(1)
     )
-    for number, state, title, told in (
+    for number, state, title, they in (
         (3, "exhausted", "Threads exhausted", "have used a limit up: their next call is refused"),
         (4, "near", "Threads near a limit", "are near a limit, with calls left"),
     ):
@@ -119,7 +119,7 @@ def _stats(board: Dashboard) -> None:
             stat(
                 Place(number, 5, 4),
                 title,
-                f"Conversations that {told}, now. Each limit counts for itself, and a thread that "
+                f"Conversations that {they}, now. Each limit counts for itself, and a thread that "
                 "several processes serve is counted by each.",
                 f"sum({_subjects(state, _OF_THREADS)})",
                 unit="short",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from dashboards import settings
-from langchain_quota.telemetry import tracing
+from langchain_quota.telemetry import names, tracing
 
 PROCESS = ('job=~"$job"', 'instance=~"$instance"')
 AGENT = 'agent=~"$agent"'
@@ -19,23 +19,23 @@ THREAD = "thread_id=`${thread:raw}`"
 NO_BACKTICK = "/^[^`]+$/"
 """Keeps a thread id out of the variable that would end the raw string that it stands in."""
 
-CALLS = "langchain_quota_calls_total"
-DECISIONS = "langchain_quota_limit_decisions_total"
-NEAR = "langchain_quota_near_limit_total"
-EXHAUSTED = "langchain_quota_exhausted_total"
-CONFIGURED = "langchain_quota_limit"
-SUBJECTS = "langchain_quota_subjects"
-THREAD_USED = "langchain_quota_thread_used"
-THREAD_LIMIT = "langchain_quota_thread_limit"
-THREAD_BLOCKED = "langchain_quota_thread_blocked_total"
-THREAD_SEEN = "langchain_quota_thread_last_decision_timestamp_seconds"
-HIDDEN = "langchain_quota_threads_hidden"
-STORE = "langchain_quota_store_seconds"
-STORE_KEYS = "langchain_quota_store_keys"
-STORE_MAX_KEYS = "langchain_quota_store_max_keys"
-FALLBACKS = "langchain_quota_store_fallbacks_total"
-ERRORS = "langchain_quota_errors_total"
-BUILD = "langchain_quota_build_info"
+CALLS = names.CALLS.name
+DECISIONS = names.LIMIT_DECISIONS.name
+NEAR = names.NEAR.name
+EXHAUSTED = names.EXHAUSTED.name
+CONFIGURED = names.LIMIT.name
+SUBJECTS = names.SUBJECTS.name
+THREAD_USED = names.THREAD_USED.name
+THREAD_LIMIT = names.THREAD_LIMIT.name
+THREAD_BLOCKED = names.THREAD_BLOCKED.name
+THREAD_SEEN = names.THREAD_SEEN.name
+HIDDEN = names.THREADS_HIDDEN.name
+STORE = names.STORE_SECONDS.name
+STORE_KEYS = names.STORE_KEYS.name
+STORE_MAX_KEYS = names.STORE_MAX_KEYS.name
+FALLBACKS = names.STORE_FALLBACKS.name
+ERRORS = names.ERRORS.name
+BUILD = names.BUILD_INFO.name
 
 TRACED = "traced"
 """The label with a thread's id, where that can stand in a link to its traces as it is."""

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,8 +47,13 @@ class Mount:
 
 
 def load(path: Path) -> Any:
-    """What a YAML file says."""
-    return yaml.safe_load(path.read_text())
+    """What a YAML file says; nobody changes it."""
+    return _parsed(path.read_text())
+
+
+@cache
+def _parsed(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def services() -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Fixtures for all tests: telemetry of each test's own, so that tests cannot see each other."""
 
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -11,9 +12,17 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry
 from langchain_quota.middleware.inline import OLDEST_LANGCHAIN
+from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.recorder import Recorder
 
 HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= OLDEST_LANGCHAIN
 needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than there are processors: many tests wait for servers."""
+    return (os.cpu_count() or 1) + 1
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,11 @@ class Signals:
     registry: CollectorRegistry
     provider: TracerProvider
     exporter: InMemorySpanExporter
+
+    @property
+    def recorder(self) -> Recorder:
+        """What middlewares tell."""
+        return recorder_of(self.telemetry)
 
     def value(self, name: str, **labels: str) -> float | None:
         """The value of one sample, if it exists."""

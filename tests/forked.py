@@ -7,23 +7,133 @@ when it is imported: those belong to the program.
 
 import atexit
 import gc
+import importlib
+import io
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from types import FrameType, ModuleType
+from typing import IO, Any, NoReturn, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 120
-"""Seconds after which a program is ended by SIGALRM."""
+"""Seconds after which a program that is waited for is ended by SIGALRM."""
+
+LIFETIME = 600
+"""The same for one that is only started."""
+
+COMMAND_LINE = "import sys; from langchain_quota.cli import main; sys.exit(main(sys.argv[1:]))"
+"""The command `langchain-quota`."""
+
+_LONGEST_ORDER = 1 << 20
+
+
+class Program:
+    """A program that runs, with the methods of `subprocess.Popen` that tests use.
+
+    Args:
+        status: Where its process id is read from, and then its exit code.
+        arguments: Those that it was started with.
+    """
+
+    def __init__(self, status: IO[bytes], arguments: Sequence[str]) -> None:
+        self._status = status
+        self._arguments = arguments
+        self.pid = int(status.readline())
+        self.returncode: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait()
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end: the exit code, below 0 if a signal ended it.
+
+        Raises:
+            subprocess.TimeoutExpired: It is not there in so many seconds.
+        """
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([*self._arguments], timeout or 0)
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start_python(
+    program: str,
+    *arguments: str,
+    stdout: int,
+    stderr: int,
+    stdin: int | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    imported: Sequence[str] = (),
+    seconds: int = LIFETIME,
+) -> Program:
+    """Start a program as `python -c` does.
+
+    A test of how Python itself starts needs a process from scratch.
+
+    Args:
+        program: The program's text.
+        arguments: What is behind the `-c` in `sys.argv`.
+        stdout: The descriptor that it writes to.
+        stderr: That for its errors.
+        stdin: The one that it reads; by default there is nothing to read.
+        env: The environment; by default that of the tests.
+        cwd: Where it runs; by default where the tests do.
+        imported: Modules of other projects that it finds imported, too, as later programs will.
+        seconds: After how long it is ended by SIGALRM.
+    """
+    command = ["-c", *arguments]
+    order = {
+        "program": program,
+        "arguments": command,
+        "env": dict(os.environ if env is None else env),
+        "cwd": str(cwd or Path.cwd()),
+        "imported": [*imported],
+        "seconds": seconds,
+    }
+    readable, writable = os.pipe()
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - no path of a file
+        given = [nothing.fileno() if stdin is None else stdin, stdout, stderr, writable]
+        socket.send_fds(_prepared(), [json.dumps(order).encode()], given)
+    os.close(writable)
+    return Program(io.FileIO(readable), command)
 
 
 def run_python(
@@ -31,74 +141,122 @@ def run_python(
     *arguments: str,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    imported: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as `python -c` does, with what it writes captured as UTF-8.
+    """Run a program to its end, as `start_python` starts it, with what it writes, as UTF-8."""
+    with (
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+        start_python(
+            program,
+            *arguments,
+            stdout=output.fileno(),
+            stderr=errors.fileno(),
+            env=env,
+            cwd=cwd,
+            imported=imported,
+            seconds=TIMEOUT,
+        ) as running,
+    ):
+        code = running.wait()
+        written = []
+        for file in (output, errors):
+            file.seek(0)
+            written.append(file.read().decode())
+        return subprocess.CompletedProcess(["-c", *arguments], code, *written)
 
-    A test of how Python itself starts, of signals or of a terminal needs a process from scratch.
 
-    Args:
-        program: The program's text.
-        arguments: What is behind the `-c` in `sys.argv`.
-        env: The environment; by default that of the tests.
-        cwd: Where it runs; by default where the tests do.
-    """
-    with tempfile.TemporaryDirectory(prefix="forked-") as name:
-        output, errors = Path(name, "output"), Path(name, "errors")
-        command = ["-c", *arguments]
-        order = {
-            "program": program,
-            "arguments": command,
-            "env": dict(os.environ if env is None else env),
-            "cwd": str(cwd or Path.cwd()),
-            "output": str(output),
-            "errors": str(errors),
-        }
-        process = _prepared()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(json.dumps(order), file=process.stdin, flush=True)
-        code = int(process.stdout.readline())
-        return subprocess.CompletedProcess(
-            command, code, output.read_text("utf-8"), errors.read_text("utf-8")
-        )
+def as_module(name: str) -> str:
+    """The program that `python -m` runs."""
+    return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+
+
+def without(*packages: str) -> str:
+    """The lines with which a program begins that cannot import packages, as if none had."""
+    # None in sys.modules is how Python marks a module that cannot be imported.
+    return (
+        "import sys\n"
+        f"for hidden in {packages!r}:\n"
+        "    for name in [each for each in sys.modules if f'{each}.'.startswith(f'{hidden}.')]:\n"
+        "        del sys.modules[name]\n"
+        "    sys.modules[hidden] = None\n"
+    )
 
 
 @cache
-def _prepared() -> "subprocess.Popen[str]":
-    """The process that forks: one for each process of the tests, whose end is its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(process.communicate)
-    return process
+def _prepared() -> socket.socket:
+    """A way to the process that forks: one for each process of the tests, whose end is its own."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for each in (ours, its):
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_ORDER)
+    with its:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked", str(its.fileno())],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[its.fileno()],
+        )
+    atexit.register(process.wait)
+    atexit.register(ours.close)
+    return ours
 
 
-def _fork_for_each() -> None:
+def _fork_for_each(orders: socket.socket) -> None:
     import langchain.agents  # noqa: F401, PLC0415 - in this process, and not in that of the tests
 
     gc.freeze()  # or the first collection of each fork would copy all that is shared
-    while line := sys.stdin.readline():
-        child = os.fork()
-        if child == 0:
-            _become(json.loads(line))
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201 - the answer
+    signal.signal(signal.SIGCHLD, _forget)
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(orders, _LONGEST_ORDER, 4)
+        if not text:
+            return
+        order = json.loads(text)
+        for name in order["imported"]:
+            if name not in sys.modules:
+                importlib.import_module(name)
+                gc.freeze()
+        if os.fork() == 0:
+            orders.close()
+            _attend(order, descriptors)
+        for each in descriptors:
+            os.close(each)
 
 
-def _become(order: dict[str, Any]) -> NoReturn:
+def _forget(_signal: int, _frame: FrameType | None) -> None:
+    """Those that attend to a program have told all there is to know."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _attend(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Fork once more, and tell the process' id and how it ends: its parent goes on meanwhile."""
+    *standard, status = descriptors
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if child == 0:
+        os.close(status)
+        _become(order, standard)
+    for each in standard:
+        os.close(each)
+    os.write(status, b"%d\n" % child)
+    _, ended = os.waitpid(child, 0)
+    with suppress(BrokenPipeError):  # nobody wants to know
+        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(ended))
+    os._exit(0)
+
+
+def _become(order: dict[str, Any], standard: list[int]) -> NoReturn:
     """Be the process that was asked for, until its program ends."""
-    signal.alarm(TIMEOUT)
-    for descriptor, path in enumerate((os.devnull, order["output"], order["errors"])):
-        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT
-        os.dup2(os.open(path, flags), descriptor)
+    signal.alarm(order["seconds"])
+    for descriptor, given in enumerate(standard):
+        os.dup2(given, descriptor)
+        os.close(given)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    _open_streams(order["env"])
     sys.argv = order["arguments"]
     own = [path for path in order["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = ["", *own, *(path for path in sys.path[1:] if path not in own)]
@@ -121,5 +279,20 @@ def _become(order: dict[str, Any]) -> NoReturn:
     os._exit(code)
 
 
+def _open_streams(env: Mapping[str, str]) -> None:
+    """The standard streams, as the interpreter opens them when it starts."""
+    encoding = env.get("PYTHONIOENCODING", "utf-8")
+    sys.stdin, sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            open(descriptor, mode, closefd=False),  # noqa: SIM115 - open for all its life
+            encoding,
+            "backslashreplace" if descriptor == 2 else "strict",
+            line_buffering=descriptor == 2 or os.isatty(1) or "PYTHONUNBUFFERED" in env,
+        )
+        for descriptor, mode in enumerate(("rb", "wb", "wb"))
+    )
+
+
 if __name__ == "__main__":
-    _fork_for_each()
+    with socket.socket(fileno=int(sys.argv[1])) as _orders:
+        _fork_for_each(_orders)

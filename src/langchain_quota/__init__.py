@@ -1,7 +1,7 @@
 """Limits for LangChain agents that can be seen: async-first middleware with full telemetry."""
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import Call, Decision, Level, Outcome, QuotaUse, Standing
+from langchain_quota.decision import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.errors import (
     EventLoopBlockedError,
     ModelCallLimitExceededError,
@@ -11,10 +11,9 @@ from langchain_quota.errors import (
 )
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
 from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota.middleware.drop_ins import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
-from langchain_quota.middleware.model_call_limit import ModelCallLimitMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
-from langchain_quota.middleware.tool_call_limit import ToolCallLimitMiddleware
 from langchain_quota.state import (
     ModelCallLimitState,
     QuotaState,
@@ -22,7 +21,7 @@ from langchain_quota.state import (
     ToolCallLimitState,
     usage,
 )
-from langchain_quota.stores import KeyUse, QuotaStore
+from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, hmac_label
 
@@ -48,9 +47,9 @@ __all__ = [
     "EventLoopBlockedError",
     "ExitBehavior",
     "InlineQuotaMiddleware",
-    "KeyUse",
     "Level",
     "Limit",
+    "LimitStatus",
     "MemoryStore",
     "MetricsServer",
     "ModelCallLimit",
@@ -61,12 +60,12 @@ __all__ = [
     "Quota",
     "QuotaMiddleware",
     "QuotaState",
+    "QuotaStatus",
     "QuotaStore",
     "QuotaStoreError",
-    "QuotaUse",
+    "QuotaUsage",
     "QuotaWarning",
     "RedisStore",
-    "Standing",
     "Telemetry",
     "ThreadUsage",
     "ToolCallLimit",

@@ -1,4 +1,4 @@
-"""The frozen records of judged calls, and the one place where thresholds are compared."""
+"""The frozen record of one judged call, with the limits that judged it."""
 
 import math
 from dataclasses import dataclass
@@ -7,9 +7,23 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Literal
 
-from langchain_quota.limits import RUN, STORE, THREAD, Exit, Limit, Scope, Terms
-
 Kind = Literal["model", "tool"]
+
+Scope = str
+"""What a count is kept for: `"thread"`, `"run"`, or the name of a quota."""
+
+THREAD: Scope = "thread"
+RUN: Scope = "run"
+SCOPES: tuple[Scope, ...] = (THREAD, RUN)
+"""In the order in which a refusal is attributed: thread before run, and both before quotas."""
+
+STORE: Scope = "store"
+"""Stands where a scope does if a limit refuses because the store could not be asked."""
+
+Exit = Literal["continue", "error", "end", "finalize"]
+
+Reason = Literal["exhausted", "store"]
+"""Why a limit refuses a call: a threshold is exhausted, or the store could not be asked."""
 
 
 class Outcome(StrEnum):
@@ -97,7 +111,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaUse:
+class QuotaStatus:
     """How a quota stands at one call: before it was judged, and after.
 
     Attributes:
@@ -110,8 +124,8 @@ class QuotaUse:
         per_thread: Whether the subject is the thread.
 
     Examples:
-        >>> from langchain_quota import QuotaUse
-        >>> use = QuotaUse("user_id", "ada", before=4, used=5, limit=5)
+        >>> from langchain_quota import QuotaStatus
+        >>> use = QuotaStatus("user_id", "ada", before=4, used=5, limit=5)
         >>> use.limit - use.used
         0
     """
@@ -126,15 +140,15 @@ class QuotaUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LimitStatus:
     """How one limit stands at one call: before it was judged, and after.
 
     Attributes:
         limit: The limit's name.
         exit_behavior: What a refusal by it does.
-        refused: Whether this limit refuses the call.
-        scope: The threshold that is exhausted, thread before run before quotas, or `"store"` if
-            the shared store could not be asked; `None` if it admits the call.
+        reason: Why it refuses the call: a threshold is `"exhausted"`, or the shared `"store"`
+            could not be asked; `None` if it admits the call.
+        scope: The threshold that is exhausted, thread before run before quotas; `None` for none.
         charged: Whether the call is charged to this limit by this decision.
         deferred: Whether the call is let through now and counted when it has returned.
         enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
@@ -150,8 +164,8 @@ class Standing:
         shared: Whether a store keeps one of the counts.
 
     Examples:
-        >>> from langchain_quota import Standing
-        >>> third = Standing(
+        >>> from langchain_quota import LimitStatus
+        >>> third = LimitStatus(
         ...     limit="tool:search",
         ...     exit_behavior="continue",
         ...     thread_before=11,
@@ -173,15 +187,28 @@ class Standing:
     run_before: int
     run_used: int
     run_limit: int | None
-    refused: bool = False
+    reason: Reason | None = None
     scope: Scope | None = None
     charged: bool = False
     deferred: bool = False
     enforced: bool = True
     near: float | None = None
     computed: tuple[Scope, ...] = ()
-    quotas: tuple[QuotaUse, ...] = ()
+    quotas: tuple[QuotaStatus, ...] = ()
     shared: bool = False
+
+    @property
+    def refused(self) -> bool:
+        """Whether the limit refuses the call."""
+        return self.reason is not None
+
+    @property
+    def refusal_scope(self) -> str | None:
+        """The scope of a refusal as metrics and spans have it; `None` if it admits the call.
+
+        The exhausted one, or `"store"` if the store could not be asked.
+        """
+        return STORE if self.reason == "store" else self.scope
 
     def threshold(self, scope: Scope) -> int | None:
         """The limit of a scope, in calls; `None` for none.
@@ -222,7 +249,7 @@ class Standing:
             return quota.before
         return self.thread_before if scope == THREAD else 0
 
-    def quota(self, scope: Scope | None) -> QuotaUse | None:
+    def quota(self, scope: Scope | None) -> QuotaStatus | None:
         """The quota of a scope; `None` where there is none.
 
         Args:
@@ -270,9 +297,9 @@ class Standing:
             near: The share, above 0 and at most 1, from which a limit without a share of its own
                 is near.
         """
-        return dict(self.crossings(near)).get(scope)
+        return dict(self.threshold_events(near)).get(scope)
 
-    def crossings(self, near: float) -> list[tuple[Scope, Level]]:
+    def threshold_events(self, near: float) -> list[tuple[Scope, Level]]:
         """The scopes of which charging this call made the count cross into a level.
 
         Args:
@@ -303,13 +330,13 @@ class Decision:
     Attributes:
         call: The call.
         outcome: What was decided.
-        standings: One for each limit that matches the call, in the order of the limits.
+        limits: One status for each limit that matches the call, in the order of the limits.
 
     Examples:
         >>> from langchain_quota import Decision, ModelCallLimit, Outcome, QuotaMiddleware
         >>> def audit(decision: Decision) -> None:
         ...     if decision.outcome is Outcome.BLOCKED:
-        ...         limits = [standing.limit for standing in decision.refused_by]
+        ...         limits = [status.limit for status in decision.refused_by]
         ...         print(f"{decision.call.kind} call refused by {limits}")
         >>> quota = QuotaMiddleware([ModelCallLimit(run_limit=0)], on_decision=audit)
 
@@ -322,13 +349,13 @@ class Decision:
 
     call: Call
     outcome: Outcome
-    standings: tuple[Standing, ...] = ()
+    limits: tuple[LimitStatus, ...] = ()
 
     @property
-    def refused_by(self) -> tuple[Standing, ...]:
+    def refused_by(self) -> tuple[LimitStatus, ...]:
         """The limits that refuse the call, those that are enforced first."""
-        refusing = (standing for standing in self.standings if standing.refused)
-        return tuple(sorted(refusing, key=lambda standing: not standing.enforced))
+        refusing = (status for status in self.limits if status.refused)
+        return tuple(sorted(refusing, key=lambda status: not status.enforced))
 
     @property
     def resets_at(self) -> datetime | None:
@@ -338,36 +365,13 @@ class Decision:
         return max(times) if times and len(times) == len(resets) else None
 
     @property
-    def leading(self) -> Standing | None:
+    def leading(self) -> LimitStatus | None:
         """The limit to show: the first that refuses, else the one with the highest used share."""
+        if len(self.limits) == 1:
+            return self.limits[0]
         if refused_by := self.refused_by:
             return refused_by[0]
-        return max(self.standings, key=lambda standing: standing.share, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Breach:
-    """A limit that refused calls of a batch, with the counts as if those calls had run."""
-
-    terms: Terms
-    decision: Decision
-    refusals: int
-    thread_count: int
-    run_count: int
-    quota_counts: tuple[int, ...] = ()
-    """In the order of the quotas."""
-
-    @property
-    def limit(self) -> Limit:
-        """The limit."""
-        return self.terms.limit
-
-    @property
-    def unchecked(self) -> bool:
-        """Whether it refused because the shared store could not be asked."""
-        return any(
-            each.scope == STORE for each in self.decision.standings if each.limit == self.limit.name
-        )
+        return max(self.limits, key=lambda status: status.share, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector, RestrictedRegistry
 
-from langchain_quota.telemetry import usage_of
+from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.multiprocess import FILE, multiprocess_directory, unusable
-from langchain_quota.telemetry.usage import UsageTable, families, told_by_others
+from langchain_quota.telemetry.usage import UsageTable, told_by_others
+from langchain_quota.telemetry.usage_reader import families
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""

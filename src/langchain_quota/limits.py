@@ -3,39 +3,29 @@
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
 
-if TYPE_CHECKING:
-    from langchain_quota.decision import Call, Decision
-
-ALL_TOOLS = "__all__"
-"""The counter of all tools together, as LangChain's limiter writes it to the state."""
+from langchain_quota.arguments import (
+    ALL_TOOLS,
+    check_choice,
+    check_count,
+    check_share,
+    checked_name,
+    checked_tools,
+)
+from langchain_quota.decision import RUN, STORE, THREAD, Call, Decision
 
 MODEL = "model"
 """The counter of model calls."""
 
-MAX_NAME_LENGTH = 64
-"""The longest limit name, in characters: a metric label carries it unchanged."""
-
-Scope = str
-"""What a count is kept for: `"thread"`, `"run"`, or what a quota is `per`."""
 ToolExitBehavior = Literal["continue", "error", "end"]
 ModelExitBehavior = Literal["end", "error", "finalize"]
 ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
-Exit = Literal["continue", "error", "end", "finalize"]
-Threshold = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
+MaxCalls = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
 """A number of calls, none, or a function of the agent's state and runtime that gives either."""
-
-THREAD = "thread"
-RUN = "run"
-SCOPES: tuple[Scope, ...] = (THREAD, RUN)
-"""In the order in which a refusal is attributed: thread before run, and both before quotas."""
-
-STORE = "store"
-"""The scope of a refusal because the shared store could not be asked."""
 
 _FIXED = ("thread", "agent", "global")
 _RESERVED = (RUN, STORE, "none")
@@ -87,7 +77,7 @@ class Quota:
         if self.limit is None:
             raise TypeError("limit must be a whole number or a function, not None")
         if not callable(self.limit):
-            _check_count("limit", self.limit)
+            check_count("limit", self.limit)
         if not isinstance(self.per, str) and not callable(self.per):
             raise TypeError(f"per must be a string or a function, not {self.per!r}")
         if self.window is not None and not isinstance(self.window, timedelta):
@@ -168,10 +158,10 @@ class ToolCallLimit:
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
     exclude: Sequence[str] = ()
-    thread_limit: Threshold = None
-    run_limit: Threshold = None
+    thread_limit: MaxCalls = None
+    run_limit: MaxCalls = None
     exit_behavior: ToolExitBehavior = "continue"
-    message: "str | Callable[[Decision], str] | None" = None
+    message: str | Callable[[Decision], str] | None = None
     name: str = ""
     near: float | None = None
     enforce: bool = True
@@ -183,8 +173,8 @@ class ToolCallLimit:
     """The key under which calls are counted: limits with one counter share its count."""
 
     def __post_init__(self) -> None:
-        tools = _checked_tools("tool_name", self.tool_name)
-        excluded = () if self.exclude in ((), []) else _checked_tools("exclude", self.exclude)
+        tools = checked_tools("tool_name", self.tool_name)
+        excluded = () if self.exclude in ((), []) else checked_tools("exclude", self.exclude)
         if tools and excluded:
             raise ValueError(f"exclude={self.exclude!r} goes with all tools, not with tool_name")
         _check_common(self)
@@ -196,7 +186,7 @@ class ToolCallLimit:
                 "a run is part of a thread"
             )
         if self.give_up_after is not None:
-            _check_count("give_up_after", self.give_up_after, least=1)
+            check_count("give_up_after", self.give_up_after, least=1)
             if self.exit_behavior != "continue" or not self.enforce:
                 raise ValueError(
                     f"give_up_after={self.give_up_after!r} goes with exit_behavior='continue' "
@@ -208,14 +198,9 @@ class ToolCallLimit:
         _set(self, "tools", tools)
         _set(self, "exclude", excluded)
         _set(self, "counter", ",".join(tools) or ALL_TOOLS + without)
-        _set(self, "name", _checked_name(self.name, f"tool:{','.join(tools) or '*' + without}"))
+        _set(self, "name", checked_name(self.name, f"tool:{','.join(tools) or '*' + without}"))
 
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether one of the thresholds is a function."""
-        return callable(self.thread_limit) or callable(self.run_limit)
-
-    def matches(self, call: "Call") -> bool:
+    def matches(self, call: Call) -> bool:
         """Whether the limit applies to the call.
 
         Args:
@@ -267,10 +252,10 @@ class ModelCallLimit:
     give_up_after: ClassVar[None] = None
     """Refusals of model calls are not counted: the first one ends the run."""
 
-    thread_limit: Threshold = None
-    run_limit: Threshold = None
+    thread_limit: MaxCalls = None
+    run_limit: MaxCalls = None
     exit_behavior: ModelExitBehavior = "end"
-    message: "str | Callable[[Decision], str] | None" = None
+    message: str | Callable[[Decision], str] | None = None
     name: str = ""
     near: float | None = None
     enforce: bool = True
@@ -281,14 +266,9 @@ class ModelCallLimit:
         check_choice("exit_behavior", self.exit_behavior, ("end", "error", "finalize"))
         if self.exit_behavior == "finalize" and not self.enforce:
             raise ValueError("exit_behavior='finalize' goes with enforce=True")
-        _set(self, "name", _checked_name(self.name, MODEL))
+        _set(self, "name", checked_name(self.name, MODEL))
 
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether one of the thresholds is a function."""
-        return callable(self.thread_limit) or callable(self.run_limit)
-
-    def matches(self, call: "Call") -> bool:
+    def matches(self, call: Call) -> bool:
         """Whether the limit applies to the call.
 
         Args:
@@ -301,143 +281,14 @@ Limit = ToolCallLimit | ModelCallLimit
 """What a middleware of many limits takes: for the type of a list of both."""
 
 
+def is_dynamic(limit: Limit) -> bool:
+    """Whether the number of a thread or run is a function."""
+    return callable(limit.thread_limit) or callable(limit.run_limit)
+
+
 def named_tools(limit: Limit) -> tuple[str, ...]:
     """The tools that a limit names: those that it limits, and those that it excludes."""
     return limit.tools or getattr(limit, "exclude", ())
-
-
-def stored_as(limit: Limit) -> str:
-    """Under which counter a store keeps a limit's counts.
-
-    A tool may be called `"model"`: it has a comma, as no name of a tool has, so that it does not
-    share the model's count.
-    """
-    return f",{MODEL}" if limit.kind == "tool" and limit.counter == MODEL else limit.counter
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaTerms:
-    """A quota with its number and its subject at one moment.
-
-    Attributes:
-        scope: The quota's name.
-        limit: Its number, in calls.
-        subject: Whose calls are counted; empty for all.
-        key: Where the store keeps the count.
-        resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
-        per_thread: Whether the subject is the thread.
-        computed: Whether the number was computed.
-    """
-
-    scope: Scope
-    limit: int
-    subject: str
-    key: str
-    resets_at: datetime | None = None
-    per_thread: bool = False
-    computed: bool = False
-
-    @property
-    def is_threads(self) -> bool:
-        """Whether it limits what a thread has used in all."""
-        return self.per_thread and self.resets_at is None
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """A limit with its numbers at one moment: what the engine judges by.
-
-    Attributes:
-        limit: The limit.
-        thread_limit, run_limit: Its numbers, in calls; `None` for none.
-        exit_behavior: What a refusal does now.
-        thread_key: Where a store keeps the thread's count; `None` if only the state does.
-        run_key: Where it keeps the run's, likewise.
-        quotas: The quotas.
-        computed: The scopes whose number was computed.
-        remembers: Whether the state outlives the run, so that it has the thread's count, too.
-    """
-
-    limit: Limit
-    thread_limit: int | None
-    run_limit: int | None
-    exit_behavior: Exit
-    thread_key: str | None = None
-    run_key: str | None = None
-    quotas: tuple[QuotaTerms, ...] = ()
-    computed: tuple[Scope, ...] = ()
-    remembers: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        limit: Limit,
-        *,
-        thread_key: str | None = None,
-        run_key: str | None = None,
-        quotas: tuple[QuotaTerms, ...] = (),
-        remembers: bool = False,
-        **computed: int | None,
-    ) -> "Terms":
-        """The terms of a limit.
-
-        Args:
-            limit: The limit.
-            thread_key: Where a store keeps the thread's count.
-            run_key: Where it keeps the run's.
-            quotas: The terms of its quotas.
-            remembers: Whether the state outlives the run.
-            computed: The numbers of thresholds that are functions, by argument.
-
-        Raises:
-            TypeError: A computed number has the wrong type, or a needed one is missing.
-            ValueError: A computed number is negative.
-        """
-        numbers: dict[str, int | None] = {}
-        for argument in ("thread_limit", "run_limit"):
-            value = computed.get(argument, getattr(limit, argument))
-            if value is not None:
-                _check_count(f"{argument} of limit {limit.name!r}", value)
-            numbers[argument] = value
-        return cls(
-            limit,
-            numbers["thread_limit"],
-            numbers["run_limit"],
-            limit.exit_behavior,
-            # What is not limited is not counted in the store.
-            None if numbers["thread_limit"] is None else thread_key,
-            None if numbers["run_limit"] is None else run_key,
-            quotas,
-            (
-                *(each for each in SCOPES if callable(getattr(limit, f"{each}_limit"))),
-                *(quota.scope for quota in quotas if quota.computed),
-            ),
-            remembers,
-        )
-
-    def threshold(self, scope: Scope) -> int | None:
-        """The number of the thread or the run."""
-        return self.thread_limit if scope == THREAD else self.run_limit
-
-    @property
-    def shared(self) -> bool:
-        """Whether a store keeps one of its counts."""
-        return bool(self.keys)
-
-    @property
-    def keys(self) -> set[str]:
-        """Where a store keeps its counts."""
-        own = {key for key in (self.thread_key, self.run_key) if key is not None}
-        return own | {quota.key for quota in self.quotas}
-
-    @property
-    def counts_thread(self) -> bool:
-        """Whether a store keeps what the thread has used in all."""
-        return self.thread_key is not None or any(quota.is_threads for quota in self.quotas)
-
-    def ending(self) -> "Terms":
-        """The same numbers, with refusals that end the run."""
-        return replace(self, exit_behavior="end")
 
 
 def check_together(limits: Sequence[Limit]) -> None:
@@ -474,36 +325,21 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         limit.counter != other.counter
         or limit.kind != other.kind
         or not (limit.enforce and other.enforce)
-        or limit.is_dynamic
-        or other.is_dynamic
+        or is_dynamic(limit)
+        or is_dynamic(other)
         or limit.quotas
     ):
         return False
-    own, others = Terms.of(limit), Terms.of(other)
     # A run is part of a thread: what exhausts the other's thread limit ends this run, too.
-    refused_earlier = {
-        "thread": [others.thread_limit],
-        "run": [others.run_limit, others.thread_limit],
-    }
-    return all(
-        (number := own.threshold(scope)) is None
-        or any(earlier is not None and earlier < number for earlier in refused_earlier[scope])
-        for scope in SCOPES
+    return _is_later(limit.thread_limit, other.thread_limit) and (
+        _is_later(limit.run_limit, other.run_limit)
+        or _is_later(limit.run_limit, other.thread_limit)
     )
 
 
-def _checked_tools(argument: str, value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} must be a string, several strings or None, not {value!r}")
-    if not names:
-        raise ValueError(f"{argument} must name a tool, not {value!r}")
-    for name in names:
-        if not name or name.startswith(ALL_TOOLS) or "," in name:
-            raise ValueError(f"{argument} must be the name of a tool, not {name!r}")
-    return tuple(sorted(set(names)))
+def _is_later(limit: MaxCalls, other: MaxCalls) -> bool:
+    """Whether one number is reached after another one, or never."""
+    return limit is None or (isinstance(other, int) and isinstance(limit, int) and other < limit)
 
 
 def _check_common(limit: "ToolCallLimit | ModelCallLimit") -> None:
@@ -513,7 +349,7 @@ def _check_common(limit: "ToolCallLimit | ModelCallLimit") -> None:
         raise ValueError("At least one limit must be specified: thread_limit or run_limit")
     for argument, value in thresholds.items():
         if value is not None and not callable(value):
-            _check_count(argument, value)
+            check_count(argument, value)
     if (
         limit.message is not None
         and not isinstance(limit.message, str)
@@ -556,59 +392,6 @@ def _check_free(name: str, per: object) -> None:
             f"per must not be {per!r}, under which a store counts runs: give a function that reads "
             "the value from the context, and a name"
         )
-
-
-def check_share(argument: str, value: object) -> None:
-    """Check that a value is a share above 0 and at most 1.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is out of bounds.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{argument} must be a number, not {value!r}")
-    if not 0 < value <= 1:
-        raise ValueError(f"{argument} must be above 0 and at most 1, not {value!r}")
-
-
-def _check_count(argument: str, value: object, *, least: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be a whole number or None, not {value!r}")
-    if value < least:
-        raise ValueError(f"{argument} must be {least} or more, not {value!r}")
-
-
-def checked_count(argument: str, value: Any) -> int:
-    """A number of calls, from 0.
-
-    Raises:
-        TypeError: It is no whole number.
-        ValueError: It is negative.
-    """
-    _check_count(argument, value)
-    return int(value)
-
-
-def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of several.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if value not in choices:
-        raise ValueError(f"Invalid {argument}: {value!r}. Choose one of {', '.join(choices)}")
-
-
-def _checked_name(value: Any, default: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"name must be a string, not {value!r}")
-    if not value:
-        return default
-    if len(value) > MAX_NAME_LENGTH or not value.isprintable():
-        raise ValueError(
-            f"name must have 1 to {MAX_NAME_LENGTH} printable characters, not {value!r}"
-        )
-    return value
 
 
 def _set(limit: "ToolCallLimit | ModelCallLimit | Quota", attribute: str, value: object) -> None:

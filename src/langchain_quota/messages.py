@@ -7,8 +7,9 @@ applications match on them.
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-from langchain_quota.decision import Breach, Decision
-from langchain_quota.limits import STORE, Limit, ModelCallLimit
+from langchain_quota.decide import Breach
+from langchain_quota.decision import Decision
+from langchain_quota.limits import Limit
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -32,7 +33,8 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     """
     refusing = [each for each in decision.refused_by if each.enforced]
     texts = [
-        _refusal(limits[each.limit], decision, unchecked=each.scope == STORE) for each in refusing
+        _refusal(limits[each.limit], decision, unchecked=each.reason == "store")
+        for each in refusing
     ] or [_refusal(None, decision)]
     resets_at = decision.resets_at
     if resets_at is not None and any(limits[each.limit].message is None for each in refusing):
@@ -46,7 +48,8 @@ def final(breaches: Sequence[Breach]) -> str:
     Never blank: providers refuse a message without text, and supervisors pass on another one.
     """
     return " ".join(
-        _own_final(breach.limit.message, breach.decision) or reached(breach) for breach in breaches
+        _own_final(breach.limit.limit.message, breach.decision) or reached(breach)
+        for breach in breaches
     )
 
 
@@ -55,30 +58,20 @@ def reached(breach: Breach) -> str:
 
     For tools the counts are as if the refused calls had run, for the model those before the call.
     """
+    limit = breach.limit.limit
     if breach.unchecked:
-        return _unchecked(breach.limit)
-    terms = breach.terms
-    rows = [
-        ("thread", breach.thread_count, terms.thread_limit, None),
-        ("run", breach.run_count, terms.run_limit, None),
-        *(
-            (quota.scope, count, quota.limit, quota.resets_at)
-            for quota, count in zip(terms.quotas, breach.quota_counts, strict=False)
-        ),
-    ]
+        return _unchecked(limit)
     exceeded = [
-        (scope, count, limit, "" if resets_at is None else f"; resets at {_utc(resets_at)}")
-        for scope, count, limit, resets_at in rows
-        if limit is not None and count > limit
+        (scope, count, most, "" if resets_at is None else f"; resets at {_utc(resets_at)}")
+        for scope, count, most, resets_at in breach.exceeded
     ]
-    if isinstance(breach.limit, ModelCallLimit):
-        parts = [f"{scope} limit ({n - 1}/{limit}{resets})" for scope, n, limit, resets in exceeded]
+    if limit.kind == "model":
+        parts = [f"{scope} limit ({n - 1}/{most}{resets})" for scope, n, most, resets in exceeded]
         return f"Model call limits exceeded: {', '.join(parts)}"
     parts = [
-        f"{scope} limit exceeded ({n}/{limit} calls{resets})"
-        for scope, n, limit, resets in exceeded
+        f"{scope} limit exceeded ({n}/{most} calls{resets})" for scope, n, most, resets in exceeded
     ]
-    names = ", ".join(f"'{tool}'" for tool in breach.limit.tools)
+    names = ", ".join(f"'{tool}'" for tool in limit.tools)
     return f"{names + ' tool' if names else 'Tool'} call limit reached: {' and '.join(parts)}."
 
 

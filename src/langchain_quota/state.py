@@ -14,8 +14,6 @@ from langchain.agents.middleware.types import AgentState, PrivateStateAttr, Resp
 from langgraph.channels.untracked_value import UntrackedValue
 from langgraph.types import StateSnapshot
 
-from langchain_quota.engine import Used
-
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
 
@@ -35,7 +33,7 @@ Limits with one counter share its count. Limits of two middlewares may have one 
 Amounts = dict[str, int]
 """Calls, by a store's key."""
 
-Reserved = dict[str, dict[str, Amounts]]
+Acquired = dict[str, dict[str, Amounts]]
 """Tool call id -> middleware -> what a store charged for it."""
 
 
@@ -46,7 +44,7 @@ class Batch(TypedDict):
     charges: Charges
     passed: list[str]
     """The names of the middlewares that have let the batch pass."""
-    reserved: NotRequired[Reserved]
+    acquired: NotRequired[Acquired]
 
 
 class Abandoned(TypedDict):
@@ -57,7 +55,7 @@ class Abandoned(TypedDict):
     charges: Charges
     held_by: list[str]
     """The names of the middlewares of that run that had not let the batch pass."""
-    reserved: NotRequired[Reserved]
+    acquired: NotRequired[Acquired]
 
 
 class Ledger(TypedDict, total=False):
@@ -86,7 +84,7 @@ class Ledger(TypedDict, total=False):
     abandoned: Abandoned | None
     trace: dict[str, str] | None
     """The first span of this run, where none was active, as the W3C's headers name it."""
-    owed: dict[str, Amounts]
+    pending_refunds: dict[str, Amounts]
     """What a store charged and is to take back at the next occasion, by a name of the refund."""
 
 
@@ -200,13 +198,6 @@ def run_model(state: Mapping[str, Any]) -> int:
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
 
-def batch_of(state: Mapping[str, Any], message_id: str | None) -> Batch | None:
-    """What is known of the batch of an AIMessage."""
-    batch = ledger(state).get("batch")
-    known = batch is not None and message_id is not None and batch["message"] == message_id
-    return batch if known else None
-
-
 @dataclass(frozen=True, slots=True)
 class ThreadUsage:
     """What a thread has used, in calls.
@@ -272,8 +263,8 @@ class ToolCounts:
         thread: The thread's counts, by counter; changed in place.
         run: The run's counts, by counter; changed in place.
         charges: The charges of the current batch; changed in place.
-        reserved: What a store charged for its calls; changed in place.
-        owed: What a store is to take back; changed in place.
+        acquired: What a store charged for its calls; changed in place.
+        pending_refunds: What a store is to take back; changed in place.
     """
 
     def __init__(
@@ -281,37 +272,42 @@ class ToolCounts:
         thread: dict[str, int],
         run: dict[str, int],
         charges: Charges,
-        reserved: Reserved | None = None,
-        owed: dict[str, Amounts] | None = None,
+        acquired: Acquired | None = None,
+        pending_refunds: dict[str, Amounts] | None = None,
     ) -> None:
         self.thread = thread
         self.run = run
         self.charges = charges
-        self.reserved = {} if reserved is None else reserved
-        self.owed = {} if owed is None else owed
+        self.acquired = {} if acquired is None else acquired
+        self.pending_refunds = {} if pending_refunds is None else pending_refunds
+        self.passed: list[str] = []
+        """The names of the middlewares that have let it pass."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
         """The counts in a state, with what is charged to the calls of an AIMessage."""
-        batch = batch_of(state, message_id)
-        known: Any = {} if batch is None else deepcopy(batch)
-        return cls(
-            thread_tools(state),
-            run_tools(state),
-            known.get("charges", {}),
-            known.get("reserved"),
-            dict(ledger(state).get("owed") or {}),
+        known = ledger(state)
+        run = known.get("run_tools")
+        batch: Any = known.get("batch")
+        if batch is None or message_id is None or batch["message"] != message_id:
+            batch = {}
+        counts = cls(
+            dict(state.get(THREAD_TOOLS) or {}),
+            dict(run if run is not None else state.get(RUN_TOOLS) or {}),
+            deepcopy(batch.get("charges", {})),
+            deepcopy(batch.get("acquired")),
+            dict(known.get("pending_refunds") or {}),
         )
+        counts.passed = batch.get("passed", [])
+        return counts
 
-    def used(self, counter: str, ids: Iterable[str]) -> Used:
-        """The counts of a counter without what these calls are charged to it."""
+    def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
+        """The thread's and the run's count of a counter, without what these calls are charged."""
         own = 0
         if self.charges:
-            own = sum(self._charged(call_id, counter) for call_id in set(ids))
+            own = sum(self._charged(call_id, counter) for call_id in ids)
         # Never below zero, even where someone else reset the counts.
-        return Used(
-            max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
-        )
+        return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
 
     def charge(self, call_id: str, counter: str, limit: tuple[str, str], amount: int) -> None:
         """Charge a call to a limit, known by middleware and name; its counter counts it once."""
@@ -323,7 +319,7 @@ class ToolCounts:
 
     def take_back(self, call_id: str) -> list[tuple[str, int]]:
         """Take all charges of a call back; each limit's name and amount."""
-        self.owe(self.reserved.pop(call_id, {}).values())
+        self.refund_later(self.acquired.pop(call_id, {}).values())
         taken: list[tuple[str, int]] = []
         for counter in self.charges.get(call_id, {}):
             self._add(counter, -self._charged(call_id, counter))
@@ -332,9 +328,9 @@ class ToolCounts:
                 taken += by_limit.items()
         return taken
 
-    def owe(self, charged: Iterable[Amounts]) -> None:
+    def refund_later(self, charged: Iterable[Amounts]) -> None:
         """Have a store take back what it charged, at the next occasion."""
-        self.owed |= {uuid4().hex: amounts for amounts in charged}
+        self.pending_refunds |= {uuid4().hex: amounts for amounts in charged}
 
     def renew(self, call_id: str, middleware: str, keys: Collection[str]) -> Amounts:
         """Forget what a store charged for a call that a middleware judges (again), and return it.
@@ -342,7 +338,7 @@ class ToolCounts:
         What another one charged stays charged, but for the keys that this one charges, too: a key
         counts a call once.
         """
-        by_middleware = self.reserved.get(call_id, {})
+        by_middleware = self.acquired.get(call_id, {})
         amounts = by_middleware.pop(middleware, {})
         for others in by_middleware.values():
             for key in others.keys() & keys:

@@ -3,8 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from itertools import permutations
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import pytest
 from langchain.agents import create_agent
@@ -14,29 +13,29 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 
+from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.limiter import Limiter
+from langchain_quota.middleware._base import Limiter
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
+from tests.agent.conftest import Form
 from tests.conftest import Signals
 
-Mode = Literal["sync", "async"]
 Middleware = AgentMiddleware[Any, Any, Any]
-Order = tuple[int, ...]
-Item = TypeVar("Item")
-
-modes = pytest.mark.parametrize("mode", ["sync", "async"])
 
 CONFIG = {"configurable": {"thread_id": "thread-1"}}
 
 
-def orders(count: int) -> pytest.MarkDecorator:
-    """Every order of so many middlewares, as the argument `order`."""
-    return pytest.mark.parametrize("order", list(permutations(range(count))), ids=str)
+def tool_limiter(
+    signals: Signals, tool_name: str | None = None, **options: Any
+) -> ToolCallLimitMiddleware[Any, Any]:
+    """A drop-in for tool calls, of all tools or of one."""
+    return ToolCallLimitMiddleware(tool_name=tool_name, telemetry=signals.telemetry, **options)
 
 
-def in_order(order: Order, *items: Item) -> list[Item]:
-    return [items[index] for index in order]
+def model_limiter(signals: Signals, **options: Any) -> ModelCallLimitMiddleware[Any, Any]:
+    """A drop-in for model calls."""
+    return ModelCallLimitMiddleware(telemetry=signals.telemetry, **options)
 
 
 def recording(name: str, ran: list[str], body: Callable[[], Any] | None = None) -> BaseTool:
@@ -57,27 +56,27 @@ class Scene:
     """An agent on one thread, and all that it did.
 
     Args:
-        mode: Which hooks run: those of `invoke`, or those of `ainvoke`.
         signals: The telemetry that the middlewares write to.
         script: What the model plays.
         middleware: The middlewares, in list order.
         tools: Tools by name, which record that they ran.
         ran: The names of the tools that ran, for tools of the test's own.
+        form: Which hooks run: those of `invoke`, or those of `ainvoke`.
         **options: Further arguments of `create_agent`.
     """
 
     def __init__(
         self,
-        mode: Mode,
         signals: Signals,
         script: Any,
         middleware: Sequence[Middleware],
         *,
         tools: Sequence[str | BaseTool] = ("search", "calc"),
         ran: list[str] | None = None,
+        form: Form = "async",
         **options: Any,
     ) -> None:
-        self.mode = mode
+        self.form = form
         self.signals = signals
         self.model = ScriptedChatModel(script=script)
         self.ran: list[str] = [] if ran is None else ran
@@ -111,15 +110,15 @@ class Scene:
         return await self.invoke(None)
 
     async def invoke(self, given: Any) -> dict[str, Any]:
-        if self.mode == "sync":
+        if self.form == "sync":
             result = self.agent.invoke(given, CONFIG)
         else:
             result = await self.agent.ainvoke(given, CONFIG)
         return dict(result)
 
     async def updates(self, given: Any) -> list[dict[str, Any]]:
-        """What a run streams in the mode `updates`."""
-        if self.mode == "sync":
+        """What a run streams in the stream mode `updates`."""
+        if self.form == "sync":
             return list(self.agent.stream(given, CONFIG, stream_mode="updates"))
         return [each async for each in self.agent.astream(given, CONFIG, stream_mode="updates")]
 

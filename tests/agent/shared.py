@@ -9,10 +9,10 @@ from typing import Any
 from langchain_core.messages import BaseMessage
 
 from langchain_quota import QuotaMiddleware
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
-from langchain_quota.reservation import Grant, Reservation
-from langchain_quota.stores import KeyUse
+from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import is_of_run
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import Turn
@@ -85,7 +85,7 @@ class SharedScene(Scene):
         if self.agent.checkpointer is not None:
             # What a step wrote is kept, or its failure known, before the next one begins.
             options["durability"] = "sync"
-        if self.mode == "sync":
+        if self.form == "sync":
             result = self.agent.invoke(given, config, **options)
         else:
             result = await self.agent.ainvoke(given, config, **options)
@@ -120,16 +120,16 @@ class FickleStore:
         self.down = False
         self.hears = False
 
-    def usages(self, pattern: str = "*") -> list[KeyUse]:
+    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         return self.kept.usages(pattern)
 
-    def reserve(self, reservation: Reservation) -> Grant:
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
         if self.down and self.hears:
-            self.kept.reserve(reservation)
+            self.kept.acquire(request)
         self._fail()
-        return self.kept.reserve(reservation)
+        return self.kept.acquire(request)
 
-    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         self._fail()
         return self.kept.peek(keys)
 
@@ -137,10 +137,10 @@ class FickleStore:
         self._fail()
         self.kept.reset(keys)
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        return self.reserve(reservation)
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        return self.acquire(request)
 
-    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return self.peek(keys)
 
     async def areset(self, keys: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ class FickleStore:
 
 
 class SlowStore(FickleStore):
-    """A store whose first async reservation does not come back.
+    """A store whose first async request does not come back.
 
     Args:
         store: Keeps the counts.
@@ -163,14 +163,14 @@ class SlowStore(FickleStore):
         super().__init__(store)
         self.heard = heard
         self.reached = asyncio.Event()
-        self.asked: list[Reservation] = []
+        self.asked: list[AcquireRequest] = []
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        self.asked.append(reservation)
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        self.asked.append(request)
         if self.reached.is_set():
-            return self.kept.reserve(reservation)
+            return self.kept.acquire(request)
         if self.heard:
-            self.kept.reserve(reservation)
+            self.kept.acquire(request)
         self.reached.set()
         await asyncio.Event().wait()
         raise AssertionError("never")

@@ -24,22 +24,16 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import RetryPolicy
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import ToolCallLimitExceededError
 from langchain_quota.testing import ScriptedChatModel
+from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import (
     Middleware,
-    Mode,
-    Order,
     Scene,
     check_history,
-    in_order,
-    modes,
-    orders,
+    model_limiter,
     recording,
+    tool_limiter,
 )
 from tests.conftest import Signals
 
@@ -55,19 +49,17 @@ MAIL = "ann@example.com"
 def limiters(signals: Signals) -> list[Middleware]:
     """Limiters under which two turns like `TURN` run `LIMITED`."""
     return [
-        ModelCallLimitMiddleware(thread_limit=9, run_limit=4, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search", thread_limit=3, run_limit=2, telemetry=signals.telemetry
-        ),
-        ToolCallLimitMiddleware(thread_limit=4, telemetry=signals.telemetry),
+        model_limiter(signals, thread_limit=9, run_limit=4),
+        tool_limiter(signals, "search", thread_limit=3, run_limit=2),
+        tool_limiter(signals, thread_limit=4),
     ]
 
 
 LIMITED = {"search": 3, "calc": 1}
 
 
-def beside(order: Order, signals: Signals, *others: Middleware) -> list[Middleware]:
-    """The limiters and other middlewares, whichever come first."""
+def beside(signals: Signals, *others: Middleware, order: Order = (0, 1)) -> list[Middleware]:
+    """The limiters and other middlewares, whichever come first: it matters only to node hooks."""
     return [each for part in in_order(order, limiters(signals), others) for each in part]
 
 
@@ -82,16 +74,13 @@ def failing(times: int = 1) -> Callable[[], None]:
     return fail
 
 
-@modes
-@orders(2)
-async def test_tool_retry(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_retry(signals: Signals) -> None:
     """ToolRetryMiddleware: a tool call that is retried counts once."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
-        beside(order, signals, ToolRetryMiddleware(max_retries=4, **AT_ONCE)),
+        beside(signals, ToolRetryMiddleware(max_retries=4, **AT_ONCE)),
         tools=[recording("search", ran, failing(3)), recording("calc", ran, failing())],
         ran=ran,
     )
@@ -103,20 +92,13 @@ async def test_tool_retry(mode: Mode, order: Order, signals: Signals) -> None:
     assert Counter(ran) == LIMITED
 
 
-@modes
-@orders(2)
 @pytest.mark.parametrize("on_failure", ["continue", "error"])
-async def test_tool_retry_exhausted(
-    mode: Mode, order: Order, on_failure: Any, signals: Signals
-) -> None:
+async def test_tool_retry_exhausted(on_failure: Any, signals: Signals) -> None:
     """ToolRetryMiddleware that gives up: the call had started, and counts once."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done", "done"],
-        beside(
-            order, signals, ToolRetryMiddleware(max_retries=2, on_failure=on_failure, **AT_ONCE)
-        ),
+        beside(signals, ToolRetryMiddleware(max_retries=2, on_failure=on_failure, **AT_ONCE)),
         tools=[recording("search", [], failing(99))],
     )
 
@@ -131,16 +113,13 @@ async def test_tool_retry_exhausted(
     scene.check_requests()
 
 
-@modes
-@orders(2)
-async def test_model_retry(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_retry(signals: Signals) -> None:
     """ModelRetryMiddleware: a model call that is retried counts once."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [failed, TURN[0], failed, failed, *TURN[1:], *TURN],
-        beside(order, signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
+        beside(signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
     )
 
     for turn in (1, 2):
@@ -151,18 +130,13 @@ async def test_model_retry(mode: Mode, order: Order, signals: Signals) -> None:
     assert len(scene.model.calls) == 9
 
 
-@modes
-@orders(2)
-async def test_model_retry_that_answers_for_the_model(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_model_retry_that_answers_for_the_model(signals: Signals) -> None:
     """ModelRetryMiddleware that gives up with a message of its own: the call counts once."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [["search"], failed, failed, failed, "done"],
-        beside(order, signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
+        beside(signals, ModelRetryMiddleware(max_retries=2, **AT_ONCE)),
     )
 
     await scene.turn()
@@ -172,16 +146,13 @@ async def test_model_retry_that_answers_for_the_model(
     scene.check(models=3, models_in_run=1)
 
 
-@modes
-@orders(2)
-async def test_model_retry_that_raises(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_retry_that_raises(signals: Signals) -> None:
     """ModelRetryMiddleware that gives up by raising: the call is not counted."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [["search"], failed, failed, "done"],
-        beside(order, signals, ModelRetryMiddleware(max_retries=1, on_failure="error", **AT_ONCE)),
+        beside(signals, ModelRetryMiddleware(max_retries=1, on_failure="error", **AT_ONCE)),
     )
 
     with pytest.raises(ConnectionError):
@@ -192,17 +163,14 @@ async def test_model_retry_that_raises(mode: Mode, order: Order, signals: Signal
     scene.check(models=2, models_in_run=1)
 
 
-@modes
-@orders(2)
-async def test_model_fallback(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_fallback(signals: Signals) -> None:
     """ModelFallbackMiddleware: a call that a second model answers counts once."""
     failed = ConnectionError("not now")
     fallback = ScriptedChatModel(script=[TURN[0], "done"])
     scene = Scene(
-        mode,
         signals,
         [failed, TURN[1], failed, *TURN],
-        beside(order, signals, ModelFallbackMiddleware(fallback)),
+        beside(signals, ModelFallbackMiddleware(fallback)),
     )
 
     for turn in (1, 2):
@@ -213,16 +181,13 @@ async def test_model_fallback(mode: Mode, order: Order, signals: Signals) -> Non
     assert len(fallback.calls) == 2
 
 
-@modes
-@orders(2)
-async def test_model_fallback_that_fails(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_model_fallback_that_fails(signals: Signals) -> None:
     """ModelFallbackMiddleware with no model that answers: the call is not counted."""
     failed = ConnectionError("not now")
     scene = Scene(
-        mode,
         signals,
         [failed, "done"],
-        beside(order, signals, ModelFallbackMiddleware(ScriptedChatModel(script=[failed]))),
+        beside(signals, ModelFallbackMiddleware(ScriptedChatModel(script=[failed]))),
     )
 
     with pytest.raises(ConnectionError):
@@ -232,9 +197,7 @@ async def test_model_fallback_that_fails(mode: Mode, order: Order, signals: Sign
     scene.check(models=1, models_in_run=1)
 
 
-@modes
-@orders(2)
-async def test_tool_emulator(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_emulator(signals: Signals) -> None:
     """LLMToolEmulator: an emulated tool call counts, the model call that emulates it does not."""
     ran: list[str] = []
 
@@ -244,10 +207,9 @@ async def test_tool_emulator(mode: Mode, order: Order, signals: Signals) -> None
 
     emulator = ScriptedChatModel(script=emulate)
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
-        beside(order, signals, LLMToolEmulator(tools=["search"], model=emulator)),
+        beside(signals, LLMToolEmulator(tools=["search"], model=emulator)),
         tools=[recording("search", []), recording("calc", ran)],
         ran=ran,
     )
@@ -260,16 +222,12 @@ async def test_tool_emulator(mode: Mode, order: Order, signals: Signals) -> None
     assert len(emulator.calls) == 3
 
 
-@modes
-@orders(2)
-async def test_context_editing(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_context_editing(signals: Signals) -> None:
     """ContextEditingMiddleware clears answers in the requests: the counts do not notice."""
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(
-            order,
             signals,
             ContextEditingMiddleware(
                 edits=[ClearToolUsesEdit(trigger=1, keep=0, placeholder="cleared")]
@@ -286,9 +244,8 @@ async def test_context_editing(mode: Mode, order: Order, signals: Signals) -> No
     assert {each.content for each in sent if isinstance(each, ToolMessage)} == {"cleared"}
 
 
-@modes
 @orders(2)
-async def test_pii_redacted(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_pii_redacted(order: Order, signals: Signals) -> None:
     """PIIMiddleware rewrites input, output and tool results: the counts do not notice."""
     ran: list[str] = []
     ask = AIMessage(
@@ -296,13 +253,12 @@ async def test_pii_redacted(mode: Mode, order: Order, signals: Signals) -> None:
         tool_calls=[ToolCall(name="search", args={}, id=each) for each in ("a", "b", "c")],
     )
     scene = Scene(
-        mode,
         signals,
         [ask, ["calc"], MAIL, *TURN],
         beside(
-            order,
             signals,
             PIIMiddleware("email", apply_to_output=True, apply_to_tool_results=True),
+            order=order,
         ),
         tools=[recording("search", ran, lambda: MAIL), recording("calc", ran)],
         ran=ran,
@@ -316,15 +272,11 @@ async def test_pii_redacted(mode: Mode, order: Order, signals: Signals) -> None:
     assert MAIL not in str(scene.state()["messages"])
 
 
-@modes
 @orders(2)
-async def test_pii_blocked_before_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_pii_blocked_before_the_model(order: Order, signals: Signals) -> None:
     """PIIMiddleware that stops a request: no model call is made, and none is counted."""
     scene = Scene(
-        mode,
-        signals,
-        ["done"],
-        beside(order, signals, PIIMiddleware("email", strategy="block")),
+        signals, ["done"], beside(signals, PIIMiddleware("email", strategy="block"), order=order)
     )
 
     with pytest.raises(PIIDetectionError):
@@ -335,19 +287,17 @@ async def test_pii_blocked_before_the_model(mode: Mode, order: Order, signals: S
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_pii_blocked_behind_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_pii_blocked_behind_the_model(order: Order, signals: Signals) -> None:
     """PIIMiddleware that stops an answer with tool calls: charged only if it is listed first."""
     ask = AIMessage(MAIL, tool_calls=[ToolCall(name="search", args={}, id="a")])
     scene = Scene(
-        mode,
         signals,
         [ask, "done"],
         beside(
-            order,
             signals,
             PIIMiddleware("email", strategy="block", apply_to_input=False, apply_to_output=True),
+            order=order,
         ),
     )
 
@@ -364,19 +314,17 @@ async def test_pii_blocked_behind_the_model(mode: Mode, order: Order, signals: S
     scene.check_requests()
 
 
-@modes
 @orders(2)
-async def test_summarization(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_summarization(order: Order, signals: Signals) -> None:
     """SummarizationMiddleware replaces the history: counts go on, without its model calls."""
     summarizer = ScriptedChatModel(script=lambda _: "a summary")
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
         beside(
-            order,
             signals,
             SummarizationMiddleware(summarizer, trigger=("messages", 4), keep=("messages", 1)),
+            order=order,
         ),
     )
 
@@ -389,18 +337,16 @@ async def test_summarization(mode: Mode, order: Order, signals: Signals) -> None
     assert "a summary" in str(scene.model.calls[-1].messages)
 
 
-@modes
 @orders(2)
-async def test_summarization_at_the_limit(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_summarization_at_the_limit(order: Order, signals: Signals) -> None:
     """Behind a used-up model limiter nothing is summarized; in front of it, a call is wasted."""
     summarizer = ScriptedChatModel(script=lambda _: "a summary")
     scene = Scene(
-        mode,
         signals,
         ["one"],
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=1),
             SummarizationMiddleware(summarizer, trigger=("messages", 3), keep=("messages", 1)),
         ),
     )
@@ -416,21 +362,13 @@ def todos(text: str) -> tuple[str, dict[str, Any]]:
     return "write_todos", {"todos": [{"content": text, "status": "pending"}]}
 
 
-@modes
 @orders(2)
-async def test_todo_list(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_todo_list(order: Order, signals: Signals) -> None:
     """TodoListMiddleware: `write_todos` is a tool call like any other, counted and refused."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one")], [todos("two"), "search"], [todos("three")], ["calc"], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(
-                tool_name="write_todos", run_limit=2, telemetry=signals.telemetry
-            ),
-            TodoListMiddleware(),
-        ),
+        in_order(order, tool_limiter(signals, "write_todos", run_limit=2), TodoListMiddleware()),
     )
 
     result = await scene.turn()
@@ -443,21 +381,13 @@ async def test_todo_list(mode: Mode, order: Order, signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
 @orders(2)
-async def test_todo_list_under_a_limit_of_all_tools(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_todo_list_under_a_limit_of_all_tools(order: Order, signals: Signals) -> None:
     """TodoListMiddleware: `write_todos` takes part in a limit of all tools together."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one"), "search", "calc"], [todos("two")], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            TodoListMiddleware(),
-        ),
+        in_order(order, tool_limiter(signals, run_limit=2), TodoListMiddleware()),
     )
 
     result = await scene.turn()
@@ -469,17 +399,12 @@ async def test_todo_list_under_a_limit_of_all_tools(
     scene.check_requests()
 
 
-@modes
-async def test_parallel_todo_lists(mode: Mode, signals: Signals) -> None:
+async def test_parallel_todo_lists(signals: Signals) -> None:
     """Limiter first: what TodoListMiddleware refuses itself is not charged, nor answered again."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one"), todos("two"), "search"], "done"],
-        [
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            TodoListMiddleware(),
-        ],
+        [tool_limiter(signals, run_limit=1), TodoListMiddleware()],
     )
 
     result = await scene.turn()
@@ -489,17 +414,12 @@ async def test_parallel_todo_lists(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_parallel_todo_lists_with_the_limiter_last(mode: Mode, signals: Signals) -> None:
+async def test_parallel_todo_lists_with_the_limiter_last(signals: Signals) -> None:
     """Limiter last: what TodoListMiddleware refuses stays charged, and can be answered twice."""
     scene = Scene(
-        mode,
         signals,
         [[todos("one"), todos("two")], "done"],
-        [
-            TodoListMiddleware(),
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        ],
+        [TodoListMiddleware(), tool_limiter(signals, run_limit=1)],
     )
 
     result = await scene.turn()
@@ -509,16 +429,14 @@ async def test_parallel_todo_lists_with_the_limiter_last(mode: Mode, signals: Si
     assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
 
 
-@modes
 @orders(2)
-async def test_tool_selector(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_selector(order: Order, signals: Signals) -> None:
     """LLMToolSelectorMiddleware: its own model calls are not counted; unoffered tools are."""
     selector = ScriptedChatModel(script=lambda _: [("ToolSelectionResponse", {"tools": ["calc"]})])
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
-        beside(order, signals, LLMToolSelectorMiddleware(model=selector)),
+        beside(signals, LLMToolSelectorMiddleware(model=selector), order=order),
     )
 
     for _ in range(2):
@@ -531,19 +449,15 @@ async def test_tool_selector(mode: Mode, order: Order, signals: Signals) -> None
     assert len(selector.calls) == 6
 
 
-@modes
 @orders(2)
-async def test_tool_selector_at_the_limit(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_selector_at_the_limit(order: Order, signals: Signals) -> None:
     """At a used-up model limit no tools are selected, wherever the selector is listed."""
     selector = ScriptedChatModel(script=lambda _: [("ToolSelectionResponse", {"tools": ["calc"]})])
     scene = Scene(
-        mode,
         signals,
         [["calc"], "done"],
         in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            LLMToolSelectorMiddleware(model=selector),
+            order, model_limiter(signals, run_limit=1), LLMToolSelectorMiddleware(model=selector)
         ),
     )
 
@@ -557,16 +471,13 @@ RETRY = RetryPolicy(initial_interval=0, jitter=False, max_attempts=2, retry_on=E
 """Once more, at once, whatever was raised."""
 
 
-@modes
-@orders(2)
-async def test_a_retried_tools_node(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_retried_tools_node(signals: Signals) -> None:
     """RetryPolicy on the agent's nodes: a tool that failed runs again and counts once."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [*TURN, *TURN],
-        beside(order, signals),
+        beside(signals),
         tools=[recording("search", ran, failing()), recording("calc", ran, failing())],
         ran=ran,
     )
@@ -579,19 +490,12 @@ async def test_a_retried_tools_node(mode: Mode, order: Order, signals: Signals) 
     assert Counter(ran) == LIMITED
 
 
-@modes
-@orders(2)
-async def test_a_retried_model_node(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_retried_model_node(signals: Signals) -> None:
     """RetryPolicy on the agent's nodes: a model call that failed is made again, counted once."""
     scene = Scene(
-        mode,
         signals,
         [TURN[0], ConnectionError("not now"), *TURN[1:], *TURN],
-        in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-        ),
+        [model_limiter(signals, run_limit=3), tool_limiter(signals, thread_limit=3)],
     )
     scene.agent.retry_policy = (RETRY,)
 
@@ -602,18 +506,14 @@ async def test_a_retried_model_node(mode: Mode, order: Order, signals: Signals) 
     assert scene.ran == ["search"] * 3
 
 
-@modes
-async def test_a_retried_refusal(mode: Mode, signals: Signals) -> None:
+async def test_a_retried_refusal(signals: Signals) -> None:
     """RetryPolicy that retries a refusal by `error`: raised again, refused once, not charged."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search", "search"], "done"],
         [
-            ToolCallLimitMiddleware(
-                run_limit=2, exit_behavior="error", telemetry=signals.telemetry
-            ),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="error"),
+            model_limiter(signals, run_limit=9),
         ],
     )
     scene.agent.retry_policy = (RETRY,)
@@ -646,16 +546,11 @@ class NodeScene(Scene):
         return dict(saved.checkpoint["channel_values"])
 
 
-@modes
-@orders(2)
 @pytest.mark.parametrize("failure", ["tool", "model"])
-async def test_an_agent_as_a_retried_node(
-    mode: Mode, order: Order, failure: str, signals: Signals
-) -> None:
+async def test_an_agent_as_a_retried_node(failure: str, signals: Signals) -> None:
     """RetryPolicy on a node that is an agent: LangGraph begins a new run of it, a new budget."""
     ran: list[str] = []
     scene = NodeScene(
-        mode,
         signals,
         [
             ["search", "search"],
@@ -664,11 +559,7 @@ async def test_an_agent_as_a_retried_node(
             ["calc"],
             "done",
         ],
-        in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
-        ),
+        [model_limiter(signals, run_limit=3), tool_limiter(signals, "search", run_limit=2)],
         tools=[
             recording("search", ran),
             recording("calc", ran, failing(1 if failure == "tool" else 0)),
@@ -689,15 +580,13 @@ async def test_an_agent_as_a_retried_node(
     scene.check_requests()
 
 
-@modes
-async def test_an_agent_with_its_own_memory_as_a_retried_node(mode: Mode, signals: Signals) -> None:
+async def test_an_agent_with_its_own_memory_as_a_retried_node(signals: Signals) -> None:
     """The same with a memory of its own: attempts count apart, the next turn has the first's."""
     ran: list[str] = []
     scene = NodeScene(
-        mode,
         signals,
         [["search"], ["flaky"], ["search"], "done", ["search", "search"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=3)],
         tools=[recording("search", ran), recording("flaky", ran, failing())],
         ran=ran,
         checkpointer=True,

@@ -32,13 +32,12 @@ from langchain_quota import (
 from langchain_quota.limits import Quota
 from langchain_quota.messages import ABANDONED, FINALIZED
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.rules import CONFIG, Mode, Order, Scene, in_order, modes, orders
+from tests.agent.conftest import Form, Order, in_order, orders
+from tests.agent.rules import CONFIG, Scene, tool_limiter
 from tests.conftest import Signals, needs_inline
 
-no_ids = pytest.mark.parametrize("no_id", [None, ""], ids=["none", "empty"])
 limiters = pytest.mark.parametrize(
-    "kind",
-    ["drop-in of a tool", "drop-in", "quota", pytest.param("inline", marks=needs_inline)],
+    "kind", ["drop-in of a tool", "drop-in", "quota", pytest.param("inline", marks=needs_inline)]
 )
 
 
@@ -72,14 +71,11 @@ def check(scene: Scene) -> None:
                 assert len(set(ids)) == len(ids), message
 
 
-@modes
-@no_ids
 @limiters
-async def test_a_hundred_calls(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_a_hundred_calls(kind: str, signals: Signals) -> None:
     """Of a hundred calls as many run as the limit admits, in each run; the others are refused."""
-    hundred = [call("search", no_id)] * 100
+    hundred = [call("search"), call("search", "")] * 50
     scene = Scene(
-        mode,
         signals,
         [hundred, "done", hundred, "done"],
         [limiter(kind, signals, run_limit=2, thread_limit=3)],
@@ -95,17 +91,12 @@ async def test_a_hundred_calls(mode: Mode, no_id: str | None, kind: str, signals
     check(scene)
 
 
-@modes
-@no_ids
 @limiters
-async def test_a_thread_limit_of_0(
-    mode: Mode, no_id: str | None, kind: str, signals: Signals
-) -> None:
+async def test_a_thread_limit_of_0(kind: str, signals: Signals) -> None:
     """A forbidden tool does not run, however it is called."""
     scene = Scene(
-        mode,
         signals,
-        [[call("search", no_id)] * 100, "done"],
+        [[call("search"), call("search", "")] * 50, "done"],
         [limiter(kind, signals, thread_limit=0)],
     )
 
@@ -116,15 +107,12 @@ async def test_a_thread_limit_of_0(
     check(scene)
 
 
-@modes
-@no_ids
 @limiters
-async def test_the_end_of_a_run(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_the_end_of_a_run(kind: str, signals: Signals) -> None:
     """`end` answers them all, with those of tools that have no limit, and the thread goes on."""
     scene = Scene(
-        mode,
         signals,
-        [[call("search", no_id), call("search", no_id), call("calc", no_id)], "done"],
+        [[call("search"), call("search", ""), call("calc")], "done"],
         [limiter(kind, signals, run_limit=1, exit_behavior="end")],
     )
 
@@ -138,15 +126,12 @@ async def test_the_end_of_a_run(mode: Mode, no_id: str | None, kind: str, signal
     check(scene)
 
 
-@modes
-@no_ids
 @limiters
-async def test_an_error(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_an_error(kind: str, signals: Signals) -> None:
     """`error` raises; if its batch stays in the history, the next turn answers it, uncharged."""
     scene = Scene(
-        mode,
         signals,
-        [[call("search", no_id), call("search", no_id), call("calc", no_id)], "done"],
+        [[call("search"), call("search", ""), call("calc")], "done"],
         [limiter(kind, signals, run_limit=1, exit_behavior="error")],
     )
 
@@ -161,18 +146,9 @@ async def test_an_error(mode: Mode, no_id: str | None, kind: str, signals: Signa
 async def test_an_error_with_other_calls_pending(signals: Signals) -> None:
     """`on_pending="raise"` raises where the pending calls have no id."""
     scene = Scene(
-        "async",
         signals,
         [[call("search"), call("calc")], "done"],
-        [
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="end",
-                on_pending="raise",
-                telemetry=signals.telemetry,
-            )
-        ],
+        [tool_limiter(signals, "search", run_limit=0, exit_behavior="end", on_pending="raise")],
     )
 
     with pytest.raises(NotImplementedError, match="calc"):
@@ -183,17 +159,14 @@ async def test_an_error_with_other_calls_pending(signals: Signals) -> None:
     check(scene)
 
 
-@modes
-@no_ids
 @pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
-async def test_finalize(mode: Mode, no_id: str | None, kind: str, signals: Signals) -> None:
+async def test_finalize(kind: str, signals: Signals) -> None:
     """What the last model call of a budget asks for does not run, and is answered."""
     middleware = {"quota": QuotaMiddleware, "inline": InlineQuotaMiddleware}[kind]
     last = ModelCallLimit(run_limit=1, exit_behavior="finalize")
     scene = Scene(
-        mode,
         signals,
-        [[call("search", no_id), call("calc", no_id)], "done"],
+        [[call("search"), call("calc", "")], "done"],
         [middleware([last], telemetry=signals.telemetry)],
     )
 
@@ -207,19 +180,14 @@ async def test_finalize(mode: Mode, no_id: str | None, kind: str, signals: Signa
     check(scene)
 
 
-@modes
-@no_ids
 @orders(2)
-async def test_two_limiters(mode: Mode, no_id: str | None, order: Order, signals: Signals) -> None:
+async def test_two_limiters(order: Order, signals: Signals) -> None:
     """The limiter that judges second judges the same calls: each is answered and charged once."""
     scene = Scene(
-        mode,
         signals,
-        [[call("search", no_id), call("calc", no_id), call("search", no_id)], "done"],
+        [[call("search"), call("calc", ""), call("search", "")], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            order, tool_limiter(signals, "search", run_limit=1), tool_limiter(signals, run_limit=2)
         ),
     )
 
@@ -232,12 +200,11 @@ async def test_two_limiters(mode: Mode, no_id: str | None, order: Order, signals
     assert judged == {each["id"] for each in asking.tool_calls}
 
 
-@modes
 @limiters
-async def test_a_mix(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_a_mix(kind: str, signals: Signals) -> None:
     """Calls with an id keep it, those without get one, and the first ones run."""
     batch = [call("search", "a"), call("search"), call("search", ""), call("search", "b")]
-    scene = Scene(mode, signals, [batch, "done"], [limiter(kind, signals, run_limit=3)])
+    scene = Scene(signals, [batch, "done"], [limiter(kind, signals, run_limit=3)])
 
     with captured_decisions() as decisions:
         await scene.turn()
@@ -248,16 +215,11 @@ async def test_a_mix(mode: Mode, kind: str, signals: Signals) -> None:
     check(scene)
 
 
-@modes
-async def test_an_empty_id_that_is_answered(mode: Mode, signals: Signals) -> None:
+async def test_an_empty_id_that_is_answered(signals: Signals) -> None:
     """Beside a structured answer with an empty id LangChain runs no other call with one."""
     script = [[ToolCall(name="Weather", args={"degrees": 20}, id=""), call("search", "")]]
     scene = Scene(
-        mode,
-        signals,
-        script,
-        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
-        response_format=ToolStrategy(Weather),
+        signals, script, [tool_limiter(signals, run_limit=1)], response_format=ToolStrategy(Weather)
     )
 
     result = await scene.turn()
@@ -274,19 +236,14 @@ class Weather(BaseModel):
     degrees: int
 
 
-@modes
-@no_ids
 @orders(2)
-async def test_review(mode: Mode, no_id: str | None, order: Order, signals: Signals) -> None:
+async def test_review(order: Order, signals: Signals) -> None:
     """Approved calls are judged, before or after the review."""
     scene = Scene(
-        mode,
         signals,
-        [[call("search", no_id)] * 3, "done"],
+        [[call("search"), call("search", ""), call("search")], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            HumanInTheLoopMiddleware({"search": True}),
+            order, tool_limiter(signals, run_limit=1), HumanInTheLoopMiddleware({"search": True})
         ),
     )
 
@@ -297,19 +254,13 @@ async def test_review(mode: Mode, no_id: str | None, order: Order, signals: Sign
     check(scene)
 
 
-@modes
-@no_ids
-async def test_a_review_behind_the_limiter(mode: Mode, no_id: str | None, signals: Signals) -> None:
+async def test_a_review_behind_the_limiter(signals: Signals) -> None:
     """A reviewer who is asked after the limiter can reject and edit what had no id."""
     edited = {"type": "edit", "edited_action": {"name": "calc", "args": {}}}
     scene = Scene(
-        mode,
         signals,
-        [[call("search", no_id)] * 2, "done"],
-        [
-            HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ],
+        [[call("search"), call("search", "")], "done"],
+        [HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -320,17 +271,14 @@ async def test_a_review_behind_the_limiter(mode: Mode, no_id: str | None, signal
     scene.check_requests()
 
 
-@modes
 @limiters
-async def test_what_an_earlier_run_left(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_what_an_earlier_run_left(kind: str, signals: Signals) -> None:
     """A thread that LangChain left with calls without an id is one that a provider accepts."""
     saver = InMemorySaver()
-    before = Scene(mode, signals, [[call("search"), call("calc")]], [], checkpointer=saver)
+    before = Scene(signals, [[call("search"), call("calc")]], [], checkpointer=saver)
     with pytest.raises((TypeError, ValueError), match=r"unexpected type|tool_call_id"):
         await before.turn()
-    scene = Scene(
-        mode, signals, ["done"], [limiter(kind, signals, run_limit=2)], checkpointer=saver
-    )
+    scene = Scene(signals, ["done"], [limiter(kind, signals, run_limit=2)], checkpointer=saver)
 
     await scene.turn()
 
@@ -346,15 +294,9 @@ async def test_what_an_earlier_run_left(mode: Mode, kind: str, signals: Signals)
     check(scene)
 
 
-@modes
-async def test_no_limit_for_them(mode: Mode, signals: Signals) -> None:
+async def test_no_limit_for_them(signals: Signals) -> None:
     """Calls that no limit of a drop-in matches are left to LangChain, which fails; uncharged."""
-    scene = Scene(
-        mode,
-        signals,
-        [[call("calc")], "done"],
-        [ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, [[call("calc")], "done"], [tool_limiter(signals, "search", run_limit=1)])
 
     with pytest.raises((TypeError, ValueError), match=r"unexpected type|tool_call_id"):
         await scene.turn()
@@ -362,14 +304,12 @@ async def test_no_limit_for_them(mode: Mode, signals: Signals) -> None:
     assert scene.state().get("thread_tool_call_count", {}) == {}
 
 
-@modes
-async def test_no_limit_for_some(mode: Mode, signals: Signals) -> None:
+async def test_no_limit_for_some(signals: Signals) -> None:
     """Beside a call that is limited, one that no limit matches gets an id, runs and is answered."""
     scene = Scene(
-        mode,
         signals,
         [[call("calc"), call("search")], "done"],
-        [ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry)],
+        [tool_limiter(signals, "search", run_limit=0)],
     )
 
     await scene.turn()
@@ -378,13 +318,11 @@ async def test_no_limit_for_some(mode: Mode, signals: Signals) -> None:
     check(scene)
 
 
-@modes
-async def test_a_store(mode: Mode, signals: Signals) -> None:
+async def test_a_store(signals: Signals) -> None:
     """A shared quota counts each of them, over threads and runs."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(3)])
     scene = Scene(
-        mode,
         signals,
         [[call("search")] * 2, "done", [call("search", "")] * 2, "done"],
         [QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)],
@@ -398,23 +336,18 @@ async def test_a_store(mode: Mode, signals: Signals) -> None:
     check(scene)
 
 
-@modes
 @limiters
-async def test_what_a_client_is_streamed(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_what_a_client_is_streamed(kind: str, signals: Signals) -> None:
     """The message that gets the ids is not streamed to a client a second time."""
     scene = Scene(
-        mode,
         signals,
         [AIMessage("I search.", tool_calls=[call("search")], id="asking"), "done"],
         [limiter(kind, signals, run_limit=1)],
     )
     new_turn = {"messages": [("user", "hi")]}
 
-    if mode == "sync":
-        parts = list(scene.agent.stream(new_turn, CONFIG, stream_mode="messages"))
-    else:
-        stream = scene.agent.astream(new_turn, CONFIG, stream_mode="messages")
-        parts = [each async for each in stream]
+    stream = scene.agent.astream(new_turn, CONFIG, stream_mode="messages")
+    parts = [each async for each in stream]
 
     streamed = [part.text for part, _ in parts if part.id == "asking"]
     assert "".join(streamed) == "I search."
@@ -439,13 +372,11 @@ class Witness(AgentMiddleware[Any, Any, Any]):
         return response
 
 
-@modes
 @needs_inline
-async def test_what_is_around_the_inline_limiter(mode: Mode, signals: Signals) -> None:
+async def test_what_is_around_the_inline_limiter(signals: Signals) -> None:
     """A middleware around it sees each message once, with the ids."""
     witness = Witness()
     scene = Scene(
-        mode,
         signals,
         [[call("search"), call("search", "")], "done"],
         [witness, limiter("inline", signals, run_limit=1)],
@@ -470,7 +401,7 @@ def judged(limiter: Any, messages: list[Any], **state: Any) -> tuple[Mapping[str
 @pytest.mark.parametrize("kind", ["drop-in of a tool", "drop-in", "quota"])
 @pytest.mark.parametrize("form", ["sync", "async"])
 async def test_a_hook_called_directly(
-    form: Mode, kind: str, message_id: str | None, signals: Signals
+    form: Form, kind: str, message_id: str | None, signals: Signals
 ) -> None:
     """The update replaces the message in its place, and has the answers behind it."""
     hook: Any = limiter(kind, signals, run_limit=1)
@@ -495,7 +426,7 @@ async def test_a_hook_called_directly(
 
 def test_a_hook_that_runs_again(signals: Signals) -> None:
     """The same state gets the same ids, so that what runs again is known again."""
-    drop_in = ToolCallLimitMiddleware[Any, Any](run_limit=1, telemetry=signals.telemetry)
+    drop_in = tool_limiter(signals, run_limit=1)
     messages = [HumanMessage("hi"), AIMessage("", tool_calls=[call("search")] * 3, id="m")]
 
     first, history = judged(drop_in, messages)
@@ -511,9 +442,7 @@ def test_a_hook_that_runs_again(signals: Signals) -> None:
 
 def test_a_drop_in_with_nothing_to_judge(signals: Signals) -> None:
     """Where none of the calls matches the limit, the hook returns nothing."""
-    drop_in = ToolCallLimitMiddleware[Any, Any](
-        tool_name="search", run_limit=1, telemetry=signals.telemetry
-    )
+    drop_in = tool_limiter(signals, "search", run_limit=1)
     asked = AIMessage("", tool_calls=[call("calc"), call("calc", "")], id="m")
     state: Any = {"messages": [asked]}
     runtime: Any = None
@@ -529,17 +458,14 @@ def test_counts_are_those_of_langchain(tool_name: str | None, count: int, signal
     theirs = langchain_middleware.ToolCallLimitMiddleware[Any, Any](
         tool_name=tool_name, run_limit=3
     ).after_model(state, runtime)
-    ours = ToolCallLimitMiddleware[Any, Any](
-        tool_name=tool_name, run_limit=3, telemetry=signals.telemetry
-    ).after_model(state, runtime)
+    ours = tool_limiter(signals, tool_name, run_limit=3).after_model(state, runtime)
 
     assert theirs is not None
     assert ours is not None
     assert {key: ours[key] for key in theirs} == theirs
 
 
-@modes
-async def test_langchain_lets_none_past_its_limit(mode: Mode) -> None:
+async def test_langchain_lets_none_past_its_limit() -> None:
     """LangChain's own limiter fails where it would have to answer such a call; none runs."""
     ran: list[str] = []
 
@@ -553,7 +479,7 @@ async def test_langchain_lets_none_past_its_limit(mode: Mode) -> None:
     agent = create_agent(ScriptedChatModel(script=[asked]), [search], middleware=[limit])
     question: Any = {"messages": [("user", "hi")]}
     with pytest.raises(ValueError, match=r"unexpected type|tool_call_id"):
-        agent.invoke(question) if mode == "sync" else await agent.ainvoke(question)
+        await agent.ainvoke(question)
     assert ran == []
 
 
@@ -567,7 +493,7 @@ messages_of_calls = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batches=messages_of_calls, limits=st.tuples(st.integers(0, 4), st.integers(0, 6)))
 def test_any_batches(batches: list[list[tuple[str, str | None]]], limits: tuple[int, int]) -> None:
     """Whichever ids are missing: what runs is what the limits admit, counted and answered once."""
@@ -579,13 +505,13 @@ def test_any_batches(batches: list[list[tuple[str, str | None]]], limits: tuple[
         for at, batch in enumerate(batches)
     ]
     scene = Scene(
-        "sync",
         signals,
         [*script, "done"],
         [
             ToolCallLimitMiddleware(tool_name="search", run_limit=limits[0], telemetry=telemetry),
             ToolCallLimitMiddleware(run_limit=limits[1], telemetry=telemetry),
         ],
+        form="sync",
     )
 
     asyncio.run(_checked_turn(scene))

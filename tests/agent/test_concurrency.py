@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
@@ -24,16 +23,10 @@ if TYPE_CHECKING:
 
 Saver = BaseCheckpointSaver[Any]
 
-THREADS = 50
+THREADS = 20
 THREAD_LIMIT = 3
 DEADLINE = 120
 """Seconds after which threads that should meet are taken to have been run one by one."""
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def saver(request: pytest.FixtureRequest, sqlite_saver: AsyncSqliteSaver) -> Saver:
-    """Each of the two checkpointers."""
-    return sqlite_saver if request.param == "sqlite" else InMemorySaver()
 
 
 def asked_by(thread: int) -> int:
@@ -123,10 +116,10 @@ async def check(agent: Any, signals: "Signals", threads: int) -> None:
     assert signals.value(name, **model_calls, decision="allowed") == models
 
 
-async def test_gathered_threads(saver: Saver, signals: "Signals") -> None:
-    """50 threads under `asyncio.gather`, all in their first tool at once, count apart."""
+async def test_gathered_threads(sqlite_saver: AsyncSqliteSaver, signals: "Signals") -> None:
+    """20 threads under `asyncio.gather`, all in their first tool at once, count apart."""
     barrier = asyncio.Barrier(THREADS)
-    agent = agent_of(saver, signals, ameet=barrier.wait)
+    agent = agent_of(sqlite_saver, signals, ameet=barrier.wait)
     async with asyncio.timeout(DEADLINE):
         await asyncio.gather(
             *(agent.ainvoke(inputs(thread), config(thread)) for thread in range(THREADS))
@@ -134,10 +127,10 @@ async def test_gathered_threads(saver: Saver, signals: "Signals") -> None:
     await check(agent, signals, THREADS)
 
 
-async def test_batched_threads(saver: Saver, signals: "Signals") -> None:
+async def test_batched_threads(signals: "Signals") -> None:
     """The threads of one `abatch`, all in their first tool at once, count apart."""
     barrier = asyncio.Barrier(5)
-    agent = agent_of(saver, signals, ameet=barrier.wait)
+    agent = agent_of(InMemorySaver(), signals, ameet=barrier.wait)
     async with asyncio.timeout(DEADLINE):
         await agent.abatch(
             [inputs(thread) for thread in range(5)], [config(thread) for thread in range(5)]
@@ -145,10 +138,10 @@ async def test_batched_threads(saver: Saver, signals: "Signals") -> None:
     await check(agent, signals, 5)
 
 
-async def test_pooled_threads(saver: Saver, signals: "Signals") -> None:
-    """50 threads under `invoke` in a thread pool, all in their first tool at once, count apart."""
+async def test_pooled_threads(signals: "Signals") -> None:
+    """20 threads under `invoke` in a thread pool, all in their first tool at once, count apart."""
     barrier = threading.Barrier(THREADS, timeout=DEADLINE)
-    agent = agent_of(saver, signals, meet=barrier.wait)
+    agent = agent_of(InMemorySaver(), signals, meet=barrier.wait)
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(THREADS) as pool:
         await asyncio.gather(

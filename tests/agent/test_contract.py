@@ -18,6 +18,7 @@ from langgraph.runtime import Runtime
 
 import langchain_quota
 from langchain_quota.testing import ScriptedChatModel
+from tests.agent.conftest import Form, both_forms
 
 State = dict[str, Any]
 
@@ -54,7 +55,6 @@ each_model_error = pytest.mark.parametrize(
     [langchain_model.ModelCallLimitExceededError, langchain_quota.ModelCallLimitExceededError],
     ids=["langchain", "ours"],
 )
-both_forms = pytest.mark.parametrize("form", ["sync", "async"])
 counterparts = pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -74,7 +74,9 @@ def search(query: str = "") -> str:
     return "found"
 
 
-async def hook(limiter: Any, name: str, form: str, state: State, runtime: Any = None) -> Any:
+async def hook(
+    limiter: Any, name: str, state: State, runtime: Any = None, form: Form = "async"
+) -> Any:
     if form == "sync":
         return getattr(limiter, name)(state, runtime)
     return await getattr(limiter, f"a{name}")(state, runtime)
@@ -286,16 +288,12 @@ def test_hooks_have_langchains_signature(kind: str, name: str, jumps: list[str] 
 
 
 @each_tool_limiter
-@both_forms
 @pytest.mark.parametrize(("tool_name", "key"), [(None, "__all__"), ("search", "search")])
-async def test_counts_under_known_keys(
-    limiter: Any, form: str, tool_name: str | None, key: str
-) -> None:
+async def test_counts_under_known_keys(limiter: Any, tool_name: str | None, key: str) -> None:
     """A counted call leaves exactly one entry in each count, and no message."""
     update = await hook(
         limiter(tool_name=tool_name, thread_limit=2, run_limit=2),
         "after_model",
-        form,
         tool_state("search"),
     )
     assert counts(update) == ({key: 1}, {key: 1})
@@ -304,34 +302,30 @@ async def test_counts_under_known_keys(
 
 
 @each_tool_limiter
-@both_forms
-async def test_state_without_counts(limiter: Any, form: str) -> None:
+async def test_state_without_counts(limiter: Any) -> None:
     """Counts that the state does not have yet begin at zero."""
     state = {"messages": [asking("search")]}
-    update = await hook(limiter(run_limit=1), "after_model", form, state)
+    update = await hook(limiter(run_limit=1), "after_model", state)
     assert counts(update) == ({"__all__": 1}, {"__all__": 1})
 
 
 @each_tool_limiter
-@both_forms
-async def test_given_state_is_not_changed(limiter: Any, form: str) -> None:
+async def test_given_state_is_not_changed(limiter: Any) -> None:
     """The hook returns new counts and leaves those of the state as they are."""
     state = tool_state("search", "search", thread={"search": 1}, run={"search": 1})
-    await hook(limiter(tool_name="search", run_limit=2), "after_model", form, state)
+    await hook(limiter(tool_name="search", run_limit=2), "after_model", state)
     assert counts(state) == ({"search": 1}, {"search": 1})
 
 
 @each_tool_limiter
-@both_forms
-async def test_other_counts_are_kept(limiter: Any, form: str) -> None:
+async def test_other_counts_are_kept(limiter: Any) -> None:
     """Counts of other tools are carried along unchanged."""
     state = tool_state("search", thread={"calc": 7, "__all__": 9}, run={"calc": 2})
-    update = await hook(limiter(tool_name="search", run_limit=2), "after_model", form, state)
+    update = await hook(limiter(tool_name="search", run_limit=2), "after_model", state)
     assert counts(update) == ({"calc": 7, "__all__": 9, "search": 1}, {"calc": 2, "search": 1})
 
 
 @each_tool_limiter
-@both_forms
 @pytest.mark.parametrize(
     "messages",
     [
@@ -342,40 +336,37 @@ async def test_other_counts_are_kept(limiter: Any, form: str) -> None:
     ],
     ids=["empty", "no answer yet", "no calls", "other tools"],
 )
-async def test_nothing_to_judge(limiter: Any, form: str, messages: list[AnyMessage]) -> None:
+async def test_nothing_to_judge(limiter: Any, messages: list[AnyMessage]) -> None:
     """Where no call of the limited tool waits, the hook returns `None`."""
     state = {"messages": messages}
-    judged = await hook(limiter(tool_name="search", run_limit=0), "after_model", form, state)
+    judged = await hook(limiter(tool_name="search", run_limit=0), "after_model", state)
     assert judged is None
 
 
 @each_tool_limiter
-@both_forms
-async def test_no_messages_key(limiter: Any, form: str) -> None:
+async def test_no_messages_key(limiter: Any) -> None:
     """A state without messages is nothing to judge."""
-    assert await hook(limiter(run_limit=0), "after_model", form, {}) is None
+    assert await hook(limiter(run_limit=0), "after_model", {}) is None
 
 
 @each_tool_limiter
-@both_forms
-async def test_thread_count_leaves_blocked_calls_out(limiter: Any, form: str) -> None:
+async def test_thread_count_leaves_blocked_calls_out(limiter: Any) -> None:
     """Three parallel calls at a run limit of 1 leave a thread count of 1 and a run count of 3."""
     state = tool_state("search", "search", "search")
-    update = await hook(limiter(thread_limit=9, run_limit=1), "after_model", form, state)
+    update = await hook(limiter(thread_limit=9, run_limit=1), "after_model", state)
     assert counts(update) == ({"__all__": 1}, {"__all__": 3})
 
 
 @each_tool_limiter
-@both_forms
 @pytest.mark.parametrize(
     ("tool_name", "text"), [(None, ALL_REFUSED), ("search", SEARCH_REFUSED)], ids=["all", "search"]
 )
 async def test_continue_answers_blocked_calls(
-    limiter: Any, form: str, tool_name: str | None, text: str
+    limiter: Any, tool_name: str | None, text: str
 ) -> None:
     """`continue` answers each call over the limit with one error message, and does not jump."""
     state = tool_state("search", "search", "search")
-    update = await hook(limiter(tool_name=tool_name, run_limit=1), "after_model", form, state)
+    update = await hook(limiter(tool_name=tool_name, run_limit=1), "after_model", state)
     assert answers(update) == [
         ("call1", "search", "error", text),
         ("call2", "search", "error", text),
@@ -385,22 +376,20 @@ async def test_continue_answers_blocked_calls(
 
 
 @each_tool_limiter
-@both_forms
-async def test_continue_leaves_other_tools_alone(limiter: Any, form: str) -> None:
+async def test_continue_leaves_other_tools_alone(limiter: Any) -> None:
     """`continue` answers no call of another tool, and charges none."""
     state = tool_state("calc", "search", "calc", "search")
-    update = await hook(limiter(tool_name="search", run_limit=1), "after_model", form, state)
+    update = await hook(limiter(tool_name="search", run_limit=1), "after_model", state)
     assert answers(update) == [("call3", "search", "error", SEARCH_REFUSED)]
     assert counts(update) == ({"search": 1}, {"search": 2})
 
 
 @each_tool_limiter
-@both_forms
-async def test_end_stops_the_batch(limiter: Any, form: str) -> None:
+async def test_end_stops_the_batch(limiter: Any) -> None:
     """`end` jumps, answers the call, tells both exceeded limits, and charges the thread nothing."""
     state = tool_state("search", thread={"search": 2}, run={"search": 2})
     end = limiter(tool_name="search", thread_limit=2, run_limit=2, exit_behavior="end")
-    update = await hook(end, "after_model", form, state)
+    update = await hook(end, "after_model", state)
     assert update["jump_to"] == "end"
     assert answers(update) == [("call0", "search", "error", SEARCH_REFUSED)]
     assert counts(update) == ({"search": 2}, {"search": 3})
@@ -412,11 +401,10 @@ async def test_end_stops_the_batch(limiter: Any, form: str) -> None:
 
 
 @each_ending_tool_limiter
-@both_forms
-async def test_end_of_all_tools(limiter: Any, form: str) -> None:
+async def test_end_of_all_tools(limiter: Any) -> None:
     """`end` of a limit on all tools leaves a thread count of 0, and names no tool."""
     state = tool_state("search", "calc")
-    update = await hook(limiter(run_limit=1, exit_behavior="end"), "after_model", form, state)
+    update = await hook(limiter(run_limit=1, exit_behavior="end"), "after_model", state)
     assert counts(update) == ({"__all__": 0}, {"__all__": 2})
     assert (
         update["messages"][-1].content == "Tool call limit reached: run limit exceeded (2/1 calls)."
@@ -424,12 +412,11 @@ async def test_end_of_all_tools(limiter: Any, form: str) -> None:
 
 
 @each_ending_tool_limiter
-@both_forms
-async def test_end_answers_pending_calls_in_order(limiter: Any, form: str) -> None:
+async def test_end_answers_pending_calls_in_order(limiter: Any) -> None:
     """`end` answers refused calls first and then all others, each in the order of the batch."""
     state = tool_state("calc", "search", "write", "search", "calc")
     end = limiter(tool_name="search", run_limit=1, exit_behavior="end")
-    update = await hook(end, "after_model", form, state)
+    update = await hook(end, "after_model", state)
     assert [(call_id, status) for call_id, _, status, _ in answers(update)] == [
         ("call3", "error"),
         ("call0", "error"),
@@ -444,13 +431,12 @@ async def test_end_answers_pending_calls_in_order(limiter: Any, form: str) -> No
 
 
 @each_tool_limiter
-@both_forms
-async def test_error_raises_hypothetical_counts(limiter: Any, form: str) -> None:
+async def test_error_raises_hypothetical_counts(limiter: Any) -> None:
     """`error` raises, with the counts as if the refused calls had run."""
     state = tool_state("search", "search", "search", thread={"search": 1}, run={"search": 1})
     error = limiter(tool_name="search", thread_limit=3, run_limit=2, exit_behavior="error")
     with pytest.raises(langchain_tool.ToolCallLimitExceededError) as caught:
-        await hook(error, "after_model", form, state)
+        await hook(error, "after_model", state)
     assert numbers(caught.value) == {
         "thread_count": 4,
         "run_count": 4,
@@ -488,7 +474,6 @@ def test_model_error_is_made_by_keyword(error: Any) -> None:
 
 
 @each_model_limiter
-@both_forms
 @pytest.mark.parametrize(
     "state",
     [
@@ -497,15 +482,14 @@ def test_model_error_is_made_by_keyword(error: Any) -> None:
         {"messages": [HumanMessage("hi")], "thread_model_call_count": 0},
     ],
 )
-async def test_model_under_limit(limiter: Any, form: str, state: State) -> None:
+async def test_model_under_limit(limiter: Any, state: State) -> None:
     """Under the limit `before_model` returns exactly `None`."""
     under = limiter(thread_limit=2, run_limit=1)
-    assert await hook(under, "before_model", form, state, Runtime()) is None
-    assert await hook(under, "before_model", form, state, None) is None
+    assert await hook(under, "before_model", state, Runtime()) is None
+    assert await hook(under, "before_model", state, None) is None
 
 
 @each_model_limiter
-@both_forms
 @pytest.mark.parametrize(
     ("thread", "run", "text"),
     [
@@ -515,22 +499,21 @@ async def test_model_under_limit(limiter: Any, form: str, state: State) -> None:
         (5, 4, "Model call limits exceeded: thread limit (5/2), run limit (4/1)"),
     ],
 )
-async def test_model_end(limiter: Any, form: str, thread: int, run: int, text: str) -> None:
+async def test_model_end(limiter: Any, thread: int, run: int, text: str) -> None:
     """At the limit `end` jumps with one message that names the limits reached, and no more."""
     state = {"messages": [], "thread_model_call_count": thread, "run_model_call_count": run}
     end = limiter(thread_limit=2, run_limit=1)
-    update = await hook(end, "before_model", form, state, Runtime())
+    update = await hook(end, "before_model", state, Runtime())
     assert update == {"jump_to": "end", "messages": [AIMessage(text)]}
 
 
 @each_model_limiter
-@both_forms
-async def test_model_error(limiter: Any, form: str) -> None:
+async def test_model_error(limiter: Any) -> None:
     """At the limit `error` raises, with the counts so far."""
     state = {"messages": [], "thread_model_call_count": 2, "run_model_call_count": 1}
     error = limiter(thread_limit=2, run_limit=1, exit_behavior="error")
     with pytest.raises(langchain_model.ModelCallLimitExceededError) as caught:
-        await hook(error, "before_model", form, state, Runtime())
+        await hook(error, "before_model", state, Runtime())
     assert numbers(caught.value) == {
         "thread_count": 2,
         "run_count": 1,
@@ -540,7 +523,6 @@ async def test_model_error(limiter: Any, form: str) -> None:
 
 
 @each_model_limiter
-@both_forms
 @pytest.mark.parametrize(
     ("state", "thread", "run"),
     [
@@ -548,9 +530,9 @@ async def test_model_error(limiter: Any, form: str) -> None:
         ({"messages": [], "thread_model_call_count": 4, "run_model_call_count": 2}, 5, 3),
     ],
 )
-async def test_model_counts(limiter: Any, form: str, state: State, thread: int, run: int) -> None:
+async def test_model_counts(limiter: Any, state: State, thread: int, run: int) -> None:
     """`after_model` adds 1 to both counts, and writes nothing else of LangChain's."""
-    update = await hook(limiter(run_limit=1), "after_model", form, state, Runtime())
+    update = await hook(limiter(run_limit=1), "after_model", state, Runtime())
     assert update["thread_model_call_count"] == thread
     assert update["run_model_call_count"] == run
     assert not {"messages", "jump_to"} & update.keys()
@@ -560,8 +542,7 @@ async def test_model_counts(limiter: Any, form: str, state: State, thread: int, 
 
 
 @each_tool_limiter
-@both_forms
-async def test_agent_with_tool_limiter(limiter: Any, form: str) -> None:
+async def test_agent_with_tool_limiter(limiter: Any) -> None:
     """An agent takes either tool limiter, and its history comes out the same."""
     agent: Any = create_agent(
         ScriptedChatModel(script=[["search", "search"], "done"]),
@@ -569,7 +550,7 @@ async def test_agent_with_tool_limiter(limiter: Any, form: str) -> None:
         middleware=[limiter(tool_name="search", run_limit=1)],
     )
     inputs = {"messages": [HumanMessage("hi")]}
-    result = agent.invoke(inputs) if form == "sync" else await agent.ainvoke(inputs)
+    result = await agent.ainvoke(inputs)
     assert sorted(answers(result)) == [
         ("call_1", "search", "success", "found"),
         ("call_2", "search", "error", SEARCH_REFUSED),
@@ -578,8 +559,7 @@ async def test_agent_with_tool_limiter(limiter: Any, form: str) -> None:
 
 
 @each_model_limiter
-@both_forms
-async def test_agent_with_model_limiter(limiter: Any, form: str) -> None:
+async def test_agent_with_model_limiter(limiter: Any) -> None:
     """An agent takes either model limiter, and ends with the same words."""
     agent: Any = create_agent(
         ScriptedChatModel(script=[["search"], "never"]),
@@ -587,14 +567,14 @@ async def test_agent_with_model_limiter(limiter: Any, form: str) -> None:
         middleware=[limiter(run_limit=1)],
     )
     inputs = {"messages": [HumanMessage("hi")]}
-    result = agent.invoke(inputs) if form == "sync" else await agent.ainvoke(inputs)
+    result = await agent.ainvoke(inputs)
     assert result["messages"][-1].content == "Model call limits exceeded: run limit (1/1)"
     assert set(result) == {"messages"}
 
 
 @each_tool_limiter
 @both_forms
-async def test_subclass_with_one_form(limiter: Any, form: str) -> None:
+async def test_subclass_with_one_form(limiter: Any, form: Form) -> None:
     """A subclass that overrides only the sync hook is honoured by `invoke` and `ainvoke`."""
     seen = []
 
@@ -646,10 +626,10 @@ def tool_limits(draw: st.DrawFn) -> State:
     }
 
 
-async def judged(limiter: Any, name: str, form: str, state: State) -> tuple[str, Any]:
+async def judged(limiter: Any, name: str, form: Form, state: State) -> tuple[str, Any]:
     """What a hook does: the update that it returns, or what it raises."""
     try:
-        return "returned", await hook(limiter, name, form, state)
+        return "returned", await hook(limiter, name, state, form=form)
     except (
         langchain_tool.ToolCallLimitExceededError,
         langchain_model.ModelCallLimitExceededError,
@@ -692,7 +672,7 @@ def next_state(state: State, update: State | None, keys: tuple[str, ...]) -> Sta
 @settings(deadline=None)
 @given(arguments=tool_limits(), batches=steps)
 async def test_tool_limiters_agree(
-    arguments: State, batches: list[tuple[bool, str, list[str]]]
+    arguments: State, batches: list[tuple[bool, Form, list[str]]]
 ) -> None:
     """Fed with the same calls, both tool limiters count, answer, jump and raise alike."""
     keys = ("thread_tool_call_count", "run_tool_call_count")
@@ -724,7 +704,7 @@ async def test_tool_limiters_agree(
     ).filter(lambda each: each["thread_limit"] is not None or each["run_limit"] is not None),
     calls=st.lists(st.tuples(st.booleans(), st.sampled_from(["sync", "async"])), max_size=8),
 )
-async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, str]]) -> None:
+async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Form]]) -> None:
     """Asked before and told after the same calls, both model limiters answer and count alike."""
     keys = ("thread_model_call_count", "run_model_call_count")
     limiters: list[Any] = [
@@ -741,7 +721,7 @@ async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, st
             before = await judged(limiter, "before_model", form, state)
             after = None
             if before == ("returned", None):
-                update = await hook(limiter, "after_model", form, state)
+                update = await hook(limiter, "after_model", state, form=form)
                 state = next_state(state, update, keys)
                 after = {key: update[key] for key in keys}
             states[index] = state

@@ -12,42 +12,34 @@ from langchain_quota import (
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
     usage,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, Mode, check_history, modes, recording
+from tests.agent.rules import CONFIG, check_history, recording, tool_limiter
 from tests.conftest import Signals
 
 # Among the oldest versions there is none.
 deepagents = pytest.importorskip("deepagents")
 
 
-async def turn(mode: Mode, agent: Any) -> dict[str, Any]:
+async def turn(agent: Any) -> dict[str, Any]:
     given = {"messages": [("user", "Go!")]}
-    result = agent.invoke(given, CONFIG) if mode == "sync" else await agent.ainvoke(given, CONFIG)
-    return dict(result)
+    return dict(await agent.ainvoke(given, CONFIG))
 
 
 def call(tool: str) -> ToolCall:
     return ToolCall(name=tool, args={}, id=uuid4().hex, type="tool_call")
 
 
-@modes
-async def test_an_error(mode: Mode, signals: Signals) -> None:
+async def test_an_error(signals: Signals) -> None:
     """What an `error` stopped is refunded, though its calls are answered before our hooks run."""
     ran: list[str] = []
     agent = deepagents.create_deep_agent(
         ScriptedChatModel(script=[["search"] * 3, ["search", "search"], "done"]),
         [recording("search", ran)],
         middleware=[
-            ToolCallLimitMiddleware[Any, Any](
-                tool_name="search",
-                run_limit=2,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=2, exit_behavior="error"),
             QuotaMiddleware[Any, Any](
                 [ToolCallLimit("search", thread_limit=9)], telemetry=signals.telemetry
             ),
@@ -56,15 +48,14 @@ async def test_an_error(mode: Mode, signals: Signals) -> None:
     )
 
     with pytest.raises(ToolCallLimitExceededError):
-        await turn(mode, agent)
-    result = await turn(mode, agent)
+        await turn(agent)
+    result = await turn(agent)
 
     assert ran == ["search"] * 2
     assert usage(agent.get_state(CONFIG)).tools == {"search": 2}
     check_history(result["messages"])
 
 
-@modes
 @pytest.mark.parametrize("own", ["", "So far: nothing."])
 @pytest.mark.parametrize(
     "limit",
@@ -75,7 +66,7 @@ async def test_an_error(mode: Mode, signals: Signals) -> None:
     ],
     ids=["finalize", "end of model calls", "end of tools"],
 )
-async def test_a_sub_agent(mode: Mode, limit: Limit, own: str, signals: Signals) -> None:
+async def test_a_sub_agent(limit: Limit, own: str, signals: Signals) -> None:
     """A sub-agent that a limit ends returns a text: the last answer's, or the limit's."""
     ran: list[str] = []
     child = ScriptedChatModel(
@@ -98,7 +89,7 @@ async def test_a_sub_agent(mode: Mode, limit: Limit, own: str, signals: Signals)
         checkpointer=InMemorySaver(),
     )
 
-    result = await turn(mode, agent)
+    result = await turn(agent)
 
     (answer,) = [each for each in result["messages"] if each.type == "tool"]
     if own and limit.exit_behavior == "finalize":

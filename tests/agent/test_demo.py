@@ -7,7 +7,6 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +14,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Thread
+from typing import IO
 
 import pytest
 from blockbuster import blockbuster_ctx
@@ -23,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from langchain_quota.cli import main
-from tests.forked import run_python
+from tests.forked import Program, run_python, start_python
 
 TIMEOUT = 120
 ESCAPE = "\x1b"
@@ -69,29 +70,54 @@ def demo(
     return run_python(code, "demo", *arguments, env=environment(**extra_environment))
 
 
+class RunningDemo:
+    """A demo that runs, and what it writes.
+
+    Args:
+        process: The process.
+        output: What it prints, as it is printed.
+        errors: The file with its errors.
+    """
+
+    def __init__(self, process: Program, output: IO[str], errors: IO[bytes]) -> None:
+        self.process = process
+        self.output = output
+        self._errors = errors
+
+    def read_until(self, pattern: str) -> re.Match[str]:
+        """The first of its lines that a pattern finds something in."""
+        for text in self.output:
+            found = re.search(pattern, text)
+            if found:
+                return found
+        pytest.fail(f"the demo never said {pattern}")
+
+    def ended(self) -> tuple[int, str]:
+        """Wait for its end: the exit code, and its errors."""
+        if not self.output.closed:
+            self.output.read()
+        code = self.process.wait(TIMEOUT)
+        self._errors.seek(0)
+        return code, self._errors.read().decode()
+
+
 @contextmanager
-def running_demo(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen(
-        [sys.executable, "-c", CODE, "demo", "--port", "0", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env=environment(PYTHONIOENCODING="utf-8"),
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def read_until(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
-    assert process.stdout is not None
-    for text in process.stdout:
-        found = re.search(pattern, text)
-        if found:
-            return found
-    pytest.fail(f"the demo never said {pattern}")
+def running_demo(*arguments: str) -> Iterator[RunningDemo]:
+    readable, writable = os.pipe()
+    with (
+        os.fdopen(readable, encoding="utf-8") as output,
+        TemporaryFile() as errors,
+    ):
+        with os.fdopen(writable, "wb"):
+            process = start_python(
+                CODE,
+                *("demo", "--port", "0", *arguments),
+                stdout=writable,
+                stderr=errors.fileno(),
+                env=environment(),
+            )
+        with process:
+            yield RunningDemo(process, output, errors)
 
 
 @dataclass(frozen=True)
@@ -194,16 +220,17 @@ def test_plain_output_is_plain(two_runs: tuple[str, str]) -> None:
 def test_terminal_gets_a_table() -> None:
     """In a terminal the table is redrawn in its place, and the cursor is given back."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", CODE, "demo", "--seconds", "1", "--port", "0"],
+    with start_python(
+        CODE,
+        *("demo", "--seconds", "1", "--port", "0"),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=environment(TERM="xterm", COLUMNS="120", LINES="40", PYTHONIOENCODING="utf-8"),
+        env=environment(TERM="xterm", COLUMNS="120", LINES="40"),
     ) as process:
         os.close(theirs)
         output = b"".join(_until_closed(ours)).decode()
-    assert process.returncode == 0
+        assert process.wait(TIMEOUT) == 0
     assert re.search(rf"{ESCAPE}\[\d*A", output), "the cursor goes up to redraw"
     assert re.search(r"search [1-7]/8 ▇+_+", output)
     assert output.rindex(f"{ESCAPE}[?25h") > output.rindex(f"{ESCAPE}[?25l")
@@ -227,17 +254,15 @@ def test_event_loop_is_never_blocked(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_serve_until_interrupted() -> None:
     """With --serve the metrics stay, exemplars with trace ids included, until Ctrl-C."""
-    with running_demo("--seconds", "1", "--serve") as process:
-        url = read_until(process, r"^scrape (\S+) \(until Ctrl-C\)")[1]
+    with running_demo("--seconds", "1", "--serve") as demo:
+        url = demo.read_until(r"^scrape (\S+) \(until Ctrl-C\)")[1]
         request = urllib.request.Request(  # noqa: S310 - the demo's own address
             url, headers={"Accept": "application/openmetrics-text; version=1.0.0"}
         )
         with urllib.request.urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310 - the same
             metrics = response.read().decode()
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 0
-    assert errors == ""
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.ended() == (0, "")
     assert re.search(
         r'calls_total{.*decision="blocked".*} [\d.]+ # {.*trace_id="[0-9a-f]{32}"', metrics
     )
@@ -249,23 +274,18 @@ def test_serve_until_interrupted() -> None:
 
 def test_interrupted_early() -> None:
     """Ctrl-C during the traffic ends the demo at once, with code 130 and no traceback."""
-    with running_demo("--seconds", "600") as process:
-        read_until(process, r"^customer-1 .* allowed [1-9]")
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 130
-    assert errors == ""
+    with running_demo("--seconds", "600") as demo:
+        demo.read_until(r"^customer-1 .* allowed [1-9]")
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.ended() == (130, "")
 
 
 def test_reader_goes_away() -> None:
     """When the reader of the output goes away, the demo ends without a traceback."""
-    with running_demo("--seconds", "600") as process:
-        read_until(process, r"^customer-1 ")
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-        assert process.wait(TIMEOUT) == 1
+    with running_demo("--seconds", "600") as demo:
+        demo.read_until(r"^customer-1 ")
+        demo.output.close()
+        assert demo.ended() == (1, "")
 
 
 def refusal(ended: "subprocess.CompletedProcess[str]") -> str:

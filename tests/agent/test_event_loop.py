@@ -28,6 +28,7 @@ from langchain_quota import (
 )
 from langchain_quota.messages import ABANDONED
 from langchain_quota.testing import ScriptedChatModel
+from tests.agent.rules import model_limiter, tool_limiter
 
 if TYPE_CHECKING:
     from tests.conftest import Signals
@@ -102,9 +103,9 @@ async def test_detector_sees_into_the_hooks(kind: str, signals: "Signals") -> No
         return "no"
 
     limiter: Any = (
-        ToolCallLimitMiddleware(run_limit=0, message=sleepy, telemetry=signals.telemetry)
+        tool_limiter(signals, run_limit=0, message=sleepy)
         if kind == "tool"
-        else ModelCallLimitMiddleware(run_limit=0, message=sleepy, telemetry=signals.telemetry)
+        else model_limiter(signals, run_limit=0, message=sleepy)
     )
     with pytest.raises(BlockingError, match=r"time\.sleep"):
         await agent_of([["search"], "done"], limiter).ainvoke(inputs())
@@ -117,14 +118,8 @@ async def test_tool_limits_do_not_block(form: str, exit_behavior: Any, signals: 
     """Judging, refusing, counting and tracing tool calls blocks the event loop nowhere."""
     agent = agent_of(
         [["search", "calc"], ["search", "search", "calc"], "done"],
-        ToolCallLimitMiddleware(
-            tool_name="search",
-            thread_limit=9,
-            run_limit=2,
-            exit_behavior=exit_behavior,
-            telemetry=signals.telemetry,
-        ),
-        ToolCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", thread_limit=9, run_limit=2, exit_behavior=exit_behavior),
+        tool_limiter(signals, run_limit=9),
         saver=InMemorySaver(),
     )
     try:
@@ -141,9 +136,7 @@ async def test_model_limits_do_not_block(form: str, exit_behavior: Any, signals:
     """Judging, refusing, counting and tracing model calls blocks the event loop nowhere."""
     agent = agent_of(
         [["search"], "never"],
-        ModelCallLimitMiddleware(
-            thread_limit=9, run_limit=1, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        model_limiter(signals, thread_limit=9, run_limit=1, exit_behavior=exit_behavior),
         saver=InMemorySaver(),
     )
     try:
@@ -180,9 +173,7 @@ def check_refused(signals: "Signals", kind: str, tool_name: str) -> None:
 @pytest.mark.usefixtures("no_blocking")
 async def test_repair_does_not_block(signals: "Signals") -> None:
     """The turn after an `error`, which repairs the history, blocks the event loop nowhere."""
-    limiter = ToolCallLimitMiddleware(
-        run_limit=1, exit_behavior="error", telemetry=signals.telemetry
-    )
+    limiter = tool_limiter(signals, run_limit=1, exit_behavior="error")
     agent = agent_of([["search", "search"], "done"], limiter, saver=InMemorySaver())
     with pytest.raises(ToolCallLimitExceededError):
         await agent.ainvoke(inputs(), THREAD)
@@ -232,7 +223,7 @@ async def test_callers_context_reaches_the_message(
 
 async def test_concurrent_callers_contexts_stay_apart(signals: "Signals") -> None:
     """Each of 20 concurrent callers has its own context in the `message` function."""
-    limiter = ModelCallLimitMiddleware(run_limit=0, message=for_tenant, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, run_limit=0, message=for_tenant)
     agent = agent_of([], limiter)
 
     async def call(name: str) -> str:
@@ -258,8 +249,8 @@ async def test_cancelled_in_mid_tool(saver: Saver, signals: "Signals") -> None:
     waiting = StructuredTool.from_function(coroutine=wait, name="wait", description="Wait.")
     model = ScriptedChatModel(script=[["wait"], ["calc"], "done"])
     limiters: list[Any] = [
-        ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(thread_limit=2, run_limit=1, telemetry=signals.telemetry),
+        model_limiter(signals, thread_limit=9),
+        tool_limiter(signals, thread_limit=2, run_limit=1),
     ]
     agent: Any = create_agent(
         model, [waiting, calc], middleware=limiters, checkpointer=saver, name="researcher"
@@ -312,7 +303,7 @@ async def test_cancelled_while_others_run(signals: "Signals") -> None:
         return "never"
 
     waiting = StructuredTool.from_function(coroutine=wait, name="wait", description="Wait.")
-    limiter = ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)
+    limiter = tool_limiter(signals, thread_limit=2)
 
     def script(messages: Any) -> Any:
         if isinstance(messages[-1], ToolMessage):

@@ -29,7 +29,8 @@ from langchain_quota import (
 )
 from langchain_quota.middleware import inline
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import Mode, modes, recording
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import recording
 from tests.conftest import Signals, needs_inline
 from tests.troubleshooting import begins, messages, raised
 
@@ -324,26 +325,31 @@ OFFERED = ("search", "send_mail", "calc")
 
 
 async def run_of(
-    mode: Mode, bench: Bench, *limits: Any, times: int = 1, inside: bool = False, **options: Any
+    bench: Bench,
+    *limits: Any,
+    times: int = 1,
+    inside: bool = False,
+    form: Form = "async",
+    **options: Any,
 ) -> list[str]:
     """What is logged of unknown tools in runs of an agent."""
     middleware = (bench.inline if inside else bench.quota)(*limits)
     tools = options.pop("tools", [recording(name, []) for name in OFFERED])
     for _ in range(times):
         agent = bench.agent(middleware, tools=tools, **options)
-        if mode == "sync":
+        if form == "sync":
             agent.invoke(ASKED)
         else:
             await agent.ainvoke(ASKED)
     return [seen for seen in bench.logged() if begins(seen, UNKNOWN)]
 
 
-@modes
+@both_forms
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=needs_inline)])
-async def test_a_misspelt_tool_is_told_once(mode: Mode, *, inside: bool, bench: Bench) -> None:
+async def test_a_misspelt_tool_is_told_once(form: Form, *, inside: bool, bench: Bench) -> None:
     """Each unknown name is told once an agent, with the tools that are spelt like it."""
     limits = [ToolCallLimit(["serach", "calc", "sendmail"], run_limit=9, name="odd"), MODEL]
-    told = await run_of(mode, bench, *limits, times=3, inside=inside, name="support")
+    told = await run_of(bench, *limits, times=3, inside=inside, name="support", form=form)
     agent = "which agent 'support' does not offer its model"
     assert told == [
         f"limit 'odd' names the tool 'sendmail', {agent}: did you mean 'send_mail'?",
@@ -371,7 +377,7 @@ async def test_each_agent_is_told(bench: Bench) -> None:
 async def test_nothing_is_spelt_like_it(offered: list[str], hint: str, bench: Bench) -> None:
     """Without a similar name, the sentence has some that there are."""
     tools = [recording(name, []) for name in offered]
-    [told] = await run_of("async", bench, SEARCH, tools=tools)
+    [told] = await run_of(bench, SEARCH, tools=tools)
     assert told.endswith(f": {hint}")
 
 
@@ -380,7 +386,7 @@ async def test_nothing_is_spelt_like_it(offered: list[str], hint: str, bench: Be
 )
 async def test_a_misspelt_exclusion(excluded: str, meant: str | None, bench: Bench) -> None:
     """An excluded name is told only where a tool is spelt like it: agents share exclusions."""
-    told = await run_of("async", bench, ToolCallLimit(run_limit=9, exclude=[excluded]))
+    told = await run_of(bench, ToolCallLimit(run_limit=9, exclude=[excluded]))
     assert [seen.partition("its model: ")[2] for seen in told] == ([meant] if meant else [])
 
 
@@ -392,7 +398,7 @@ async def test_tools_of_the_provider_are_known(bench: Bench) -> None:
         {"type": "code_interpreter"},
     ]
     names = ["web_search", "lookup", "code_interpreter"]
-    assert await run_of("async", bench, ToolCallLimit(names, run_limit=9), tools=tools) == []
+    assert await run_of(bench, ToolCallLimit(names, run_limit=9), tools=tools) == []
 
 
 async def test_a_log_handler_that_raises(bench: Bench) -> None:
@@ -404,7 +410,7 @@ async def test_a_log_handler_that_raises(bench: Bench) -> None:
     logger = logging.getLogger("langchain_quota")
     logger.addFilter(refuse)
     try:
-        assert await run_of("async", bench, ToolCallLimit("serach", run_limit=9)) == []
+        assert await run_of(bench, ToolCallLimit("serach", run_limit=9)) == []
     finally:
         logger.removeFilter(refuse)
     name, labels = "langchain_quota_errors_total", {"error_type": "ZeroDivisionError"}

@@ -20,7 +20,7 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.limits import Limit
-from tests.agent.rules import CONFIG, Middleware, Mode, Scene, modes
+from tests.agent.rules import CONFIG, Middleware, Scene
 from tests.conftest import Signals, needs_inline
 
 pytestmark = needs_inline
@@ -66,84 +66,74 @@ def used(scene: Scene) -> Any:
     return usage(scene.agent.get_state(CONFIG))
 
 
-@modes
 @both
-async def test_hooks_of_others_run_around_a_refusal(
-    mode: Mode, quota: Quota, signals: Signals
-) -> None:
+async def test_hooks_of_others_run_around_a_refusal(quota: Quota, signals: Signals) -> None:
     """Hooks of a middleware behind it do not run for a refused model call; inline they do."""
     looking = Looking()
     limits = [ModelCallLimit(run_limit=0)]
-    scene = Scene(mode, signals, ["never"], [quota(limits, telemetry=signals.telemetry), looking])
+    scene = Scene(signals, ["never"], [quota(limits, telemetry=signals.telemetry), looking])
     await scene.turn()
     assert looking.seen == ([] if quota is QuotaMiddleware else ["before", "after"])
     assert not scene.model.calls
 
 
-@modes
 @both
-async def test_a_call_that_raises(mode: Mode, quota: Quota, signals: Signals) -> None:
+async def test_a_call_that_raises(quota: Quota, signals: Signals) -> None:
     """A model call that raises has been charged; inline it has not, since nothing is written."""
     limiter = quota([ModelCallLimit(thread_limit=9)], telemetry=signals.telemetry)
-    scene = Scene(mode, signals, Failing(1), [limiter])
+    scene = Scene(signals, Failing(1), [limiter])
     with pytest.raises(ConnectionError):
         await scene.turn()
     await scene.turn()
     assert used(scene).model == (2 if quota is QuotaMiddleware else 1)
 
 
-@modes
 @both
-async def test_a_call_that_raises_with_a_store(mode: Mode, quota: Quota, signals: Signals) -> None:
+async def test_a_call_that_raises_with_a_store(quota: Quota, signals: Signals) -> None:
     """With a store a model call that raises is charged either way."""
     limiter = quota(
         [ModelCallLimit(thread_limit=9)], store=MemoryStore(), telemetry=signals.telemetry
     )
-    scene = Scene(mode, signals, Failing(1), [limiter])
+    scene = Scene(signals, Failing(1), [limiter])
     with pytest.raises(ConnectionError):
         await scene.turn()
     await scene.turn()
     assert used(scene).model == 2
 
 
-@modes
 @both
-async def test_an_exception_takes_the_step_with_it(
-    mode: Mode, quota: Quota, signals: Signals
-) -> None:
+async def test_an_exception_takes_the_step_with_it(quota: Quota, signals: Signals) -> None:
     """Where a limit raises, the message that asked for the tools stays; inline it is lost."""
     limits: list[Limit] = [
         ToolCallLimit("search", run_limit=0, exit_behavior="error"),
         ModelCallLimit(thread_limit=9),
     ]
-    scene = Scene(mode, signals, [["search"]], [quota(limits, telemetry=signals.telemetry)])
+    scene = Scene(signals, [["search"]], [quota(limits, telemetry=signals.telemetry)])
     with pytest.raises(ToolCallLimitExceededError):
         await scene.turn()
     kept = [each for each in scene.state()["messages"] if isinstance(each, AIMessage)]
     assert len(kept) == used(scene).model == (1 if quota is QuotaMiddleware else 0)
 
 
-@modes
 @pytest.mark.parametrize("order", ["inside", "outside"])
-async def test_tries_are_one_call(mode: Mode, order: str, signals: Signals) -> None:
+async def test_tries_are_one_call(order: str, signals: Signals) -> None:
     """What a retry tries is one call, whether it is listed behind the inline one or before it."""
     limiter = InlineQuotaMiddleware([ModelCallLimit(thread_limit=9)], telemetry=signals.telemetry)
     retry = ModelRetryMiddleware(max_retries=2, initial_delay=0, jitter=False)
     stack: list[Middleware] = [limiter, retry] if order == "inside" else [retry, limiter]
-    scene = Scene(mode, signals, Failing(2), stack)
+    scene = Scene(signals, Failing(2), stack)
     await scene.turn()
     assert used(scene).model == 1
     model = {"agent": "unnamed", "kind": "model", "tool": "none"}
     assert signals.value("langchain_quota_calls_total", **model, decision="allowed") == 1
 
 
-@modes
 @both
-async def test_review_comes_after(mode: Mode, quota: Quota, signals: Signals) -> None:
+async def test_review_comes_after(quota: Quota, signals: Signals) -> None:
     """A review listed behind it is asked first; behind the inline one last, about all calls."""
     review = HumanInTheLoopMiddleware(interrupt_on={"search": True})
     limiter = quota([ToolCallLimit("search", run_limit=1)], telemetry=signals.telemetry)
-    scene = Scene(mode, signals, [["search"] * 2, "done"], [limiter, review])
+    scene = Scene(signals, [["search"] * 2, "done"], [limiter, review])
     result = await scene.turn()
     (interrupt,) = result["__interrupt__"]
     assert len(interrupt.value["action_requests"]) == 2
@@ -187,11 +177,9 @@ class DyingAfterStep(Dying):
         self.die()
 
 
-@modes
 @both
 @pytest.mark.parametrize("stored", [False, True], ids=["in the state", "in a store"])
 async def test_a_death_after_judging(
-    mode: Mode,
     quota: Quota,
     stored: bool,  # noqa: FBT001 - a row of the table
     signals: Signals,
@@ -205,7 +193,7 @@ async def test_a_death_after_judging(
     def search_once(messages: list[Any]) -> Any:
         return "done" if messages[-1].type == "tool" else ["search"]
 
-    scene = Scene(mode, signals, search_once, [dying, limiter])
+    scene = Scene(signals, search_once, [dying, limiter])
     with pytest.raises(ConnectionError):
         await scene.turn()
     await scene.invoke(None)

@@ -10,24 +10,18 @@ early. Runs are cut off.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 from langgraph.types import Command
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import (
@@ -35,38 +29,24 @@ from langchain_quota import (
     InlineQuotaMiddleware,
     ModelCallLimitExceededError,
     Outcome,
-    QuotaMiddleware,
     Telemetry,
-    ToolCallLimit,
     ToolCallLimitExceededError,
     usage,
 )
-from langchain_quota.limits import Limit, Terms, check_together
-from langchain_quota.testing import ScriptedChatModel, Turn
+from langchain_quota.limits import Limit
+from langchain_quota.resolved import ResolvedLimit
+from langchain_quota.testing import ScriptedChatModel
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
-from tests.agent.rules import CONFIG, Mode, Scene, check_history
-from tests.agent.test_properties import WORLD, Batch, ProviderError, TurnPlan, Unknown, World
-from tests.conftest import Signals, needs_inline
+from tests.agent.rules import CONFIG, check_history
+from tests.agent.test_forms import Plan, patient, plans, play, possible
+from tests.agent.test_properties import WORLD, ProviderError, TurnPlan, Unknown, World
+from tests.conftest import needs_inline
 
 pytestmark = needs_inline
 
 LIMIT_ERRORS = (ToolCallLimitExceededError, ModelCallLimitExceededError)
 RAN = {Outcome.ALLOWED, Outcome.WOULD_BLOCK}
-
-
-def patient(examples: int) -> settings:
-    return settings(
-        max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
-def possible(limits: Sequence[Limit]) -> None:
-    """Draw again where a limit can never be reached."""
-    try:
-        check_together(limits)
-    except ValueError:
-        reject()
 
 
 class CrashedError(Exception):
@@ -138,7 +118,7 @@ class Admitted:
         return {each.call.id for each in self.decisions if each.outcome in RAN}
 
 
-@patient(150)
+@patient(60)
 @given(scenarios)
 def test_four_rules(scenario: Scenario) -> None:
     """Under any limits, reviews, interrupts, failures and crashes the four rules hold."""
@@ -234,7 +214,7 @@ def _check_limits(scenario: Scenario, world: World, admitted: Admitted) -> None:
     assert {call_id for _, call_id in world.started.values()} <= admitted.ids()
     for limit in scenario.limits:
         if limit.enforce:
-            terms = Terms.of(limit)
+            terms = ResolvedLimit.of(limit)
             if limit.kind == "model":
                 # One that raised is not charged.
                 in_thread, in_run = world.model_returned, world.model_returned_in_run
@@ -271,138 +251,23 @@ def _check_charges(limit: Limit, admitted: Admitted, registry: CollectorRegistry
         each
         for each in admitted.decisions
         if each.outcome in RAN
-        and any(standing.limit == limit.name and standing.charged for standing in each.standings)
+        and any(status.limit == limit.name and status.charged for status in each.limits)
     ]
     assert decisions("allowed") == len(charged)
     assert decisions("refunded") == 0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Limits, and the batches that the model asks for in each turn of one thread."""
-
-    limits: list[Limit]
-    turns: list[list[Batch]]
-    mode: Mode
-
-
-def _without_tool_errors(limits: Sequence[Limit]) -> bool:
-    # Raised, they take the model's message and its charge with them.
-    return not any(each.kind == "tool" and each.exit_behavior == "error" for each in limits)
-
-
-plans = st.builds(
-    Plan,
-    limits=four_rules.limit_lists(stacked=False).filter(_without_tool_errors),
-    turns=st.lists(
-        st.lists(four_rules.batches(*four_rules.TOOLS), max_size=4),
-        min_size=1,
-        max_size=3,
-    ),
-    mode=st.sampled_from(["sync", "async"]),
-)
-
-
-@patient(80)
-@given(plans)
+@patient(30)
+@given(plans(failing=False))
 def test_the_same_as_quota_middleware(plan: Plan) -> None:
     """What runs, the answers, the counts, metrics, spans and messages are QuotaMiddleware's."""
-    possible(plan.limits)
-    theirs, ours = (_played(plan, cls) for cls in (QuotaMiddleware, InlineQuotaMiddleware))
-    assert ours == theirs
+    assert play(plan, "inline", "async") == play(plan, "quota", "async")
 
 
-@dataclass
-class Played:
-    """All that one can see of a plan that was played."""
-
-    ran: list[str]
-    requests: list[tuple[Any, ...]]
-    messages: list[Any]
-    counts: Any
-    metrics: dict[Any, float]
-    spans: list[Any]
-    decisions: list[Any]
-    raised: list[str]
-
-
-def _played(plan: Plan, cls: Any) -> Played:
-    exporter, provider, registry = InMemorySpanExporter(), TracerProvider(), CollectorRegistry()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    telemetry = Telemetry(registry=registry, tracer_provider=provider)
-    signals = Signals(telemetry, registry, provider, exporter)
-    batches: list[Batch] = []
-    numbers = count()
-    decisions: list[Decision] = []
-    raised: list[str] = []
-
-    def answer(_: Sequence[BaseMessage]) -> Turn:
-        return _numbered(batches.pop(0), next(numbers)) if batches else "done"
-
-    quota = cls(plan.limits, on_decision=decisions.append, telemetry=telemetry)
-    scene = Scene(plan.mode, signals, answer, [quota], tools=four_rules.TOOLS)
-    for turn in plan.turns:
-        batches[:] = turn
-        try:
-            asyncio.run(scene.turn())
-        except LIMIT_ERRORS as error:
-            raised.append(repr(error))
-    snapshot = scene.agent.get_state(CONFIG)
-    used = usage(snapshot)
-    return Played(
-        ran=sorted(scene.ran),
-        requests=[tuple(map(_told, each.messages)) for each in scene.model.calls],
-        messages=list(map(_told, snapshot.values["messages"])),
-        counts=(used.model, dict(used.tools), used.run_model, dict(used.run_tools)),
-        metrics=_samples(registry),
-        spans=[(each.name, dict(each.attributes or {})) for each in signals.spans()],
-        decisions=[(each.call, each.outcome, each.standings) for each in decisions],
-        raised=raised,
-    )
-
-
-def _numbered(batch: Batch, number: int) -> AIMessage:
-    """An answer under an id of its own, from which follow those of its calls that have none."""
-    plain = ToolCall(name="", args={}, id=None, type="tool_call")
-    calls = [
-        each if isinstance(each, dict) else {**plain, "name": str(each), "id": f"{number}-{index}"}
-        for index, each in enumerate(batch)
-    ]
-    return AIMessage("", id=f"answer-{number}", tool_calls=calls)
-
-
-def _told(message: BaseMessage | AnyMessage) -> Any:
-    calls = message.tool_calls if isinstance(message, AIMessage) else []
-    return message.type, message.name, message.content, calls
-
-
-def _samples(registry: CollectorRegistry) -> dict[Any, float]:
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in registry.collect()
-        for sample in family.samples
-        if not sample.name.endswith(("_created", "_timestamp_seconds"))
-    }
-
-
-@patient(30)
+@patient(12)
 @given(shared_quotas.scenarios)
 def test_a_shared_store(scenario: shared_quotas.Scenario) -> None:
     """Of any runs of any users on any threads, the store counts what ran; limits hold."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_quotas, "QuotaMiddleware", InlineQuotaMiddleware)
         asyncio.run(shared_quotas._play(scenario))
-
-
-def test_the_plans_do_something() -> None:
-    """A plan comes to calls that run, messages, counts, metrics and spans that are compared."""
-    limits: list[Limit] = [ToolCallLimit("search", run_limit=1)]
-    played = _played(Plan(limits, [[["search"] * 3]], "sync"), InlineQuotaMiddleware)
-
-    assert (played.ran, played.counts[1]) == (["search"], {"search": 1})
-    assert Counter(name for name, _ in played.spans) == {
-        "check_quota model": 2,
-        "check_quota tool search": 3,
-    }
-    assert (len(played.decisions), len(played.messages), len(played.requests)) == (5, 6, 2)
-    assert sum(value for (name, *_), value in played.metrics.items() if "calls_total" in name) == 5

@@ -19,7 +19,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.rules import CONFIG, Middleware, Mode, Scene, modes
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import CONFIG, Middleware, Scene
 from tests.agent.test_quota import eight_limits
 from tests.conftest import Signals, needs_inline
 
@@ -43,21 +44,17 @@ def both(signals: Signals, limits: list[Limit]) -> list[list[Middleware]]:
     return [[], [inline(signals, *limits)]]
 
 
-@modes
 @many
 @pytest.mark.parametrize("steps", [1, 2, 5])
 async def test_no_step_of_its_own(
-    mode: Mode, limits: Callable[[], list[Limit]], steps: int, signals: Signals
+    limits: Callable[[], list[Limit]], steps: int, signals: Signals
 ) -> None:
     """However many limits and steps: one superstep and one checkpoint a run."""
     counted = []
     for middleware in both(signals, limits()):
         script = [["search"]] * (steps - 1) + ["done"]
-        scene = Scene(mode, signals, script, middleware, tools=TOOLS)
-        if mode == "sync":
-            events = list(scene.agent.stream(ASK, CONFIG, stream_mode="debug"))
-        else:
-            events = [each async for each in scene.agent.astream(ASK, CONFIG, stream_mode="debug")]
+        scene = Scene(signals, script, middleware, tools=TOOLS)
+        events = [each async for each in scene.agent.astream(ASK, CONFIG, stream_mode="debug")]
         supersteps = {each["step"] for each in events if each["type"] == "task"}
         checkpoints = list(scene.agent.get_state_history(CONFIG))
         counted.append((len(supersteps), len(checkpoints)))
@@ -66,20 +63,17 @@ async def test_no_step_of_its_own(
     assert limited == (bare[0] + 1, bare[1] + 1)
 
 
-@modes
 @many
 async def test_no_step_of_the_recursion_limit(
-    mode: Mode, limits: Callable[[], list[Limit]], signals: Signals
+    limits: Callable[[], list[Limit]], signals: Signals
 ) -> None:
     """A run gets along with one more step than without limits, whatever its length."""
 
     async def suffices(middleware: list[Middleware], steps: int) -> bool:
-        scene = Scene(mode, signals, [["search"]] * 4 + ["done"], middleware)
+        scene = Scene(signals, [["search"]] * 4 + ["done"], middleware)
         config: Any = {**CONFIG, "recursion_limit": steps}
         try:
-            await scene.agent.ainvoke(ASK, config) if mode == "async" else scene.agent.invoke(
-                ASK, config
-            )
+            await scene.agent.ainvoke(ASK, config)
         except GraphRecursionError:
             return False
         return True
@@ -94,11 +88,10 @@ async def test_no_step_of_the_recursion_limit(
     assert needed[1] == needed[0] + 1
 
 
-@modes
-async def test_streamed_updates(mode: Mode, signals: Signals) -> None:
+async def test_streamed_updates(signals: Signals) -> None:
     """What it writes streams with the model's own update: no node but that of the beginning."""
     limits: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=2)]
-    scene = Scene(mode, signals, [["search"] * 2, "never"], [inline(signals, *limits)])
+    scene = Scene(signals, [["search"] * 2, "never"], [inline(signals, *limits)])
     scene.model.script[1] = ["search"]
 
     streamed = await scene.updates(ASK)
@@ -116,45 +109,33 @@ async def test_streamed_updates(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_streamed_tokens(mode: Mode, signals: Signals) -> None:
+async def test_streamed_tokens(signals: Signals) -> None:
     """The model's words stream as they come, and a refusal as a message."""
     limits: list[Limit] = [ModelCallLimit(run_limit=1), ToolCallLimit("search", run_limit=0)]
-    scene = Scene(mode, signals, [["search"]], [inline(signals, *limits)])
-    said = AIWords(scene, mode)
-    assert await said.of_turn() == [
+    scene = Scene(signals, [["search"]], [inline(signals, *limits)])
+    assert await said_in_turn(scene) == [
         ("tool", "Tool call limit exceeded. Do not call 'search' again."),
         ("ai", "Model call limits exceeded: run limit (1/1)"),
     ]
 
-    words = Scene(mode, signals, ["one two three"], [inline(signals, *limits)])
-    assert [text for _, text in await AIWords(words, mode).of_turn()] == ["one", " two", " three"]
+    words = Scene(signals, ["one two three"], [inline(signals, *limits)])
+    assert [text for _, text in await said_in_turn(words)] == ["one", " two", " three"]
 
 
-class AIWords:
-    """What a turn streams in the mode `messages`."""
-
-    def __init__(self, scene: Scene, mode: Mode) -> None:
-        self._scene, self._mode = scene, mode
-
-    async def of_turn(self) -> list[tuple[str, str]]:
-        agent = self._scene.agent
-        if self._mode == "sync":
-            streamed = list(agent.stream(ASK, CONFIG, stream_mode="messages"))
-        else:
-            streamed = [each async for each in agent.astream(ASK, CONFIG, stream_mode="messages")]
-        kinds = {"AIMessageChunk": "ai"}
-        return [
-            (kinds.get(message.type, message.type), str(message.content))
-            for message, _ in streamed
-            if message.content
-        ]
+async def said_in_turn(scene: Scene) -> list[tuple[str, str]]:
+    """What a turn streams in the stream mode `messages`."""
+    kinds = {"AIMessageChunk": "ai"}
+    return [
+        (kinds.get(message.type, message.type), str(message.content))
+        async for message, _ in scene.agent.astream(ASK, CONFIG, stream_mode="messages")
+        if message.content
+    ]
 
 
 async def test_events(signals: Signals) -> None:
     """The events of a run tell of each model and tool call once, and of no hook of a step."""
     limits: list[Limit] = [ModelCallLimit(run_limit=9), ToolCallLimit("search", run_limit=1)]
-    scene = Scene("async", signals, [["search"] * 2, "done"], [inline(signals, *limits)])
+    scene = Scene(signals, [["search"] * 2, "done"], [inline(signals, *limits)])
 
     events = [each async for each in scene.agent.astream_events(ASK, CONFIG, version="v2")]
 
@@ -167,16 +148,14 @@ async def test_events(signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("back", [False, True], ids=["to inline", "to quota"])
-async def test_swapping_with_quota_middleware(mode: Mode, *, back: bool, signals: Signals) -> None:
+async def test_swapping_with_quota_middleware(*, back: bool, signals: Signals) -> None:
     """A thread goes on with its counts when QuotaMiddleware becomes the inline one, and back."""
     classes: list[Any] = [QuotaMiddleware, InlineQuotaMiddleware]
     saver, ran = InMemorySaver(), list[str]()
     limits: list[Limit] = [ToolCallLimit("search", thread_limit=3), ModelCallLimit(thread_limit=9)]
     for cls in reversed(classes) if back else classes:
         scene = Scene(
-            mode,
             signals,
             [["search", "search"], "done"],
             [cls(limits, telemetry=signals.telemetry)],
@@ -192,15 +171,13 @@ async def test_swapping_with_quota_middleware(mode: Mode, *, back: bool, signals
     scene.check_requests()
 
 
-@modes
-async def test_swapped_in_mid_run(mode: Mode, signals: Signals) -> None:
+async def test_swapped_in_mid_run(signals: Signals) -> None:
     """A run that waits under QuotaMiddleware goes on under the inline one, in one budget."""
     saver, ran = InMemorySaver(), list[str]()
     limits: list[Limit] = [ToolCallLimit("search", run_limit=3), ModelCallLimit(run_limit=9)]
     options: dict[str, Any] = {"checkpointer": saver, "ran": ran}
     telemetry = signals.telemetry
     first = Scene(
-        mode,
         signals,
         [["search", "search"]],
         [QuotaMiddleware(limits, telemetry=telemetry)],
@@ -208,15 +185,14 @@ async def test_swapped_in_mid_run(mode: Mode, signals: Signals) -> None:
         **options,
     )
     await first.turn()
-    second = Scene(mode, signals, [["search"] * 2, "done"], [inline(signals, *limits)], **options)
+    second = Scene(signals, [["search"] * 2, "done"], [inline(signals, *limits)], **options)
     await second.go_on()
 
     assert ran == ["search"] * 3
     assert usage(second.agent.get_state(CONFIG)).run_model == 3
 
 
-@modes
-async def test_a_sub_agent(mode: Mode, signals: Signals) -> None:
+async def test_a_sub_agent(signals: Signals) -> None:
     """An agent inside a tool has a budget of its own for each call, and the outer one its own."""
     ran: list[str] = []
 
@@ -245,7 +221,6 @@ async def test_a_sub_agent(mode: Mode, signals: Signals) -> None:
         ask_child_now, ask_child, name="research", description="Research."
     )
     scene = Scene(
-        mode,
         signals,
         [["research"] * 2, ["research"], "done"],
         [inline(signals, ToolCallLimit("research", run_limit=2), ModelCallLimit(run_limit=9))],
@@ -288,25 +263,24 @@ class Forgetful(InlineQuotaMiddleware[Any, Any]):
         return {"messages": [("user", "by the way")]}
 
 
-@modes
-async def test_a_subclass(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_a_subclass(form: Form, signals: Signals) -> None:
     """A subclass that overrides both forms is called once a model call, and limits as before."""
     mine = Watching([ToolCallLimit("search", run_limit=1)], telemetry=signals.telemetry)
     mine.seen = []
-    scene = Scene(mode, signals, [["search"] * 2, "done"], [mine])
+    scene = Scene(signals, [["search"] * 2, "done"], [mine], form=form)
 
     await scene.turn()
 
-    assert mine.seen == [mode] * 2
+    assert mine.seen == [form] * 2
     scene.check()
 
 
-@modes
-async def test_a_subclass_that_forgets_super(mode: Mode, signals: Signals) -> None:
+async def test_a_subclass_that_forgets_super(signals: Signals) -> None:
     """A subclass with its own before_agent gets a new budget each turn, and its own message."""
     limits: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=2)]
     mine = Forgetful(limits, telemetry=signals.telemetry)
-    scene = Scene(mode, signals, [["search"] * 2, "done"] * 2, [mine])
+    scene = Scene(signals, [["search"] * 2, "done"] * 2, [mine])
 
     for turn in (1, 2):
         result = await scene.turn()
@@ -326,8 +300,7 @@ def test_a_half_overridden_wrap_is_refused() -> None:
         )
 
 
-@modes
-async def test_the_same_spans(mode: Mode, signals: Signals) -> None:
+async def test_the_same_spans(signals: Signals) -> None:
     """Each call has one span, with the attributes and the trace that QuotaMiddleware gives it."""
     limits: list[Limit] = [
         ModelCallLimit(run_limit=2),
@@ -340,7 +313,7 @@ async def test_the_same_spans(mode: Mode, signals: Signals) -> None:
         seen: list[Decision] = []
         with captured_decisions() as decisions:
             middleware: Any = cls(limits, telemetry=signals.telemetry, on_decision=seen.append)
-            scene = Scene(mode, signals, [["search", "search", "calc"], ["calc"]], [middleware])
+            scene = Scene(signals, [["search", "search", "calc"], ["calc"]], [middleware])
             await scene.turn()
         spans = signals.spans()
         assert len(spans) == len(decisions) == len(seen)
@@ -349,7 +322,7 @@ async def test_the_same_spans(mode: Mode, signals: Signals) -> None:
             [(each.name, dict(each.attributes or {}), each.status.status_code) for each in spans]
         )
         assert len(traces) == 1
-        signals.telemetry.forget(None, "thread-1")
+        signals.recorder.forget(None, "thread-1")
 
     quota, ours = told
     assert ours == quota

@@ -5,6 +5,7 @@ They patch LangChain for the whole process, so each plays in a process of its ow
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -46,8 +47,13 @@ pytestmark = pytest.mark.skipif(
     tuple(map(int, version("opentelemetry-api").split(".")[:2])) < (1, 43),
     reason="the instrumentations need a newer OpenTelemetry",
 )
-forms = pytest.mark.parametrize("form", ["ainvoke", "invoke"])
-limiters = pytest.mark.parametrize("limiters", ["quota", "stacked"])
+SITUATIONS = [
+    ("quota", "ainvoke", "active"),
+    ("quota", "invoke", "none"),
+    ("stacked", "ainvoke", "none"),
+    ("stacked", "invoke", "active"),
+]
+"""Each pair of limiters, form and whether a span is active stands in one of them."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def ask(question: str = "") -> str:
 
 
 def play(module: str, limiters: str, form: str, switched: str, active: str) -> None:
-    """In a process of its own: run an agent beside an instrumentation, and print what it left."""
+    """In a process apart: run an agent beside an instrumentation, and print what it left."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -155,15 +161,23 @@ def play(module: str, limiters: str, form: str, switched: str, active: str) -> N
     print("\n" + json.dumps([spans, state.values[LEDGER]["trace"]]))  # noqa: T201 - the result
 
 
-def played(
-    module: str, limiters: str, form: str, *, switched: str = "on", active: str = "none"
-) -> Played:
-    arguments = (module, limiters, form, switched, active)
-    done = run_python(f"from {__name__} import play; play{arguments}", cwd=ROOT)
+def played(module: str, *runs: tuple[str, str, str, str]) -> list[Played]:
+    """What each run left, one after the other in one process.
+
+    Args:
+        module: The instrumentation.
+        runs: Limiters, form, whether it is switched on, whether a span is active.
+    """
+    program = f"from {__name__} import play\nfor run in {runs!r}: play({module!r}, *run)"
+    done = run_python(program, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    printed, _, result = done.stdout.rstrip().rpartition("\n")
-    spans, kept = json.loads(result)
-    return Played([Seen(*each) for each in spans], kept, printed.strip())
+    *printed, rest = re.split(r"^(\[\[.*\])\n", done.stdout, flags=re.MULTILINE)
+    assert rest == ""
+    results = [json.loads(each) for each in printed[1::2]]
+    return [
+        Played([Seen(*span) for span in spans], kept, before.strip())
+        for (spans, kept), before in zip(results, printed[::2], strict=True)
+    ]
 
 
 def hooks(limiters: str) -> tuple[str, str]:
@@ -173,69 +187,63 @@ def hooks(limiters: str) -> tuple[str, str]:
     return "ModelCallLimitMiddleware.before_model", "ToolCallLimitMiddleware[search].after_model"
 
 
-@limiters
-@forms
-@pytest.mark.parametrize("active", ["active", "none"])
-def test_within_the_spans_of_openinference(limiters: str, form: str, active: str) -> None:
+def test_within_the_spans_of_openinference() -> None:
     """Each of ours is below OpenInference's span of the step that judged, and nothing is kept.
 
     That span is no active one; where the caller has one, OpenInference's are below it.
     """
-    run = played(OPENINFERENCE, limiters, form, active=active)
-    before, after = hooks(limiters)
-    searches = [("check_quota tool search", after)] * 2
-    asked = [("check_quota tool ask", after)] if limiters == "quota" else []
-    model = ("check_quota model", before)
-    assert run.parents() == [model, *searches, model, *asked, model]
-    nodes = {span.id: span for span in run.spans}
-    assert all(span.trace == nodes[span.parent or 0].trace for span in run.ours)
-    agents = [span for span in run.spans if span.name == "researcher"]
-    assert {nodes[span.parent or 0].parent for span in run.ours} == {span.id for span in agents}
-    requests: set[int | None] = {span.id for span in run.spans if span.name == "request"}
-    assert {span.parent for span in agents} == (requests or {None})
-    assert run.kept is None
+    runs = [(limiters, form, "on", active) for limiters, form, active in SITUATIONS]
+    for (limiters, *_), run in zip(SITUATIONS, played(OPENINFERENCE, *runs), strict=True):
+        before, after = hooks(limiters)
+        searches = [("check_quota tool search", after)] * 2
+        asked = [("check_quota tool ask", after)] if limiters == "quota" else []
+        model = ("check_quota model", before)
+        assert run.parents() == [model, *searches, model, *asked, model]
+        nodes = {span.id: span for span in run.spans}
+        assert all(span.trace == nodes[span.parent or 0].trace for span in run.ours)
+        agents = [span for span in run.spans if span.name == "researcher"]
+        assert {nodes[span.parent or 0].parent for span in run.ours} == {span.id for span in agents}
+        requests: set[int | None] = {span.id for span in run.spans if span.name == "request"}
+        assert {span.parent for span in agents} == (requests or {None})
+        assert run.kept is None
 
 
-@forms
-def test_openinference_in_a_trace_apart(form: str) -> None:
+def test_openinference_in_a_trace_apart() -> None:
     """Where OpenInference is told to keep away from the caller's trace, ours stay in that."""
-    run = played(OPENINFERENCE, "quota", form, switched="separate", active="active")
-    (request,) = [span for span in run.spans if span.name == "request"]
-    agents = [span for span in run.spans if span.name == "researcher"]
-    assert agents
-    assert request.trace not in {span.trace for span in agents}
-    assert len(run.ours) == 6
-    assert {(span.trace, span.parent) for span in run.ours} == {(request.trace, request.id)}
-    assert run.kept is None
+    runs = [("quota", form, "separate", "active") for form in ("ainvoke", "invoke")]
+    for run in played(OPENINFERENCE, *runs):
+        (request,) = [span for span in run.spans if span.name == "request"]
+        agents = [span for span in run.spans if span.name == "researcher"]
+        assert agents
+        assert request.trace not in {span.trace for span in agents}
+        assert len(run.ours) == 6
+        assert {(span.trace, span.parent) for span in run.ours} == {(request.trace, request.id)}
+        assert run.kept is None
 
 
-@limiters
-@forms
-@pytest.mark.parametrize("active", ["active", "none"])
-def test_within_the_span_of_the_genai_instrumentation(
-    limiters: str, form: str, active: str
-) -> None:
+def test_within_the_span_of_the_genai_instrumentation() -> None:
     """Each of ours is below the `invoke_agent` span that the OpenTelemetry project's makes."""
-    run = played(GENAI, limiters, form, active=active)
-    assert len(run.ours) == (6 if limiters == "quota" else 5)
-    assert {parent for _, parent in run.parents()} == {"invoke_agent researcher"}
-    agents = {span.id: span for span in run.spans if span.name == "invoke_agent researcher"}
-    assert {span.parent for span in run.ours} == agents.keys()
-    assert all(span.trace == agents[span.parent or 0].trace for span in run.ours)
-    requests: set[int | None] = {span.id for span in run.spans if span.name == "request"}
-    assert {span.parent for span in agents.values()} == (requests or {None})
-    assert run.kept is None
+    runs = [(limiters, form, "on", active) for limiters, form, active in SITUATIONS]
+    for (limiters, *_), run in zip(SITUATIONS, played(GENAI, *runs), strict=True):
+        assert len(run.ours) == (6 if limiters == "quota" else 5)
+        assert {parent for _, parent in run.parents()} == {"invoke_agent researcher"}
+        agents = {span.id: span for span in run.spans if span.name == "invoke_agent researcher"}
+        assert {span.parent for span in run.ours} == agents.keys()
+        assert all(span.trace == agents[span.parent or 0].trace for span in run.ours)
+        requests: set[int | None] = {span.id for span in run.spans if span.name == "request"}
+        assert {span.parent for span in agents.values()} == (requests or {None})
+        assert run.kept is None
 
 
-@pytest.mark.parametrize("switched", ["off", "on and off"])
 @pytest.mark.parametrize("module", [OPENINFERENCE, GENAI])
-def test_beside_one_that_is_not_switched_on(module: str, switched: str) -> None:
+def test_beside_one_that_is_not_switched_on(module: str) -> None:
     """One that is only imported, or switched off again, changes nothing and prints nothing."""
-    run = played(module, "quota", "ainvoke", switched=switched)
-    assert run.spans == run.ours
-    first, *later = run.ours
-    assert len(later) == 5
-    assert first.parent is None
-    assert {(span.trace, span.parent) for span in later} == {(first.trace, first.id)}
-    assert run.kept["traceparent"].startswith(f"00-{first.trace:032x}-{first.id:016x}-")
-    assert run.printed == ""
+    runs = [("quota", "ainvoke", switched, "none") for switched in ("off", "on and off")]
+    for run in played(module, *runs):
+        assert run.spans == run.ours
+        first, *later = run.ours
+        assert len(later) == 5
+        assert first.parent is None
+        assert {(span.trace, span.parent) for span in later} == {(first.trace, first.id)}
+        assert run.kept["traceparent"].startswith(f"00-{first.trace:032x}-{first.id:016x}-")
+        assert run.printed == ""

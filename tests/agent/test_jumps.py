@@ -16,25 +16,10 @@ from langchain_core.tools import BaseTool, InjectedToolCallId, StructuredTool
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.types import Command, Send
 
-from langchain_quota import (
-    InlineQuotaMiddleware,
-    ModelCallLimit,
-    ModelCallLimitMiddleware,
-    QuotaMiddleware,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import InlineQuotaMiddleware, ModelCallLimit, QuotaMiddleware
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import (
-    CONFIG,
-    Mode,
-    Order,
-    Scene,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import CONFIG, Scene, check_history, model_limiter, recording, tool_limiter
 from tests.conftest import Signals, needs_inline
 
 Handler = Callable[[ModelRequest[Any]], ModelResponse[Any]]
@@ -122,18 +107,16 @@ class ForgetHistory(AgentMiddleware[Any, Any, Any]):
         return {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES), newest]}
 
 
-@modes
 @orders(2)
-async def test_our_own_end(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_our_own_end(order: Order, signals: Signals) -> None:
     """Our own `end` skips the model limiter's after_model: every model call is still counted."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=0, exit_behavior="end", telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=3),
+            tool_limiter(signals, run_limit=0, exit_behavior="end"),
         ),
     )
 
@@ -143,19 +126,13 @@ async def test_our_own_end(mode: Mode, order: Order, signals: Signals) -> None:
         scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_jump_back_to_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_jump_back_to_the_model(order: Order, signals: Signals) -> None:
     """Another middleware jumps from after_model to the model: each call is counted once."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: "again",
-        in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            JumpAfterModel("model", 99),
-        ),
+        in_order(order, model_limiter(signals, run_limit=3), JumpAfterModel("model", 99)),
     )
 
     for turn in (1, 2):
@@ -164,19 +141,13 @@ async def test_another_jump_back_to_the_model(mode: Mode, order: Order, signals:
         scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_jump_to_the_end(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_jump_to_the_end(order: Order, signals: Signals) -> None:
     """Another middleware jumps from after_model to the end: each call is counted once."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: "bye",
-        in_order(
-            order,
-            ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-            JumpAfterModel("end", 2),
-        ),
+        in_order(order, model_limiter(signals, thread_limit=3), JumpAfterModel("end", 2)),
     )
 
     for turn in range(1, 6):
@@ -185,18 +156,16 @@ async def test_another_jump_to_the_end(mode: Mode, order: Order, signals: Signal
         scene.check()
 
 
-@modes
 @orders(3)
-async def test_a_jump_between_two_limiters(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_jump_between_two_limiters(order: Order, signals: Signals) -> None:
     """Jumps beside a model and a tool limiter: model calls count once, tools when they run."""
     scene = Scene(
-        mode,
         signals,
         ["one", "two", ["search", "search"], ["search"], "done"],
         in_order(
             order,
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            model_limiter(signals, run_limit=9),
+            tool_limiter(signals, run_limit=2),
             JumpAfterModel("model", 2),
         ),
     )
@@ -208,19 +177,13 @@ async def test_a_jump_between_two_limiters(mode: Mode, order: Order, signals: Si
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_end_before_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_end_before_the_model(order: Order, signals: Signals) -> None:
     """Another middleware ends the run in before_model: the call that was not made is free."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], "done"],
-        in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            JumpBeforeModel("end", 2),
-        ),
+        in_order(order, model_limiter(signals, run_limit=3), JumpBeforeModel("end", 2)),
     )
 
     await scene.turn()
@@ -228,18 +191,13 @@ async def test_another_end_before_the_model(mode: Mode, order: Order, signals: S
     scene.check()
 
 
-@modes
-async def test_another_jump_back_before_the_model(mode: Mode, signals: Signals) -> None:
+async def test_another_jump_back_before_the_model(signals: Signals) -> None:
     """Another middleware jumps in before_model to the model: each call is charged once."""
     # Ours first only: LangGraph cannot jump from the first before_model to itself.
     scene = Scene(
-        mode,
         signals,
         [["calc"], "done"],
-        [
-            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            JumpBeforeModel("model", 1),
-        ],
+        [model_limiter(signals, run_limit=2), JumpBeforeModel("model", 1)],
     )
 
     await scene.turn()
@@ -248,19 +206,13 @@ async def test_another_jump_back_before_the_model(mode: Mode, signals: Signals) 
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_another_jump_over_the_tools(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_another_jump_over_the_tools(order: Order, signals: Signals) -> None:
     """Another middleware ends the run over open calls: the next turn answers them, none ran."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
-            JumpAfterModel("end", 1),
-        ),
+        in_order(order, tool_limiter(signals, thread_limit=2), JumpAfterModel("end", 1)),
     )
 
     await scene.turn()
@@ -286,22 +238,15 @@ def steering(goto: Any) -> BaseTool:
     return StructuredTool.from_function(steer)
 
 
-@modes
 @pytest.mark.parametrize("call_id", ["of-its-own", "call_1"], ids=["another id", "a judged id"])
-async def test_a_tool_that_starts_tool_calls(mode: Mode, call_id: str, signals: Signals) -> None:
+async def test_a_tool_that_starts_tool_calls(call_id: str, signals: Signals) -> None:
     """What a tool sends to the tools passes all limits, uncounted: the documents say so."""
     ran: list[str] = []
     sent = [ToolCall(name="search", args={}, id=call_id, type="tool_call")]
     scene = Scene(
-        mode,
         signals,
         [["steer"], "done", "done"],
-        [
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=0, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, "search", thread_limit=0), tool_limiter(signals, run_limit=1)],
         tools=[steering([Send("tools", sent)] * 3), recording("search", ran)],
         ran=ran,
     )
@@ -313,31 +258,25 @@ async def test_a_tool_that_starts_tool_calls(mode: Mode, call_id: str, signals: 
     assert scene.metric("tool:*", "allowed") == 1
 
 
-def model_limiter(kind: str, signals: Signals) -> AgentMiddleware[Any, Any, Any]:
+def limiter_of_models(kind: str, signals: Signals) -> AgentMiddleware[Any, Any, Any]:
     if kind == "drop-in":
-        return ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)
+        return model_limiter(signals, run_limit=1)
     middleware = QuotaMiddleware if kind == "quota" else InlineQuotaMiddleware
     return middleware([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
 
 
-@modes
 @pytest.mark.parametrize(
     ("kind", "made", "counted"),
-    [
-        ("drop-in", 2, 2),
-        ("quota", 2, 1),
-        pytest.param("inline", 1, 1, marks=needs_inline),
-    ],
+    [("drop-in", 2, 2), ("quota", 2, 1), pytest.param("inline", 1, 1, marks=needs_inline)],
 )
 async def test_a_tool_that_goes_to_the_model(
-    mode: Mode, kind: str, made: int, counted: int, signals: Signals
+    kind: str, made: int, counted: int, signals: Signals
 ) -> None:
     """A model call that a tool goes to is judged by InlineQuotaMiddleware only."""
     scene = Scene(
-        mode,
         signals,
         [["steer"], "done", "done"],
-        [model_limiter(kind, signals)],
+        [limiter_of_models(kind, signals)],
         tools=[steering("model")],
     )
 
@@ -347,18 +286,14 @@ async def test_a_tool_that_goes_to_the_model(
     assert scene.state()["thread_model_call_count"] == counted
 
 
-@modes
 @orders(2)
-async def test_a_cached_answer_is_charged(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> None:
     """A call answered by another middleware's cache is charged."""
     cache = Cache(AIMessage("cached"))
     scene = Scene(
-        mode,
         signals,
         lambda messages: "fresh",
-        in_order(
-            order, ModelCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry), cache
-        ),
+        in_order(order, model_limiter(signals, thread_limit=2), cache),
     )
 
     for turn in (1, 2, 3):
@@ -369,22 +304,18 @@ async def test_a_cached_answer_is_charged(mode: Mode, order: Order, signals: Sig
     assert (cache.hits, len(scene.model.calls)) == (1, 1)
 
 
-@modes
 @orders(3)
-async def test_a_cached_answer_that_ends_the_run(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_a_cached_answer_that_ends_the_run(order: Order, signals: Signals) -> None:
     """A cached call of a forbidden tool ends the run: charged, but for the one order to avoid."""
     call = {"name": "search", "args": {}, "id": "cached-call"}
     cache = Cache(AIMessage("", tool_calls=[call]))
     scene = Scene(
-        mode,
         signals,
         lambda messages: "fresh",
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=0, exit_behavior="end", telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=9),
+            tool_limiter(signals, run_limit=0, exit_behavior="end"),
             cache,
         ),
     )
@@ -397,21 +328,14 @@ async def test_a_cached_answer_that_ends_the_run(
     scene.check(models=counted, models_in_run=counted)
 
 
-@modes
 @orders(3)
-async def test_a_model_node_without_an_ai_message(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_a_model_node_without_an_ai_message(order: Order, signals: Signals) -> None:
     """A model node that yields nothing: its call counts, earlier tool calls do not again."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "dropped", ["search"], "done"],
         in_order(
-            order,
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            Mute(2),
+            order, model_limiter(signals, run_limit=9), tool_limiter(signals, run_limit=2), Mute(2)
         ),
     )
 
@@ -422,19 +346,11 @@ async def test_a_model_node_without_an_ai_message(
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_the_first_model_node_without_an_ai_message(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_the_first_model_node_without_an_ai_message(order: Order, signals: Signals) -> None:
     """A history without any AIMessage: nothing of ours breaks, and the model call counts."""
     scene = Scene(
-        mode,
-        signals,
-        ["dropped"],
-        in_order(
-            order, ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry), Mute(1)
-        ),
+        signals, ["dropped"], in_order(order, model_limiter(signals, run_limit=9), Mute(1))
     )
 
     await scene.turn()
@@ -442,17 +358,12 @@ async def test_the_first_model_node_without_an_ai_message(
     scene.check()
 
 
-@modes
-async def test_messages_removed_between_turns(mode: Mode, signals: Signals) -> None:
+async def test_messages_removed_between_turns(signals: Signals) -> None:
     """An application removes all messages between turns: the thread's counts go on."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: "done" if len(messages) > 1 else ["search", "search"],
-        [
-            ModelCallLimitMiddleware(thread_limit=5, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-        ],
+        [model_limiter(signals, thread_limit=5), tool_limiter(signals, thread_limit=3)],
     )
 
     for _ in range(3):
@@ -466,21 +377,13 @@ async def test_messages_removed_between_turns(mode: Mode, signals: Signals) -> N
     assert len(scene.model.calls) == 5
 
 
-@modes
 @orders(2)
-async def test_messages_removed_when_a_run_begins(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_messages_removed_when_a_run_begins(order: Order, signals: Signals) -> None:
     """A middleware trims the history at the beginning of each run: the counts go on."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done", ["search", "search"], "done"],
-        in_order(
-            order,
-            ToolCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry),
-            ForgetHistory(),
-        ),
+        in_order(order, tool_limiter(signals, thread_limit=3), ForgetHistory()),
     )
 
     for _ in range(2):
@@ -490,18 +393,16 @@ async def test_messages_removed_when_a_run_begins(
     assert scene.ran == ["search"] * 3
 
 
-@modes
 @orders(3)
-async def test_messages_summarized(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_messages_summarized(order: Order, signals: Signals) -> None:
     """Summarization replaces old messages: counts go on, and its own calls are not counted."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"] * 3,
         in_order(
             order,
-            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
+            model_limiter(signals, thread_limit=9),
+            tool_limiter(signals, thread_limit=2),
             SummarizationMiddleware(
                 ScriptedChatModel(script=lambda messages: "a summary"),
                 trigger=("messages", 4),

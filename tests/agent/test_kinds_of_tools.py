@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import product
 from operator import add
 from typing import Annotated, Any
 
@@ -17,12 +16,9 @@ from langgraph.store.base import BaseStore
 from langgraph.store.memory import InMemoryStore
 from langgraph.types import Command
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
-from tests.agent.rules import Mode, Order, Scene, in_order, modes, orders, recording
+from langchain_quota import ToolCallLimitExceededError
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Scene, model_limiter, recording, tool_limiter
 from tests.conftest import Signals
 
 MEETING = 30
@@ -35,7 +31,7 @@ class NotesState(AgentState[Any]):
     notes: Annotated[list[str], add]
 
 
-def both_forms(name: str, ran: list[str]) -> BaseTool:
+def sync_and_async(name: str, ran: list[str]) -> BaseTool:
     return recording(name, ran)
 
 
@@ -148,7 +144,7 @@ def tool_runtime(name: str, ran: list[str]) -> BaseTool:
 
 
 KINDS: tuple[Kind, ...] = (
-    both_forms,
+    sync_and_async,
     sync_only,
     tool_class,
     return_direct,
@@ -162,22 +158,16 @@ KINDS: tuple[Kind, ...] = (
     tool_runtime,
 )
 
-kinds = pytest.mark.parametrize(
-    ("mode", "kind"),
-    # Without a sync form, LangChain cannot run a tool under `invoke`.
-    [*product(("sync", "async"), KINDS), ("async", async_only)],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
+kinds = pytest.mark.parametrize("kind", [*KINDS, async_only], ids=lambda kind: kind.__name__)
 
 
 def three_searches(messages: Sequence[BaseMessage]) -> Any:
     return "done" if isinstance(messages[-1], ToolMessage) else ["search"] * 3
 
 
-def scene_of(mode: Mode, signals: Signals, kind: Kind, *middleware: Any, script: Any) -> Scene:
+def scene_of(signals: Signals, kind: Kind, *middleware: Any, script: Any) -> Scene:
     ran: list[str] = []
     return Scene(
-        mode,
         signals,
         script,
         middleware,
@@ -189,21 +179,14 @@ def scene_of(mode: Mode, signals: Signals, kind: Kind, *middleware: Any, script:
 
 
 @kinds
-@orders(2)
-async def test_each_kind(mode: Mode, kind: Kind, order: Order, signals: Signals) -> None:
+async def test_each_kind(kind: Kind, signals: Signals) -> None:
     """A tool of this kind, called three times at once in each turn: limits and rules hold."""
     scene = scene_of(
-        mode,
         signals,
         kind,
-        ModelCallLimitMiddleware(thread_limit=9, run_limit=3, telemetry=signals.telemetry),
-        *in_order(
-            order,
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=3, run_limit=2, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(thread_limit=9, run_limit=5, telemetry=signals.telemetry),
-        ),
+        model_limiter(signals, thread_limit=9, run_limit=3),
+        tool_limiter(signals, "search", thread_limit=3, run_limit=2),
+        tool_limiter(signals, thread_limit=9, run_limit=5),
         script=three_searches,
     )
 
@@ -216,16 +199,13 @@ async def test_each_kind(mode: Mode, kind: Kind, order: Order, signals: Signals)
 @kinds
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
 async def test_each_kind_where_the_run_stops(
-    mode: Mode, kind: Kind, exit_behavior: Any, signals: Signals
+    kind: Kind, exit_behavior: Any, signals: Signals
 ) -> None:
     """A batch of this kind of tool that `end` or `error` stops: none of it runs or is charged."""
     scene = scene_of(
-        mode,
         signals,
         kind,
-        ToolCallLimitMiddleware(
-            run_limit=2, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        tool_limiter(signals, run_limit=2, exit_behavior=exit_behavior),
         script=[["search"], ["search", "search", "calc"], "done", "done"],
     )
 
@@ -245,17 +225,13 @@ async def test_each_kind_where_the_run_stops(
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("tool_name", ["search", None])
-async def test_return_direct_beside_a_refusal(
-    mode: Mode, tool_name: str | None, signals: Signals
-) -> None:
+async def test_return_direct_beside_a_refusal(tool_name: str | None, signals: Signals) -> None:
     """`return_direct` beside a refused call of the same tool: the run ends with its answer."""
     scene = scene_of(
-        mode,
         signals,
         return_direct,
-        ToolCallLimitMiddleware(tool_name=tool_name, run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, tool_name, run_limit=1),
         script=[["search", "search"], "done"],
     )
 
@@ -266,14 +242,12 @@ async def test_return_direct_beside_a_refusal(
     scene.check()
 
 
-@modes
-async def test_return_direct_refused(mode: Mode, signals: Signals) -> None:
+async def test_return_direct_refused(signals: Signals) -> None:
     """`return_direct` with every call refused: the model is asked again, the run does not hang."""
     scene = scene_of(
-        mode,
         signals,
         return_direct,
-        ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=0),
         script=[["search", "search"], "done"],
     )
 
@@ -284,14 +258,12 @@ async def test_return_direct_refused(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_an_artifact_beside_a_refusal(mode: Mode, signals: Signals) -> None:
+async def test_an_artifact_beside_a_refusal(signals: Signals) -> None:
     """The artifact of an admitted call reaches the history; a refused call has none."""
     scene = scene_of(
-        mode,
         signals,
         content_and_artifact,
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1),
         script=[["search", "search"], "done"],
     )
 
@@ -303,14 +275,12 @@ async def test_an_artifact_beside_a_refusal(mode: Mode, signals: Signals) -> Non
     scene.check()
 
 
-@modes
-async def test_a_state_update_beside_a_refusal(mode: Mode, signals: Signals) -> None:
+async def test_a_state_update_beside_a_refusal(signals: Signals) -> None:
     """Only admitted calls update the state by their `Command`, each of them once."""
     scene = scene_of(
-        mode,
         signals,
         command_with_state,
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=2),
         script=[["search"] * 3, "done"],
     )
 
@@ -320,22 +290,18 @@ async def test_a_state_update_beside_a_refusal(mode: Mode, signals: Signals) -> 
     scene.check()
 
 
-@modes
-async def test_all_kinds_in_one_batch(mode: Mode, signals: Signals) -> None:
+async def test_all_kinds_in_one_batch(signals: Signals) -> None:
     """Tools of all kinds in one batch, each called twice: as many run as are let through."""
     ran: list[str] = []
-    offered = [*KINDS, *([async_only] if mode == "async" else [])]
+    offered = [*KINDS, async_only]
     names = [kind.__name__ for kind in offered]
     scene = Scene(
-        mode,
         signals,
         [[*names, *names], "done", names, "done"],
         [
-            ToolCallLimitMiddleware(
-                tool_name="command", thread_limit=1, run_limit=1, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(run_limit=len(names) + 4, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            tool_limiter(signals, "command", thread_limit=1, run_limit=1),
+            tool_limiter(signals, run_limit=len(names) + 4),
+            model_limiter(signals, run_limit=2),
         ],
         tools=[kind(kind.__name__, ran) for kind in offered],
         ran=ran,
@@ -352,22 +318,18 @@ async def test_all_kinds_in_one_batch(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_parallel_calls(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_parallel_calls(order: Order, signals: Signals) -> None:
     """Of six calls at once some are refused; those that are let through do run at once."""
     ran: list[str] = []
     # The last of the list judges first: the limit of 1 leaves 4 calls to the limit of 5, while
     # the limit of 5 refuses one more.
     let_through = 4 if order == (0, 1) else 3
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"] * 3, "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
+            order, tool_limiter(signals, run_limit=5), tool_limiter(signals, "search", run_limit=1)
         ),
         tools=_meeting(ran, let_through),
         ran=ran,
@@ -379,21 +341,16 @@ async def test_parallel_calls(mode: Mode, order: Order, signals: Signals) -> Non
     scene.check()
 
 
-@modes
-async def test_a_tool_that_the_provider_runs(mode: Mode, signals: Signals) -> None:
+async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:
     """A tool that the provider itself runs is no tool call of the agent: it is not counted."""
     searched: list[str | dict[str, Any]] = [
         {"type": "server_tool_call", "name": "web_search", "args": {}, "id": "a"},
         {"type": "text", "text": "found"},
     ]
     scene = Scene(
-        mode,
         signals,
         [AIMessage(searched)],
-        [
-            ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, run_limit=0), model_limiter(signals, run_limit=1)],
     )
 
     await scene.turn()

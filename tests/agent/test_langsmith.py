@@ -30,7 +30,7 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.limiter import Limiter
+from langchain_quota.middleware._base import Limiter
 from langchain_quota.testing import ScriptedChatModel
 from tests.conftest import needs_inline
 

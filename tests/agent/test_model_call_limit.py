@@ -1,6 +1,5 @@
 """ModelCallLimitMiddleware in real agents: what runs, what is kept, and what is made visible."""
 
-import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,30 +11,23 @@ from langchain.agents.middleware.model_call_limit import (
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
-from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from opentelemetry.trace import StatusCode
 
-from langchain_quota import Decision, ModelCallLimitExceededError, ModelCallLimitMiddleware
+from langchain_quota import Decision, ModelCallLimitExceededError
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.agent.rules import model_limiter
 
 if TYPE_CHECKING:
     from tests.conftest import Signals
 
-Saver = BaseCheckpointSaver[Any]
-
 THREAD: RunnableConfig = {"configurable": {"thread_id": "thread-1"}}
 
+# What a caller is given back is put together in as many ways.
 forms = pytest.mark.parametrize(
     "form", ["ainvoke", "astream values", "astream updates", "abatch", "invoke"]
 )
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def saver(request: pytest.FixtureRequest, sqlite_saver: AsyncSqliteSaver) -> Saver:
-    """Each of the two checkpointers."""
-    return sqlite_saver if request.param == "sqlite" else InMemorySaver()
 
 
 @tool
@@ -44,7 +36,8 @@ def search(query: str = "") -> str:
     return "found"
 
 
-def agent_of(saver: Saver | None, model: ScriptedChatModel, *limiters: Any) -> Any:
+def agent_of(model: ScriptedChatModel, *limiters: Any, saver: Any = None) -> Any:
+    saver = saver or InMemorySaver()
     return create_agent(model, [search], middleware=limiters, checkpointer=saver, name="researcher")
 
 
@@ -64,8 +57,7 @@ async def turn(agent: Any, form: str = "ainvoke") -> list[BaseMessage]:
     elif form == "abatch":
         [last] = await agent.abatch([inputs], [THREAD])
     elif form == "invoke":
-        # In a thread of its own, as the SQLite saver demands beside a running loop.
-        last = await asyncio.to_thread(agent.invoke, inputs, THREAD)
+        last = agent.invoke(inputs, THREAD)
     else:
         last = await agent.ainvoke(inputs, THREAD)
     messages: list[BaseMessage] = last["messages"]
@@ -118,13 +110,12 @@ def thread_series(signals: "Signals", limit: str = "model") -> tuple[float | Non
     )
 
 
-@forms
-async def test_end(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_end(signals: "Signals") -> None:
     """`end`: the call over the limit is not made, and the run ends with a message."""
-    limiter = ModelCallLimitMiddleware(thread_limit=9, run_limit=2, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=9, run_limit=2)
     model = ScriptedChatModel(script=[["search"], ["search", "search"], "never"])
-    agent = agent_of(saver, model, limiter)
-    messages = await turn(agent, form)
+    agent = agent_of(model, limiter)
+    messages = await turn(agent)
     assert len(model.calls) == 2
     assert sum(isinstance(each, ToolMessage) for each in messages) == 3
     assert final(messages) == "Model call limits exceeded: run limit (2/2)"
@@ -137,16 +128,13 @@ async def test_end(saver: Saver, form: str, signals: "Signals") -> None:
     assert thread_series(signals) == (2, 9, 1)
 
 
-@forms
-async def test_error(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_error(signals: "Signals") -> None:
     """`error`: our exception reaches the caller, who may catch LangChain's; its span says so."""
-    limiter = ModelCallLimitMiddleware(
-        thread_limit=9, run_limit=1, exit_behavior="error", telemetry=signals.telemetry
-    )
+    limiter = model_limiter(signals, thread_limit=9, run_limit=1, exit_behavior="error")
     model = ScriptedChatModel(script=[["search"], "never"])
-    agent = agent_of(saver, model, limiter)
+    agent = agent_of(model, limiter)
     with pytest.raises(LangChainsError) as caught:
-        await turn(agent, form)
+        await turn(agent)
     error = caught.value
     assert type(error) is ModelCallLimitExceededError
     assert (error.thread_count, error.thread_limit) == (1, 9)
@@ -163,26 +151,24 @@ async def test_error(saver: Saver, form: str, signals: "Signals") -> None:
     assert statuses == [("allowed", StatusCode.UNSET), ("blocked", StatusCode.ERROR)]
 
 
-@forms
-async def test_under_the_limit(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_under_the_limit(signals: "Signals") -> None:
     """Up to the limit, exactly, every call is made and counted, and the run ends by itself."""
-    limiter = ModelCallLimitMiddleware(thread_limit=2, run_limit=2, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=2, run_limit=2)
     model = ScriptedChatModel(script=[["search"], "done"])
-    agent = agent_of(saver, model, limiter)
-    assert final(await turn(agent, form)) == "done"
+    agent = agent_of(model, limiter)
+    assert final(await turn(agent)) == "done"
     assert await thread_count(agent) == 2
     assert calls(signals, "allowed") == 2
     assert calls(signals, "blocked") == 0
     assert thread_series(signals) == (2, 2, 0)
 
 
-@forms
-async def test_thread_limit_holds_across_turns(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_thread_limit_holds_across_turns(signals: "Signals") -> None:
     """A thread's count goes on from turn to turn, and stays used up."""
-    limiter = ModelCallLimitMiddleware(thread_limit=3, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=3)
     model = ScriptedChatModel(script=[["search"], "one", ["search"], "never"])
-    agent = agent_of(saver, model, limiter)
-    ends = [final(await turn(agent, form)) for _ in range(3)]
+    agent = agent_of(model, limiter)
+    ends = [final(await turn(agent)) for _ in range(3)]
     limit_reached = "Model call limits exceeded: thread limit (3/3)"
     assert ends == ["one", limit_reached, limit_reached]
     assert len(model.calls) == 3
@@ -192,30 +178,26 @@ async def test_thread_limit_holds_across_turns(saver: Saver, form: str, signals:
     assert thread_series(signals) == (3, 3, 2)
 
 
-@forms
 async def test_thread_count_survives_a_new_agent(
-    saver: Saver, form: str, signals: "Signals"
+    sqlite_saver: AsyncSqliteSaver, signals: "Signals"
 ) -> None:
     """The count is in the checkpoint: an agent built anew, as after a deployment, goes on."""
     ends = []
     for _ in range(2):
-        limiter = ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
-        agent = agent_of(saver, ScriptedChatModel(script=["done"]), limiter)
-        ends.append(final(await turn(agent, form)))
+        limiter = model_limiter(signals, thread_limit=1)
+        agent = agent_of(ScriptedChatModel(script=["done"]), limiter, saver=sqlite_saver)
+        ends.append(final(await turn(agent)))
     assert ends == ["done", "Model call limits exceeded: thread limit (1/1)"]
     assert await thread_count(agent) == 1
 
 
-@forms
-async def test_run_limit_begins_anew_at_each_turn(
-    saver: Saver, form: str, signals: "Signals"
-) -> None:
+async def test_run_limit_begins_anew_at_each_turn(signals: "Signals") -> None:
     """Each turn has the whole run limit, however the last one ended."""
-    limiter = ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, run_limit=2)
     model = ScriptedChatModel(script=[["search"]] * 6)
-    agent = agent_of(saver, model, limiter)
+    agent = agent_of(model, limiter)
     for _ in range(3):
-        messages = await turn(agent, form)
+        messages = await turn(agent)
         assert final(messages) == "Model call limits exceeded: run limit (2/2)"
     assert len(model.calls) == 6
     assert await thread_count(agent) == 6
@@ -223,10 +205,10 @@ async def test_run_limit_begins_anew_at_each_turn(
     assert charged(signals, "blocked", "run") == 3
 
 
-async def test_threads_count_apart(saver: Saver, signals: "Signals") -> None:
+async def test_threads_count_apart(signals: "Signals") -> None:
     """What one thread has used is not charged to another."""
-    limiter = ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
-    agent = agent_of(saver, ScriptedChatModel(script=["one", "two", "never"]), limiter)
+    limiter = model_limiter(signals, thread_limit=1)
+    agent = agent_of(ScriptedChatModel(script=["one", "two", "never"]), limiter)
     ends = []
     for thread_id in ("a", "b", "a"):
         config = {"configurable": {"thread_id": thread_id}}
@@ -237,18 +219,16 @@ async def test_threads_count_apart(saver: Saver, signals: "Signals") -> None:
 
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
 @pytest.mark.parametrize("scope", ["thread", "run"])
-async def test_limit_of_zero_forbids(
-    scope: str, exit_behavior: Any, saver: Saver, signals: "Signals"
-) -> None:
+async def test_limit_of_zero_forbids(scope: str, exit_behavior: Any, signals: "Signals") -> None:
     """A limit of 0 lets no call be made, in any turn, whatever a refusal does."""
-    limiter = ModelCallLimitMiddleware(
+    limiter = model_limiter(
+        signals,
         thread_limit=0 if scope == "thread" else None,
         run_limit=0 if scope == "run" else None,
         exit_behavior=exit_behavior,
-        telemetry=signals.telemetry,
     )
     model = ScriptedChatModel(script=["never"])
-    agent = agent_of(saver, model, limiter)
+    agent = agent_of(model, limiter)
     for _ in range(2):
         try:
             messages = await turn(agent)
@@ -263,31 +243,26 @@ async def test_limit_of_zero_forbids(
     assert charged(signals, "blocked", scope) == 2
 
 
-@forms
-async def test_failed_call_is_not_counted(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_failed_call_is_not_counted(signals: "Signals") -> None:
     """A call that raises reaches the caller and is not counted: the next turn has the budget."""
-    limiter = ModelCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, thread_limit=1)
     model = ScriptedChatModel(script=[ConnectionError("no model"), "done"])
-    agent = agent_of(saver, model, limiter)
+    agent = agent_of(model, limiter)
     with pytest.raises(ConnectionError, match="no model"):
-        await turn(agent, form)
+        await turn(agent)
     assert not await thread_count(agent)
-    assert final(await turn(agent, form)) == "done"
+    assert final(await turn(agent)) == "done"
     assert await thread_count(agent) == 1
 
 
-async def test_two_named_limits(saver: Saver, signals: "Signals") -> None:
+async def test_two_named_limits(signals: "Signals") -> None:
     """With `limit_name` two model limits stand side by side, and each call counts once."""
-    per_run = ModelCallLimitMiddleware(
-        run_limit=2, limit_name="per run", telemetry=signals.telemetry
-    )
-    per_thread = ModelCallLimitMiddleware(
-        thread_limit=3, limit_name="per thread", telemetry=signals.telemetry
-    )
+    per_run = model_limiter(signals, run_limit=2, limit_name="per run")
+    per_thread = model_limiter(signals, thread_limit=3, limit_name="per thread")
     assert per_run.name == "ModelCallLimitMiddleware[per run]"
     assert per_thread.name == "ModelCallLimitMiddleware[per thread]"
     model = ScriptedChatModel(script=[["search"]] * 3)
-    agent = agent_of(saver, model, per_run, per_thread)
+    agent = agent_of(model, per_run, per_thread)
     assert final(await turn(agent)) == "Model call limits exceeded: run limit (2/2)"
     assert await thread_count(agent) == 2
     assert final(await turn(agent)) == "Model call limits exceeded: thread limit (3/3)"
@@ -300,8 +275,8 @@ async def test_two_named_limits(saver: Saver, signals: "Signals") -> None:
 
 def told(decision: Decision) -> str:
     """A message of the user's own, from the decision."""
-    standing = decision.refused_by[0]
-    return f"{decision.call.kind}: {standing.run_used} of {standing.run_limit} used"
+    status = decision.refused_by[0]
+    return f"{decision.call.kind}: {status.run_used} of {status.run_limit} used"
 
 
 @pytest.mark.parametrize(
@@ -309,25 +284,22 @@ def told(decision: Decision) -> str:
     [("That is all for now.", "That is all for now."), (told, "model: 1 of 1 used")],
     ids=["text", "function"],
 )
-@forms
-async def test_message(message: Any, text: str, form: str, signals: "Signals") -> None:
+async def test_message(message: Any, text: str, signals: "Signals") -> None:
     """`message`, a text or a function of the Decision, is the final message."""
-    limiter = ModelCallLimitMiddleware(run_limit=1, message=message, telemetry=signals.telemetry)
+    limiter = model_limiter(signals, run_limit=1, message=message)
     model = ScriptedChatModel(script=[["search"], "never"])
-    assert final(await turn(agent_of(None, model, limiter), form)) == text
+    assert final(await turn(agent_of(model, limiter))) == text
 
 
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
 @forms
 async def test_signals_equal_the_decisions(
-    exit_behavior: Any, form: str, saver: Saver, signals: "Signals"
+    exit_behavior: Any, form: str, signals: "Signals"
 ) -> None:
     """Captured decisions, counters and spans tell the same of every judged call, in order."""
-    limiter = ModelCallLimitMiddleware(
-        run_limit=3, exit_behavior=exit_behavior, telemetry=signals.telemetry
-    )
+    limiter = model_limiter(signals, run_limit=3, exit_behavior=exit_behavior)
     model = ScriptedChatModel(script=[["search"]] * 3)
-    agent = agent_of(saver, model, limiter)
+    agent = agent_of(model, limiter)
     with captured_decisions() as decisions:
         if exit_behavior == "error":
             with pytest.raises(ModelCallLimitExceededError):
@@ -337,7 +309,7 @@ async def test_signals_equal_the_decisions(
     decided = [each.outcome.value for each in decisions]
     assert decided == ["allowed", "allowed", "allowed", "blocked"]
     assert [each.call.thread_id for each in decisions] == ["thread-1"] * 4
-    assert [each.standings[0].run_used for each in decisions] == [1, 2, 3, 3]
+    assert [each.limits[0].run_used for each in decisions] == [1, 2, 3, 3]
     spans = [span.attributes or {} for span in signals.spans()]
     assert [span["langchain_quota.decision"] for span in spans] == decided
     assert [span["langchain_quota.run.used"] for span in spans] == [1, 2, 3, 3]

@@ -8,9 +8,9 @@ from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import Mode, Order, Scene, cancel_at, check_history, in_order, modes, orders
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Scene, cancel_at, check_history, model_limiter, tool_limiter
 from tests.conftest import Signals
 
 
@@ -18,26 +18,19 @@ def call(tool: str, call_id: str) -> ToolCall:
     return ToolCall(name=tool, args={}, id=call_id, type="tool_call")
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("exit_behavior", ["continue", "end"])
 async def test_duplicate_ids_of_which_one_is_refused(
-    mode: Mode, order: Order, exit_behavior: Any, signals: Signals
+    order: Order, exit_behavior: Any, signals: Signals
 ) -> None:
     """Two calls with one id, one over the limit: the id is refused, answered once, uncharged."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", "same"), call("search", "same")], "done", ["search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior=exit_behavior,
-                telemetry=signals.telemetry,
-            ),
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior=exit_behavior),
+            tool_limiter(signals, thread_limit=9),
         ),
     )
 
@@ -48,18 +41,16 @@ async def test_duplicate_ids_of_which_one_is_refused(
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_duplicate_ids_over_two_tools(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_duplicate_ids_over_two_tools(order: Order, signals: Signals) -> None:
     """Two tools called with one id, one of them forbidden: neither runs, one answer."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", "same"), call("calc", "same"), call("calc", "other")], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=0),
+            tool_limiter(signals, "calc", run_limit=9),
         ),
     )
 
@@ -69,14 +60,12 @@ async def test_duplicate_ids_over_two_tools(mode: Mode, order: Order, signals: S
     scene.check()
 
 
-@modes
-async def test_duplicate_ids_that_run(mode: Mode, signals: Signals) -> None:
+async def test_duplicate_ids_that_run(signals: Signals) -> None:
     """Two calls with one id, both within the limit: charged as often as LangChain runs them."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", "same"), call("search", "same")], "done"],
-        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -85,14 +74,12 @@ async def test_duplicate_ids_that_run(mode: Mode, signals: Signals) -> None:
     assert scene.state()["thread_tool_call_count"] == {"__all__": len(scene.ran)}
 
 
-@modes
-async def test_an_id_used_again(mode: Mode, signals: Signals) -> None:
+async def test_an_id_used_again(signals: Signals) -> None:
     """A model that gives every call the same id, message after message: each is judged."""
     scene = Scene(
-        mode,
         signals,
         [[call("search", "same")], [call("search", "same")], [call("search", "same")], "done"],
-        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -101,24 +88,19 @@ async def test_an_id_used_again(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_invalid_tool_calls(mode: Mode, signals: Signals) -> None:
+async def test_invalid_tool_calls(signals: Signals) -> None:
     """A call that could not be parsed is not charged; the valid one beside it is."""
     broken = InvalidToolCall(
         name="search", args="{", id="broken", error="no JSON", type="invalid_tool_call"
     )
     scene = Scene(
-        mode,
         signals,
         [
             AIMessage("", tool_calls=[call("search", "a")], invalid_tool_calls=[broken]),
             "done",
             "done",
         ],
-        [
-            ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, run_limit=1), model_limiter(signals, run_limit=9)],
     )
 
     await scene.turn()
@@ -128,17 +110,15 @@ async def test_invalid_tool_calls(mode: Mode, signals: Signals) -> None:
     assert scene.metric("tool:*", "allowed") == 1
 
 
-@modes
-async def test_only_invalid_tool_calls(mode: Mode, signals: Signals) -> None:
+async def test_only_invalid_tool_calls(signals: Signals) -> None:
     """A message with nothing but a broken call is not charged; the next turn is a valid one."""
     broken = InvalidToolCall(
         name="search", args="{", id="broken", error="no JSON", type="invalid_tool_call"
     )
     scene = Scene(
-        mode,
         signals,
         [AIMessage("", invalid_tool_calls=[broken]), "done"],
-        [ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=0)],
     )
 
     await scene.turn()
@@ -148,15 +128,9 @@ async def test_only_invalid_tool_calls(mode: Mode, signals: Signals) -> None:
     assert scene.metric("tool:*", "allowed") == 0
 
 
-@modes
-async def test_an_unknown_tool(mode: Mode, signals: Signals) -> None:
+async def test_an_unknown_tool(signals: Signals) -> None:
     """A tool that the agent does not have: let through, charged, answered by LangChain once."""
-    scene = Scene(
-        mode,
-        signals,
-        [["invented", "invented"], "done"],
-        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, [["invented", "invented"], "done"], [tool_limiter(signals, run_limit=1)])
 
     await scene.turn()
 
@@ -166,15 +140,13 @@ async def test_an_unknown_tool(mode: Mode, signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
-async def test_arguments_that_fail_validation(mode: Mode, signals: Signals) -> None:
+async def test_arguments_that_fail_validation(signals: Signals) -> None:
     """Arguments that the tool rejects: let through, charged, answered by LangChain once."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [[("square", {"number": "x"})], [("square", {"number": 2})], ["square"], "done"],
-        [ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=2)],
         tools=[_square(ran)],
         ran=ran,
     )
@@ -205,10 +177,7 @@ async def test_cancelled_between_admission_and_tool(signals: Signals) -> None:
     """Cancelled after admission: nothing ran, the call stays charged, the next turn is whole."""
     gate = Gate()
     scene = Scene(
-        "async",
-        signals,
-        [["search"], ["search"], "done"],
-        [gate, ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        signals, [["search"], ["search"], "done"], [gate, tool_limiter(signals, thread_limit=2)]
     )
 
     await cancel_at(gate.reached, scene.turn())
@@ -225,12 +194,7 @@ async def test_cancelled_between_admission_and_tool(signals: Signals) -> None:
 async def test_cancelled_and_resumed(signals: Signals) -> None:
     """Cancelled after admission and resumed: the call runs, charged once."""
     gate = Gate()
-    scene = Scene(
-        "async",
-        signals,
-        [["search"], "done"],
-        [gate, ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, [["search"], "done"], [gate, tool_limiter(signals, thread_limit=2)])
 
     await cancel_at(gate.reached, scene.turn())
     gate.closed = False
@@ -243,12 +207,7 @@ async def test_cancelled_and_resumed(signals: Signals) -> None:
 async def test_cancelled_before_admission(signals: Signals) -> None:
     """Cancelled before the limiter judged: nothing is charged, and the next turn is whole."""
     gate = Gate()
-    scene = Scene(
-        "async",
-        signals,
-        [["search"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry), gate],
-    )
+    scene = Scene(signals, [["search"], "done"], [tool_limiter(signals, thread_limit=2), gate])
 
     await cancel_at(gate.reached, scene.turn())
     gate.closed = False

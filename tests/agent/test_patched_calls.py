@@ -10,24 +10,10 @@ from langchain_core.messages import AIMessage, RemoveMessage, ToolMessage, conve
 from langchain_core.tools import BaseTool, ToolException
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 
-from langchain_quota import (
-    MemoryStore,
-    ToolCallLimit,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import MemoryStore, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.limits import Quota
-from tests.agent.rules import (
-    Middleware,
-    Mode,
-    Order,
-    Scene,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Middleware, Scene, check_history, recording, tool_limiter
 from tests.agent.shared import ANN, SharedScene, counts, quota
 from tests.conftest import Signals, needs_inline
 
@@ -58,31 +44,22 @@ MIDDLEWARES: dict[str, Callable[[], list[Middleware]]] = {
 patched = pytest.mark.parametrize("patching", MIDDLEWARES.values(), ids=MIDDLEWARES.keys())
 
 
-def drop_in(signals: Signals, tool: str | None = None, **options: Any) -> Middleware:
-    limiter: Middleware = ToolCallLimitMiddleware(
-        tool_name=tool, telemetry=signals.telemetry, **options
-    )
-    return limiter
-
-
-@modes
 @patched
 @orders(3)
 async def test_error_in_a_stack(
-    mode: Mode, patching: Callable[[], list[Middleware]], order: Order, signals: Signals
+    patching: Callable[[], list[Middleware]], order: Order, signals: Signals
 ) -> None:
     """What other limiters charged before `error` raised is refunded in the next turn."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["search", "search", "calc"], ["search", "calc"], "done", "done"],
         [
             *patching(),
             *in_order(
                 order,
-                drop_in(signals, thread_limit=9),
-                drop_in(signals, "search", run_limit=1, exit_behavior="error"),
-                drop_in(signals, "calc", thread_limit=9),
+                tool_limiter(signals, thread_limit=9),
+                tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
+                tool_limiter(signals, "calc", thread_limit=9),
             ),
         ],
     )
@@ -112,23 +89,21 @@ class WithoutIds(AgentState[Any]):
 
 
 @needs_inline  # Older versions do not say whose reducer holds.
-@modes
 @patched
 @orders(2)
 async def test_messages_without_ids(
-    mode: Mode, patching: Callable[[], list[Middleware]], order: Order, signals: Signals
+    patching: Callable[[], list[Middleware]], order: Order, signals: Signals
 ) -> None:
     """Where the messages of the user have no id, limiters see all the same who began the run."""
     scene = Scene(
-        mode,
         signals,
         ["hello", ["search", "search"], ["search"], "done"],
         [
             *patching(),
             *in_order(
                 order,
-                drop_in(signals, thread_limit=9),
-                drop_in(signals, "search", run_limit=1, exit_behavior="error"),
+                tool_limiter(signals, thread_limit=9),
+                tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
             ),
         ],
         state_schema=WithoutIds,
@@ -146,20 +121,18 @@ async def test_messages_without_ids(
     scene.check()
 
 
-@modes
 @patched
 async def test_error_with_a_store(
-    mode: Mode, patching: Callable[[], list[Middleware]], signals: Signals
+    patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """The store takes back what was charged before `error` raised."""
     store = MemoryStore()
     scene = SharedScene(
-        mode,
         signals,
         [["search"] * 3, ["search"], "done"],
         [
             *patching(),
-            drop_in(signals, "search", run_limit=2, exit_behavior="error"),
+            tool_limiter(signals, "search", run_limit=2, exit_behavior="error"),
             quota(signals, ToolCallLimit("search", quotas=[Quota(9, per="user_id")]), store=store),
         ],
     )
@@ -174,10 +147,9 @@ async def test_error_with_a_store(
     assert scene.state()["thread_tool_call_count"] == {"search": 1}
 
 
-@modes
 @patched
 async def test_a_crash_beside_a_refusal(
-    mode: Mode, patching: Callable[[], list[Middleware]], signals: Signals
+    patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """A call that crashed had started: it stays charged, though others of its message never ran.
 
@@ -185,15 +157,14 @@ async def test_a_crash_beside_a_refusal(
     """
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["search", "calc", "flaky"], "done"],
         [
             *patching(),
-            drop_in(signals, "search", run_limit=5, exit_behavior="error"),
+            tool_limiter(signals, "search", run_limit=5, exit_behavior="error"),
             HumanInTheLoopMiddleware({"calc": True}),
-            drop_in(signals, "search", run_limit=0, limit_name="none at all"),
-            drop_in(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=0, limit_name="none at all"),
+            tool_limiter(signals, thread_limit=9),
         ],
         tools=["search", "calc", recording("flaky", ran, crash)],
     )
@@ -211,21 +182,19 @@ def crash() -> None:
     raise ConnectionError("tool")
 
 
-@modes
 @patched
 async def test_an_abandoned_review(
-    mode: Mode, patching: Callable[[], list[Middleware]], signals: Signals
+    patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """Review between two limiters: what the one behind it charged is refunded."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done"],
         [
             *patching(),
-            drop_in(signals, run_limit=2),
+            tool_limiter(signals, run_limit=2),
             HumanInTheLoopMiddleware({"search": True}),
-            drop_in(signals, "search", thread_limit=2),
+            tool_limiter(signals, "search", thread_limit=2),
         ],
     )
 
@@ -236,22 +205,20 @@ async def test_an_abandoned_review(
     scene.check()
 
 
-@modes
 @patched
 @pytest.mark.parametrize("kind", ["reject", "respond"])
 async def test_a_review_and_an_answer(
-    mode: Mode, kind: str, patching: Callable[[], list[Middleware]], signals: Signals
+    kind: str, patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
     """Review between two limiters: what a reviewer answers stays charged behind it, as ever."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done", "done"],
         [
             *patching(),
-            drop_in(signals, run_limit=2),
+            tool_limiter(signals, run_limit=2),
             HumanInTheLoopMiddleware({"search": True}),
-            drop_in(signals, "search", thread_limit=2),
+            tool_limiter(signals, "search", thread_limit=2),
         ],
     )
 
@@ -283,11 +250,10 @@ def refused_by_the_tool(ran: list[str]) -> BaseTool:
     return tool
 
 
-@modes
 @patched
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_jump_to_the_tools(
-    mode: Mode, patching: Callable[[], list[Middleware]], *, direct: bool, signals: Signals
+    patching: Callable[[], list[Middleware]], *, direct: bool, signals: Signals
 ) -> None:
     """What ran past a limiter that never judged it stays charged to those that did."""
     ran: list[str] = []
@@ -295,14 +261,13 @@ async def test_a_jump_to_the_tools(
     search.return_direct = direct
     tools = [search] if direct else [search, refused_by_the_tool(ran)]
     scene = Scene(
-        mode,
         signals,
         [[each.name for each in tools], *["done"] * (1 if direct else 2)],
         [
             *patching(),
-            drop_in(signals, thread_limit=9),
+            tool_limiter(signals, thread_limit=9),
             ToTheTools(),
-            drop_in(signals, thread_limit=9, limit_name="behind"),
+            tool_limiter(signals, thread_limit=9, limit_name="behind"),
         ],
         tools=tools,
         ran=ran,

@@ -19,10 +19,10 @@ from langchain_quota import (
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.rules import CONFIG, Mode, Order, Scene, in_order, modes, orders
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import CONFIG, Scene, model_limiter, tool_limiter
 from tests.conftest import Signals
 
 
@@ -30,38 +30,32 @@ class OtherQuota(QuotaMiddleware[Any, Any]):
     """A second one, which LangChain tells apart by its class."""
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("second", ["quota", "drop-in"])
-async def test_two_that_count_the_model(
-    mode: Mode, order: Order, second: str, signals: Signals
-) -> None:
+async def test_two_that_count_the_model(order: Order, second: str, signals: Signals) -> None:
     """Two middlewares that would charge each model call twice: an error that says what to do."""
     quota = QuotaMiddleware([ModelCallLimit(run_limit=4)], telemetry=signals.telemetry)
     other: Any = (
         OtherQuota([ModelCallLimit(run_limit=4, name="other")], telemetry=signals.telemetry)
         if second == "quota"
-        else ModelCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry)
+        else model_limiter(signals, run_limit=4)
     )
-    scene = Scene(mode, signals, ["done"], in_order(order, quota, other))
+    scene = Scene(signals, ["done"], in_order(order, quota, other))
     with pytest.raises(RuntimeError, match="all model limits into one QuotaMiddleware"):
         await scene.turn()
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("second", ["quota", "drop-in"])
-async def test_model_limits_in_one_of_two(
-    mode: Mode, order: Order, second: str, signals: Signals
-) -> None:
+async def test_model_limits_in_one_of_two(order: Order, second: str, signals: Signals) -> None:
     """Tool limits here and model limits there: each call counts once."""
     tools = QuotaMiddleware([ToolCallLimit("search", run_limit=9)], telemetry=signals.telemetry)
     models: Any = (
         OtherQuota([ModelCallLimit(run_limit=3)], telemetry=signals.telemetry)
         if second == "quota"
-        else ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry)
+        else model_limiter(signals, run_limit=3)
     )
-    scene = Scene(mode, signals, [["search"]] * 4, in_order(order, tools, models))
+    scene = Scene(signals, [["search"]] * 4, in_order(order, tools, models))
 
     await scene.turn()
 
@@ -69,12 +63,10 @@ async def test_model_limits_in_one_of_two(
     scene.check()
 
 
-@modes
 @orders(3)
-async def test_tool_limits_in_all_of_three(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_tool_limits_in_all_of_three(order: Order, signals: Signals) -> None:
     """Tool limits in a quota and in drop-ins: a refused call is charged to none of them."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search", "calc"], ["calc", "search"], "done"],
         in_order(
@@ -82,10 +74,8 @@ async def test_tool_limits_in_all_of_three(mode: Mode, order: Order, signals: Si
             QuotaMiddleware(
                 [ToolCallLimit("search", run_limit=1, name="quota")], telemetry=signals.telemetry
             ),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="calc", thread_limit=1, limit_name="calc", telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, run_limit=2),
+            tool_limiter(signals, "calc", thread_limit=1, limit_name="calc"),
         ),
     )
 
@@ -95,11 +85,10 @@ async def test_tool_limits_in_all_of_three(mode: Mode, order: Order, signals: Si
     scene.check()
 
 
-@modes
-async def test_a_turn_after_a_failed_one(mode: Mode, signals: Signals) -> None:
+async def test_a_turn_after_a_failed_one(signals: Signals) -> None:
     """A provider that fails before it answers does not make the next turn look like the same."""
     quota = QuotaMiddleware([ModelCallLimit(thread_limit=3)], telemetry=signals.telemetry)
-    scene = Scene(mode, signals, [ConnectionError()] * 3, [quota])
+    scene = Scene(signals, [ConnectionError()] * 3, [quota])
 
     for _ in range(3):
         with pytest.raises(ConnectionError):
@@ -111,14 +100,13 @@ async def test_a_turn_after_a_failed_one(mode: Mode, signals: Signals) -> None:
     assert scene.state()["thread_model_call_count"] == 3
 
 
-@modes
-async def test_one_id_for_two_tools(mode: Mode, signals: Signals) -> None:
+async def test_one_id_for_two_tools(signals: Signals) -> None:
     """Calls of two tools with one id: one is refused, so neither runs, and there is one answer."""
     quota = QuotaMiddleware([ToolCallLimit("search", run_limit=0)], telemetry=signals.telemetry)
     batch: Any = [
         {"name": name, "args": {}, "id": "x", "type": "tool_call"} for name in ("search", "calc")
     ]
-    scene = Scene(mode, signals, [batch, "done"], [quota])
+    scene = Scene(signals, [batch, "done"], [quota])
 
     with captured_decisions() as decisions:
         await scene.turn()
@@ -130,8 +118,7 @@ async def test_one_id_for_two_tools(mode: Mode, signals: Signals) -> None:
     assert [each.tool_call_id for each in answers] == ["x"]
 
 
-@modes
-async def test_another_verdict_on_resume(mode: Mode, signals: Signals) -> None:
+async def test_another_decision_on_resume(signals: Signals) -> None:
     """A refused run that goes on under a larger plan: what it does now is told and counted."""
     plan = {"searches": 1}
 
@@ -150,7 +137,7 @@ async def test_another_verdict_on_resume(mode: Mode, signals: Signals) -> None:
         on_decision=seen.append,
         telemetry=signals.telemetry,
     )
-    scene = Scene(mode, signals, [["search"], ["search"], "done"], [quota])
+    scene = Scene(signals, [["search"], ["search"], "done"], [quota])
     with pytest.raises(ToolCallLimitExceededError):
         await scene.turn()
 
@@ -178,7 +165,7 @@ async def test_observers_of_a_cancelled_hook(signals: Signals) -> None:
     quota = QuotaMiddleware(
         [ToolCallLimit(run_limit=9)], on_decision=bill, telemetry=signals.telemetry
     )
-    scene = Scene("async", signals, [["search", "calc"], "done"], [quota])
+    scene = Scene(signals, [["search", "calc"], "done"], [quota])
     task = asyncio.ensure_future(scene.turn())
     await waiting.wait()
     task.cancel()
@@ -201,16 +188,12 @@ class StraightToTools(AgentMiddleware[Any, Any]):
         return {"jump_to": "tools"} if newest.type == "ai" and newest.tool_calls else None
 
 
-@modes
 @pytest.mark.parametrize(("quota_first", "ran"), [(True, 3), (False, 1)])
-async def test_a_jump_to_the_tools(
-    mode: Mode, *, quota_first: bool, ran: int, signals: Signals
-) -> None:
+async def test_a_jump_to_the_tools(*, quota_first: bool, ran: int, signals: Signals) -> None:
     """A middleware that jumps to the tools before the quota judges takes its calls past it."""
     quota = QuotaMiddleware([ToolCallLimit("search", run_limit=1)], telemetry=signals.telemetry)
     jump = StraightToTools()
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search"], ["search"], "done"],
         [quota, jump] if quota_first else [jump, quota],
@@ -219,8 +202,7 @@ async def test_a_jump_to_the_tools(
     assert len(scene.ran) == ran
 
 
-@modes
-async def test_an_agent_as_a_node(mode: Mode, signals: Signals) -> None:
+async def test_an_agent_as_a_node(signals: Signals) -> None:
     """A named agent that is a node of a graph has thread series from its first call on."""
     quota = QuotaMiddleware([ModelCallLimit(thread_limit=5)], telemetry=signals.telemetry)
     agent: Any = create_agent(ScriptedChatModel(script=["done"]), name="node", middleware=[quota])
@@ -231,11 +213,8 @@ async def test_an_agent_as_a_node(mode: Mode, signals: Signals) -> None:
     compiled: Any = graph.compile(checkpointer=InMemorySaver())
     given = {"messages": [("user", "hi")]}
 
-    async def run() -> None:
-        await compiled.ainvoke(given, CONFIG) if mode == "async" else compiled.invoke(given, CONFIG)
-
     with pytest.warns(match="does not outlive the run"):
-        await run()
+        await compiled.ainvoke(given, CONFIG)
 
     # Before 1.2, LangGraph does not give the hooks of a node that is an agent its name.
     agent_label = (

@@ -10,7 +10,8 @@ from langchain_core.messages import AIMessage, HumanMessage
 
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
 from langchain_quota.limits import Limit
-from tests.agent.rules import CONFIG, Mode, Scene, modes
+from tests.agent.conftest import Form
+from tests.agent.rules import CONFIG, Scene
 from tests.conftest import Signals
 
 SEARCHES = {"free": 1, "pro": 3, "unlimited": None}
@@ -43,7 +44,7 @@ class ByPlan:
 
 
 functions = pytest.mark.parametrize(
-    ("mode", "function"),
+    ("form", "function"),
     [("sync", by_plan), ("async", by_plan), ("async", aby_plan), ("async", ByPlan())],
     ids=["sync", "sync in async", "async", "async object"],
 )
@@ -56,16 +57,16 @@ class PlannedScene(Scene):
 
     async def invoke(self, given: Any) -> dict[str, Any]:
         context = Tenant(self.plan)
-        if self.mode == "sync":
+        if self.form == "sync":
             return dict(self.agent.invoke(given, CONFIG, context=context))
         return dict(await self.agent.ainvoke(given, CONFIG, context=context))
 
 
 def scene_of(
-    mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any
+    signals: Signals, script: Any, *limits: Limit, form: Form = "async", **options: Any
 ) -> PlannedScene:
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry, **options)
-    return PlannedScene(mode, signals, script, [quota], context_schema=Tenant)
+    return PlannedScene(signals, script, [quota], context_schema=Tenant, form=form)
 
 
 async def turn(scene: PlannedScene, plan: str) -> dict[str, Any]:
@@ -82,11 +83,11 @@ def failures(signals: Signals, error: type[Exception]) -> float | None:
 @functions
 @pytest.mark.parametrize(("plan", "runs"), [("free", 1), ("pro", 3), ("unlimited", 4)])
 async def test_the_plan_of_a_tenant(
-    mode: Mode, function: Any, plan: str, runs: int, signals: Signals
+    form: Form, function: Any, plan: str, runs: int, signals: Signals
 ) -> None:
     """How many calls run is what the function makes of `runtime.context`; `None` is no limit."""
     scene = scene_of(
-        mode, signals, [["search"] * 4, "done"], ToolCallLimit("search", run_limit=function)
+        signals, [["search"] * 4, "done"], ToolCallLimit("search", run_limit=function), form=form
     )
 
     await turn(scene, plan)
@@ -97,13 +98,13 @@ async def test_the_plan_of_a_tenant(
 
 
 @functions
-async def test_a_plan_that_changes(mode: Mode, function: Any, signals: Signals) -> None:
+async def test_a_plan_that_changes(form: Form, function: Any, signals: Signals) -> None:
     """A thread keeps its count, and is judged by the plan of each turn."""
     scene = scene_of(
-        mode,
         signals,
         [["search"] * 2, "done", ["search"] * 3, "done", ["search"], "done"],
         ToolCallLimit("search", thread_limit=function),
+        form=form,
     )
 
     ran = []
@@ -116,10 +117,10 @@ async def test_a_plan_that_changes(mode: Mode, function: Any, signals: Signals) 
 
 
 @functions
-async def test_model_calls(mode: Mode, function: Any, signals: Signals) -> None:
+async def test_model_calls(form: Form, function: Any, signals: Signals) -> None:
     """The limit of model calls is computed, too, and the final message tells its number."""
     scene = scene_of(
-        mode, signals, [["search"]] * 3, ModelCallLimit(run_limit=function, thread_limit=99)
+        signals, [["search"]] * 3, ModelCallLimit(run_limit=function, thread_limit=99), form=form
     )
 
     result = await turn(scene, "pro")
@@ -129,8 +130,7 @@ async def test_model_calls(mode: Mode, function: Any, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_the_state_of_the_moment(mode: Mode, signals: Signals) -> None:
+async def test_the_state_of_the_moment(signals: Signals) -> None:
     """The function sees the state of the step that is judged: the call, and all before it."""
     seen: list[str] = []
 
@@ -141,7 +141,6 @@ async def test_the_state_of_the_moment(mode: Mode, signals: Signals) -> None:
         return sum(isinstance(each, HumanMessage) for each in state["messages"])
 
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["calc"], "done", ["search"], ["calc"], "done"],
         ToolCallLimit(run_limit=allowance),
@@ -157,11 +156,9 @@ async def test_the_state_of_the_moment(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_functions_beside_numbers(mode: Mode, signals: Signals) -> None:
+async def test_functions_beside_numbers(signals: Signals) -> None:
     """One scope computed, one fixed: whichever is lower at the moment refuses."""
     scene = scene_of(
-        mode,
         signals,
         [["search"] * 4, "done", ["search"] * 4, "done"],
         ToolCallLimit("search", run_limit=by_plan, thread_limit=2),
@@ -177,11 +174,9 @@ async def test_functions_beside_numbers(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_no_gauge_of_a_computed_limit(mode: Mode, signals: Signals) -> None:
+async def test_no_gauge_of_a_computed_limit(signals: Signals) -> None:
     """A computed limit has no gauge of its own; a fixed one beside it has."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], "done"],
         ToolCallLimit("search", run_limit=by_plan, thread_limit=9),
@@ -201,12 +196,9 @@ async def test_no_gauge_of_a_computed_limit(mode: Mode, signals: Signals) -> Non
     assert scene.metric("model", "allowed") == 2
 
 
-@modes
-async def test_crossings_of_a_computed_limit(mode: Mode, signals: Signals) -> None:
+async def test_crossings_of_a_computed_limit(signals: Signals) -> None:
     """A call that uses up a computed limit is counted as that."""
-    scene = scene_of(
-        mode, signals, [["search"], "done"], ToolCallLimit("search", run_limit=by_plan)
-    )
+    scene = scene_of(signals, [["search"], "done"], ToolCallLimit("search", run_limit=by_plan))
 
     await turn(scene, "free")
 
@@ -223,7 +215,7 @@ def raising(state: Any, runtime: Any) -> int:
 
 
 raisers = pytest.mark.parametrize(
-    ("mode", "function"),
+    ("form", "function"),
     [("sync", raising), ("async", raising), ("async", araising)],
     ids=["sync", "sync in async", "async"],
 )
@@ -233,7 +225,7 @@ raisers = pytest.mark.parametrize(
 @pytest.mark.parametrize("tell_model", [False, True], ids=["", "tell_model"])
 @pytest.mark.parametrize("kind", ["model", "tool"])
 async def test_one_that_raises(
-    mode: Mode,
+    form: Form,
     function: Any,
     tell_model: bool,  # noqa: FBT001 - a parameter of the test
     kind: str,
@@ -243,7 +235,7 @@ async def test_one_that_raises(
     limit: Limit = (
         ModelCallLimit(run_limit=function) if kind == "model" else ToolCallLimit(run_limit=function)
     )
-    scene = scene_of(mode, signals, [["search"], "done"], limit, tell_model=tell_model)
+    scene = scene_of(signals, [["search"], "done"], limit, tell_model=tell_model, form=form)
 
     with pytest.raises(PlanError, match="the plans are down"):
         await turn(scene, "free")
@@ -254,8 +246,7 @@ async def test_one_that_raises(
     assert len(scene.model.calls) == (1 if asked else 0)
 
 
-@modes
-async def test_after_one_that_raised(mode: Mode, signals: Signals) -> None:
+async def test_after_one_that_raised(signals: Signals) -> None:
     """The turn after a function failed answers what was left over, and charges it to nobody."""
     plans: list[int | Exception] = [PlanError("the plans are down"), 1, 1]
 
@@ -266,7 +257,7 @@ async def test_after_one_that_raised(mode: Mode, signals: Signals) -> None:
         return plan
 
     scene = scene_of(
-        mode, signals, [["search"], ["search"], "done"], ToolCallLimit(thread_limit=function)
+        signals, [["search"], ["search"], "done"], ToolCallLimit(thread_limit=function)
     )
     with pytest.raises(PlanError):
         await scene.turn()
@@ -281,17 +272,12 @@ async def test_after_one_that_raised(mode: Mode, signals: Signals) -> None:
 BAD_VALUES: list[Any] = [-1, True, 2.5, "3", float("nan"), [1]]
 
 
-@modes
 @pytest.mark.parametrize("value", BAD_VALUES, ids=repr)
 @pytest.mark.parametrize("scope", ["thread_limit", "run_limit"])
-async def test_values_that_are_no_limits(
-    mode: Mode, value: Any, scope: str, signals: Signals
-) -> None:
+async def test_values_that_are_no_limits(value: Any, scope: str, signals: Signals) -> None:
     """What is no whole number from 0 fails the run with an error that names limit and value."""
     thresholds: Any = {scope: lambda state, runtime: value}
-    scene = scene_of(
-        mode, signals, [["search"], "done"], ToolCallLimit(name="budget", **thresholds)
-    )
+    scene = scene_of(signals, [["search"], "done"], ToolCallLimit(name="budget", **thresholds))
 
     with pytest.raises(ValueError if value == -1 else TypeError) as raised:
         await scene.turn()
@@ -312,7 +298,7 @@ async def test_an_async_one_under_invoke(
         if kind == "model"
         else ToolCallLimit(run_limit=function, name="budget")
     )
-    scene = scene_of("sync", signals, [["search"], "done"], limit)
+    scene = scene_of(signals, [["search"], "done"], limit, form="sync")
 
     with pytest.raises(
         RuntimeError, match="run_limit of limit 'budget' is async: call the agent with ainvoke"

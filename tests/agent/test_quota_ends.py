@@ -18,7 +18,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
-from tests.agent.rules import Middleware, Mode, Scene, modes
+from tests.agent.rules import Middleware, Scene
 from tests.agent.shared import ANN, FickleStore, SharedScene
 from tests.conftest import Signals
 
@@ -60,15 +60,12 @@ def check_end(result: dict[str, Any], message: Any) -> None:
         assert "limit" in last.text
 
 
-@modes
 @messages
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
-async def test_a_limit(
-    mode: Mode, limit: Callable[..., Limit], message: Any, signals: Signals
-) -> None:
+async def test_a_limit(limit: Callable[..., Limit], message: Any, signals: Signals) -> None:
     """Each exit behaviour that ends a run, with each kind of message."""
     quota = QuotaMiddleware([limit(message=message)], telemetry=signals.telemetry)
-    scene = Scene(mode, signals, searching, [quota])
+    scene = Scene(signals, searching, [quota])
 
     result = await scene.turn()
 
@@ -76,10 +73,9 @@ async def test_a_limit(
     scene.check()
 
 
-@modes
 @messages
 @pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_a_drop_in(mode: Mode, kind: str, message: Any, signals: Signals) -> None:
+async def test_a_drop_in(kind: str, message: Any, signals: Signals) -> None:
     """The drop-ins likewise."""
     options: dict[str, Any] = {
         "run_limit": 1,
@@ -92,7 +88,7 @@ async def test_a_drop_in(mode: Mode, kind: str, message: Any, signals: Signals) 
         if kind == "tool"
         else ModelCallLimitMiddleware(**options)
     )
-    scene = Scene(mode, signals, searching, [limiter])
+    scene = Scene(signals, searching, [limiter])
 
     result = await scene.turn()
 
@@ -100,10 +96,9 @@ async def test_a_drop_in(mode: Mode, kind: str, message: Any, signals: Signals) 
     scene.check()
 
 
-@modes
 @messages
 @pytest.mark.parametrize("kind", ["tool", "end", "finalize"])
-async def test_an_outage(mode: Mode, kind: Any, message: Any, signals: Signals) -> None:
+async def test_an_outage(kind: Any, message: Any, signals: Signals) -> None:
     """A run that ends because the store cannot be asked likewise."""
     quotas = [Quota(9, per="user_id")]
     limit: Limit = (
@@ -114,7 +109,7 @@ async def test_an_outage(mode: Mode, kind: Any, message: Any, signals: Signals) 
     store = FickleStore(MemoryStore())
     store.down = True
     quota = QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)
-    scene = SharedScene(mode, signals, searching, [quota])
+    scene = SharedScene(signals, searching, [quota])
     scene.context = ANN
 
     result = await scene.turn()
@@ -124,13 +119,11 @@ async def test_an_outage(mode: Mode, kind: Any, message: Any, signals: Signals) 
     scene.check_requests()
 
 
-@modes
 @pytest.mark.parametrize("limit", ["end of tools", "give_up_after", "finalize"])
-async def test_a_delivered_response(mode: Mode, limit: str, signals: Signals) -> None:
+async def test_a_delivered_response(limit: str, signals: Signals) -> None:
     """Beside a delivered structured response no limit ends the run: nothing is said behind it."""
     quota = QuotaMiddleware([LIMITS[limit]()], telemetry=signals.telemetry)
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search", ("Weather", {"degrees": 20})]],
         [quota],

@@ -14,12 +14,11 @@ from langchain_quota import (
     Outcome,
     QuotaMiddleware,
     ToolCallLimit,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.messages import FINALIZED
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import CONFIG, Middleware, Mode, Scene, check_history, modes, recording
+from tests.agent.rules import CONFIG, Middleware, Scene, check_history, recording, tool_limiter
 from tests.conftest import Signals
 
 LAST = "last model call"
@@ -36,9 +35,9 @@ class Weather(BaseModel):
     degrees: int
 
 
-def scene_of(mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
-    return Scene(mode, signals, script, [quota], **options)
+    return Scene(signals, script, [quota], **options)
 
 
 def told(scene: Scene) -> list[bool]:
@@ -54,11 +53,9 @@ def texts(scene: Scene) -> list[tuple[str, str]]:
     return [(each.type, each.text) for each in scene.state()["messages"]]
 
 
-@modes
-async def test_a_run(mode: Mode, signals: Signals) -> None:
+async def test_a_run(signals: Signals) -> None:
     """The last call of a run is told so and its answer ends the run; the next run is new."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["search"], "all in all: fine", "hello again"],
         ModelCallLimit(run_limit=3, exit_behavior="finalize"),
@@ -79,11 +76,9 @@ async def test_a_run(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_thread(mode: Mode, signals: Signals) -> None:
+async def test_a_thread(signals: Signals) -> None:
     """The last call of a thread is told so; whatever comes later is refused."""
     scene = scene_of(
-        mode,
         signals,
         ["one", ["search"], "that was all"],
         ModelCallLimit(thread_limit=3, exit_behavior="finalize"),
@@ -102,10 +97,9 @@ async def test_a_thread(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_no_tools_are_offered(mode: Mode, signals: Signals) -> None:
+async def test_no_tools_are_offered(signals: Signals) -> None:
     """Where the history has no tool calls the last call is offered no tools."""
-    scene = scene_of(mode, signals, ["done"], ModelCallLimit(run_limit=1, exit_behavior="finalize"))
+    scene = scene_of(signals, ["done"], ModelCallLimit(run_limit=1, exit_behavior="finalize"))
 
     await scene.turn()
 
@@ -113,14 +107,10 @@ async def test_no_tools_are_offered(mode: Mode, signals: Signals) -> None:
     assert told(scene) == [True]
 
 
-@modes
-async def test_tools_stay_behind_tool_calls(mode: Mode, signals: Signals) -> None:
+async def test_tools_stay_behind_tool_calls(signals: Signals) -> None:
     """Where the history has tool calls an empty list might be refused: the tools stay."""
     scene = scene_of(
-        mode,
-        signals,
-        [["search"], "done"],
-        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        signals, [["search"], "done"], ModelCallLimit(run_limit=2, exit_behavior="finalize")
     )
 
     await scene.turn()
@@ -129,11 +119,8 @@ async def test_tools_stay_behind_tool_calls(mode: Mode, signals: Signals) -> Non
     assert told(scene) == [False, True]
 
 
-@modes
 @pytest.mark.parametrize("calls_before", [0, 1])
-async def test_a_last_answer_with_tool_calls(
-    mode: Mode, calls_before: int, signals: Signals
-) -> None:
+async def test_a_last_answer_with_tool_calls(calls_before: int, signals: Signals) -> None:
     """Tool calls of the last answer are answered as not run, whatever limits them; all is over."""
     last = AIMessage(
         "I would like to go on.",
@@ -143,7 +130,6 @@ async def test_a_last_answer_with_tool_calls(
         ],
     )
     scene = scene_of(
-        mode,
         signals,
         [*[["search"]] * calls_before, last, "fine"],
         ModelCallLimit(run_limit=calls_before + 1, exit_behavior="finalize"),
@@ -191,7 +177,6 @@ def last_answer(content: Any) -> AIMessage:
     return AIMessage(content, tool_calls=[search_call("last")])
 
 
-@modes
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -210,10 +195,9 @@ def last_answer(content: Any) -> AIMessage:
         ),
     ],
 )
-async def test_the_last_text(mode: Mode, content: Any, expected: str, signals: Signals) -> None:
+async def test_the_last_text(content: Any, expected: str, signals: Signals) -> None:
     """The run ends with the text of the last answer; without one, with the limit's."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], last_answer(content)],
         ModelCallLimit(run_limit=2, exit_behavior="finalize"),
@@ -229,7 +213,6 @@ async def test_the_last_text(mode: Mode, content: Any, expected: str, signals: S
     check_history(result["messages"])
 
 
-@modes
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
@@ -240,12 +223,9 @@ async def test_the_last_text(mode: Mode, content: Any, expected: str, signals: S
     ],
     ids=["text", "function", "empty", "blank"],
 )
-async def test_the_last_text_of_the_user(
-    mode: Mode, message: Any, expected: str, signals: Signals
-) -> None:
+async def test_the_last_text_of_the_user(message: Any, expected: str, signals: Signals) -> None:
     """The limit's own message stands in for a missing text, but is never an empty one."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["search"]],
         ModelCallLimit(run_limit=2, exit_behavior="finalize", message=message),
@@ -257,11 +237,9 @@ async def test_the_last_text_of_the_user(
     scene.check()
 
 
-@modes
-async def test_the_last_text_of_several_limits(mode: Mode, signals: Signals) -> None:
+async def test_the_last_text_of_several_limits(signals: Signals) -> None:
     """Every limit that would refuse another call is named."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["search"]],
         ModelCallLimit(run_limit=2, exit_behavior="finalize", name="run"),
@@ -276,18 +254,17 @@ async def test_the_last_text_of_several_limits(mode: Mode, signals: Signals) -> 
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("place", [0, 1])
-async def test_beside_a_drop_in(mode: Mode, place: int, signals: Signals) -> None:
+async def test_beside_a_drop_in(place: int, signals: Signals) -> None:
     """A limiter of tools that judges first ends the run with the same text, and charges nothing."""
-    drop_in: Middleware = ToolCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry)
+    drop_in: Middleware = tool_limiter(signals, run_limit=9)
     middleware: list[Middleware] = [
         QuotaMiddleware(
             [ModelCallLimit(run_limit=2, exit_behavior="finalize")], telemetry=signals.telemetry
         )
     ]
     middleware.insert(place, drop_in)
-    scene = Scene(mode, signals, [["search"], ["search"]], middleware)
+    scene = Scene(signals, [["search"], ["search"]], middleware)
 
     await scene.turn()
 
@@ -296,11 +273,9 @@ async def test_beside_a_drop_in(mode: Mode, place: int, signals: Signals) -> Non
     scene.check()
 
 
-@modes
-async def test_the_same_words_each_time(mode: Mode, signals: Signals) -> None:
+async def test_the_same_words_each_time(signals: Signals) -> None:
     """A model that says the same with each call is not taken for a run that goes in circles."""
     scene = scene_of(
-        mode,
         signals,
         [AIMessage("Searching.", tool_calls=[search_call(each)]) for each in ("a", "b", "c")],
         ModelCallLimit(run_limit=3, exit_behavior="finalize"),
@@ -313,12 +288,11 @@ async def test_the_same_words_each_time(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("scope", ["run_limit", "thread_limit"])
-async def test_zero(mode: Mode, scope: str, signals: Signals) -> None:
+async def test_zero(scope: str, signals: Signals) -> None:
     """A limit of 0 has no last call: the run ends with the limit's message."""
     thresholds: Any = {scope: 0}
-    scene = scene_of(mode, signals, [], ModelCallLimit(exit_behavior="finalize", **thresholds))
+    scene = scene_of(signals, [], ModelCallLimit(exit_behavior="finalize", **thresholds))
 
     result = await scene.turn()
 
@@ -329,11 +303,9 @@ async def test_zero(mode: Mode, scope: str, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_computed_limit(mode: Mode, signals: Signals) -> None:
+async def test_a_computed_limit(signals: Signals) -> None:
     """The last call of a computed limit is told so, too."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], "done"],
         ModelCallLimit(run_limit=lambda state, runtime: 2, exit_behavior="finalize"),
@@ -346,12 +318,10 @@ async def test_a_computed_limit(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
-async def test_beside_a_lower_limit(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_beside_a_lower_limit(exit_behavior: Any, signals: Signals) -> None:
     """A lower limit that ends or raises is reached first, and no call is told that it is last."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["search"]],
         ModelCallLimit(thread_limit=9, exit_behavior="finalize", name="thread"),
@@ -368,11 +338,9 @@ async def test_beside_a_lower_limit(mode: Mode, exit_behavior: Any, signals: Sig
     scene.check()
 
 
-@modes
-async def test_two_that_finalize(mode: Mode, signals: Signals) -> None:
+async def test_two_that_finalize(signals: Signals) -> None:
     """Whichever limit is used up first makes a call the last."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], "one", "two"],
         ModelCallLimit(thread_limit=3, exit_behavior="finalize", name="thread"),
@@ -386,11 +354,9 @@ async def test_two_that_finalize(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_last_call_that_fails(mode: Mode, signals: Signals) -> None:
+async def test_a_last_call_that_fails(signals: Signals) -> None:
     """A last call that raised is repeated as the last when the run goes on."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], ProviderError("overloaded"), ["search"]],
         ModelCallLimit(run_limit=2, exit_behavior="finalize"),
@@ -406,13 +372,11 @@ async def test_a_last_call_that_fails(mode: Mode, signals: Signals) -> None:
     scene.check(models=2, models_in_run=2)
 
 
-@modes
-async def test_a_run_that_was_interrupted(mode: Mode, signals: Signals) -> None:
+async def test_a_run_that_was_interrupted(signals: Signals) -> None:
     """A run that waited for a human has its last call where it would have had it."""
     ran: list[str] = []
     ask = recording("ask", ran, lambda: interrupt("what?"))
     scene = scene_of(
-        mode,
         signals,
         [["ask"], "done"],
         ModelCallLimit(run_limit=2, exit_behavior="finalize"),
@@ -433,15 +397,11 @@ VALID = ("Weather", {"degrees": 20})
 INVALID = ("Weather", {"degrees": "warm"})
 
 
-@modes
 @pytest.mark.parametrize("strategy", [ToolStrategy, AutoStrategy])
 @pytest.mark.parametrize("calls_before", [0, 1])
-async def test_structured_by_a_tool(
-    mode: Mode, strategy: Any, calls_before: int, signals: Signals
-) -> None:
+async def test_structured_by_a_tool(strategy: Any, calls_before: int, signals: Signals) -> None:
     """The last call is offered the tool of the structured answer and nothing else, and gives it."""
     scene = scene_of(
-        mode,
         signals,
         [*[["search"]] * calls_before, [VALID]],
         ModelCallLimit(run_limit=calls_before + 1, exit_behavior="finalize"),
@@ -456,15 +416,13 @@ async def test_structured_by_a_tool(
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("strategy", [ProviderStrategy, AutoStrategy])
 @pytest.mark.parametrize("calls_before", [0, 1])
 async def test_structured_by_the_provider(
-    mode: Mode, strategy: Any, calls_before: int, signals: Signals
+    strategy: Any, calls_before: int, signals: Signals
 ) -> None:
     """A last call whose answer the provider structures gives it, with care for empty lists."""
     scene = scene_of(
-        mode,
         signals,
         [*[["search"]] * calls_before, '{"degrees": 20}'],
         ModelCallLimit(run_limit=calls_before + 1, exit_behavior="finalize"),
@@ -481,12 +439,10 @@ async def test_structured_by_the_provider(
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("batch", [[VALID, "search"], ["search", VALID]], ids=["before", "behind"])
-async def test_a_structured_answer_and_more(mode: Mode, batch: Any, signals: Signals) -> None:
+async def test_a_structured_answer_and_more(batch: Any, signals: Signals) -> None:
     """Beside the structured answer of the last call nothing else runs."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], batch],
         ModelCallLimit(run_limit=2, exit_behavior="finalize"),
@@ -501,11 +457,9 @@ async def test_a_structured_answer_and_more(mode: Mode, batch: Any, signals: Sig
     scene.check()
 
 
-@modes
-async def test_an_invalid_structured_answer(mode: Mode, signals: Signals) -> None:
+async def test_an_invalid_structured_answer(signals: Signals) -> None:
     """An invalid structured answer of the last call does not take the run over its limit."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], [INVALID]],
         ModelCallLimit(run_limit=2, exit_behavior="finalize"),
@@ -520,11 +474,9 @@ async def test_an_invalid_structured_answer(mode: Mode, signals: Signals) -> Non
     scene.check()
 
 
-@modes
-async def test_a_streaming_agent(mode: Mode, signals: Signals) -> None:
+async def test_a_streaming_agent(signals: Signals) -> None:
     """The words of the last answer are streamed, and nothing of what the model was told."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], "all in all fine"],
         ModelCallLimit(run_limit=2, exit_behavior="finalize"),
@@ -532,11 +484,8 @@ async def test_a_streaming_agent(mode: Mode, signals: Signals) -> None:
     given: Any = {"messages": [("user", "hi")]}
     stream_mode = ["messages", "updates"]
 
-    if mode == "sync":
-        events = list(scene.agent.stream(given, CONFIG, stream_mode=stream_mode))
-    else:
-        stream = scene.agent.astream(given, CONFIG, stream_mode=stream_mode)
-        events = [event async for event in stream]
+    stream = scene.agent.astream(given, CONFIG, stream_mode=stream_mode)
+    events = [event async for event in stream]
 
     words = [
         event[0].text
@@ -550,8 +499,7 @@ async def test_a_streaming_agent(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_telling_and_finalizing(mode: Mode, signals: Signals) -> None:
+async def test_telling_and_finalizing(signals: Signals) -> None:
     """Telling and finalizing together: the last call is told that alone."""
     quota = QuotaMiddleware(
         [ModelCallLimit(run_limit=2, near=0.1, exit_behavior="finalize")],
@@ -559,7 +507,7 @@ async def test_telling_and_finalizing(mode: Mode, signals: Signals) -> None:
         hide_exhausted=True,
         telemetry=signals.telemetry,
     )
-    scene = Scene(mode, signals, [["search"], "done"], [quota])
+    scene = Scene(signals, [["search"], "done"], [quota])
 
     await scene.turn()
 

@@ -16,7 +16,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import Mode, Scene, modes, recording
+from tests.agent.rules import Scene, recording
 from tests.conftest import Signals
 
 REACHED = "'search' tool call limit reached: run limit exceeded"
@@ -28,9 +28,9 @@ class Weather(BaseModel):
     degrees: int
 
 
-def scene_of(mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
-    return Scene(mode, signals, script, [quota], **options)
+    return Scene(signals, script, [quota], **options)
 
 
 def stubborn(_messages: Any) -> list[str]:
@@ -42,12 +42,11 @@ def last_text(result: dict[str, Any]) -> str:
     return str(result["messages"][-1].content)
 
 
-@modes
 @pytest.mark.parametrize("refusals", [1, 2, 5])
-async def test_one_by_one(mode: Mode, refusals: int, signals: Signals) -> None:
+async def test_one_by_one(refusals: int, signals: Signals) -> None:
     """The run ends with the refusal that is one too many, and not before."""
     scene = scene_of(
-        mode, signals, stubborn, ToolCallLimit("search", run_limit=2, give_up_after=refusals)
+        signals, stubborn, ToolCallLimit("search", run_limit=2, give_up_after=refusals)
     )
 
     result = await scene.turn()
@@ -60,12 +59,9 @@ async def test_one_by_one(mode: Mode, refusals: int, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_without_it(mode: Mode, signals: Signals) -> None:
+async def test_without_it(signals: Signals) -> None:
     """Without it a model may be refused as often as it likes."""
-    scene = scene_of(
-        mode, signals, [["search"]] * 20 + ["done"], ToolCallLimit("search", run_limit=1)
-    )
+    scene = scene_of(signals, [["search"]] * 20 + ["done"], ToolCallLimit("search", run_limit=1))
 
     result = await scene.turn()
 
@@ -74,11 +70,9 @@ async def test_without_it(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_several_in_a_batch(mode: Mode, signals: Signals) -> None:
+async def test_several_in_a_batch(signals: Signals) -> None:
     """Every refused call of a batch counts, and the batch that goes too far runs nothing."""
     scene = scene_of(
-        mode,
         signals,
         [["search", "search"], ["calc"], ["calc", "search", "search"], "never"],
         ToolCallLimit("search", run_limit=1, give_up_after=3),
@@ -102,12 +96,9 @@ async def test_several_in_a_batch(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_new_run_is_given_a_new_chance(mode: Mode, signals: Signals) -> None:
+async def test_a_new_run_is_given_a_new_chance(signals: Signals) -> None:
     """Refusals are counted by run: the next turn may be refused as often again."""
-    scene = scene_of(
-        mode, signals, stubborn, ToolCallLimit("search", thread_limit=1, give_up_after=2)
-    )
+    scene = scene_of(signals, stubborn, ToolCallLimit("search", thread_limit=1, give_up_after=2))
 
     requests = []
     for _ in range(3):
@@ -119,13 +110,11 @@ async def test_a_new_run_is_given_a_new_chance(mode: Mode, signals: Signals) -> 
     assert requests == [3, 5, 7]
 
 
-@modes
-async def test_an_interrupted_run_is_not(mode: Mode, signals: Signals) -> None:
+async def test_an_interrupted_run_is_not(signals: Signals) -> None:
     """A run that waited for a human goes on with its refusals."""
     ran: list[str] = []
     ask = recording("ask", ran, lambda: interrupt("what?"))
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["ask"], ["search"], "never"],
         ToolCallLimit("search", run_limit=0, give_up_after=2),
@@ -142,11 +131,9 @@ async def test_an_interrupted_run_is_not(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_limits_lose_patience_alone(mode: Mode, signals: Signals) -> None:
+async def test_limits_lose_patience_alone(signals: Signals) -> None:
     """Each limit counts its own refusals, and only what was hit is named."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["calc"], ["search"], ["calc"], ["calc"], "never"],
         ToolCallLimit("search", run_limit=0, give_up_after=3),
@@ -160,13 +147,11 @@ async def test_limits_lose_patience_alone(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("copies", [1, 2])
-async def test_an_id_that_is_given_twice(mode: Mode, copies: int, signals: Signals) -> None:
+async def test_an_id_that_is_given_twice(copies: int, signals: Signals) -> None:
     """Calls of one id are one refusal, in their batch and for the rest of the run."""
     twin = ToolCall(name="search", args={}, id="twin", type="tool_call")
     scene = scene_of(
-        mode,
         signals,
         [[twin] * copies, ["search"], ["search"], "never"],
         ToolCallLimit("search", run_limit=0, give_up_after=3),
@@ -178,11 +163,9 @@ async def test_an_id_that_is_given_twice(mode: Mode, copies: int, signals: Signa
     assert last_text(result) == f"{REACHED} (1/0 calls)."
 
 
-@modes
-async def test_a_call_that_two_refuse(mode: Mode, signals: Signals) -> None:
+async def test_a_call_that_two_refuse(signals: Signals) -> None:
     """A call that two limits refuse counts for both; the last word names both."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], ["search"], "never"],
         ToolCallLimit("search", run_limit=0, give_up_after=2),
@@ -198,11 +181,9 @@ async def test_a_call_that_two_refuse(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_the_own_message(mode: Mode, signals: Signals) -> None:
+async def test_the_own_message(signals: Signals) -> None:
     """A limit's own message is the last word, too."""
     scene = scene_of(
-        mode,
         signals,
         stubborn,
         ToolCallLimit("search", run_limit=0, give_up_after=1, message="Enough searching."),
@@ -215,11 +196,9 @@ async def test_the_own_message(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_an_error_goes_first(mode: Mode, signals: Signals) -> None:
+async def test_an_error_goes_first(signals: Signals) -> None:
     """A limit that raises raises, in the batch with which another gives up."""
     scene = scene_of(
-        mode,
         signals,
         [["search", "calc"], "done"],
         ToolCallLimit("search", run_limit=0, give_up_after=1),
@@ -234,11 +213,9 @@ async def test_an_error_goes_first(mode: Mode, signals: Signals) -> None:
     scene.check(answered=False)
 
 
-@modes
-async def test_a_structured_answer_goes_first(mode: Mode, signals: Signals) -> None:
+async def test_a_structured_answer_goes_first(signals: Signals) -> None:
     """Beside a delivered structured answer there is nothing to give up: no last word."""
     scene = scene_of(
-        mode,
         signals,
         [["search", ("Weather", {"degrees": 20})]],
         ToolCallLimit("search", run_limit=0, give_up_after=1),

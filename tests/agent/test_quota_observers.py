@@ -20,7 +20,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import Mode, Scene, cancel_at, modes, recording
+from tests.agent.conftest import Form
+from tests.agent.rules import Scene, cancel_at, recording
 from tests.conftest import Signals
 
 Seen = tuple[str, str]
@@ -31,15 +32,16 @@ class BillingError(Exception):
 
 
 def scene_of(
-    mode: Mode,
     signals: Signals,
     script: Any,
     limits: Sequence[Limit],
     on_decision: Any,
+    *,
+    form: Form = "async",
     **options: Any,
 ) -> Scene:
     quota = QuotaMiddleware(limits, on_decision=on_decision, telemetry=signals.telemetry)
-    return Scene(mode, signals, script, [quota], **options)
+    return Scene(signals, script, [quota], **options, form=form)
 
 
 def tale(decisions: Sequence[Decision]) -> list[Seen]:
@@ -82,7 +84,7 @@ def observer_of(kind: str, observers: Observers) -> Any:
 
 ASYNC_KINDS = ["async", "partial", "object", "returned"]
 kinds = pytest.mark.parametrize(
-    ("mode", "kind"), [("sync", "sync"), ("async", "sync"), *(("async", k) for k in ASYNC_KINDS)]
+    ("form", "kind"), [("sync", "sync"), ("async", "sync"), *(("async", k) for k in ASYNC_KINDS)]
 )
 
 LIMITS: list[Limit] = [
@@ -93,16 +95,16 @@ LIMITS: list[Limit] = [
 
 
 @kinds
-async def test_every_decision_once_and_in_order(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_every_decision_once_and_in_order(form: Form, kind: str, signals: Signals) -> None:
     """An observer of any kind is given what was decided about each call, once, as it was made."""
     observers = Observers()
     scene = scene_of(
-        mode,
         signals,
         [["search", "calc", "search"], ["calc", "ask"], ["calc"]],
         LIMITS,
         observer_of(kind, observers),
         tools=("search", "calc", "ask"),
+        form=form,
     )
 
     with captured_decisions() as decisions:
@@ -123,17 +125,14 @@ async def test_every_decision_once_and_in_order(mode: Mode, kind: str, signals: 
     assert all(ours is theirs for ours, theirs in zip(observers.seen, decisions, strict=True))
 
 
-@modes
-async def test_several(mode: Mode, signals: Signals) -> None:
+async def test_several(signals: Signals) -> None:
     """Several observers are each given a decision, in their order, before the next decision."""
     seen: list[tuple[int, str]] = []
 
     def observer(number: int) -> Any:
         return lambda decision: seen.append((number, decision.call.tool or "model"))
 
-    scene = scene_of(
-        mode, signals, [["search", "calc"], "done"], LIMITS, [observer(1), observer(2)]
-    )
+    scene = scene_of(signals, [["search", "calc"], "done"], LIMITS, [observer(1), observer(2)])
 
     await scene.turn()
 
@@ -144,9 +143,7 @@ async def test_several(mode: Mode, signals: Signals) -> None:
 async def test_sync_and_async_together(signals: Signals) -> None:
     """On the async path observers of both kinds stand side by side."""
     observers = Observers()
-    scene = scene_of(
-        "async", signals, [["search"], "done"], LIMITS, [observers.sync, observers.awaited]
-    )
+    scene = scene_of(signals, [["search"], "done"], LIMITS, [observers.sync, observers.awaited])
 
     await scene.turn()
 
@@ -156,7 +153,7 @@ async def test_sync_and_async_together(signals: Signals) -> None:
 
 
 @kinds
-async def test_before_the_agent_goes_on(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_before_the_agent_goes_on(form: Form, kind: str, signals: Signals) -> None:
     """When the model is called, or a tool runs, the observer has seen what was decided on it."""
     observers = Observers()
     known: list[list[Seen]] = []
@@ -170,13 +167,13 @@ async def test_before_the_agent_goes_on(mode: Mode, kind: str, signals: Signals)
         known.append(tale(observers.seen))
 
     scene = scene_of(
-        mode,
         signals,
         answer,
         LIMITS,
         observer_of(kind, observers),
         tools=[recording("search", ran, body)],
         ran=ran,
+        form=form,
     )
 
     await scene.turn()
@@ -187,7 +184,7 @@ async def test_before_the_agent_goes_on(mode: Mode, kind: str, signals: Signals)
 
 @kinds
 @pytest.mark.parametrize("limited", ["tool", "model"])
-async def test_before_an_error(mode: Mode, kind: str, limited: str, signals: Signals) -> None:
+async def test_before_an_error(form: Form, kind: str, limited: str, signals: Signals) -> None:
     """A refusal that raises has been observed, with all of its batch."""
     observers = Observers()
     limit: Limit = (
@@ -195,7 +192,9 @@ async def test_before_an_error(mode: Mode, kind: str, limited: str, signals: Sig
         if limited == "model"
         else ToolCallLimit("search", run_limit=0, exit_behavior="error")
     )
-    scene = scene_of(mode, signals, [["calc", "search"]], [limit], observer_of(kind, observers))
+    scene = scene_of(
+        signals, [["calc", "search"]], [limit], observer_of(kind, observers), form=form
+    )
 
     with pytest.raises((ToolCallLimitExceededError, ModelCallLimitExceededError)):
         await scene.turn()
@@ -209,15 +208,15 @@ async def test_before_an_error(mode: Mode, kind: str, limited: str, signals: Sig
 
 
 @kinds
-async def test_a_hook_that_runs_again(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_a_hook_that_runs_again(form: Form, kind: str, signals: Signals) -> None:
     """A run that goes on after an error repeats the hook that raised: nothing is told twice."""
     observers = Observers()
     scene = scene_of(
-        mode,
         signals,
         [["search"]],
         [ToolCallLimit("search", run_limit=0, exit_behavior="error")],
         observer_of(kind, observers),
+        form=form,
     )
 
     with captured_decisions() as decisions:
@@ -229,12 +228,10 @@ async def test_a_hook_that_runs_again(mode: Mode, kind: str, signals: Signals) -
     assert tale(observers.seen) == tale(decisions)
 
 
-@modes
-async def test_a_finalized_run(mode: Mode, signals: Signals) -> None:
+async def test_a_finalized_run(signals: Signals) -> None:
     """What the last call asked for is observed as skipped."""
     observers = Observers()
     scene = scene_of(
-        mode,
         signals,
         [["search"]],
         [ModelCallLimit(run_limit=1, exit_behavior="finalize")],
@@ -258,17 +255,17 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    ("mode", "observer"),
+    ("form", "observer"),
     [("sync", Failing().sync), ("async", Failing().sync), ("async", Failing().awaited)],
     ids=["sync", "sync in async", "async"],
 )
 async def test_one_that_raises(
-    mode: Mode, observer: Any, signals: Signals, caplog: pytest.LogCaptureFixture
+    form: Form, observer: Any, signals: Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What an observer raises is counted each time and logged once; agent and others go on."""
     observers = Observers()
     scene = scene_of(
-        mode, signals, [["search", "search"], "done"], LIMITS[1:], [observer, observers.sync]
+        signals, [["search", "search"], "done"], LIMITS[1:], [observer, observers.sync], form=form
     )
 
     with caplog.at_level(logging.ERROR, "langchain_quota"):
@@ -293,26 +290,17 @@ async def test_one_that_raises(
     assert scene.metric("tool:search", "blocked", "run") == 1
 
 
-@pytest.mark.parametrize("kind", ASYNC_KINDS)
-@pytest.mark.parametrize("others", [0, 1])
-async def test_an_async_one_under_invoke(kind: str, others: int, signals: Signals) -> None:
+async def test_an_async_one_under_invoke(signals: Signals) -> None:
     """Under the sync path an async observer is refused at the first call, before anything runs."""
     observers = Observers()
-    scene = scene_of(
-        "sync",
-        signals,
-        [["search"], "done"],
-        LIMITS,
-        [*[lambda _decision: None] * others, observer_of(kind, observers)],
-    )
-
-    with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with"):
-        await scene.turn()
+    for kind in ASYNC_KINDS:
+        for others in ([], [lambda _decision: None]):
+            given = [*others, observer_of(kind, observers)]
+            scene = scene_of(signals, [["search"], "done"], LIMITS, given, form="sync")
+            with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with"):
+                await scene.turn()
+            assert (scene.model.calls, scene.ran, observers.seen) == ((), [], [])
     gc.collect()  # a coroutine that was never awaited warns here, and warnings are errors
-
-    assert scene.model.calls == ()
-    assert scene.ran == []
-    assert observers.seen == []
 
 
 async def test_a_cancelled_run(signals: Signals) -> None:
@@ -328,7 +316,6 @@ async def test_a_cancelled_run(signals: Signals) -> None:
             await asyncio.Event().wait()
 
     scene = scene_of(
-        "async",
         signals,
         [["search"], ["search"], "done"],
         [ToolCallLimit("search", thread_limit=1), ModelCallLimit(thread_limit=9)],

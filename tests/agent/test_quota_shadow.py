@@ -15,7 +15,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import Mode, Order, Scene, check_history, in_order, modes, orders
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Scene, check_history
 from tests.conftest import Signals
 
 
@@ -29,12 +30,10 @@ def calls(signals: Signals, decision: str, kind: str = "tool", tool: str = "sear
     )
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
-async def test_tool_calls(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_tool_calls(exit_behavior: Any, signals: Signals) -> None:
     """What a limit on trial refuses runs and is counted, whatever its exit behaviour."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], ["search"], "done"],
         [
@@ -64,12 +63,10 @@ async def test_tool_calls(mode: Mode, exit_behavior: Any, signals: Signals) -> N
     scene.check_requests()
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
-async def test_model_calls(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_model_calls(exit_behavior: Any, signals: Signals) -> None:
     """A model limit on trial lets the run go on to its own end."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search"], "done"],
         [
@@ -87,11 +84,9 @@ async def test_model_calls(mode: Mode, exit_behavior: Any, signals: Signals) -> 
     assert scene.metric("model", "allowed") == 1
 
 
-@modes
-async def test_spans(mode: Mode, signals: Signals) -> None:
+async def test_spans(signals: Signals) -> None:
     """The span of a call that would be blocked says so, by which limit, and is no error."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         [quota(signals, ToolCallLimit(thread_limit=0, enforce=False))],
@@ -109,11 +104,9 @@ async def test_spans(mode: Mode, signals: Signals) -> None:
     assert span.status.status_code is StatusCode.UNSET
 
 
-@modes
-async def test_no_crossings_and_no_subjects(mode: Mode, signals: Signals) -> None:
+async def test_no_crossings_and_no_subjects(signals: Signals) -> None:
     """A limit on trial is never near or exhausted, and rates no thread; one that bites does."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search", "search"], "done"],
         [
@@ -141,12 +134,10 @@ async def test_no_crossings_and_no_subjects(mode: Mode, signals: Signals) -> Non
     assert (value("limit", "real"), value("limit", "trial")) == (3, 2)
 
 
-@modes
 @orders(2)
-async def test_beside_one_that_bites(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_beside_one_that_bites(order: Order, signals: Signals) -> None:
     """Two thresholds over one count, the lower on trial: allowed, would block, blocked."""
     scene = Scene(
-        mode,
         signals,
         [["search"] * 3, "done"],
         [
@@ -180,14 +171,10 @@ async def test_beside_one_that_bites(mode: Mode, order: Order, signals: Signals)
     assert refusal.content == "For real."
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
-async def test_what_the_one_that_bites_says(
-    mode: Mode, exit_behavior: Any, signals: Signals
-) -> None:
+async def test_what_the_one_that_bites_says(exit_behavior: Any, signals: Signals) -> None:
     """The last word and the exception name the limits that bite, never one on trial."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         [
@@ -211,18 +198,15 @@ async def test_what_the_one_that_bites_says(
     assert scene.ran == []
 
 
-@modes
-async def test_from_trial_to_earnest(mode: Mode, signals: Signals) -> None:
+async def test_from_trial_to_earnest(signals: Signals) -> None:
     """A limit that is enforced from some day on has counted the calls of its trial."""
     trial = Scene(
-        mode,
         signals,
         [["search"] * 3, "done"],
         [quota(signals, ToolCallLimit("search", thread_limit=2, enforce=False))],
     )
     await trial.turn()
     earnest = Scene(
-        mode,
         signals,
         [["search"], "done"],
         [quota(signals, ToolCallLimit("search", thread_limit=2))],
@@ -236,11 +220,9 @@ async def test_from_trial_to_earnest(mode: Mode, signals: Signals) -> None:
     check_history(earnest.state()["messages"])
 
 
-@modes
-async def test_taken_back(mode: Mode, signals: Signals) -> None:
+async def test_taken_back(signals: Signals) -> None:
     """A call that would be blocked and is then refused by another limiter is not counted."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done"],
         [
@@ -259,11 +241,9 @@ async def test_taken_back(mode: Mode, signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
-async def test_the_model_is_not_told(mode: Mode, signals: Signals) -> None:
+async def test_the_model_is_not_told(signals: Signals) -> None:
     """A limit on trial is not in the note to the model, and hides no tool."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search"], "done"],
         [

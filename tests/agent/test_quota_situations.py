@@ -3,26 +3,22 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import (
     AgentMiddleware,
     HumanInTheLoopMiddleware,
-    ModelFallbackMiddleware,
-    ModelRetryMiddleware,
     SummarizationMiddleware,
     TodoListMiddleware,
-    ToolRetryMiddleware,
     hook_config,
 )
 from langchain.agents.structured_output import ToolStrategy
-from langchain.tools import InjectedToolCallId, ToolRuntime
 from langchain_core.messages import RemoveMessage, ToolCall, ToolMessage
-from langchain_core.tools import BaseTool, StructuredTool
+from langchain_core.tools import StructuredTool
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
-from langgraph.types import Command, interrupt
+from langgraph.types import interrupt
 from pydantic import BaseModel
 
 from langchain_quota import (
@@ -34,19 +30,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import (
-    CONFIG,
-    Middleware,
-    Mode,
-    Order,
-    Scene,
-    cancel_at,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Form, Order, both_forms, in_order, orders
+from tests.agent.rules import CONFIG, Middleware, Scene, cancel_at, check_history, recording
 from tests.conftest import Signals
 
 LIMITS: tuple[Limit, ...] = (
@@ -61,7 +46,6 @@ TURN = [["search"] * 3, ["calc"], "done"]
 LIMITED = {"search": 2, "calc": 1}
 """What runs of it."""
 
-AT_ONCE: dict[str, Any] = {"initial_delay": 0, "jitter": False}
 """Retries that do not wait."""
 
 VALID = ("Weather", {"degrees": 20})
@@ -78,17 +62,15 @@ def quota(signals: Signals, *limits: Limit) -> QuotaMiddleware[Any, Any]:
     return QuotaMiddleware(limits or LIMITS, telemetry=signals.telemetry)
 
 
-def structured(mode: Mode, signals: Signals, script: Any, *limits: Limit) -> Scene:
-    return Scene(
-        mode, signals, script, [quota(signals, *limits)], response_format=ToolStrategy(Weather)
-    )
+def structured(signals: Signals, script: Any, *limits: Limit) -> Scene:
+    return Scene(signals, script, [quota(signals, *limits)], response_format=ToolStrategy(Weather))
 
 
-def reviewed(mode: Mode, signals: Signals, *limits: Limit) -> Scene:
+def reviewed(signals: Signals, *limits: Limit) -> Scene:
     """The quota first, so that it judges what the reviewer left of two searches."""
     review = HumanInTheLoopMiddleware[Any, Any]({"search": True})
     middleware: list[Middleware] = [quota(signals, *limits), review]
-    return Scene(mode, signals, [["search", "search"], "done", ["search"], "done"], middleware)
+    return Scene(signals, [["search", "search"], "done", ["search"], "done"], middleware)
 
 
 def decisions(*kinds: str) -> dict[str, Any]:
@@ -116,10 +98,9 @@ def failing(times: int) -> Callable[[], None]:
     return fail
 
 
-@modes
-async def test_structured_output(mode: Mode, signals: Signals) -> None:
+async def test_structured_output(signals: Signals) -> None:
     """A structured answer with no tool call left is delivered, uncharged and answered once."""
-    scene = structured(mode, signals, [[VALID]], ToolCallLimit(run_limit=0, exit_behavior="error"))
+    scene = structured(signals, [[VALID]], ToolCallLimit(run_limit=0, exit_behavior="error"))
 
     result = await scene.turn()
 
@@ -128,11 +109,9 @@ async def test_structured_output(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_structured_output_retried(mode: Mode, signals: Signals) -> None:
+async def test_structured_output_retried(signals: Signals) -> None:
     """A structured answer that is retried is not charged, and its error is its only answer."""
     scene = structured(
-        mode,
         signals,
         [[INVALID], ["search"], [INVALID], [VALID]],
         ModelCallLimit(thread_limit=9),
@@ -147,14 +126,10 @@ async def test_structured_output_retried(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
-async def test_refused_beside_structured_output(
-    mode: Mode, exit_behavior: Any, signals: Signals
-) -> None:
+async def test_refused_beside_structured_output(exit_behavior: Any, signals: Signals) -> None:
     """Beside a delivered structured answer a refusal only refuses; what is admitted runs."""
     scene = structured(
-        mode,
         signals,
         [["search", VALID, "search", "calc"]],
         ToolCallLimit("search", run_limit=1, exit_behavior=exit_behavior),
@@ -169,10 +144,9 @@ async def test_refused_beside_structured_output(
     scene.check()
 
 
-@modes
-async def test_review_approved(mode: Mode, signals: Signals) -> None:
+async def test_review_approved(signals: Signals) -> None:
     """Approved calls are judged: one within the limit is charged, one over it does not run."""
-    scene = reviewed(mode, signals, ToolCallLimit("search", run_limit=1), LIMITS[2])
+    scene = reviewed(signals, ToolCallLimit("search", run_limit=1), LIMITS[2])
 
     await scene.turn()
     await scene.resume(decisions("approve", "approve"))
@@ -181,12 +155,11 @@ async def test_review_approved(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("kind", ["reject", "respond"])
-async def test_review_without_running(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_review_without_running(kind: str, signals: Signals) -> None:
     """A rejected or answered call is not charged, leaves its room, and is not answered again."""
     scene = reviewed(
-        mode, signals, ToolCallLimit("search", run_limit=1, exit_behavior="error"), LIMITS[2]
+        signals, ToolCallLimit("search", run_limit=1, exit_behavior="error"), LIMITS[2]
     )
 
     await scene.turn()
@@ -196,11 +169,10 @@ async def test_review_without_running(mode: Mode, kind: str, signals: Signals) -
     scene.check()
 
 
-@modes
-async def test_review_edited(mode: Mode, signals: Signals) -> None:
+async def test_review_edited(signals: Signals) -> None:
     """Edited calls are judged as what they became: refused by its limit, not by their own."""
     scene = reviewed(
-        mode, signals, ToolCallLimit("search", run_limit=0), ToolCallLimit("calc", run_limit=1)
+        signals, ToolCallLimit("search", run_limit=0), ToolCallLimit("calc", run_limit=1)
     )
 
     await scene.turn()
@@ -210,11 +182,9 @@ async def test_review_edited(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_an_approval_abandoned(mode: Mode, signals: Signals) -> None:
+async def test_an_approval_abandoned(signals: Signals) -> None:
     """Calls that a new turn leaves in review were never charged, and are answered."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
         [quota(signals), HumanInTheLoopMiddleware({"search": True})],
@@ -228,12 +198,10 @@ async def test_an_approval_abandoned(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_interrupt_in_a_tool(mode: Mode, signals: Signals) -> None:
+async def test_interrupt_in_a_tool(signals: Signals) -> None:
     """A tool that interrupts is charged once, and the run's budget goes on over the resumes."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["ask"],
         [quota(signals, LIMITS[0], ToolCallLimit("ask", run_limit=2, exit_behavior="end"))],
@@ -249,11 +217,10 @@ async def test_interrupt_in_a_tool(mode: Mode, signals: Signals) -> None:
         scene.check()
 
 
-@modes
 @pytest.mark.parametrize("node", ["tools", "model"])
-async def test_interrupt_before(mode: Mode, node: str, signals: Signals) -> None:
+async def test_interrupt_before(node: str, signals: Signals) -> None:
     """A run that stops before a node and goes on keeps its budget; the next has a new one."""
-    scene = Scene(mode, signals, [*TURN, *TURN], [quota(signals)], interrupt_before=[node])
+    scene = Scene(signals, [*TURN, *TURN], [quota(signals)], interrupt_before=[node])
 
     for turn in (1, 2):
         await scene.turn()
@@ -263,12 +230,10 @@ async def test_interrupt_before(mode: Mode, node: str, signals: Signals) -> None
         scene.check()
 
 
-@modes
-async def test_a_crashed_tool(mode: Mode, signals: Signals) -> None:
+async def test_a_crashed_tool(signals: Signals) -> None:
     """A tool that crashes and runs when the run goes on is charged once, in the same budget."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search"], ["search"], "done"],
         [quota(signals)],
@@ -284,10 +249,9 @@ async def test_a_crashed_tool(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_new_turn(mode: Mode, signals: Signals) -> None:
+async def test_a_new_turn(signals: Signals) -> None:
     """Run counts begin anew with each turn; thread counts go on until they are used up."""
-    scene = Scene(mode, signals, [*TURN] * 3, [quota(signals)])
+    scene = Scene(signals, [*TURN] * 3, [quota(signals)])
 
     for turn in (1, 2, 3):
         await scene.turn()
@@ -299,11 +263,9 @@ async def test_a_new_turn(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_an_error_repaired(mode: Mode, signals: Signals) -> None:
+async def test_an_error_repaired(signals: Signals) -> None:
     """`error` leaves its batch open and uncharged; the next turn answers it and has a budget."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc", "search"], ["search", "calc"], "done"],
         [quota(signals, ToolCallLimit("search", thread_limit=1, exit_behavior="error"), LIMITS[2])],
@@ -327,7 +289,7 @@ async def test_cancelled_in_a_tool(signals: Signals) -> None:
         await asyncio.Event().wait()
 
     tool = StructuredTool.from_function(coroutine=search, description="search")
-    scene = Scene("async", signals, [["search"], "done"], [quota(signals)], tools=[tool])
+    scene = Scene(signals, [["search"], "done"], [quota(signals)], tools=[tool])
 
     await cancel_at(started, scene.turn())
     await scene.turn()
@@ -339,51 +301,7 @@ async def test_cancelled_in_a_tool(signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
-async def test_duplicate_ids_over_the_limit(mode: Mode, signals: Signals) -> None:
-    """Calls with one id of which one is refused: none runs or is charged, and one answer."""
-    batch = [call("search", "same"), call("search", "same"), call("search", "same")]
-    scene = Scene(mode, signals, [batch, ["search"], "done"], [quota(signals)])
-
-    await scene.turn()
-
-    assert scene.ran == ["search"]
-    assert scene.answers() == [("search", "error"), ("search", "success")]
-    scene.check()
-
-
-@modes
-async def test_duplicate_ids_within_the_limit(mode: Mode, signals: Signals) -> None:
-    """Calls with one id, all within the limit: charged as often as LangChain runs them."""
-    batch = [call("search", "same"), call("search", "same")]
-    scene = Scene(mode, signals, [batch, "done"], [quota(signals)])
-
-    await scene.turn()
-
-    used = {"search": len(scene.ran), "__all__": len(scene.ran)}
-    assert scene.state()["langchain_quota"]["run_tools"] == used
-    assert scene.state()["thread_tool_call_count"] == used
-
-
-@modes
-async def test_an_unknown_tool(mode: Mode, signals: Signals) -> None:
-    """A tool that the agent does not have is charged, answered once, and refused at the limit."""
-    scene = Scene(
-        mode,
-        signals,
-        [["invented", "invented"], "done"],
-        [quota(signals, LIMITS[0], ToolCallLimit(run_limit=1))],
-    )
-
-    await scene.turn()
-
-    assert scene.answers() == [("invented", "error")] * 2
-    assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
-    check_history(scene.state()["messages"])
-
-
-@modes
-async def test_invalid_arguments(mode: Mode, signals: Signals) -> None:
+async def test_invalid_arguments(signals: Signals) -> None:
     """Arguments that the tool rejects are charged, and answered once."""
     ran: list[str] = []
 
@@ -392,7 +310,6 @@ async def test_invalid_arguments(mode: Mode, signals: Signals) -> None:
         return number * number
 
     scene = Scene(
-        mode,
         signals,
         [[("square", {"number": "x"})], [("square", {"number": 2})], ["square"], "done"],
         [quota(signals, ToolCallLimit("square", run_limit=2))],
@@ -420,12 +337,11 @@ class JumpAfterModel(AgentMiddleware[Any, Any, Any]):
         return {"jump_to": self.targets.pop()} if self.targets else None
 
 
-@modes
 @orders(2)
-async def test_a_jump_to_the_model(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_jump_to_the_model(order: Order, signals: Signals) -> None:
     """Another middleware jumps from after_model to the model: each model call counts once."""
     middleware: list[Middleware] = in_order(order, quota(signals), JumpAfterModel("model"))
-    scene = Scene(mode, signals, ["again", *TURN], middleware)
+    scene = Scene(signals, ["again", *TURN], middleware)
 
     await scene.turn()
 
@@ -433,15 +349,12 @@ async def test_a_jump_to_the_model(mode: Mode, order: Order, signals: Signals) -
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize(("quota_first", "charged"), [(True, 0), (False, 1)])
-async def test_a_jump_to_the_end(
-    mode: Mode, *, quota_first: bool, charged: int, signals: Signals
-) -> None:
+async def test_a_jump_to_the_end(*, quota_first: bool, charged: int, signals: Signals) -> None:
     """Calls that a jump to the end left open are answered; charged if judged before the jump."""
     own, jump = quota(signals), JumpAfterModel("end")
     middleware: list[Middleware] = [own, jump] if quota_first else [jump, own]
-    scene = Scene(mode, signals, [["search"], "done"], middleware)
+    scene = Scene(signals, [["search"], "done"], middleware)
 
     await scene.turn()
     await scene.turn()
@@ -453,11 +366,10 @@ async def test_a_jump_to_the_end(
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_messages_removed(mode: Mode, signals: Signals) -> None:
+async def test_messages_removed(signals: Signals) -> None:
     """Messages removed between turns take nothing off the thread's counts."""
     limits = (ModelCallLimit(thread_limit=4), ToolCallLimit("search", thread_limit=2))
-    scene = Scene(mode, signals, [["search"] * 2, "done"] * 2, [quota(signals, *limits)])
+    scene = Scene(signals, [["search"] * 2, "done"] * 2, [quota(signals, *limits)])
 
     await scene.turn()
     removed = {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES)]}
@@ -468,16 +380,15 @@ async def test_messages_removed(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_messages_summarized(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_messages_summarized(order: Order, signals: Signals) -> None:
     """A summary in place of earlier turns takes nothing off the counts, and charges nothing."""
     summarizer = ScriptedChatModel(script=lambda _: "a summary")
     summarization = SummarizationMiddleware(
         summarizer, trigger=("messages", 4), keep=("messages", 1)
     )
     middleware: list[Middleware] = in_order(order, quota(signals), summarization)
-    scene = Scene(mode, signals, [*TURN, *TURN], middleware)
+    scene = Scene(signals, [*TURN, *TURN], middleware)
 
     for turn in (1, 2):
         await scene.turn()
@@ -487,123 +398,12 @@ async def test_messages_summarized(mode: Mode, order: Order, signals: Signals) -
     assert summarizer.calls
 
 
-def async_only(ran: list[str]) -> BaseTool:
-    async def search() -> str:
-        await asyncio.sleep(0)
-        ran.append("search")
-        return "found"
-
-    return StructuredTool.from_function(coroutine=search, description="search")
-
-
-def return_direct(ran: list[str]) -> BaseTool:
-    tool = recording("search", ran)
-    tool.return_direct = True
-    return tool
-
-
-def command(ran: list[str]) -> BaseTool:
-    def search(call_id: Annotated[str, InjectedToolCallId]) -> Command[Any]:
-        ran.append("search")
-        answer = ToolMessage("found", tool_call_id=call_id, name="search")
-        return Command(update={"messages": [answer]})
-
-    return StructuredTool.from_function(search, description="search")
-
-
-def tool_runtime(ran: list[str]) -> BaseTool:
-    def search(runtime: ToolRuntime[Any, Any]) -> str:
-        assert runtime.state["thread_model_call_count"]
-        ran.append("search")
-        return "found"
-
-    return StructuredTool.from_function(search, description="search")
-
-
 def three_searches(messages: Sequence[Any]) -> Any:
     return "done" if isinstance(messages[-1], ToolMessage) else ["search"] * 3
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [
-        # Without a sync form, LangChain cannot run a tool under `invoke`.
-        ("async", async_only),
-        *[
-            (mode, kind)
-            for mode in ("sync", "async")
-            for kind in (return_direct, command, tool_runtime)
-        ],
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-async def test_kinds_of_tools(
-    mode: Mode, kind: Callable[[list[str]], BaseTool], signals: Signals
-) -> None:
-    """A tool of this kind, called three times at once in each turn, runs twice in each."""
-    ran: list[str] = []
-    scene = Scene(mode, signals, three_searches, [quota(signals)], tools=[kind(ran)], ran=ran)
-
-    for turn in (1, 2):
-        await scene.turn()
-        assert ran == ["search"] * 2 * turn
-        scene.check()
-
-
-@modes
 @orders(2)
-async def test_tool_retry(mode: Mode, order: Order, signals: Signals) -> None:
-    """ToolRetryMiddleware: a tool call that is retried counts once."""
-    ran: list[str] = []
-    retry = ToolRetryMiddleware(max_retries=3, **AT_ONCE)
-    middleware: list[Middleware] = in_order(order, quota(signals), retry)
-    scene = Scene(
-        mode,
-        signals,
-        TURN,
-        middleware,
-        tools=[recording("search", ran, failing(3)), recording("calc", ran, failing(1))],
-        ran=ran,
-    )
-
-    await scene.turn()
-
-    assert Counter(ran) == LIMITED
-    scene.check()
-
-
-@modes
-@orders(2)
-async def test_model_retry(mode: Mode, order: Order, signals: Signals) -> None:
-    """ModelRetryMiddleware: a model call that is retried counts once."""
-    failed = ConnectionError("not now")
-    retry = ModelRetryMiddleware(max_retries=2, **AT_ONCE)
-    middleware: list[Middleware] = in_order(order, quota(signals), retry)
-    scene = Scene(mode, signals, [failed, TURN[0], failed, failed, *TURN[1:]], middleware)
-
-    await scene.turn()
-
-    assert len(scene.model.calls) == 6
-    scene.check(models=3, models_in_run=3)
-
-
-@modes
-@orders(2)
-async def test_model_fallback(mode: Mode, order: Order, signals: Signals) -> None:
-    """ModelFallbackMiddleware: a call that a second model answers counts once."""
-    second = ScriptedChatModel(script=[TURN[0]])
-    middleware: list[Middleware] = in_order(order, quota(signals), ModelFallbackMiddleware(second))
-    scene = Scene(mode, signals, [ConnectionError("not now"), *TURN[1:]], middleware)
-
-    await scene.turn()
-
-    assert (len(second.calls), Counter(scene.ran)) == (1, LIMITED)
-    scene.check()
-
-
-@modes
-@orders(2)
-async def test_todo_list(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_todo_list(order: Order, signals: Signals) -> None:
     """TodoListMiddleware: `write_todos` counts like any tool, but for limits that exclude it."""
     todos = [
         ("write_todos", {"todos": [{"content": each, "status": "pending"}]})
@@ -615,9 +415,7 @@ async def test_todo_list(mode: Mode, order: Order, signals: Signals) -> None:
         ToolCallLimit(run_limit=1, exclude=("write_todos",)),
     )
     middleware: list[Middleware] = in_order(order, own, TodoListMiddleware())
-    scene = Scene(
-        mode, signals, [*([each] for each in todos), ["calc", "calc"], "done"], middleware
-    )
+    scene = Scene(signals, [*([each] for each in todos), ["calc", "calc"], "done"], middleware)
 
     result = await scene.turn()
 
@@ -627,8 +425,7 @@ async def test_todo_list(mode: Mode, order: Order, signals: Signals) -> None:
     check_history(result["messages"])
 
 
-@modes
-async def test_a_sub_agent(mode: Mode, signals: Signals) -> None:
+async def test_a_sub_agent(signals: Signals) -> None:
     """A sub-agent's own quota lasts one invocation: it warns, and writes no thread series."""
     ran: list[str] = []
     child: Any = create_agent(
@@ -646,7 +443,6 @@ async def test_a_sub_agent(mode: Mode, signals: Signals) -> None:
 
     tool = StructuredTool.from_function(delegate, adelegate, name="delegate", description="ask")
     scene = Scene(
-        mode,
         signals,
         [["delegate"], ["delegate"], "done"],
         [quota(signals, ModelCallLimit(thread_limit=9), ToolCallLimit(thread_limit=9))],
@@ -678,12 +474,12 @@ class SyncOnly(QuotaMiddleware[Any, Any]):
         return super().after_model(state, runtime)
 
 
-@modes
-async def test_a_subclass_with_one_form(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_a_subclass_with_one_form(form: Form, signals: Signals) -> None:
     """An override of the sync after_model alone runs once per model call, in async too."""
     mine = SyncOnly(LIMITS, telemetry=signals.telemetry)
     mine.log = []
-    scene = Scene(mode, signals, TURN, [mine])
+    scene = Scene(signals, TURN, [mine], form=form)
 
     await scene.turn()
 
@@ -699,10 +495,9 @@ class Forgetful(QuotaMiddleware[Any, Any]):
         return {"messages": [("user", "by the way")]}
 
 
-@modes
-async def test_a_subclass_that_forgets_super(mode: Mode, signals: Signals) -> None:
+async def test_a_subclass_that_forgets_super(signals: Signals) -> None:
     """A subclass with its own before_agent gets a new budget each turn, and its own message."""
-    scene = Scene(mode, signals, [*TURN, *TURN], [Forgetful(LIMITS, telemetry=signals.telemetry)])
+    scene = Scene(signals, [*TURN, *TURN], [Forgetful(LIMITS, telemetry=signals.telemetry)])
 
     for turn in (1, 2):
         result = await scene.turn()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, PrivateAttr
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ModelCall, ScriptedChatModel
-from tests.agent.rules import CONFIG, Mode, Scene, modes, recording
+from tests.agent.rules import CONFIG, Scene, recording
 from tests.conftest import Signals
 
 WEB_SEARCH = {"type": "web_search"}
@@ -30,7 +30,6 @@ class Weather(BaseModel):
 
 
 def scene_of(
-    mode: Mode,
     signals: Signals,
     script: Any,
     *limits: Limit,
@@ -41,15 +40,15 @@ def scene_of(
     quota = QuotaMiddleware(
         limits, tell_model=tell_model, hide_exhausted=hide_exhausted, telemetry=signals.telemetry
     )
-    return Scene(mode, signals, script, [quota], **options)
+    return Scene(signals, script, [quota], **options)
 
 
-def telling(mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
-    return scene_of(mode, signals, script, *limits, tell_model=True, **options)
+def telling(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+    return scene_of(signals, script, *limits, tell_model=True, **options)
 
 
-def hiding(mode: Mode, signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
-    return scene_of(mode, signals, script, *limits, hide_exhausted=True, **options)
+def hiding(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+    return scene_of(signals, script, *limits, hide_exhausted=True, **options)
 
 
 def humans(messages: Sequence[BaseMessage]) -> list[str]:
@@ -67,11 +66,9 @@ def offered(scene: Scene) -> list[tuple[str, ...]]:
     return [each.tools for each in scene.model.calls]
 
 
-@modes
-async def test_quiet_until_near(mode: Mode, signals: Signals) -> None:
+async def test_quiet_until_near(signals: Signals) -> None:
     """Nothing is said below the near share; then every limit, with its scarcest scope."""
     scene = telling(
-        mode,
         signals,
         [["calc"], ["search"], ["search"], "done"],
         ToolCallLimit("search", run_limit=3, thread_limit=9, near=0.6),
@@ -90,12 +87,9 @@ async def test_quiet_until_near(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_never_in_the_history(mode: Mode, signals: Signals) -> None:
+async def test_never_in_the_history(signals: Signals) -> None:
     """The note is in the request only: neither the state nor an earlier message has it."""
-    scene = telling(
-        mode, signals, [["search"], "done", "done"], ModelCallLimit(run_limit=2, near=0.1)
-    )
+    scene = telling(signals, [["search"], "done", "done"], ModelCallLimit(run_limit=2, near=0.1))
 
     await scene.turn("one")
     await scene.turn("two")
@@ -112,11 +106,9 @@ async def test_never_in_the_history(mode: Mode, signals: Signals) -> None:
         assert all(kept[each.id] == each.type for each in call.messages)
 
 
-@modes
-async def test_only_the_human_message_changes(mode: Mode, signals: Signals) -> None:
+async def test_only_the_human_message_changes(signals: Signals) -> None:
     """The system prompt and the order of the messages are as without the note."""
     scene = telling(
-        mode,
         signals,
         [["search"], "done"],
         ToolCallLimit("search", run_limit=1),
@@ -132,10 +124,9 @@ async def test_only_the_human_message_changes(mode: Mode, signals: Signals) -> N
     scene.check()
 
 
-@modes
-async def test_a_message_in_blocks(mode: Mode, signals: Signals) -> None:
+async def test_a_message_in_blocks(signals: Signals) -> None:
     """A human message made of blocks gets the note as a block of its own."""
-    scene = telling(mode, signals, ["done"], ModelCallLimit(run_limit=1))
+    scene = telling(signals, ["done"], ModelCallLimit(run_limit=1))
     block = {"type": "text", "text": "hi"}
 
     await scene.invoke({"messages": [HumanMessage([dict(block)])]})
@@ -145,10 +136,9 @@ async def test_a_message_in_blocks(mode: Mode, signals: Signals) -> None:
     assert scene.state()["messages"][0].content == [block]
 
 
-@modes
-async def test_no_human_message(mode: Mode, signals: Signals) -> None:
+async def test_no_human_message(signals: Signals) -> None:
     """Where nobody has spoken the note is a message of its own, at the end."""
-    scene = telling(mode, signals, ["done"], ModelCallLimit(run_limit=1))
+    scene = telling(signals, ["done"], ModelCallLimit(run_limit=1))
 
     await scene.invoke({"messages": [AIMessage("Hello!")]})
 
@@ -160,11 +150,9 @@ async def test_no_human_message(mode: Mode, signals: Signals) -> None:
     assert humans(scene.state()["messages"]) == []
 
 
-@modes
-async def test_the_words_for_each_kind_of_limit(mode: Mode, signals: Signals) -> None:
+async def test_the_words_for_each_kind_of_limit(signals: Signals) -> None:
     """Several tools, all but some, and computed limits each have their words; no limit has none."""
     scene = telling(
-        mode,
         signals,
         ["done"],
         ToolCallLimit(["search", "calc"], thread_limit=7),
@@ -185,11 +173,9 @@ async def test_the_words_for_each_kind_of_limit(mode: Mode, signals: Signals) ->
     ]
 
 
-@modes
-async def test_a_new_run_is_quiet_again(mode: Mode, signals: Signals) -> None:
+async def test_a_new_run_is_quiet_again(signals: Signals) -> None:
     """A run that used up its limit is told so; the next one begins with a new budget."""
     scene = telling(
-        mode,
         signals,
         [["search"], "done", ["search"], "done"],
         ToolCallLimit("search", run_limit=1),
@@ -201,30 +187,24 @@ async def test_a_new_run_is_quiet_again(mode: Mode, signals: Signals) -> None:
     assert notes(scene.model.calls) == ["", "Budget: search: 0 of 1 left."] * 2
 
 
-@modes
-async def test_what_a_stream_shows(mode: Mode, signals: Signals) -> None:
+async def test_what_a_stream_shows(signals: Signals) -> None:
     """A streaming agent streams neither note nor changed message, and the model has the note."""
-    scene = telling(mode, signals, [["search"], "all done"], ModelCallLimit(run_limit=2, near=0.1))
+    scene = telling(signals, [["search"], "all done"], ModelCallLimit(run_limit=2, near=0.1))
     given: Any = {"messages": [("user", "hi")]}
     stream_mode = ["messages", "updates", "values"]
 
-    if mode == "sync":
-        events = list(scene.agent.stream(given, CONFIG, stream_mode=stream_mode))
-    else:
-        stream = scene.agent.astream(given, CONFIG, stream_mode=stream_mode)
-        events = [event async for event in stream]
+    stream = scene.agent.astream(given, CONFIG, stream_mode=stream_mode)
+    events = [event async for event in stream]
 
     assert "Budget" not in str(events)
     assert len(notes(scene.model.calls)) == 2
     assert all(notes(scene.model.calls))
 
 
-@modes
 @pytest.mark.parametrize("options", [{}, {"hide_exhausted": True}], ids=str)
-async def test_nothing_is_said_unasked(mode: Mode, options: Any, signals: Signals) -> None:
+async def test_nothing_is_said_unasked(options: Any, signals: Signals) -> None:
     """Without `tell_model` no request has a note, however little is left."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], "done"],
         ToolCallLimit("search", run_limit=1),
@@ -237,11 +217,9 @@ async def test_nothing_is_said_unasked(mode: Mode, options: Any, signals: Signal
     assert notes(scene.model.calls) == ["", ""]
 
 
-@modes
-async def test_exhausted_tools_are_hidden(mode: Mode, signals: Signals) -> None:
+async def test_exhausted_tools_are_hidden(signals: Signals) -> None:
     """A tool with nothing left is not offered, by whichever limit; in a new run it is again."""
     scene = hiding(
-        mode,
         signals,
         [["search"], ["calc"], ["calc"], "done", "done"],
         ToolCallLimit("search", run_limit=1),
@@ -263,10 +241,9 @@ async def test_exhausted_tools_are_hidden(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_hidden_tool_that_is_called(mode: Mode, signals: Signals) -> None:
+async def test_a_hidden_tool_that_is_called(signals: Signals) -> None:
     """A model that calls a tool which it was not offered is refused."""
-    scene = hiding(mode, signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
+    scene = hiding(signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
 
     await scene.turn()
 
@@ -276,10 +253,9 @@ async def test_a_hidden_tool_that_is_called(mode: Mode, signals: Signals) -> Non
     scene.check()
 
 
-@modes
-async def test_without_hiding(mode: Mode, signals: Signals) -> None:
+async def test_without_hiding(signals: Signals) -> None:
     """Without `hide_exhausted` every tool is offered, and the model may be told all the same."""
-    scene = telling(mode, signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
+    scene = telling(signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
 
     await scene.turn()
 
@@ -287,10 +263,9 @@ async def test_without_hiding(mode: Mode, signals: Signals) -> None:
     assert notes(scene.model.calls) == ["Budget: search: 0 of 0 left."] * 2
 
 
-@modes
-async def test_nothing_left_in_a_new_history(mode: Mode, signals: Signals) -> None:
+async def test_nothing_left_in_a_new_history(signals: Signals) -> None:
     """Where the history has no tool calls an empty list is offered, with no note."""
-    scene = hiding(mode, signals, ["done"], ToolCallLimit(thread_limit=0))
+    scene = hiding(signals, ["done"], ToolCallLimit(thread_limit=0))
 
     await scene.turn()
 
@@ -298,10 +273,9 @@ async def test_nothing_left_in_a_new_history(mode: Mode, signals: Signals) -> No
     assert notes(scene.model.calls) == [""]
 
 
-@modes
-async def test_nothing_left_after_tool_calls(mode: Mode, signals: Signals) -> None:
+async def test_nothing_left_after_tool_calls(signals: Signals) -> None:
     """Where the history has tool calls the tools stay, the note forbids them, calls are refused."""
-    scene = hiding(mode, signals, [["search"], ["calc"], "done"], ToolCallLimit(run_limit=1))
+    scene = hiding(signals, [["search"], ["calc"], "done"], ToolCallLimit(run_limit=1))
 
     await scene.turn()
 
@@ -313,11 +287,9 @@ async def test_nothing_left_after_tool_calls(mode: Mode, signals: Signals) -> No
     scene.check()
 
 
-@modes
-async def test_told_and_hidden(mode: Mode, signals: Signals) -> None:
+async def test_told_and_hidden(signals: Signals) -> None:
     """The two notes stand together, at one place."""
     scene = scene_of(
-        mode,
         signals,
         [["search"], "done"],
         ToolCallLimit(run_limit=1),
@@ -355,7 +327,6 @@ class Chooser(AgentMiddleware[Any, Any, Any]):
 
 
 async def play(
-    mode: Mode,
     signals: Signals,
     model: ScriptedChatModel,
     *limits: Limit,
@@ -373,8 +344,6 @@ async def play(
         **options,
     )
     given = {"messages": [("user", "hi")]}
-    if mode == "sync":
-        return dict(agent.invoke(given, CONFIG))
     return dict(await agent.ainvoke(given, CONFIG))
 
 
@@ -383,51 +352,45 @@ def named(tool: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool}}
 
 
-@modes
 @pytest.mark.parametrize("choice", ["any", "auto", "calc", named("calc")], ids=str)
-async def test_the_tool_choice_that_can_be_kept(mode: Mode, choice: Any, signals: Signals) -> None:
+async def test_the_tool_choice_that_can_be_kept(choice: Any, signals: Signals) -> None:
     """With a tool hidden, a tool choice that the rest can meet stays as it was asked for."""
     model = Choosing(script=["done"])
 
-    await play(mode, signals, model, ToolCallLimit("search", run_limit=0), before=[Chooser(choice)])
+    await play(signals, model, ToolCallLimit("search", run_limit=0), before=[Chooser(choice)])
 
     assert model.calls[0].tools == ("calc",)
     assert model._choices == [choice]
 
 
-@modes
 @pytest.mark.parametrize("choice", ["search", named("search")], ids=str)
-async def test_the_tool_choice_of_a_hidden_tool(mode: Mode, choice: Any, signals: Signals) -> None:
+async def test_the_tool_choice_of_a_hidden_tool(choice: Any, signals: Signals) -> None:
     """A tool choice that names a hidden tool is dropped: the provider would refuse it."""
     model = Choosing(script=["done"])
 
-    await play(mode, signals, model, ToolCallLimit("search", run_limit=0), before=[Chooser(choice)])
+    await play(signals, model, ToolCallLimit("search", run_limit=0), before=[Chooser(choice)])
 
     assert model.calls[0].tools == ("calc",)
     assert model._choices == [None]
 
 
-@modes
 @pytest.mark.parametrize("choice", ["any", "search", named("search")], ids=str)
-async def test_no_tool_choice_without_tools(mode: Mode, choice: Any, signals: Signals) -> None:
+async def test_no_tool_choice_without_tools(choice: Any, signals: Signals) -> None:
     """Where no tool is offered, none is asked for."""
     model = Choosing(script=["done"])
 
-    await play(mode, signals, model, ToolCallLimit(run_limit=0), before=[Chooser(choice)])
+    await play(signals, model, ToolCallLimit(run_limit=0), before=[Chooser(choice)])
 
     assert model.calls[0].tools == ()
     assert model._choices == [None]
 
 
-@modes
 @pytest.mark.parametrize("choice", ["any", "search", named("search")], ids=str)
-async def test_no_tool_is_demanded_where_none_may_be_called(
-    mode: Mode, choice: Any, signals: Signals
-) -> None:
+async def test_no_tool_is_demanded_where_none_may_be_called(choice: Any, signals: Signals) -> None:
     """Where tools stay for the provider's sake only, the model is not made to call one."""
     model = Choosing(script=[["search"], "done"])
 
-    await play(mode, signals, model, ToolCallLimit(run_limit=1), before=[Chooser(choice)])
+    await play(signals, model, ToolCallLimit(run_limit=1), before=[Chooser(choice)])
 
     assert [each.tools for each in model.calls] == [("search", "calc")] * 2
     assert notes(model.calls) == ["", NO_TOOLS]
@@ -435,14 +398,11 @@ async def test_no_tool_is_demanded_where_none_may_be_called(
     assert model._choices[1] in {None, "auto", "none"}
 
 
-@modes
-async def test_a_tool_of_the_provider_stays(mode: Mode, signals: Signals) -> None:
+async def test_a_tool_of_the_provider_stays(signals: Signals) -> None:
     """What the provider runs is not ours to hide, even where no other tool is left."""
     model = ScriptedChatModel(script=[["search"], "done"])
 
-    await play(
-        mode, signals, model, ToolCallLimit(run_limit=1), tools=["search", "calc", WEB_SEARCH]
-    )
+    await play(signals, model, ToolCallLimit(run_limit=1), tools=["search", "calc", WEB_SEARCH])
 
     assert [each.tools for each in model.calls] == [
         ("search", "calc", "web_search"),
@@ -454,16 +414,13 @@ async def test_a_tool_of_the_provider_stays(mode: Mode, signals: Signals) -> Non
 VALID = ("Weather", {"degrees": 20})
 
 
-@modes
 @pytest.mark.parametrize("strategy", [ToolStrategy, AutoStrategy])
-async def test_the_tool_of_the_structured_answer_stays(
-    mode: Mode, strategy: Any, signals: Signals
-) -> None:
+async def test_the_tool_of_the_structured_answer_stays(strategy: Any, signals: Signals) -> None:
     """With no tool left the structured answer can still be given, and no note is needed."""
     model = ScriptedChatModel(script=[["search"], [VALID]])
 
     result = await play(
-        mode, signals, model, ToolCallLimit(run_limit=1), response_format=strategy(Weather)
+        signals, model, ToolCallLimit(run_limit=1), response_format=strategy(Weather)
     )
 
     assert [each.tools for each in model.calls] == [("search", "calc", "Weather"), ("Weather",)]
@@ -471,18 +428,15 @@ async def test_the_tool_of_the_structured_answer_stays(
     assert result["structured_response"] == Weather(degrees=20)
 
 
-@modes
 @pytest.mark.parametrize("strategy", [ProviderStrategy, AutoStrategy])
-async def test_the_provider_gives_the_structured_answer(
-    mode: Mode, strategy: Any, signals: Signals
-) -> None:
+async def test_the_provider_gives_the_structured_answer(strategy: Any, signals: Signals) -> None:
     """Where the answer is structured without a tool, an empty list is cared for as ever."""
     model = ScriptedChatModel(
         script=[["search"], '{"degrees": 20}'], profile={"structured_output": True}
     )
 
     result = await play(
-        mode, signals, model, ToolCallLimit(run_limit=1), response_format=strategy(Weather)
+        signals, model, ToolCallLimit(run_limit=1), response_format=strategy(Weather)
     )
 
     assert [each.tools for each in model.calls] == [("search", "calc")] * 2
@@ -496,13 +450,12 @@ class NamedModel(ScriptedChatModel):
     model_name: str = "gpt-4.1"
 
 
-@modes
-async def test_a_provider_known_by_name(mode: Mode, signals: Signals) -> None:
+async def test_a_provider_known_by_name(signals: Signals) -> None:
     """A model without a profile that LangChain knows by name is cared for in the same way."""
     model = NamedModel(script=[["search"], '{"degrees": 20}'])
 
     result = await play(
-        mode, signals, model, ToolCallLimit(run_limit=1), response_format=AutoStrategy(Weather)
+        signals, model, ToolCallLimit(run_limit=1), response_format=AutoStrategy(Weather)
     )
 
     assert [each.tools for each in model.calls] == [("search", "calc")] * 2

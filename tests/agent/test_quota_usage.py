@@ -18,7 +18,8 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import Mode, check_history, modes
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import check_history
 from tests.conftest import Signals
 
 CONFIG: RunnableConfig = {"configurable": {"thread_id": "7"}}
@@ -61,87 +62,100 @@ def agent_and_quota(signals: Signals, script: Any, **search_limit: Any) -> tuple
     return agent, quota
 
 
-async def run(mode: Mode, agent: Any) -> None:
-    await agent.ainvoke(ASK, CONFIG) if mode == "async" else agent.invoke(ASK, CONFIG)
+async def run(agent: Any) -> None:
+    await agent.ainvoke(ASK, CONFIG)
 
 
-async def reset(mode: Mode, agent: Any, quota: Any) -> None:
-    await quota.areset(agent, CONFIG) if mode == "async" else quota.reset(agent, CONFIG)
+async def reset(agent: Any, quota: Any, *, form: Form) -> None:
+    await quota.areset(agent, CONFIG) if form == "async" else quota.reset(agent, CONFIG)
 
 
-@modes
-async def test_usage_is_what_ran(mode: Mode, signals: Signals) -> None:
+async def test_usage_is_what_ran(signals: Signals) -> None:
     """`usage` tells the calls of a thread and of its newest run; nothing of a fresh thread."""
     agent, _ = agent_and_quota(signals, [["search"], "done", ["search", "search"], "done"])
     assert usage(agent.get_state(CONFIG)).model == 0
 
-    await run(mode, agent)
-    await run(mode, agent)
+    await run(agent)
+    await run(agent)
 
     used = usage(agent.get_state(CONFIG))
     assert (used.model, dict(used.tools)) == (4, {"search": 2, "__all__": 2})
     assert (used.run_model, dict(used.run_tools)) == (2, {"search": 1, "__all__": 1})
 
 
-@modes
-async def test_reset_gives_the_quota_back(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_gives_the_quota_back(form: Form, signals: Signals) -> None:
     """After a reset the thread can use its whole limit again, and no run is pending."""
     agent, quota = agent_and_quota(signals, [["search", "search"], "done", ["search"], "done"])
-    await run(mode, agent)
+    await run(agent)
     messages = len(agent.get_state(CONFIG).values["messages"])
 
-    await reset(mode, agent, quota)
+    await reset(agent, quota, form=form)
 
     snapshot = agent.get_state(CONFIG)
     assert (usage(snapshot).model, dict(usage(snapshot).tools)) == (0, {})
     assert (snapshot.next, len(snapshot.values["messages"])) == ((), messages)
-    await run(mode, agent)
+    await run(agent)
     assert dict(usage(agent.get_state(CONFIG)).tools) == {"search": 1, "__all__": 1}
 
 
-@modes
-async def test_reset_after_a_direct_return(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_after_a_direct_return(form: Form, signals: Signals) -> None:
     """A reset does not wake a thread whose run ended with a tool's answer."""
     agent, quota = agent_and_quota(signals, [["report"], "done"])
-    await run(mode, agent)
+    await run(agent)
 
-    await reset(mode, agent, quota)
+    await reset(agent, quota, form=form)
 
     assert agent.get_state(CONFIG).next == ()
     assert usage(agent.get_state(CONFIG)).model == 0
 
 
-@modes
-async def test_reset_of_a_fresh_thread(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_of_a_fresh_thread(form: Form, signals: Signals) -> None:
     """A thread without a state is refused."""
     agent, quota = agent_and_quota(signals, [])
     with pytest.raises(RuntimeError, match="thread '7' has no state"):
-        await reset(mode, agent, quota)
+        await reset(agent, quota, form=form)
 
 
-@modes
-async def test_reset_in_mid_run(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_in_mid_run(form: Form, signals: Signals) -> None:
     """A thread that waits for a human is refused, and keeps its counts."""
     agent, quota = agent_and_quota(signals, [["search", "ask"], "done"])
-    await run(mode, agent)
+    await run(agent)
 
     with pytest.raises(RuntimeError, match="waits in mid-run before tools"):
-        await reset(mode, agent, quota)
+        await reset(agent, quota, form=form)
     assert usage(agent.get_state(CONFIG)).model == 1
 
 
-@modes
-async def test_reset_of_a_failed_run(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_of_a_failed_run(form: Form, signals: Signals) -> None:
     """A thread whose run failed elsewhere than at a limit is refused."""
     agent, quota = agent_and_quota(signals, [["search"], ConnectionError("down")])
     with pytest.raises(ConnectionError):
-        await run(mode, agent)
+        await run(agent)
     with pytest.raises(RuntimeError, match="waits in mid-run before model"):
-        await reset(mode, agent, quota)
+        await reset(agent, quota, form=form)
 
 
-@modes
-async def test_reset_of_a_refused_run(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_of_a_run_whose_limit_failed(form: Form, signals: Signals) -> None:
+    """A run that failed in our own node, and at no limit, is no run that a limit ended."""
+
+    def broken(_state: Any, _runtime: Any) -> int:
+        raise ConnectionError("no plan")
+
+    agent, quota = agent_and_quota(signals, ["done"], thread_limit=broken)
+    with pytest.raises(ConnectionError):
+        await run(agent)
+    with pytest.raises(RuntimeError, match="waits in mid-run before QuotaMiddleware"):
+        await reset(agent, quota, form=form)
+
+
+@both_forms
+async def test_reset_of_a_refused_run(form: Form, signals: Signals) -> None:
     """A thread whose run a limit ended with an exception can be reset, and goes on."""
     agent, quota = agent_and_quota(
         signals,
@@ -150,42 +164,42 @@ async def test_reset_of_a_refused_run(mode: Mode, signals: Signals) -> None:
         exit_behavior="error",
     )
     with pytest.raises(ToolCallLimitExceededError):
-        await run(mode, agent)
+        await run(agent)
 
-    await reset(mode, agent, quota)
-    await run(mode, agent)
+    await reset(agent, quota, form=form)
+    await run(agent)
 
     assert dict(usage(agent.get_state(CONFIG)).tools) == {"search": 1, "__all__": 1}
     check_history(agent.get_state(CONFIG).values["messages"])
 
 
-@modes
-async def test_reset_ends_the_series(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_ends_the_series(form: Form, signals: Signals) -> None:
     """After a reset the thread counts as used up no more."""
     agent, quota = agent_and_quota(signals, [["search", "search"], "done"])
-    await run(mode, agent)
+    await run(agent)
     labels = {"agent": "unnamed", "limit": "tool:search"}
     assert signals.value("langchain_quota_thread_used", **labels, thread_id="7") == 2
 
-    await reset(mode, agent, quota)
+    await reset(agent, quota, form=form)
 
     assert signals.value("langchain_quota_thread_used", **labels, thread_id="7") is None
     exhausted = {**labels, "scope": "thread", "state": "exhausted"}
     assert signals.value("langchain_quota_subjects", **exhausted) == 0
 
 
-@modes
-async def test_reset_of_an_agent_elsewhere(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_of_an_agent_elsewhere(form: Form, signals: Signals) -> None:
     """What is no agent of this process, such as one on a server, is refused by name."""
     _, quota = agent_and_quota(signals, ["done"])
     with pytest.raises(TypeError, match="not a SimpleNamespace: reset where the agent runs"):
-        await reset(mode, SimpleNamespace(nodes={}), quota)
+        await reset(SimpleNamespace(nodes={}), quota, form=form)
 
 
-@modes
-async def test_reset_by_another_agent(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset_by_another_agent(form: Form, signals: Signals) -> None:
     """An agent that does not have the middleware is refused."""
     agent, _ = agent_and_quota(signals, ["done"])
     other = type("Other", (QuotaMiddleware,), {})([ToolCallLimit(run_limit=1)])
     with pytest.raises(ValueError, match="does not have the middleware Other"):
-        await reset(mode, agent, other)
+        await reset(agent, other, form=form)

@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
@@ -26,9 +24,9 @@ from langchain_quota.cli.demo_traffic import LIMITS
 from langchain_quota.cli.demo_view import table
 from langchain_quota.decision import Level
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests import picture
 from tests.conftest import Signals
-from tests.forked import run_python
+from tests.forked import as_module, run_python
+from tools import picture
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -267,12 +265,8 @@ def test_the_picture_is_the_demos() -> None:
 def test_the_picture_can_be_made(tmp_path: Path) -> None:
     """`make picture` draws such a picture from the demo's own traffic."""
     target = tmp_path / "images" / "demo.svg"
-    subprocess.run(
-        [sys.executable, "-m", "tests.picture", "--seconds", "1", "--to", str(target)],
-        check=True,
-        cwd=ROOT,
-        timeout=120,
-    )
+    done = run_python(as_module("tools.picture"), "--seconds", "1", "--to", str(target), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     _check(target.read_text())
 
 

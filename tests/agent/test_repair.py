@@ -10,22 +10,16 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import ToolCallLimitExceededError
+from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import (
     CONFIG,
-    Mode,
-    Order,
     Scene,
     cancel_at,
     check_history,
-    in_order,
-    modes,
-    orders,
+    model_limiter,
     recording,
+    tool_limiter,
 )
 from tests.conftest import Signals
 
@@ -40,21 +34,12 @@ def crash() -> None:
     raise ConnectionError("tool")
 
 
-@modes
-async def test_error(mode: Mode, signals: Signals) -> None:
+async def test_error(signals: Signals) -> None:
     """`error` leaves its batch open; the next turn answers it behind its message, uncharged."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search", "calc"], "done"],
-        [
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            )
-        ],
+        [tool_limiter(signals, "search", run_limit=1, exit_behavior="error")],
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -69,18 +54,14 @@ async def test_error(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_resume_raises_again(mode: Mode, signals: Signals) -> None:
+async def test_a_resume_raises_again(signals: Signals) -> None:
     """A run that `error` stopped raises again when it is resumed, and charges nothing."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search", "search"], "done"],
         [
-            ToolCallLimitMiddleware(
-                thread_limit=2, exit_behavior="error", telemetry=signals.telemetry
-            ),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=2, exit_behavior="error"),
+            model_limiter(signals, run_limit=9),
         ],
     )
 
@@ -97,26 +78,17 @@ async def test_a_resume_raises_again(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(3)
-async def test_error_in_a_stack(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
     """What other limiters charged before `error` raised is refunded in the next turn."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["search", "search", "calc"], ["search", "calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="calc", thread_limit=9, run_limit=5, telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
+            tool_limiter(signals, "calc", thread_limit=9, run_limit=5),
         ),
     )
 
@@ -134,23 +106,16 @@ async def test_error_in_a_stack(mode: Mode, order: Order, signals: Signals) -> N
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_error_behind_a_refusal(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_behind_a_refusal(order: Order, signals: Signals) -> None:
     """`error` beside `continue` that answered a part: only what is open is answered later."""
     scene = Scene(
-        mode,
         signals,
         [["calc", "calc", "search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "calc", run_limit=1),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -163,25 +128,16 @@ async def test_error_behind_a_refusal(mode: Mode, order: Order, signals: Signals
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_error_of_two(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_of_two(order: Order, signals: Signals) -> None:
     """Two limiters with `error` on one batch: nothing is charged, and nothing taken back twice."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["search", "calc"], ["calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                run_limit=2, thread_limit=2, exit_behavior="error", telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, run_limit=2, thread_limit=2, exit_behavior="error"),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -193,23 +149,16 @@ async def test_error_of_two(mode: Mode, order: Order, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_error_turn_after_turn(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_turn_after_turn(order: Order, signals: Signals) -> None:
     """Every turn ends in `error`: each is repaired by the next, and no charges pile up."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -225,24 +174,17 @@ async def test_error_turn_after_turn(mode: Mode, order: Order, signals: Signals)
     assert scene.ran == []
 
 
-@modes
 @orders(3)
-async def test_error_raised_behind_a_resume(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_error_raised_behind_a_resume(order: Order, signals: Signals) -> None:
     """`error` in a stack raises at each resume: charges of the batch do not pile up."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
-            ModelCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
+            model_limiter(signals, thread_limit=9),
         ),
     )
 
@@ -263,28 +205,15 @@ class Briefing(AgentMiddleware[Any, Any, Any]):
         return {"messages": [("user", "today is Monday")]}
 
 
-@modes
 @pytest.mark.parametrize("place", range(4))
-async def test_error_in_a_stack_with_a_message_between(
-    mode: Mode, place: int, signals: Signals
-) -> None:
+async def test_error_in_a_stack_with_a_message_between(place: int, signals: Signals) -> None:
     """A middleware that adds a message when a run begins does not hinder the refund."""
     limiters: list[Any] = [
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=9, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search",
-            run_limit=0,
-            exit_behavior="error",
-            telemetry=signals.telemetry,
-        ),
-        ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
+        tool_limiter(signals, "calc", run_limit=9),
+        tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
+        tool_limiter(signals, thread_limit=9),
     ]
-    scene = Scene(
-        mode,
-        signals,
-        [["search"], "done"],
-        [*limiters[:place], Briefing(), *limiters[place:]],
-    )
+    scene = Scene(signals, [["search"], "done"], [*limiters[:place], Briefing(), *limiters[place:]])
 
     with pytest.raises(ToolCallLimitExceededError):
         await scene.turn()
@@ -294,21 +223,15 @@ async def test_error_in_a_stack_with_a_message_between(
     scene.check()
 
 
-@modes
-async def test_a_crash_and_then_a_lower_limit(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_and_then_a_lower_limit(signals: Signals) -> None:
     """A call that crashed stays charged where the limit that admitted it was lowered since."""
     ran: list[str] = []
     saver = InMemorySaver()
     before, after = (
         Scene(
-            mode,
             signals,
             script,
-            [
-                ToolCallLimitMiddleware(
-                    thread_limit=limit, exit_behavior="error", telemetry=signals.telemetry
-                )
-            ],
+            [tool_limiter(signals, thread_limit=limit, exit_behavior="error")],
             tools=[recording("flaky", ran, crash)],
             checkpointer=saver,
         )
@@ -322,25 +245,17 @@ async def test_a_crash_and_then_a_lower_limit(mode: Mode, signals: Signals) -> N
     assert after.state()["thread_tool_call_count"] == {"__all__": 1}
 
 
-@modes
 @pytest.mark.parametrize("place", [0, 1])
-async def test_a_crash_and_then_one_more_limiter(mode: Mode, place: int, signals: Signals) -> None:
+async def test_a_crash_and_then_one_more_limiter(place: int, signals: Signals) -> None:
     """A call that crashed stays charged where the agent has been given one more limiter since."""
     ran: list[str] = []
     saver = InMemorySaver()
-    new = ToolCallLimitMiddleware[Any, Any](
-        run_limit=9, limit_name="new", telemetry=signals.telemetry
-    )
+    new = tool_limiter(signals, run_limit=9, limit_name="new")
     before, after = (
         Scene(
-            mode,
             signals,
             [turn],
-            [
-                *added[place:],
-                ToolCallLimitMiddleware(thread_limit=5, telemetry=signals.telemetry),
-                *added[:place],
-            ],
+            [*added[place:], tool_limiter(signals, thread_limit=5), *added[:place]],
             tools=[recording("flaky", ran, crash)],
             checkpointer=saver,
         )
@@ -359,20 +274,16 @@ async def test_a_crash_and_then_one_more_limiter(mode: Mode, place: int, signals
     not hasattr(human_in_the_loop, "_EDITED_TOOL_CALLS_KEY"),
     reason="before 1.4, LangChain forgets what a call was before a reviewer's edit",
 )
-@modes
-async def test_a_crash_of_an_edited_call(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_of_an_edited_call(signals: Signals) -> None:
     """Review first: a call edited into a tool that crashed had started, and stays charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         [
             HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=5, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(tool_name="flaky", run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", thread_limit=5),
+            tool_limiter(signals, "flaky", run_limit=5),
         ],
         tools=["search", recording("flaky", ran, crash)],
     )
@@ -387,23 +298,16 @@ async def test_a_crash_of_an_edited_call(mode: Mode, signals: Signals) -> None:
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_a_crash_in_a_stack(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_in_a_stack(signals: Signals) -> None:
     """A tool that crashed beside a refused call had started: it stays charged in the stack."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky", "calc", "search"], "done"],
         [
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                thread_limit=9,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "calc", run_limit=0),
+            tool_limiter(signals, thread_limit=9),
+            tool_limiter(signals, "search", thread_limit=9, exit_behavior="error"),
         ],
         tools=[recording("flaky", ran, crash), "calc", "search"],
     )
@@ -417,19 +321,15 @@ async def test_a_crash_in_a_stack(mode: Mode, signals: Signals) -> None:
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_an_approval_abandoned_between_two_limiters(mode: Mode, signals: Signals) -> None:
+async def test_an_approval_abandoned_between_two_limiters(signals: Signals) -> None:
     """Review between: what the limiter behind it charged is refunded, the first never saw it."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done"],
         [
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2),
             HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=2, telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, "search", thread_limit=2),
         ],
     )
 
@@ -440,17 +340,12 @@ async def test_an_approval_abandoned_between_two_limiters(mode: Mode, signals: S
     scene.check()
 
 
-@modes
-async def test_an_approval_abandoned(mode: Mode, signals: Signals) -> None:
+async def test_an_approval_abandoned(signals: Signals) -> None:
     """Limiter first: a call abandoned in review was never charged, and is answered."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
-        [
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            HumanInTheLoopMiddleware({"search": True}),
-        ],
+        [tool_limiter(signals, run_limit=2), HumanInTheLoopMiddleware({"search": True})],
     )
 
     await scene.turn()
@@ -461,17 +356,12 @@ async def test_an_approval_abandoned(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_an_approval_abandoned_with_the_review_first(mode: Mode, signals: Signals) -> None:
+async def test_an_approval_abandoned_with_the_review_first(signals: Signals) -> None:
     """Review first: nothing tells an abandoned review from a crashed tool: it stays charged."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
-        [
-            HumanInTheLoopMiddleware({"search": True}),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ],
+        [HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=2)],
     )
 
     await scene.turn()
@@ -484,15 +374,13 @@ async def test_an_approval_abandoned_with_the_review_first(mode: Mode, signals: 
     scene.check_requests()
 
 
-@modes
-async def test_an_interrupt_of_a_tool_abandoned(mode: Mode, signals: Signals) -> None:
+async def test_an_interrupt_of_a_tool_abandoned(signals: Signals) -> None:
     """A tool that asked the user had started: its call is answered and stays charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["ask"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[recording("ask", ran, lambda: interrupt("what?"))],
         ran=ran,
     )
@@ -507,15 +395,13 @@ async def test_an_interrupt_of_a_tool_abandoned(mode: Mode, signals: Signals) ->
     scene.check_requests()
 
 
-@modes
-async def test_a_crash_in_a_tool(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_in_a_tool(signals: Signals) -> None:
     """A tool that crashed had started: its call is answered and stays charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[recording("flaky", ran, crash)],
         ran=ran,
     )
@@ -531,15 +417,13 @@ async def test_a_crash_in_a_tool(mode: Mode, signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
-async def test_a_crash_beside_a_tool_that_ran(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_beside_a_tool_that_ran(signals: Signals) -> None:
     """One of two parallel tools crashed: both calls have one answer each and stay charged."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky", "search"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[recording("flaky", ran, crash), "search"],
         ran=ran,
     )
@@ -558,10 +442,9 @@ async def test_a_cancellation(signals: Signals) -> None:
     """A run cancelled while its tool runs: the call is answered next turn and stays charged."""
     started = asyncio.Event()
     scene = Scene(
-        "async",
         signals,
         [["slow"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=2)],
         tools=[_endless(started)],
     )
 
@@ -574,15 +457,9 @@ async def test_a_cancellation(signals: Signals) -> None:
     scene.check_requests()
 
 
-@modes
-async def test_several_open_batches(mode: Mode, signals: Signals) -> None:
+async def test_several_open_batches(signals: Signals) -> None:
     """Open calls of several turns before ours was installed: each is answered in its place."""
-    scene = Scene(
-        mode,
-        signals,
-        ["done"],
-        [ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)],
-    )
+    scene = Scene(signals, ["done"], [tool_limiter(signals, thread_limit=2)])
     call = {"args": {}, "type": "tool_call"}
     scene.agent.update_state(
         CONFIG,
@@ -615,20 +492,14 @@ async def test_several_open_batches(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_nothing_is_touched_when_nothing_dangles(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_nothing_is_touched_when_nothing_dangles(order: Order, signals: Signals) -> None:
     """A turn after complete ones streams no messages from before_agent."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done", ["search"], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            order, tool_limiter(signals, "search", run_limit=1), model_limiter(signals, run_limit=9)
         ),
     )
 
@@ -641,23 +512,16 @@ async def test_nothing_is_touched_when_nothing_dangles(
         assert not any("messages" in (update or {}) for update in begun)
 
 
-@modes
 @orders(2)
-async def test_a_repair_is_streamed_once(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_repair_is_streamed_once(order: Order, signals: Signals) -> None:
     """Several limiters repair the history once."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
-            ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
+            model_limiter(signals, run_limit=9),
         ),
     )
     with pytest.raises(ToolCallLimitExceededError):
@@ -676,14 +540,12 @@ async def test_a_repair_is_streamed_once(mode: Mode, order: Order, signals: Sign
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_a_repair_keeps_messages_and_their_ids(mode: Mode, signals: Signals) -> None:
+async def test_a_repair_keeps_messages_and_their_ids(signals: Signals) -> None:
     """A repair keeps every message of the history, its order and its id."""
     scene = Scene(
-        mode,
         signals,
         ["hello", ["search"], "done"],
-        [ToolCallLimitMiddleware(run_limit=0, exit_behavior="error", telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=0, exit_behavior="error")],
     )
     await scene.turn()
     with pytest.raises(ToolCallLimitExceededError):

@@ -9,35 +9,24 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
-from langchain_quota import ModelCallLimitMiddleware, ToolCallLimitMiddleware
-from tests.agent.rules import (
-    CONFIG,
-    Mode,
-    Order,
-    Scene,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from langchain_quota import ToolCallLimitMiddleware
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import CONFIG, Scene, check_history, model_limiter, recording, tool_limiter
 from tests.conftest import Signals
 
 APPROVE = {"decisions": [{"type": "approve"}]}
 
 
-@modes
 @orders(3)
-async def test_human_approval(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_human_approval(order: Order, signals: Signals) -> None:
     """Each call is approved by a person: the run's limits hold over all the resumes."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="end"),
+            model_limiter(signals, run_limit=5),
             HumanInTheLoopMiddleware({"search": True}),
         ),
     )
@@ -51,17 +40,12 @@ async def test_human_approval(mode: Mode, order: Order, signals: Signals) -> Non
         scene.check()
 
 
-@modes
-async def test_model_limit_over_approvals(mode: Mode, signals: Signals) -> None:
+async def test_model_limit_over_approvals(signals: Signals) -> None:
     """A run of approvals is one run to the model limiter too."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
-        [
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            HumanInTheLoopMiddleware({"search": True}),
-        ],
+        [model_limiter(signals, run_limit=3), HumanInTheLoopMiddleware({"search": True})],
     )
 
     result = await scene.turn()
@@ -72,17 +56,15 @@ async def test_model_limit_over_approvals(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_interrupt_in_a_tool(mode: Mode, signals: Signals) -> None:
+async def test_interrupt_in_a_tool(signals: Signals) -> None:
     """A tool that interrupts is charged once, and the run's limit holds over the resumes."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["ask"],
         [
-            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="end"),
+            model_limiter(signals, run_limit=5),
         ],
         tools=[recording("ask", ran, lambda: interrupt("what?"))],
         ran=ran,
@@ -96,20 +78,19 @@ async def test_interrupt_in_a_tool(mode: Mode, signals: Signals) -> None:
         scene.check()
 
 
-@modes
 @pytest.mark.parametrize("where", ["interrupt_before", "interrupt_after"])
 @pytest.mark.parametrize("node", ["tools", "model"])
-async def test_breakpoints(mode: Mode, where: str, node: str, signals: Signals) -> None:
+async def test_breakpoints(where: str, node: str, signals: Signals) -> None:
     """A run that stops at breakpoints and goes on keeps its budget; the next has a new one."""
+    stops: Any = {where: [node]}
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
         [
-            ToolCallLimitMiddleware(run_limit=2, exit_behavior="end", telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=2, exit_behavior="end"),
+            model_limiter(signals, run_limit=5),
         ],
-        **{where: [node]},
+        **stops,
     )
 
     for turn in (1, 2):
@@ -120,18 +101,13 @@ async def test_breakpoints(mode: Mode, where: str, node: str, signals: Signals) 
         scene.check()
 
 
-@modes
-async def test_a_crashed_tool(mode: Mode, signals: Signals) -> None:
+async def test_a_crashed_tool(signals: Signals) -> None:
     """A tool crashes and runs when the run goes on: it is charged once, in the same budget."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky"], ["flaky"], ["flaky"], "done"],
-        [
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(run_limit=5, telemetry=signals.telemetry),
-        ],
+        [tool_limiter(signals, run_limit=2), model_limiter(signals, run_limit=5)],
         tools=[recording("flaky", ran, _failing_once())],
         ran=ran,
     )
@@ -144,17 +120,12 @@ async def test_a_crashed_tool(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_a_crashed_model(mode: Mode, signals: Signals) -> None:
+async def test_a_crashed_model(signals: Signals) -> None:
     """A model call raises and is made again when the run goes on: it is charged once."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ConnectionError("model"), ["search"], "done"],
-        [
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ],
+        [model_limiter(signals, run_limit=3), tool_limiter(signals, run_limit=2)],
     )
 
     with pytest.raises(ConnectionError):
@@ -165,14 +136,10 @@ async def test_a_crashed_model(mode: Mode, signals: Signals) -> None:
     scene.check(models=3, models_in_run=3)
 
 
-@modes
-async def test_a_crashed_model_and_a_new_turn(mode: Mode, signals: Signals) -> None:
+async def test_a_crashed_model_and_a_new_turn(signals: Signals) -> None:
     """A model call raises and the user asks anew: the call that failed is charged nowhere."""
     scene = Scene(
-        mode,
-        signals,
-        [ConnectionError("model"), "done"],
-        [ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry)],
+        signals, [ConnectionError("model"), "done"], [model_limiter(signals, run_limit=3)]
     )
 
     with pytest.raises(ConnectionError):
@@ -182,18 +149,16 @@ async def test_a_crashed_model_and_a_new_turn(mode: Mode, signals: Signals) -> N
     scene.check(models=1, models_in_run=1)
 
 
-@modes
 @orders(2)
-async def test_a_new_turn_has_a_new_budget(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_a_new_turn_has_a_new_budget(order: Order, signals: Signals) -> None:
     """Run counts begin anew with each turn; thread counts go on until they are used up."""
     scene = Scene(
-        mode,
         signals,
         lambda messages: ["search"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=6, run_limit=2, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(thread_limit=9, run_limit=4, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=6, run_limit=2),
+            model_limiter(signals, thread_limit=9, run_limit=4),
         ),
     )
 
@@ -203,13 +168,11 @@ async def test_a_new_turn_has_a_new_budget(mode: Mode, order: Order, signals: Si
         scene.check()
 
 
-@modes
-async def test_a_thread_begun_under_langchains_limiters(mode: Mode, signals: Signals) -> None:
+async def test_a_thread_begun_under_langchains_limiters(signals: Signals) -> None:
     """A thread begun under LangChain's limiters goes on under ours with its thread counts."""
     saver = InMemorySaver()
     script: Callable[[Any], Any] = lambda messages: ["search"]  # noqa: E731 - shared by two
     before = Scene(
-        mode,
         signals,
         script,
         [
@@ -222,12 +185,11 @@ async def test_a_thread_begun_under_langchains_limiters(mode: Mode, signals: Sig
     assert before.ran == ["search"] * 2
 
     scene = Scene(
-        mode,
         signals,
         script,
         [
-            ToolCallLimitMiddleware(thread_limit=3, run_limit=2, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(thread_limit=5, run_limit=3, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=3, run_limit=2),
+            model_limiter(signals, thread_limit=5, run_limit=3),
         ],
         checkpointer=saver,
     )
@@ -295,16 +257,14 @@ class ForgetfulByMixin(Start, AsyncStart, ToolCallLimitMiddleware[Any, Any]):
     """Gets its forgetful beginning from mixins."""
 
 
-@modes
 @pytest.mark.parametrize(
     "limiter", [Forgetful, ForgetfulInAsync, ForgetfulInBoth, ForgetfulByMixin, Dutiful, Heir]
 )
 async def test_a_subclass_that_forgets_super(
-    mode: Mode, limiter: type[ToolCallLimitMiddleware[Any, Any]], signals: Signals
+    limiter: type[ToolCallLimitMiddleware[Any, Any]], signals: Signals
 ) -> None:
     """A subclass with its own before_agent gets a new budget each turn, super() or not."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done"] * 2,
         [limiter(run_limit=1, telemetry=signals.telemetry)],
@@ -316,12 +276,10 @@ async def test_a_subclass_that_forgets_super(
         scene.check()
 
 
-@modes
-async def test_a_forgetful_subclass_is_repaired(mode: Mode, signals: Signals) -> None:
+async def test_a_forgetful_subclass_is_repaired(signals: Signals) -> None:
     """A beginning with messages of its own does not displace the repair of the history."""
     ran: list[str] = []
     scene = Scene(
-        mode,
         signals,
         [["flaky"], "done"],
         [ForgetfulInBoth(run_limit=1, telemetry=signals.telemetry)],

@@ -1,4 +1,4 @@
-"""Human review of tool calls, in every order and mode."""
+"""Human review of tool calls, in every order."""
 
 from inspect import signature
 from typing import Any, Literal
@@ -6,8 +6,9 @@ from typing import Any, Literal
 import pytest
 from langchain.agents.middleware import HumanInTheLoopMiddleware
 
-from langchain_quota import ToolCallLimitExceededError, ToolCallLimitMiddleware
-from tests.agent.rules import Mode, Order, Scene, check_history, in_order, modes, orders
+from langchain_quota import ToolCallLimitExceededError
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Scene, check_history, tool_limiter
 from tests.conftest import Signals
 
 Review = Literal["approve", "reject", "respond", "edit"]
@@ -33,24 +34,18 @@ def decisions(*kinds: Review) -> dict[str, Any]:
 
 
 def scene_of(
-    mode: Mode, signals: Signals, *middleware: Any, script: Any = (["search", "search"], "done")
+    signals: Signals, *middleware: Any, script: Any = (["search", "search"], "done")
 ) -> Scene:
-    return Scene(mode, signals, list(script), middleware)
+    return Scene(signals, list(script), middleware)
 
 
-@modes
 @pytest.mark.parametrize("kind", ["reject", "respond"])
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
-async def test_limiter_first_not_run(
-    mode: Mode, kind: Review, exit_behavior: Any, signals: Signals
-) -> None:
+async def test_limiter_first_not_run(kind: Review, exit_behavior: Any, signals: Signals) -> None:
     """Limiter first: a rejected or answered call is not charged and not answered again."""
     scene = scene_of(
-        mode,
         signals,
-        ToolCallLimitMiddleware(
-            run_limit=1, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        tool_limiter(signals, run_limit=1, exit_behavior=exit_behavior),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -61,14 +56,12 @@ async def test_limiter_first_not_run(
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("kind", ["reject", "respond"])
-async def test_limiter_first_with_limit_0(mode: Mode, kind: Review, signals: Signals) -> None:
+async def test_limiter_first_with_limit_0(kind: Review, signals: Signals) -> None:
     """Limiter first, with limit 0: what the reviewer answered has one answer, the reviewer's."""
     scene = scene_of(
-        mode,
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=0),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -81,14 +74,10 @@ async def test_limiter_first_with_limit_0(mode: Mode, kind: Review, signals: Sig
     scene.check()
 
 
-@modes
-async def test_limiter_first_approved(mode: Mode, signals: Signals) -> None:
+async def test_limiter_first_approved(signals: Signals) -> None:
     """Limiter first: an approved call over the limit does not run, one within it is charged."""
     scene = scene_of(
-        mode,
-        signals,
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-        HumanInTheLoopMiddleware({"search": True}),
+        signals, tool_limiter(signals, run_limit=1), HumanInTheLoopMiddleware({"search": True})
     )
 
     await scene.turn()
@@ -98,14 +87,12 @@ async def test_limiter_first_approved(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_limiter_first_edited(mode: Mode, signals: Signals) -> None:
+async def test_limiter_first_edited(signals: Signals) -> None:
     """Limiter first: an edited call is charged as the tool that it became."""
     scene = scene_of(
-        mode,
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=1),
+        tool_limiter(signals, "calc", run_limit=1),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -116,13 +103,11 @@ async def test_limiter_first_edited(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_limiter_first_edited_into_a_refused_tool(mode: Mode, signals: Signals) -> None:
+async def test_limiter_first_edited_into_a_refused_tool(signals: Signals) -> None:
     """Limiter first: an edit does not evade the limit of the tool that the call became."""
     scene = scene_of(
-        mode,
         signals,
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, "calc", run_limit=1),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -134,13 +119,11 @@ async def test_limiter_first_edited_into_a_refused_tool(mode: Mode, signals: Sig
     scene.check()
 
 
-@modes
-async def test_limiter_first_edited_out_of_a_refused_tool(mode: Mode, signals: Signals) -> None:
+async def test_limiter_first_edited_out_of_a_refused_tool(signals: Signals) -> None:
     """Limiter first: a call edited away from an exhausted tool runs, and is not charged to it."""
     scene = scene_of(
-        mode,
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=0),
         HumanInTheLoopMiddleware({"search": True}),
     )
 
@@ -151,17 +134,15 @@ async def test_limiter_first_edited_out_of_a_refused_tool(mode: Mode, signals: S
     scene.check()
 
 
-@modes
-async def test_an_edit_of_an_earlier_turn(mode: Mode, signals: Signals) -> None:
+async def test_an_edit_of_an_earlier_turn(signals: Signals) -> None:
     """Limiter first: a later call with an id that was edited once is judged as itself."""
     first, again = (
         [{"name": "search", "args": {}, "id": "same", "type": "tool_call"}] for _ in range(2)
     )
     scene = scene_of(
-        mode,
         signals,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(tool_name="calc", thread_limit=1, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=1),
+        tool_limiter(signals, "calc", thread_limit=1),
         HumanInTheLoopMiddleware({"search": True}),
         script=[first, "done", again, "done"],
     )
@@ -175,14 +156,10 @@ async def test_an_edit_of_an_earlier_turn(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_review_first_approved(mode: Mode, signals: Signals) -> None:
+async def test_review_first_approved(signals: Signals) -> None:
     """Review first: the reviewer is asked about refused calls too; approved, they do not run."""
     scene = scene_of(
-        mode,
-        signals,
-        HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+        signals, HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=1)
     )
 
     result = await scene.turn()
@@ -193,15 +170,11 @@ async def test_review_first_approved(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("kind", ["reject", "respond"])
-async def test_review_first_not_run(mode: Mode, kind: Review, signals: Signals) -> None:
+async def test_review_first_not_run(kind: Review, signals: Signals) -> None:
     """Review first: a rejected or answered call stays charged, though it did not run."""
     scene = scene_of(
-        mode,
-        signals,
-        HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        signals, HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=2)
     )
 
     await scene.turn()
@@ -213,15 +186,11 @@ async def test_review_first_not_run(mode: Mode, kind: Review, signals: Signals) 
     check_history(result["messages"])
 
 
-@modes
 @pytest.mark.parametrize("kind", ["reject", "respond"])
-async def test_review_first_refused_and_not_run(mode: Mode, kind: Review, signals: Signals) -> None:
+async def test_review_first_refused_and_not_run(kind: Review, signals: Signals) -> None:
     """Review first: a refused call that the reviewer answers too has two answers."""
     scene = scene_of(
-        mode,
-        signals,
-        HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
+        signals, HumanInTheLoopMiddleware({"search": True}), tool_limiter(signals, run_limit=1)
     )
 
     await scene.turn()
@@ -232,15 +201,13 @@ async def test_review_first_refused_and_not_run(mode: Mode, kind: Review, signal
     assert sorted(ids) == ["call_1", "call_2", "call_2"]
 
 
-@modes
-async def test_review_first_edited(mode: Mode, signals: Signals) -> None:
+async def test_review_first_edited(signals: Signals) -> None:
     """Review first: an edited call is judged as what it was, and evades the other limit."""
     scene = scene_of(
-        mode,
         signals,
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(tool_name="calc", run_limit=0, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=2),
+        tool_limiter(signals, "calc", run_limit=0),
     )
 
     await scene.turn()
@@ -251,14 +218,12 @@ async def test_review_first_edited(mode: Mode, signals: Signals) -> None:
     check_history(scene.state()["messages"])
 
 
-@modes
-async def test_review_first_end(mode: Mode, signals: Signals) -> None:
+async def test_review_first_end(signals: Signals) -> None:
     """Review first: where `end` stops the batch, the reviewer is not asked."""
     scene = scene_of(
-        mode,
         signals,
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, exit_behavior="end", telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1, exit_behavior="end"),
     )
 
     result = await scene.turn()
@@ -268,14 +233,12 @@ async def test_review_first_end(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_review_first_error(mode: Mode, signals: Signals) -> None:
+async def test_review_first_error(signals: Signals) -> None:
     """Review first: where `error` raises, the reviewer is not asked and nothing is charged."""
     scene = scene_of(
-        mode,
         signals,
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(run_limit=1, exit_behavior="error", telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1, exit_behavior="error"),
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -285,15 +248,13 @@ async def test_review_first_error(mode: Mode, signals: Signals) -> None:
     scene.check(answered=False)
 
 
-@modes
-async def test_review_between_two_limiters(mode: Mode, signals: Signals) -> None:
+async def test_review_between_two_limiters(signals: Signals) -> None:
     """Review between: a rejected call stays charged to the limiter behind the review only."""
     scene = scene_of(
-        mode,
         signals,
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=2),
         HumanInTheLoopMiddleware({"search": True}),
-        ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, "search", run_limit=2),
     )
 
     await scene.turn()
@@ -304,13 +265,13 @@ async def test_review_between_two_limiters(mode: Mode, signals: Signals) -> None
     check_history(scene.state()["messages"])
 
 
-def per_call_scene(mode: Mode, signals: Signals, order: Order) -> Scene:
+def per_call_scene(signals: Signals, order: Order) -> Scene:
     middleware = in_order(
         order,
-        ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=2),
         HumanInTheLoopMiddleware({"search": True}, interrupt_mode="per_call"),
     )
-    return scene_of(mode, signals, *middleware, script=[["search"] * 3, "done"])
+    return scene_of(signals, *middleware, script=[["search"] * 3, "done"])
 
 
 def per_call_answers(result: dict[str, Any], *reviews: dict[str, Any]) -> dict[str, Any]:
@@ -319,11 +280,10 @@ def per_call_answers(result: dict[str, Any], *reviews: dict[str, Any]) -> dict[s
 
 
 @per_call
-@modes
 @orders(2)
-async def test_per_call_approved(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_per_call_approved(order: Order, signals: Signals) -> None:
     """Per-call review: only admitted calls are asked about; approved, they run and are charged."""
-    scene = per_call_scene(mode, signals, order)
+    scene = per_call_scene(signals, order)
 
     result = await scene.turn()
     await scene.resume(per_call_answers(result, review("approve"), review("approve")))
@@ -333,12 +293,11 @@ async def test_per_call_approved(mode: Mode, order: Order, signals: Signals) -> 
 
 
 @per_call
-@modes
 @orders(2)
 @pytest.mark.parametrize("kind", ["reject", "respond"])
-async def test_per_call_not_run(mode: Mode, order: Order, kind: Review, signals: Signals) -> None:
+async def test_per_call_not_run(order: Order, kind: Review, signals: Signals) -> None:
     """Per-call review: a rejected or answered call stays charged; it is answered once."""
-    scene = per_call_scene(mode, signals, order)
+    scene = per_call_scene(signals, order)
 
     result = await scene.turn()
     await scene.resume(per_call_answers(result, review(kind), review("approve")))
@@ -350,11 +309,10 @@ async def test_per_call_not_run(mode: Mode, order: Order, kind: Review, signals:
 
 
 @per_call
-@modes
 @orders(2)
-async def test_per_call_edited(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_per_call_edited(order: Order, signals: Signals) -> None:
     """Per-call review: an edit cannot change the tool, so the charge is that of what ran."""
-    scene = per_call_scene(mode, signals, order)
+    scene = per_call_scene(signals, order)
 
     result = await scene.turn()
     edited = review("edit", "search")

@@ -23,7 +23,8 @@ from langchain_quota.messages import SKIPPED
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import CONFIG, Mode, modes
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import CONFIG
 from tests.agent.shared import ANN, FickleStore, SharedScene, asking, counts, quota, texts
 from tests.conftest import Signals
 
@@ -61,20 +62,20 @@ def per_user(kind: str = "tool", limit: int = 9, **options: Any) -> Limit:
 
 
 def scene_of(
-    mode: Mode,
     signals: Signals,
     script: Any,
     *limits: Limit,
     store: Any,
     saver: InMemorySaver | None = None,
+    form: Form = "async",
     **options: Any,
 ) -> SharedScene:
     scene = SharedScene(
-        mode,
         signals,
         script,
         [quota(signals, *limits, store=store, **options)],
         checkpointer=saver or InMemorySaver(),
+        form=form,
     )
     scene.context = ANN
     return scene
@@ -88,17 +89,14 @@ def failures(signals: Signals) -> float | None:
 
 def asked(signals: Signals, outcome: str) -> float | None:
     name = "langchain_quota_store_seconds_count"
-    return signals.value(name, operation="reserve", outcome=outcome)
+    return signals.value(name, operation="acquire", outcome=outcome)
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
-async def test_denied_tool_calls(
-    mode: Mode, exit_behavior: Any, nobody: RedisStore, signals: Signals
-) -> None:
+async def test_denied_tool_calls(exit_behavior: Any, nobody: RedisStore, signals: Signals) -> None:
     """With nobody to ask, calls are refused as their limit says, with the scope `store`."""
     limit = per_user(thread_limit=9, exit_behavior=exit_behavior)
-    scene = scene_of(mode, signals, asking("search", "search", "calc"), limit, store=nobody)
+    scene = scene_of(signals, asking("search", "search", "calc"), limit, store=nobody)
 
     with captured_decisions() as decisions:
         if exit_behavior == "error":
@@ -106,7 +104,7 @@ async def test_denied_tool_calls(
                 await scene.turn()
             assert caught.value.decision is not None
             assert caught.value.decision.leading is not None
-            assert caught.value.decision.leading.scope == "store"
+            assert caught.value.decision.leading.reason == "store"
             assert caught.value.decision.resets_at is None
         else:
             result = await scene.turn()
@@ -120,7 +118,7 @@ async def test_denied_tool_calls(
     # What no shared limit counts runs, unless its batch is stopped.
     assert scene.ran == (["calc"] if exit_behavior == "continue" else [])
     refused = [each for each in decisions if each.outcome is Outcome.BLOCKED]
-    assert [each.leading and each.leading.scope for each in refused] == ["store"] * 2
+    assert [each.leading and each.leading.reason for each in refused] == ["store"] * 2
     assert scene.metric("tool:search", "blocked", "store") == 2
     assert scene.metric("tool:search", "blocked", "user_id") == 0
     assert scene.metric("tool:search", "blocked", "thread") == 0
@@ -131,14 +129,11 @@ async def test_denied_tool_calls(
     scene.check(answered=exit_behavior != "error")
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["end", "error", "finalize"])
-async def test_denied_model_calls(
-    mode: Mode, exit_behavior: Any, nobody: RedisStore, signals: Signals
-) -> None:
+async def test_denied_model_calls(exit_behavior: Any, nobody: RedisStore, signals: Signals) -> None:
     """With nobody to ask, the model is not called, and the run ends as the limit says."""
     limit = per_user("model", exit_behavior=exit_behavior)
-    scene = scene_of(mode, signals, asking("search"), limit, store=nobody)
+    scene = scene_of(signals, asking("search"), limit, store=nobody)
     says = "Model call limit could not be checked: try again later."
 
     if exit_behavior == "error":
@@ -147,7 +142,7 @@ async def test_denied_model_calls(
         assert str(caught.value) == says
         assert caught.value.decision is not None
         assert caught.value.decision.leading is not None
-        assert caught.value.decision.leading.scope == "store"
+        assert caught.value.decision.leading.reason == "store"
     else:
         result = await scene.turn()
         assert result["messages"][-1].content == says
@@ -157,15 +152,13 @@ async def test_denied_model_calls(
     assert scene.fallbacks("deny") == 1
 
 
-@modes
-async def test_allowed_calls(mode: Mode, nobody: RedisStore, signals: Signals) -> None:
+async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
     """Allowed without the store, thread and run limits hold by the state; quotas do not."""
     limits = [
         per_user(limit=0, thread_limit=5, run_limit=3),
         per_user("model", limit=0, thread_limit=9),
     ]
     scene = scene_of(
-        mode,
         signals,
         asking("search", "search", "search", "search"),
         *limits,
@@ -186,19 +179,19 @@ async def test_allowed_calls(mode: Mode, nobody: RedisStore, signals: Signals) -
     scene.check()
 
 
-@modes
+@both_forms
 @outages
 async def test_a_store_that_is_silent(
-    mode: Mode, on_store_error: Any, silence: RedisStore, signals: Signals
+    form: Form, on_store_error: Any, silence: RedisStore, signals: Signals
 ) -> None:
     """A server that does not answer holds a run up for its timeout, and no longer."""
     scene = scene_of(
-        mode,
         signals,
         asking("search"),
         per_user(),
         store=silence,
         on_store_error=on_store_error,
+        form=form,
     )
 
     async with asyncio.timeout(DEADLINE):
@@ -209,12 +202,11 @@ async def test_a_store_that_is_silent(
     assert scene.fallbacks(on_store_error) == 1
 
 
-@modes
 async def test_credentials_are_not_logged(
-    mode: Mode, nobody: RedisStore, signals: Signals, caplog: pytest.LogCaptureFixture
+    nobody: RedisStore, signals: Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log of an outage says what failed, without the store's password."""
-    scene = scene_of(mode, signals, asking("search"), per_user(), store=nobody)
+    scene = scene_of(signals, asking("search"), per_user(), store=nobody)
 
     await scene.turn()
 
@@ -226,16 +218,14 @@ def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in each.getMessage() for each in caplog.records)
 
 
-@modes
 @outages
 async def test_one_line_for_each_outage(
-    mode: Mode, on_store_error: Any, signals: Signals, caplog: pytest.LogCaptureFixture
+    on_store_error: Any, signals: Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An outage is logged once, however many calls it meets, and once when it is over."""
     caplog.set_level(logging.INFO, logger="langchain_quota")
     store = FickleStore(MemoryStore())
     scene = scene_of(
-        mode,
         signals,
         asking("search"),
         per_user(limit=99),
@@ -256,23 +246,23 @@ async def test_one_line_for_each_outage(
     assert failures(signals) == failed >= 3
 
 
-@modes
+@both_forms
 @outages
 @pytest.mark.parametrize("hears", [True, False], ids=["answers lost", "not heard"])
 async def test_counts_after_an_outage(
-    mode: Mode, on_store_error: Any, *, hears: bool, signals: Signals
+    form: Form, on_store_error: Any, *, hears: bool, signals: Signals
 ) -> None:
     """When the store is back, it counts what ran and nothing else, heard of or not."""
     store = FickleStore(MemoryStore())
     store.hears = hears
     limits = [per_user(limit=99, thread_limit=99), per_user("model", limit=99)]
     scene = scene_of(
-        mode,
         signals,
         asking("search", "calc"),
         *limits,
         store=store,
         on_store_error=on_store_error,
+        form=form,
     )
 
     for down in (False, True, True, False, True, False):
@@ -285,9 +275,8 @@ async def test_counts_after_an_outage(
     scene.check()
 
 
-@modes
 @outages
-async def test_the_middle_of_a_run(mode: Mode, on_store_error: Any, signals: Signals) -> None:
+async def test_the_middle_of_a_run(on_store_error: Any, signals: Signals) -> None:
     """A store that fails in mid-run and comes back in it: the run goes on, the counts are right."""
     store = FickleStore(MemoryStore())
     answers = iter([["search"], ["search", "search"], ["search"], "done"])
@@ -298,7 +287,7 @@ async def test_the_middle_of_a_run(mode: Mode, on_store_error: Any, signals: Sig
         return next(answers)
 
     scene = scene_of(
-        mode, signals, script, per_user(thread_limit=9), store=store, on_store_error=on_store_error
+        signals, script, per_user(thread_limit=9), store=store, on_store_error=on_store_error
     )
 
     result = await scene.turn()
@@ -309,14 +298,12 @@ async def test_the_middle_of_a_run(mode: Mode, on_store_error: Any, signals: Sig
     scene.check()
 
 
-@modes
 @outages
-async def test_a_limit_that_is_tried_out(mode: Mode, on_store_error: Any, signals: Signals) -> None:
+async def test_a_limit_that_is_tried_out(on_store_error: Any, signals: Signals) -> None:
     """A limit that is not enforced refuses nothing for want of a store; what ran is counted."""
     store = FickleStore(MemoryStore())
     store.down = True
     scene = scene_of(
-        mode,
         signals,
         asking("search", "search"),
         per_user(enforce=False),
@@ -334,17 +321,15 @@ async def test_a_limit_that_is_tried_out(mode: Mode, on_store_error: Any, signal
     assert scene.metric("tool:search", "would_block", "store") == (2 if denied else 0)
 
 
-@modes
-async def test_a_thread_that_the_store_does_not_know(mode: Mode, signals: Signals) -> None:
+async def test_a_thread_that_the_store_does_not_know(signals: Signals) -> None:
     """Allowed while the store is down, a thread from before it keeps the count in its state."""
     saver = InMemorySaver()
     limit = ToolCallLimit("search", thread_limit=3)
-    before = scene_of(mode, signals, asking("search", "search"), limit, store=None, saver=saver)
+    before = scene_of(signals, asking("search", "search"), limit, store=None, saver=saver)
     await before.turn()
     store = FickleStore(MemoryStore())
     store.down = True
     scene = scene_of(
-        mode,
         signals,
         asking("search"),
         limit,
@@ -362,13 +347,12 @@ async def test_a_thread_that_the_store_does_not_know(mode: Mode, signals: Signal
     assert counts(store) == {THREAD: 3}
 
 
-@modes
-async def test_a_store_that_forgot_all(mode: Mode, signals: Signals) -> None:
+async def test_a_store_that_forgot_all(signals: Signals) -> None:
     """A store that comes back empty, as Redis without persistence: threads keep their counts."""
     store = FickleStore(MemoryStore())
     limit = ToolCallLimit("search", thread_limit=4)
     scene = scene_of(
-        mode, signals, asking("search", "search"), limit, store=store, on_store_error="allow"
+        signals, asking("search", "search"), limit, store=store, on_store_error="allow"
     )
     await scene.turn()
     store.down = True
@@ -388,7 +372,6 @@ async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptu
     store = FickleStore(MemoryStore())
     store.down = True
     scene = scene_of(
-        "async",
         signals,
         asking("search"),
         per_user(limit=999),
@@ -403,28 +386,28 @@ async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptu
             context=ANN,
         )
 
-    await asyncio.gather(*map(run, range(150)))
+    await asyncio.gather(*map(run, range(40)))
     store.down = False
     # A few corrections go with each request.
-    for number in range(30):
+    for number in range(8):
         await run(1000 + number)
 
     assert logged(caplog, "store of") == 2  # failed, and works again
-    assert scene.ran == ["search"] * 180
-    assert counts(store) == {SEARCHES: 180}
+    assert scene.ran == ["search"] * 48
+    assert counts(store) == {SEARCHES: 48}
 
 
-@modes
-async def test_a_reset_while_the_store_is_down(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_a_reset_while_the_store_is_down(form: Form, signals: Signals) -> None:
     """A reset that the store does not hear of fails as a whole, and is made when it is back."""
     store = FickleStore(MemoryStore())
     middleware = quota(signals, ToolCallLimit("search", thread_limit=2), store=store)
-    scene = SharedScene(mode, signals, asking("search", "search"), [middleware])
+    scene = SharedScene(signals, asking("search", "search"), [middleware], form=form)
     await scene.turn()
     store.down = True
 
     async def reset() -> None:
-        if mode == "sync":
+        if form == "sync":
             middleware.reset(scene.agent, CONFIG)  # type: ignore[arg-type]
         else:
             await middleware.areset(scene.agent, CONFIG)  # type: ignore[arg-type]
@@ -446,22 +429,20 @@ class BrokenStore(MemoryStore):
         super().__init__()
         self._error = error
 
-    def reserve(self, reservation: Any) -> Any:
+    def acquire(self, request: Any) -> Any:
         raise self._error()
 
-    async def areserve(self, reservation: Any) -> Any:
+    async def aacquire(self, request: Any) -> Any:
         raise self._error()
 
 
-@modes
 @outages
 @pytest.mark.parametrize("error", [KeyError, OSError, TimeoutError, ZeroDivisionError])
 async def test_a_store_with_a_bug(
-    mode: Mode, on_store_error: Any, error: type[Exception], signals: Signals
+    on_store_error: Any, error: type[Exception], signals: Signals
 ) -> None:
     """Whatever a store raises, it has not answered: the agent goes on, and the kind is counted."""
     scene = scene_of(
-        mode,
         signals,
         asking("search"),
         per_user(),
@@ -476,11 +457,11 @@ async def test_a_store_with_a_bug(
     assert signals.value("langchain_quota_errors_total", **labels) == 1
 
 
-@modes
-async def test_a_wrong_use_is_told(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_a_wrong_use_is_told(form: Form, signals: Signals) -> None:
     """A store that is used as it cannot be says so to the caller: that is no outage."""
     store = BrokenStore(lambda: TypeError("a client of redis.asyncio serves no sync calls"))
-    scene = scene_of(mode, signals, asking("search"), per_user(), store=store)
+    scene = scene_of(signals, asking("search"), per_user(), store=store, form=form)
 
     with pytest.raises(TypeError, match="serves no sync calls"):
         await scene.turn()

@@ -16,10 +16,10 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.messages import FINALIZED, SKIPPED
-from langchain_quota.middleware.requests import LAST_CALL
+from langchain_quota.middleware._model_request import LAST_CALL
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import Mode, modes
+from tests.agent.conftest import Form, both_forms
 from tests.agent.shared import (
     ANN,
     DAY,
@@ -41,9 +41,11 @@ MODEL_CALLS = f"model:user_id:ann:{TODAY}"
 
 
 def scene_of(
-    mode: Mode, signals: Signals, script: Any, *limits: Limit, store: Any, **options: Any
+    signals: Signals, script: Any, *limits: Limit, store: Any, form: Form = "async", **options: Any
 ) -> SharedScene:
-    scene = SharedScene(mode, signals, script, [quota(signals, *limits, store=store, **options)])
+    scene = SharedScene(
+        signals, script, [quota(signals, *limits, store=store, **options)], form=form
+    )
     scene.context = ANN
     return scene
 
@@ -52,14 +54,11 @@ def last_text(result: dict[str, Any]) -> str:
     return str(result["messages"][-1].content)
 
 
-@modes
-async def test_continue(mode: Mode, signals: Signals) -> None:
+async def test_continue(signals: Signals) -> None:
     """A refused call is answered with when the quota resets, and the agent goes on."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[USER])
-    scene = scene_of(
-        mode, signals, asking("search", "calc", "search", "search"), limit, store=store
-    )
+    scene = scene_of(signals, asking("search", "calc", "search", "search"), limit, store=store)
 
     result = await scene.turn()
 
@@ -78,7 +77,6 @@ WINDOWS = {
 }
 
 
-@modes
 @pytest.mark.parametrize("apart", [True, False], ids=["two limits", "one limit"])
 @pytest.mark.parametrize(
     ("windows", "resets"),
@@ -91,7 +89,7 @@ WINDOWS = {
     ids=str,
 )
 async def test_the_reset_of_two_quotas(
-    mode: Mode, windows: tuple[str, str], resets: datetime | None, *, apart: bool, signals: Signals
+    windows: tuple[str, str], resets: datetime | None, *, apart: bool, signals: Signals
 ) -> None:
     """Of two quotas that are used up the later reset is told; none, if one is never reset."""
     quotas = [WINDOWS[each] for each in windows]
@@ -101,7 +99,7 @@ async def test_the_reset_of_two_quotas(
         else [ToolCallLimit("search", quotas=quotas)]
     )
     script = asking("search", "search", "search")
-    scene = scene_of(mode, signals, script, *limits, store=MemoryStore())
+    scene = scene_of(signals, script, *limits, store=MemoryStore())
 
     with captured_decisions() as decisions:
         result = await scene.turn()
@@ -113,8 +111,7 @@ async def test_the_reset_of_two_quotas(
     )
 
 
-@modes
-async def test_an_own_message(mode: Mode, signals: Signals) -> None:
+async def test_an_own_message(signals: Signals) -> None:
     """A message of the user's own is told when the quota resets, and stands alone."""
 
     def message(decision: Decision) -> str:
@@ -122,21 +119,18 @@ async def test_an_own_message(mode: Mode, signals: Signals) -> None:
         return f"Come back at {decision.resets_at:%H:%M on %d %B}."
 
     limit = ToolCallLimit("search", quotas=[USER], message=message)
-    scene = scene_of(
-        mode, signals, asking("search", "search", "search"), limit, store=MemoryStore()
-    )
+    scene = scene_of(signals, asking("search", "search", "search"), limit, store=MemoryStore())
 
     result = await scene.turn()
 
     assert texts(result)[0] == "Come back at 00:00 on 02 January."
 
 
-@modes
-async def test_end(mode: Mode, signals: Signals) -> None:
+async def test_end(signals: Signals) -> None:
     """A batch over the quota ends the run: none of it runs, and nothing is charged."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[USER], exit_behavior="end")
-    scene = scene_of(mode, signals, asking("search", "search", "search"), limit, store=store)
+    scene = scene_of(signals, asking("search", "search", "search"), limit, store=store)
 
     result = await scene.turn()
 
@@ -150,12 +144,11 @@ async def test_end(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_tool_error(mode: Mode, signals: Signals) -> None:
+async def test_tool_error(signals: Signals) -> None:
     """The exception tells which quota is used up, by how much, and until when."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[USER], exit_behavior="error")
-    scene = scene_of(mode, signals, asking("search", "search"), limit, store=store)
+    scene = scene_of(signals, asking("search", "search"), limit, store=store)
     await scene.turn()
 
     with pytest.raises(ToolCallLimitExceededError) as caught:
@@ -180,12 +173,11 @@ async def test_tool_error(mode: Mode, signals: Signals) -> None:
     scene.check(answered=False)
 
 
-@modes
-async def test_model_error(mode: Mode, signals: Signals) -> None:
+async def test_model_error(signals: Signals) -> None:
     """The model is not called, and the exception tells of the quota."""
     store = MemoryStore()
     limit = ModelCallLimit(quotas=[USER], exit_behavior="error")
-    scene = scene_of(mode, signals, asking("search"), limit, store=store)
+    scene = scene_of(signals, asking("search"), limit, store=store)
     await scene.turn()
 
     with pytest.raises(ModelCallLimitExceededError) as caught:
@@ -206,12 +198,11 @@ async def test_model_error(mode: Mode, signals: Signals) -> None:
     assert counts(store) == {MODEL_CALLS: 2}
 
 
-@modes
-async def test_model_end(mode: Mode, signals: Signals) -> None:
+async def test_model_end(signals: Signals) -> None:
     """A model limit with nothing but quotas ends the run, and tells which ones are used up."""
     store = MemoryStore()
     limit = ModelCallLimit(quotas=[USER, Quota(2, per="global")])
-    scene = scene_of(mode, signals, lambda messages: ["search"], limit, store=store)
+    scene = scene_of(signals, lambda messages: ["search"], limit, store=store)
 
     result = await scene.turn()
 
@@ -224,13 +215,12 @@ async def test_model_end(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_finalize(mode: Mode, signals: Signals) -> None:
+async def test_finalize(signals: Signals) -> None:
     """The user's last model call is told so, on whichever thread; a later one is refused."""
     store = MemoryStore()
     limit = ModelCallLimit(quotas=[Quota(3, per="user_id")], exit_behavior="finalize")
-    scene = scene_of(mode, signals, lambda messages: ["search"], limit, store=store)
-    other = scene_of(mode, signals, asking("search"), limit, store=store)
+    scene = scene_of(signals, lambda messages: ["search"], limit, store=store)
+    other = scene_of(signals, asking("search"), limit, store=store)
 
     await other.turn(thread_id="thread-2")
     result = await scene.turn()
@@ -248,12 +238,11 @@ async def test_finalize(mode: Mode, signals: Signals) -> None:
     assert counts(store) == {"model:user_id:ann": 3}
 
 
-@modes
-async def test_give_up_after(mode: Mode, signals: Signals) -> None:
+async def test_give_up_after(signals: Signals) -> None:
     """After so many refusals by the quota the run ends; a new run is given a new chance."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(1, per="user_id")], give_up_after=2)
-    scene = scene_of(mode, signals, lambda messages: ["search"], limit, store=store)
+    scene = scene_of(signals, lambda messages: ["search"], limit, store=store)
 
     result = await scene.turn()
 
@@ -267,12 +256,10 @@ async def test_give_up_after(mode: Mode, signals: Signals) -> None:
     assert counts(store) == {"search:user_id:ann": 1}
 
 
-@modes
-async def test_giving_up_charges_nothing_of_the_batch(mode: Mode, signals: Signals) -> None:
+async def test_giving_up_charges_nothing_of_the_batch(signals: Signals) -> None:
     """The batch whose refusals are one too many does not run, and the store charges none of it."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         asking("search", "calc", "search"),
         ToolCallLimit("search", quotas=[Quota(1, per="user_id")], give_up_after=1),
@@ -287,12 +274,11 @@ async def test_giving_up_charges_nothing_of_the_batch(mode: Mode, signals: Signa
     scene.check()
 
 
-@modes
-async def test_a_quota_that_is_tried_out(mode: Mode, signals: Signals) -> None:
+async def test_a_quota_that_is_tried_out(signals: Signals) -> None:
     """With `enforce=False` all run and are counted; what would be refused is told apart."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[USER], enforce=False)
-    scene = scene_of(mode, signals, asking("search", "search", "search"), limit, store=store)
+    scene = scene_of(signals, asking("search", "search", "search"), limit, store=store)
 
     with captured_decisions() as decisions:
         await scene.turn()
@@ -305,9 +291,8 @@ async def test_a_quota_that_is_tried_out(mode: Mode, signals: Signals) -> None:
     assert scene.metric("tool:search", "blocked", "user_id") == 0
 
 
-@modes
 @pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_a_quota_of_0(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_a_quota_of_0(kind: str, signals: Signals) -> None:
     """A quota of 0 forbids, and leaves no trace in the store."""
     store = MemoryStore()
     nothing = Quota(0, per="user_id")
@@ -316,7 +301,7 @@ async def test_a_quota_of_0(mode: Mode, kind: str, signals: Signals) -> None:
         if kind == "tool"
         else ModelCallLimit(quotas=[nothing])
     )
-    scene = scene_of(mode, signals, asking("search"), limit, store=store)
+    scene = scene_of(signals, asking("search"), limit, store=store)
 
     await scene.turn()
 
@@ -333,17 +318,16 @@ def humans(scene: SharedScene) -> list[str]:
     ]
 
 
-@modes
-async def test_telling_the_model(mode: Mode, signals: Signals) -> None:
+async def test_telling_the_model(signals: Signals) -> None:
     """The model is told what is left to the user, of calls on other threads as well."""
     store = MemoryStore()
     limits: list[Limit] = [
         ToolCallLimit("search", quotas=[Quota(5, per="user_id")], run_limit=9),
         ModelCallLimit(quotas=[Quota(20, per="user_id")]),
     ]
-    other = scene_of(mode, signals, asking("search", "search", "search"), *limits, store=store)
+    other = scene_of(signals, asking("search", "search", "search"), *limits, store=store)
     await other.turn(thread_id="thread-2")
-    scene = scene_of(mode, signals, asking("search"), *limits, store=store, tell_model=True)
+    scene = scene_of(signals, asking("search"), *limits, store=store, tell_model=True)
 
     await scene.turn()
 
@@ -354,16 +338,15 @@ async def test_telling_the_model(mode: Mode, signals: Signals) -> None:
     assert "Budget" not in str(scene.state())
 
 
-@modes
-async def test_hiding_what_is_used_up(mode: Mode, signals: Signals) -> None:
+async def test_hiding_what_is_used_up(signals: Signals) -> None:
     """A tool that the user has used up on another thread is not offered; in a new window it is."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[USER])
-    await scene_of(mode, signals, asking("search", "search"), limit, store=store).turn(
+    await scene_of(signals, asking("search", "search"), limit, store=store).turn(
         thread_id="thread-2"
     )
     middleware = quota(signals, limit, store=store, hide_exhausted=True)
-    scene = SharedScene(mode, signals, asking("calc"), [middleware])
+    scene = SharedScene(signals, asking("calc"), [middleware])
 
     await scene.turn(context=ANN)
     middleware._clock = MIDNIGHT.timestamp
@@ -374,14 +357,11 @@ async def test_hiding_what_is_used_up(mode: Mode, signals: Signals) -> None:
     ] * 2
 
 
-@modes
-async def test_another_users_tools_are_offered(mode: Mode, signals: Signals) -> None:
+async def test_another_users_tools_are_offered(signals: Signals) -> None:
     """What one user has used up is offered to another."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[USER])
-    scene = scene_of(
-        mode, signals, asking("search", "search"), limit, store=store, hide_exhausted=True
-    )
+    scene = scene_of(signals, asking("search", "search"), limit, store=store, hide_exhausted=True)
 
     await scene.turn()
     await scene.turn(context={"user_id": "bob"})
@@ -390,10 +370,10 @@ async def test_another_users_tools_are_offered(mode: Mode, signals: Signals) -> 
     assert offered == [{"calc", "search"}, {"calc"}] * 2
 
 
-@modes
+@both_forms
 @pytest.mark.parametrize("on_store_error", ["deny", "allow"])
 async def test_requests_while_the_store_is_down(
-    mode: Mode, on_store_error: Any, signals: Signals
+    form: Form, on_store_error: Any, signals: Signals
 ) -> None:
     """What cannot be asked is neither told nor hidden; what the state knows is.
 
@@ -405,10 +385,9 @@ async def test_requests_while_the_store_is_down(
         ToolCallLimit("calc", run_limit=1),
     ]
     allowed = on_store_error == "allow"
-    await scene_of(mode, signals, asking("search"), *limits, store=store).turn()
+    await scene_of(signals, asking("search"), *limits, store=store, form=form).turn()
     store.down = True
     scene = scene_of(
-        mode,
         signals,
         asking("calc"),
         *limits,
@@ -416,6 +395,7 @@ async def test_requests_while_the_store_is_down(
         on_store_error=on_store_error,
         tell_model=True,
         hide_exhausted=True,
+        form=form,
     )
 
     result = await scene.turn(thread_id="thread-2")
@@ -430,17 +410,13 @@ async def test_requests_while_the_store_is_down(
     assert signals.value(name, operation="peek", outcome="error") == 2
 
 
-@modes
 @pytest.mark.parametrize("on_store_error", ["deny", "allow"])
-async def test_finalizing_while_the_store_is_down(
-    mode: Mode, on_store_error: Any, signals: Signals
-) -> None:
+async def test_finalizing_while_the_store_is_down(on_store_error: Any, signals: Signals) -> None:
     """Denied, a run ends at once and says why; allowed, the run's own last call is told so."""
     store = FickleStore(MemoryStore())
     store.down = True
     limit = ModelCallLimit(run_limit=1, quotas=[Quota(1, per="user_id")], exit_behavior="finalize")
     scene = scene_of(
-        mode,
         signals,
         lambda messages: ["search"],
         limit,

@@ -12,7 +12,7 @@ from langchain_quota import ModelCallLimit, Outcome, ToolCallLimit
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import Mode, modes
+from tests.agent.conftest import Form, both_forms
 from tests.agent.shared import (
     ANN,
     BOB,
@@ -40,26 +40,24 @@ class Context:
 
 
 def scene_of(
-    mode: Mode, signals: Signals, store: MemoryStore, *limits: Limit, **options: Any
+    signals: Signals, store: MemoryStore, *limits: Limit, form: Form = "async", **options: Any
 ) -> SharedScene:
     """An agent that searches three times in each run."""
     return SharedScene(
-        mode,
         signals,
         asking("search", "search", "search"),
         [quota(signals, *limits, store=store)],
         **options,
+        form=form,
     )
 
 
-@modes
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
-async def test_per_value_of_the_context(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_per_value_of_the_context(kind: str, signals: Signals) -> None:
     """Each user has a quota of their own, on whatever thread; a new turn does not renew it."""
     store = MemoryStore()
     ann, bob = (ANN, BOB) if kind == "dict" else (Context("ann"), Context("bob"))
     scene = scene_of(
-        mode,
         signals,
         store,
         ToolCallLimit("search", quotas=[USER]),
@@ -79,7 +77,6 @@ async def test_per_value_of_the_context(mode: Mode, kind: str, signals: Signals)
     assert scene.metric("tool:search", "allowed") == 4
 
 
-@modes
 @pytest.mark.parametrize(
     ("per", "kept"),
     [
@@ -89,15 +86,11 @@ async def test_per_value_of_the_context(mode: Mode, kind: str, signals: Signals)
         ("agent", {"search:agent:first": 3, "search:agent:second": 3}),
     ],
 )
-async def test_two_agents_with_one_store(
-    mode: Mode, per: str, kept: dict[str, int], signals: Signals
-) -> None:
+async def test_two_agents_with_one_store(per: str, kept: dict[str, int], signals: Signals) -> None:
     """Agents that share a store share the counts of users, threads and all, not each other's."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(4, per=per)])
-    first, second = (
-        scene_of(mode, signals, store, limit, name=name) for name in ("first", "second")
-    )
+    first, second = (scene_of(signals, store, limit, name=name) for name in ("first", "second"))
 
     await first.turn(context=ANN)
     await second.turn(context=ANN)
@@ -106,12 +99,11 @@ async def test_two_agents_with_one_store(
     assert len(first.ran) + len(second.ran) == sum(kept.values())
 
 
-@modes
-async def test_global(mode: Mode, signals: Signals) -> None:
+async def test_global(signals: Signals) -> None:
     """A global quota counts the calls of every user and thread together."""
     store = MemoryStore()
     scene = scene_of(
-        mode, signals, store, ToolCallLimit("search", quotas=[Quota(4, per="global", window=DAY)])
+        signals, store, ToolCallLimit("search", quotas=[Quota(4, per="global", window=DAY)])
     )
 
     await scene.turn(context=ANN)
@@ -122,15 +114,13 @@ async def test_global(mode: Mode, signals: Signals) -> None:
     assert counts(store) == {f"search:global::{TODAY}": 4}
 
 
-@modes
-async def test_per_thread_with_a_window(mode: Mode, signals: Signals) -> None:
+async def test_per_thread_with_a_window(signals: Signals) -> None:
     """A thread's quota with a window stands beside its limit without one."""
     store, clock = MemoryStore(), Clock()
     limit = ToolCallLimit(
         "search", quotas=[Quota(2, window=DAY), Quota(5, name="session", per=lambda s, r: "all")]
     )
     scene = SharedScene(
-        mode,
         signals,
         asking("search", "search", "search"),
         [quota(signals, limit, store=store, clock=clock)],
@@ -161,17 +151,20 @@ async def atenant(state: Any, runtime: Any) -> str:
     return tenant(state, runtime)
 
 
-@modes
-@pytest.mark.parametrize("form", ["sync", "async"])
-async def test_per_function(mode: Mode, form: str, signals: Signals) -> None:
+@both_forms
+@pytest.mark.parametrize("function", ["sync", "async"])
+async def test_per_function(form: Form, function: str, signals: Signals) -> None:
     """A function says whose calls are counted; an async one needs the agent's async methods."""
     store = MemoryStore()
-    per = tenant if form == "sync" else atenant
+    per = tenant if function == "sync" else atenant
     scene = scene_of(
-        mode, signals, store, ToolCallLimit("search", quotas=[Quota(2, per=per, name="tenant")])
+        signals,
+        store,
+        ToolCallLimit("search", quotas=[Quota(2, per=per, name="tenant")]),
+        form=form,
     )
 
-    if mode == "sync" and form == "async":
+    if form == "sync" and function == "async":
         with pytest.raises(
             RuntimeError, match="per of limit 'tool:search' is async: call the agent with ainvoke"
         ):
@@ -187,12 +180,11 @@ async def test_per_function(mode: Mode, form: str, signals: Signals) -> None:
     assert scene.metric("tool:search", "blocked", "tenant") == 5
 
 
-@modes
-async def test_a_function_that_raises(mode: Mode, signals: Signals) -> None:
+async def test_a_function_that_raises(signals: Signals) -> None:
     """What a quota's function raises reaches the caller, is counted, and charges nothing."""
     store = MemoryStore()
     scene = scene_of(
-        mode, signals, store, ToolCallLimit("search", quotas=[Quota(2, per=tenant, name="tenant")])
+        signals, store, ToolCallLimit("search", quotas=[Quota(2, per=tenant, name="tenant")])
     )
 
     with pytest.raises(KeyError, match="tenant"):
@@ -214,17 +206,17 @@ async def aplan(state: Any, runtime: Any) -> int | None:
     return plan(state, runtime)
 
 
-@modes
-@pytest.mark.parametrize("form", ["sync", "async"])
-async def test_a_computed_quota(mode: Mode, form: str, signals: Signals) -> None:
+@both_forms
+@pytest.mark.parametrize("function", ["sync", "async"])
+async def test_a_computed_quota(form: Form, function: str, signals: Signals) -> None:
     """A quota's number can be a function; `None` is no quota, and then nothing is counted."""
     store = MemoryStore()
-    number = plan if form == "sync" else aplan
+    number = plan if function == "sync" else aplan
     scene = scene_of(
-        mode, signals, store, ToolCallLimit("search", quotas=[Quota(number, per="user_id")])
+        signals, store, ToolCallLimit("search", quotas=[Quota(number, per="user_id")]), form=form
     )
 
-    if mode == "sync" and form == "async":
+    if form == "sync" and function == "async":
         with pytest.raises(RuntimeError, match="limit of limit 'tool:search' is async"):
             await scene.turn(context=ANN)
         assert (scene.ran, counts(store)) == ([], {})
@@ -239,7 +231,6 @@ async def test_a_computed_quota(mode: Mode, form: str, signals: Signals) -> None
     assert signals.value("langchain_quota_limit", **labels) is None
 
 
-@modes
 @pytest.mark.parametrize(
     ("number", "error", "says"),
     [
@@ -248,12 +239,12 @@ async def test_a_computed_quota(mode: Mode, form: str, signals: Signals) -> None
     ],
 )
 async def test_a_wrong_computed_quota(
-    mode: Mode, number: Any, error: type[Exception], says: str, signals: Signals
+    number: Any, error: type[Exception], says: str, signals: Signals
 ) -> None:
     """A computed number that is none is an error at the call that it is for."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(lambda s, r: number, per="user_id")])
-    scene = scene_of(mode, signals, store, limit)
+    scene = scene_of(signals, store, limit)
 
     with pytest.raises(error, match=says):
         await scene.turn(context=ANN)
@@ -284,17 +275,17 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@modes
-@pytest.mark.parametrize("kind", ["tool", "model"])
-@pytest.mark.parametrize("case", REFUSED)
-async def test_a_refused_context(mode: Mode, case: str, kind: str, signals: Signals) -> None:
+@pytest.mark.parametrize(
+    ("kind", "case"), [("model", "no context"), *(("tool", each) for each in REFUSED)]
+)
+async def test_a_refused_context(kind: str, case: str, signals: Signals) -> None:
     """A context that does not tell the user is an error; nothing is charged, and no tool runs."""
     context, error, says = REFUSED[case]
     store = MemoryStore()
     limit: Limit = (
         ToolCallLimit("search", quotas=[USER]) if kind == "tool" else ModelCallLimit(quotas=[USER])
     )
-    scene = scene_of(mode, signals, store, limit)
+    scene = scene_of(signals, store, limit)
 
     with pytest.raises(error) as caught:
         await scene.turn(context=context)
@@ -310,9 +301,8 @@ async def test_a_refused_context(mode: Mode, case: str, kind: str, signals: Sign
     scene.check_requests()
 
 
-@modes
 @pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_per_agent_without_a_name(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_per_agent_without_a_name(kind: str, signals: Signals) -> None:
     """A quota per agent needs an agent with a name."""
     store = MemoryStore()
     per_agent = Quota(2, per="agent")
@@ -321,7 +311,7 @@ async def test_per_agent_without_a_name(mode: Mode, kind: str, signals: Signals)
         if kind == "tool"
         else ModelCallLimit(quotas=[per_agent])
     )
-    scene = scene_of(mode, signals, store, limit)
+    scene = scene_of(signals, store, limit)
 
     with pytest.raises(ValueError, match="per agent") as caught:
         await scene.turn()
@@ -333,9 +323,8 @@ async def test_per_agent_without_a_name(mode: Mode, kind: str, signals: Signals)
     assert (scene.ran, counts(store)) == ([], {})
 
 
-@modes
 @pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_per_thread_without_a_thread(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_per_thread_without_a_thread(kind: str, signals: Signals) -> None:
     """A quota per thread needs a run with a thread."""
     store = MemoryStore()
     per_thread = Quota(2, window=DAY)
@@ -344,7 +333,7 @@ async def test_per_thread_without_a_thread(mode: Mode, kind: str, signals: Signa
         if kind == "tool"
         else ModelCallLimit(quotas=[per_thread])
     )
-    scene = scene_of(mode, signals, store, limit, checkpointer=None)
+    scene = scene_of(signals, store, limit, checkpointer=None)
 
     with pytest.raises(ValueError, match="per thread") as caught:
         await scene.turn(thread_id=None)
@@ -356,11 +345,10 @@ async def test_per_thread_without_a_thread(mode: Mode, kind: str, signals: Signa
     assert (scene.ran, counts(store)) == ([], {})
 
 
-@modes
-async def test_one_user_in_three_types(mode: Mode, signals: Signals) -> None:
+async def test_one_user_in_three_types(signals: Signals) -> None:
     """A user is known by the text of their id: a number, or a UUID, and its text are one."""
     store = MemoryStore()
-    scene = scene_of(mode, signals, store, ToolCallLimit("search", quotas=[USER]))
+    scene = scene_of(signals, store, ToolCallLimit("search", quotas=[USER]))
     uuid = UUID(int=7)
 
     for user in (7, "7", uuid, str(uuid)):
@@ -384,11 +372,10 @@ HOSTILE = [
 ]
 
 
-@modes
-async def test_users_that_look_alike(mode: Mode, signals: Signals) -> None:
+async def test_users_that_look_alike(signals: Signals) -> None:
     """No user's id, however it is written, reaches the count of another."""
     store = MemoryStore()
-    scene = scene_of(mode, signals, store, ToolCallLimit("search", quotas=[USER]))
+    scene = scene_of(signals, store, ToolCallLimit("search", quotas=[USER]))
 
     for user in HOSTILE:
         await scene.turn(context={"user_id": user})
@@ -397,12 +384,10 @@ async def test_users_that_look_alike(mode: Mode, signals: Signals) -> None:
     assert list(counts(store).values()) == [2] * len(HOSTILE)
 
 
-@modes
-async def test_a_call_that_one_of_two_quotas_refuses(mode: Mode, signals: Signals) -> None:
+async def test_a_call_that_one_of_two_quotas_refuses(signals: Signals) -> None:
     """A call that the user's quota refuses leaves room in the one of all, and in thread and run."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         store,
         ToolCallLimit("search", quotas=[USER, Quota(3, per="global")], run_limit=3),
@@ -429,12 +414,10 @@ async def test_a_call_that_one_of_two_quotas_refuses(mode: Mode, signals: Signal
     scene.check()
 
 
-@modes
-async def test_two_limits_over_one_count(mode: Mode, signals: Signals) -> None:
+async def test_two_limits_over_one_count(signals: Signals) -> None:
     """Two limits on one tool per user are two thresholds over one count."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         store,
         ToolCallLimit("search", quotas=[Quota(2, per="user_id")], name="low", enforce=False),
@@ -451,13 +434,11 @@ async def test_two_limits_over_one_count(mode: Mode, signals: Signals) -> None:
     assert outcomes == [Outcome.ALLOWED] * 2 + [Outcome.WOULD_BLOCK] + [Outcome.BLOCKED] * 3
 
 
-@modes
-async def test_the_edge_of_a_window(mode: Mode, signals: Signals) -> None:
+async def test_the_edge_of_a_window(signals: Signals) -> None:
     """In a window's last second its count still holds; at its edge the next one begins at 0."""
     clock = Clock()
     store = MemoryStore(clock=clock)
     scene = SharedScene(
-        mode,
         signals,
         asking("search", "search", "search"),
         [quota(signals, ToolCallLimit("search", quotas=[USER]), store=store, clock=clock)],
@@ -478,8 +459,7 @@ async def test_the_edge_of_a_window(mode: Mode, signals: Signals) -> None:
     }
 
 
-@modes
-async def test_windows_of_many_lengths(mode: Mode, signals: Signals) -> None:
+async def test_windows_of_many_lengths(signals: Signals) -> None:
     """Windows of one user do not mix: the minute's is renewed while the day's is used up."""
     clock = Clock()
     store = MemoryStore(clock=clock)
@@ -491,7 +471,6 @@ async def test_windows_of_many_lengths(mode: Mode, signals: Signals) -> None:
         ],
     )
     scene = SharedScene(
-        mode,
         signals,
         asking("search", "search"),
         [quota(signals, limit, store=store, clock=clock)],
@@ -511,13 +490,11 @@ async def test_windows_of_many_lengths(mode: Mode, signals: Signals) -> None:
     assert scene.metric("tool:search", "blocked", "day") == 2
 
 
-@modes
-async def test_a_clock_that_goes_back(mode: Mode, signals: Signals) -> None:
+async def test_a_clock_that_goes_back(signals: Signals) -> None:
     """Back before the edge the old count holds again; forward again, the new one goes on."""
     clock = Clock(NOON + 43_200)
     store = MemoryStore(clock=clock)
     scene = SharedScene(
-        mode,
         signals,
         asking("search"),
         [quota(signals, ToolCallLimit("search", quotas=[USER]), store=store, clock=clock)],
@@ -539,14 +516,13 @@ async def test_a_clock_that_goes_back(mode: Mode, signals: Signals) -> None:
     }
 
 
-@modes
-async def test_a_quota_without_a_window(mode: Mode, signals: Signals) -> None:
+async def test_a_quota_without_a_window(signals: Signals) -> None:
     """Without a window a count lasts until it is reset, whatever the clock says."""
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")])
     scene = SharedScene(
-        mode, signals, asking("search"), [quota(signals, limit, store=store, clock=clock)]
+        signals, asking("search"), [quota(signals, limit, store=store, clock=clock)]
     )
 
     for _ in range(4):
@@ -559,15 +535,12 @@ async def test_a_quota_without_a_window(mode: Mode, signals: Signals) -> None:
     assert scene.ran == ["search"] * 3
 
 
-@modes
-async def test_threads_of_two_stores_are_apart(mode: Mode, signals: Signals) -> None:
+async def test_threads_of_two_stores_are_apart(signals: Signals) -> None:
     """What is shared is the store: agents with stores of their own share nothing."""
     saver = InMemorySaver()
     stores = MemoryStore(), MemoryStore()
     for store in stores:
-        scene = scene_of(
-            mode, signals, store, ToolCallLimit("search", quotas=[USER]), checkpointer=saver
-        )
+        scene = scene_of(signals, store, ToolCallLimit("search", quotas=[USER]), checkpointer=saver)
         await scene.turn(context=ANN)
         assert scene.ran == ["search"] * 2
 
@@ -582,7 +555,7 @@ def test_long_ids_cost_no_more_calls(signals: Signals) -> None:
         ToolCallLimit("search", thread_limit=9, quotas=[USER, daily]),
         ModelCallLimit(thread_limit=9, quotas=[Quota(9, per="user_id")]),
     ]
-    scene = scene_of("sync", signals, store, *limits, context_schema=dict)
+    scene = scene_of(signals, store, *limits, context_schema=dict, form="sync")
 
     def calls_with(an_id: str) -> int:
         config: Any = {"configurable": {"thread_id": an_id}}

@@ -13,21 +13,11 @@ from langchain_quota import (
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.memory import MemoryStore
-from tests.agent.rules import (
-    CONFIG,
-    Middleware,
-    Mode,
-    Order,
-    check_history,
-    in_order,
-    modes,
-    orders,
-    recording,
-)
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import CONFIG, Middleware, check_history, recording, tool_limiter
 from tests.agent.shared import ANN, FickleStore, SharedScene, asking, counts, quota
 from tests.conftest import Signals
 
@@ -40,8 +30,8 @@ def per_user(tool: str, limit: int = 9, **options: Any) -> ToolCallLimit:
     return ToolCallLimit(tool, quotas=[Quota(limit, per="user_id")], **options)
 
 
-def scene_of(mode: Mode, signals: Signals, script: Any, *middleware: Middleware) -> SharedScene:
-    scene = SharedScene(mode, signals, script, middleware)
+def scene_of(signals: Signals, script: Any, *middleware: Middleware) -> SharedScene:
+    scene = SharedScene(signals, script, middleware)
     scene.context = ANN
     return scene
 
@@ -50,31 +40,23 @@ def call(tool: str, call_id: str) -> ToolCall:
     return ToolCall(name=tool, args={}, id=call_id, type="tool_call")
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
 @pytest.mark.parametrize("settles", ["tool", "model"])
 async def test_beside_a_drop_in(
-    mode: Mode, order: Order, exit_behavior: Any, settles: str, signals: Signals
+    order: Order, exit_behavior: Any, settles: str, signals: Signals
 ) -> None:
     """What a drop-in beside it refuses is taken back, by the next hook that asks the store."""
     store = MemoryStore()
     limits: list[Limit] = [per_user("search"), per_user("calc")]
     if settles == "model":
         limits.append(ModelCallLimit(quotas=[Quota(99, per="user_id")]))
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=1,
-        exit_behavior=exit_behavior,
-        limit_name="drop-in",
-        telemetry=signals.telemetry,
+    drop_in: Middleware = tool_limiter(
+        signals, "search", run_limit=1, exit_behavior=exit_behavior, limit_name="drop-in"
     )
     middleware: Middleware = quota(signals, *limits, store=store)
     scene = scene_of(
-        mode,
-        signals,
-        asking("search", "search", "calc"),
-        *in_order(order, middleware, drop_in),
+        signals, asking("search", "search", "calc"), *in_order(order, middleware, drop_in)
     )
 
     if exit_behavior == "error":
@@ -92,28 +74,21 @@ async def test_beside_a_drop_in(
     assert kept.pop(CALCS, 0) == sum(each == "calc" for each in scene.ran)
     assert kept.pop(MODEL_CALLS, len(scene.model.calls)) == len(scene.model.calls)
     assert kept == {}
-    assert scene.state()["langchain_quota"].get("owed", {}) == {}
+    assert scene.state()["langchain_quota"].get("pending_refunds", {}) == {}
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_beside_a_limit_of_the_same_name(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_beside_a_limit_of_the_same_name(order: Order, signals: Signals) -> None:
     """What an `error` of another limit of the same name stopped is taken back from the store."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         [["search", "search"], ["search"], "done"],
         *in_order(
             order,
             quota(signals, per_user("search"), store=store),
-            ToolCallLimitMiddleware[Any, Any](
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
         ),
     )
 
@@ -126,15 +101,11 @@ async def test_beside_a_limit_of_the_same_name(mode: Mode, order: Order, signals
     assert scene.state()["thread_tool_call_count"] == {"search": 1}
 
 
-@modes
-async def test_a_store_that_is_down_when_it_is_owed(mode: Mode, signals: Signals) -> None:
-    """What is owed waits in the thread until the store is back."""
+async def test_a_store_that_is_down_when_it_is_owed(signals: Signals) -> None:
+    """A refund waits in the thread until the store is back."""
     store = FickleStore(MemoryStore())
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, limit_name="drop-in", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
     scene = scene_of(
-        mode,
         signals,
         asking("search", "search"),
         drop_in,
@@ -148,7 +119,7 @@ async def test_a_store_that_is_down_when_it_is_owed(mode: Mode, signals: Signals
     store.down = False
 
     await scene.turn()
-    # The second search of this turn is owed now.
+    # The refund of the second search of this turn is pending now.
     assert counts(store) == {SEARCHES: 3}
     scene.model.script = asking("search")
     await scene.turn()
@@ -162,12 +133,9 @@ class Second(QuotaMiddleware[Any, Any]):
     """Another middleware of the kind in one agent."""
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("refused", [True, False])
-async def test_two_with_one_store(
-    mode: Mode, order: Order, *, refused: bool, signals: Signals
-) -> None:
+async def test_two_with_one_store(order: Order, *, refused: bool, signals: Signals) -> None:
     """Two of them in one agent charge each call once to each count, and only what runs."""
     store = MemoryStore()
     first = quota(signals, per_user("search"), per_user("calc"), store=store)
@@ -182,12 +150,10 @@ async def test_two_with_one_store(
         store=store,
         telemetry=signals.telemetry,
     )
-    scene = scene_of(
-        mode, signals, asking("search", "search", "calc"), *in_order(order, first, second)
-    )
+    scene = scene_of(signals, asking("search", "search", "calc"), *in_order(order, first, second))
 
     await scene.turn()
-    # Settles what is owed.
+    # Makes the pending refund.
     scene.model.script = asking("calc")
     await scene.turn()
 
@@ -207,13 +173,11 @@ def review(*kinds: str) -> dict[str, Any]:
     }
 
 
-@modes
 @pytest.mark.parametrize("kind", ["reject", "respond", "edit"])
-async def test_a_review_before_it(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_a_review_before_it(kind: str, signals: Signals) -> None:
     """Judged after a review: what it rejects or answers is not charged, an edit as it became."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         asking("search", "search"),
         quota(signals, per_user("search"), per_user("calc"), store=store),
@@ -229,12 +193,10 @@ async def test_a_review_before_it(mode: Mode, kind: str, signals: Signals) -> No
     scene.check()
 
 
-@modes
-async def test_a_review_behind_it(mode: Mode, signals: Signals) -> None:
+async def test_a_review_behind_it(signals: Signals) -> None:
     """Judged before a review, what was admitted stays charged while a person thinks, and after."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         asking("search", "search", "search"),
         HumanInTheLoopMiddleware({"search": True}),
@@ -250,9 +212,8 @@ async def test_a_review_behind_it(mode: Mode, signals: Signals) -> None:
     check_history(scene.state()["messages"])
 
 
-@modes
 @orders(2)
-async def test_an_abandoned_review(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_an_abandoned_review(order: Order, signals: Signals) -> None:
     """A batch that a review never let through is charged as little in the store as in the state."""
     store = MemoryStore()
     review_first: Middleware = HumanInTheLoopMiddleware({"search": True})
@@ -262,7 +223,7 @@ async def test_an_abandoned_review(mode: Mode, order: Order, signals: Signals) -
         store=store,
     )
     scene = scene_of(
-        mode, signals, asking("search", "search"), *in_order(order, middleware, review_first)
+        signals, asking("search", "search"), *in_order(order, middleware, review_first)
     )
 
     await scene.turn()
@@ -277,12 +238,10 @@ async def test_an_abandoned_review(mode: Mode, order: Order, signals: Signals) -
     assert kept == (1 if order == (0, 1) else 3)
 
 
-@modes
-async def test_a_stopped_batch_between_two(mode: Mode, signals: Signals) -> None:
+async def test_a_stopped_batch_between_two(signals: Signals) -> None:
     """A batch that one limit stops is charged to none of them, whatever they admitted."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         asking("search", "calc"),
         quota(
@@ -301,13 +260,11 @@ async def test_a_stopped_batch_between_two(mode: Mode, signals: Signals) -> None
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("limit", [1, 2])
-async def test_duplicate_ids(mode: Mode, limit: int, signals: Signals) -> None:
+async def test_duplicate_ids(limit: int, signals: Signals) -> None:
     """Calls of one id are one: all run, each charged, or none does and nothing is charged."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         asking(call("search", "same"), call("search", "same"), call("search", "other")),
         quota(signals, per_user("search", limit), store=store),
@@ -321,12 +278,10 @@ async def test_duplicate_ids(mode: Mode, limit: int, signals: Signals) -> None:
     assert scene.ran == (["search"] if limit == 1 else ["search"] * 2)
 
 
-@modes
-async def test_an_id_used_again(mode: Mode, signals: Signals) -> None:
+async def test_an_id_used_again(signals: Signals) -> None:
     """A model that gives every call of every message one id: each message's is charged."""
     store = MemoryStore()
     scene = scene_of(
-        mode,
         signals,
         [[call("search", "same")], [call("search", "same")], "done"] * 2,
         quota(signals, per_user("search", 3), store=store),
@@ -340,15 +295,11 @@ async def test_an_id_used_again(mode: Mode, signals: Signals) -> None:
     scene.check()
 
 
-@modes
-async def test_duplicate_ids_that_a_drop_in_refuses(mode: Mode, signals: Signals) -> None:
+async def test_duplicate_ids_that_a_drop_in_refuses(signals: Signals) -> None:
     """Calls of one id that another limiter refuses are taken back together."""
     store = MemoryStore()
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, limit_name="drop-in", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
     scene = scene_of(
-        mode,
         signals,
         [[call("search", "same"), call("search", "same")], "done", ["search"], "done"],
         drop_in,
@@ -370,13 +321,11 @@ class Weather(BaseModel):
     degrees: int
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
-async def test_structured_output(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_structured_output(exit_behavior: Any, signals: Signals) -> None:
     """The call that delivers a structured answer is not charged; one beside it does not run."""
     store = MemoryStore()
     scene = SharedScene(
-        mode,
         signals,
         [["search"], ["search", ("Weather", {"degrees": 20})]],
         [
@@ -402,14 +351,12 @@ def crash() -> None:
     raise ConnectionAbortedError
 
 
-@modes
-async def test_a_tool_that_crashed(mode: Mode, signals: Signals) -> None:
+async def test_a_tool_that_crashed(signals: Signals) -> None:
     """A tool that crashed had started: it stays charged, in store and state."""
     store = MemoryStore()
     limit = ToolCallLimit(thread_limit=9, quotas=[Quota(9, per="user_id")])
     ran: list[str] = []
     scene = SharedScene(
-        mode,
         signals,
         asking("flaky"),
         [quota(signals, limit, store=store)],
@@ -428,20 +375,13 @@ async def test_a_tool_that_crashed(mode: Mode, signals: Signals) -> None:
     assert scene.state()["thread_tool_call_count"] == {"__all__": 2}
 
 
-@modes
-async def test_an_abandoned_batch_that_a_drop_in_held(mode: Mode, signals: Signals) -> None:
+async def test_an_abandoned_batch_that_a_drop_in_held(signals: Signals) -> None:
     """A batch that another limiter's error stopped never started: the next turn takes it back."""
     store = MemoryStore()
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="calc", run_limit=0, exit_behavior="error", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "calc", run_limit=0, exit_behavior="error")
     limit = ToolCallLimit(thread_limit=9, quotas=[Quota(9, per="user_id")])
     scene = scene_of(
-        mode,
-        signals,
-        asking("search", "search", "calc"),
-        drop_in,
-        quota(signals, limit, store=store),
+        signals, asking("search", "search", "calc"), drop_in, quota(signals, limit, store=store)
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -455,24 +395,14 @@ async def test_an_abandoned_batch_that_a_drop_in_held(mode: Mode, signals: Signa
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_a_drop_in_while_the_store_is_down(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_a_drop_in_while_the_store_is_down(order: Order, signals: Signals) -> None:
     """What is let through without the store, and refused by another, is not told to it."""
     store = FickleStore(MemoryStore())
     store.down = True
-    drop_in: Middleware = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, limit_name="drop-in", telemetry=signals.telemetry
-    )
+    drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
     middleware: Middleware = quota(signals, per_user("search"), store=store, on_store_error="allow")
-    scene = scene_of(
-        mode,
-        signals,
-        asking("search", "search"),
-        *in_order(order, middleware, drop_in),
-    )
+    scene = scene_of(signals, asking("search", "search"), *in_order(order, middleware, drop_in))
 
     await scene.turn()
     store.down = False
@@ -484,12 +414,10 @@ async def test_a_drop_in_while_the_store_is_down(
     scene.check()
 
 
-@modes
-async def test_judged_again_while_the_store_is_down(mode: Mode, signals: Signals) -> None:
+async def test_judged_again_while_the_store_is_down(signals: Signals) -> None:
     """A batch that the store has charged, and that is judged again without it, is charged once."""
     store = FickleStore(MemoryStore())
     scene = SharedScene(
-        mode,
         signals,
         asking("search", "search"),
         [quota(signals, per_user("search"), store=store, on_store_error="allow")],

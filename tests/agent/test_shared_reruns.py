@@ -23,7 +23,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import CONFIG, Mode, cancel_at, check_history, modes
+from tests.agent.rules import CONFIG, cancel_at, check_history
 from tests.agent.shared import (
     ANN,
     DAY,
@@ -48,9 +48,9 @@ def limit_of(kind: str, **options: Any) -> Limit:
 
 
 def scene_of(
-    mode: Mode, signals: Signals, script: Any, *limits: Limit, store: Any, **options: Any
+    signals: Signals, script: Any, *limits: Limit, store: Any, **options: Any
 ) -> SharedScene:
-    scene = SharedScene(mode, signals, script, [quota(signals, *limits, store=store)], **options)
+    scene = SharedScene(signals, script, [quota(signals, *limits, store=store)], **options)
     scene.context = ANN
     return scene
 
@@ -82,15 +82,6 @@ class FailingSaver(InMemorySaver):
             raise DatabaseError
         super().put_writes(config, writes, task_id, task_path)
 
-    async def aput_writes(
-        self,
-        config: RunnableConfig,
-        writes: Sequence[tuple[str, Any]],
-        task_id: str,
-        task_path: str = "",
-    ) -> None:
-        self.put_writes(config, writes, task_id, task_path)
-
     def put(
         self,
         config: RunnableConfig,
@@ -104,29 +95,17 @@ class FailingSaver(InMemorySaver):
             raise DatabaseError
         return super().put(config, checkpoint, metadata, new_versions)
 
-    async def aput(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        return self.put(config, checkpoint, metadata, new_versions)
-
 
 HOOKS = {"tool": "after_model", "model": "before_model"}
 
 
-@modes
 @pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_a_checkpoint_that_failed(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_a_checkpoint_that_failed(kind: str, signals: Signals) -> None:
     """A hook whose checkpoint failed runs again, is recognized, and is charged once."""
     store = MemoryStore()
     saver = FailingSaver(f"QuotaMiddleware.{HOOKS[kind]}")
     limit = limit_of(kind)
-    scene = scene_of(
-        mode, signals, asking("search", "search"), limit, store=store, checkpointer=saver
-    )
+    scene = scene_of(signals, asking("search", "search"), limit, store=store, checkpointer=saver)
 
     with pytest.raises(DatabaseError):
         await scene.turn()
@@ -141,17 +120,14 @@ async def test_a_checkpoint_that_failed(mode: Mode, kind: str, signals: Signals)
     scene.check()
 
 
-@modes
-async def test_a_checkpoint_that_failed_where_calls_have_no_ids(
-    mode: Mode, signals: Signals
-) -> None:
+async def test_a_checkpoint_that_failed_where_calls_have_no_ids(signals: Signals) -> None:
     """Calls without an id are recognized, too: charged once, decided once, with the same ids."""
     store = MemoryStore()
     saver = FailingSaver("QuotaMiddleware.after_model")
     limit = limit_of("tool")
     call = ToolCall(name="search", args={}, id=None, type="tool_call")
     script = asking(call, call)
-    scene = scene_of(mode, signals, script, limit, store=store, checkpointer=saver)
+    scene = scene_of(signals, script, limit, store=store, checkpointer=saver)
 
     with captured_decisions() as decisions:
         with pytest.raises(DatabaseError):
@@ -206,21 +182,20 @@ def crashing(signals: Signals, *limits: Limit, store: Any, **options: Any) -> Cr
     return made
 
 
-def crashing_scene(mode: Mode, signals: Signals, script: Any, middleware: Crashing) -> SharedScene:
-    scene = SharedScene(mode, signals, script, [middleware])
+def crashing_scene(signals: Signals, script: Any, middleware: Crashing) -> SharedScene:
+    scene = SharedScene(signals, script, [middleware])
     scene.context = ANN
     return scene
 
 
-@modes
-async def test_hooks_that_crash_again_and_again(mode: Mode, signals: Signals) -> None:
+async def test_hooks_that_crash_again_and_again(signals: Signals) -> None:
     """However often hooks crash and run again, what they admit is charged once."""
     store = MemoryStore()
     limits = [limit_of("tool"), limit_of("model")]
     middleware = crashing(signals, *limits, store=store)
     middleware.crashes = 3
     middleware.hooks = ("before_model", "after_model")
-    scene = crashing_scene(mode, signals, asking("search", "search"), middleware)
+    scene = crashing_scene(signals, asking("search", "search"), middleware)
 
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
@@ -236,13 +211,12 @@ async def test_hooks_that_crash_again_and_again(mode: Mode, signals: Signals) ->
     scene.check()
 
 
-@modes
-async def test_a_crash_in_the_last_of_the_quota(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_in_the_last_of_the_quota(signals: Signals) -> None:
     """A hook that runs again is told what it was told: the quota's last calls are still its own."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")])
     middleware = crashing(signals, limit, store=store)
-    scene = crashing_scene(mode, signals, asking("search", "search", "search"), middleware)
+    scene = crashing_scene(signals, asking("search", "search", "search"), middleware)
 
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
@@ -255,13 +229,12 @@ async def test_a_crash_in_the_last_of_the_quota(mode: Mode, signals: Signals) ->
     scene.check()
 
 
-@modes
-async def test_a_refusal_that_crashed(mode: Mode, signals: Signals) -> None:
+async def test_a_refusal_that_crashed(signals: Signals) -> None:
     """A refused batch that is judged again is judged anew: room made meanwhile is used."""
     store = MemoryStore()
     limit = limit_of("tool")
     middleware = crashing(signals, limit, store=store)
-    scene = crashing_scene(mode, signals, asking("search", "search", "search"), middleware)
+    scene = crashing_scene(signals, asking("search", "search", "search"), middleware)
     middleware.crashes = 0
     await scene.turn()
     middleware.crashes = 1
@@ -277,14 +250,13 @@ async def test_a_refusal_that_crashed(mode: Mode, signals: Signals) -> None:
     assert scene.metric("tool:search", "allowed") == 6
 
 
-@modes
-async def test_an_error_that_is_tried_again(mode: Mode, signals: Signals) -> None:
+async def test_an_error_that_is_tried_again(signals: Signals) -> None:
     """A batch that an error stopped charges nothing; resumed in a new window, it runs."""
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = limit_of("tool", exit_behavior="error")
     middleware = quota(signals, limit, store=store, clock=clock)
-    scene = SharedScene(mode, signals, asking("search", "search"), [middleware])
+    scene = SharedScene(signals, asking("search", "search"), [middleware])
     await scene.turn(context=ANN)
 
     for _ in range(2):
@@ -298,12 +270,11 @@ async def test_an_error_that_is_tried_again(mode: Mode, signals: Signals) -> Non
     assert counts(store) == {SEARCHES: 2}
 
 
-@modes
-async def test_a_crash_and_a_new_turn(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_and_a_new_turn(signals: Signals) -> None:
     """A crashed batch that is not taken up stays charged: nobody knows whether it ran."""
     store = MemoryStore()
     middleware = crashing(signals, limit_of("tool"), store=store)
-    scene = crashing_scene(mode, signals, asking("search"), middleware)
+    scene = crashing_scene(signals, asking("search"), middleware)
 
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
@@ -314,14 +285,13 @@ async def test_a_crash_and_a_new_turn(mode: Mode, signals: Signals) -> None:
     check_history(scene.state()["messages"])
 
 
-@modes
 @pytest.mark.parametrize("back", [True, False], ids=["back", "still down"])
-async def test_a_crash_while_the_store_is_down(mode: Mode, *, back: bool, signals: Signals) -> None:
+async def test_a_crash_while_the_store_is_down(*, back: bool, signals: Signals) -> None:
     """Let through without the store, crashed and run again: told to the store once."""
     store = FickleStore(MemoryStore())
     store.down = True
     middleware = crashing(signals, limit_of("tool"), store=store, on_store_error="allow")
-    scene = crashing_scene(mode, signals, asking("search"), middleware)
+    scene = crashing_scene(signals, asking("search"), middleware)
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
     store.down = not back
@@ -334,12 +304,10 @@ async def test_a_crash_while_the_store_is_down(mode: Mode, *, back: bool, signal
     assert counts(store) == {SEARCHES: 2}
 
 
-@modes
-async def test_judged_twice(mode: Mode, signals: Signals) -> None:
+async def test_judged_twice(signals: Signals) -> None:
     """A batch that is judged a second time, as after a fork of the thread, is charged once."""
     store = MemoryStore()
     scene = SharedScene(
-        mode,
         signals,
         asking("search", "search"),
         [quota(signals, limit_of("tool"), store=store)],
@@ -358,14 +326,12 @@ async def test_judged_twice(mode: Mode, signals: Signals) -> None:
     assert scene.state()["langchain_quota"]["run_tools"] == {"search": 2}
 
 
-@modes
-async def test_judged_twice_over_the_edge_of_a_window(mode: Mode, signals: Signals) -> None:
+async def test_judged_twice_over_the_edge_of_a_window(signals: Signals) -> None:
     """Judged again in a new window, a batch is charged there, and not in the old one."""
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = ToolCallLimit("search", quotas=[Quota(3, per="global", window=DAY)])
     scene = SharedScene(
-        mode,
         signals,
         asking("search", "search"),
         [quota(signals, limit, store=store, clock=clock)],
@@ -380,12 +346,11 @@ async def test_judged_twice_over_the_edge_of_a_window(mode: Mode, signals: Signa
     assert counts(store) == {"search:global::86400:20455": 2}
 
 
-@modes
-async def test_a_replay(mode: Mode, signals: Signals) -> None:
+async def test_a_replay(signals: Signals) -> None:
     """A thread replayed from an old checkpoint runs its tools again, and is charged again."""
     store = MemoryStore()
     scene = scene_of(
-        mode, signals, asking("search", "search"), limit_of("tool", quotas=[USER]), store=store
+        signals, asking("search", "search"), limit_of("tool", quotas=[USER]), store=store
     )
     await scene.turn()
     (judging,) = [
@@ -394,10 +359,7 @@ async def test_a_replay(mode: Mode, signals: Signals) -> None:
         if each.next == ("QuotaMiddleware.after_model",) and each.values["messages"][-1].tool_calls
     ]
 
-    if mode == "sync":
-        scene.agent.invoke(None, judging.config, context=ANN)
-    else:
-        await scene.agent.ainvoke(None, judging.config, context=ANN)
+    await scene.agent.ainvoke(None, judging.config, context=ANN)
 
     assert scene.ran == ["search"] * 3
     assert counts(store) == {SEARCHES: 3}
@@ -412,7 +374,7 @@ async def test_cancelled_while_asking(
     """A run cancelled while it asks the store leaves no charge, once the next call has asked."""
     store = SlowStore(MemoryStore(), heard=heard)
     limit = limit_of(kind)
-    scene = scene_of("async", signals, asking("search"), limit, store=store)
+    scene = scene_of(signals, asking("search"), limit, store=store)
 
     await cancel_at(store.reached, scene.turn())
     assert sum(counts(store).values()) == int(heard)
@@ -424,15 +386,15 @@ async def test_cancelled_while_asking(
     check_history(scene.state()["messages"])
     # What was under way then comes too late.
     kept = counts(store)
-    with pytest.raises(QuotaStoreError, match="settled before it arrived"):
-        store.kept.reserve(store.asked[0])
+    with pytest.raises(QuotaStoreError, match="compensated before it arrived"):
+        store.kept.acquire(store.asked[0])
     assert counts(store) == kept
 
 
 async def test_cancelled_and_settled_by_another(signals: Signals) -> None:
     """What a cancelled run may have charged is taken back by whoever asks next, on any thread."""
     store = SlowStore(MemoryStore(), heard=True)
-    scene = scene_of("async", signals, asking("search"), limit_of("tool"), store=store)
+    scene = scene_of(signals, asking("search"), limit_of("tool"), store=store)
 
     await cancel_at(store.reached, scene.turn())
     await scene.turn(context={"user_id": "bob"}, thread_id="thread-2")
@@ -453,7 +415,7 @@ async def test_cancelled_while_telling(signals: Signals) -> None:
         seen.append(decision)
 
     middleware = quota(signals, limit_of("tool"), store=store, on_decision=observer)
-    scene = SharedScene("async", signals, asking("search", "search"), [middleware])
+    scene = SharedScene(signals, asking("search", "search"), [middleware])
     scene.context = ANN
 
     await cancel_at(reached, scene.turn())
@@ -481,12 +443,10 @@ class Failing(AgentMiddleware[Any, Any, Any]):
         self.after_model(state, runtime)
 
 
-@modes
-async def test_a_crash_behind_the_quota(mode: Mode, signals: Signals) -> None:
+async def test_a_crash_behind_the_quota(signals: Signals) -> None:
     """A hook that crashes behind the quota's runs again alone: nothing is charged again."""
     store = MemoryStore()
     scene = SharedScene(
-        mode,
         signals,
         asking("search"),
         [Failing(), quota(signals, limit_of("tool"), limit_of("model"), store=store)],

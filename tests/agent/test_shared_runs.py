@@ -17,7 +17,8 @@ from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.agent.rules import CONFIG, Mode, check_history, modes
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import CONFIG, check_history
 from tests.agent.shared import Clock, FickleStore, SharedScene, asking, counts, run_counts
 from tests.conftest import HAS_INLINE, Signals
 
@@ -54,15 +55,6 @@ class LossySaver(InMemorySaver):
                 return {"configurable": lost}
         return super().put(config, checkpoint, metadata, new_versions)
 
-    async def aput(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        return self.put(config, checkpoint, metadata, new_versions)
-
     def put_writes(
         self,
         config: RunnableConfig,
@@ -72,15 +64,6 @@ class LossySaver(InMemorySaver):
     ) -> None:
         if self.keeps > 0 or not self._is_meant(config):
             super().put_writes(config, writes, task_id, task_path)
-
-    async def aput_writes(
-        self,
-        config: RunnableConfig,
-        writes: Sequence[tuple[str, Any]],
-        task_id: str,
-        task_path: str = "",
-    ) -> None:
-        self.put_writes(config, writes, task_id, task_path)
 
     def _is_meant(self, config: RunnableConfig) -> bool:
         return not self._nested or bool(config["configurable"].get("checkpoint_ns"))
@@ -121,7 +104,6 @@ def for_ever(_: Sequence[BaseMessage]) -> Turn:
 
 
 def scene_of(
-    mode: Mode,
     signals: Signals,
     kind: Any,
     limits: Sequence[Limit],
@@ -130,27 +112,27 @@ def scene_of(
     searches: Searches,
     script: Any = for_ever,
     saver: Any = None,
+    form: Form = "async",
     **options: Any,
 ) -> SharedScene:
     """An agent that searches."""
     quota = kind(limits, store=store, telemetry=signals.telemetry, **options)
     quota._clock = Clock()
-    return SharedScene(mode, signals, script, [quota], tools=[searches.tool], checkpointer=saver)
+    return SharedScene(
+        signals, script, [quota], tools=[searches.tool], checkpointer=saver, form=form
+    )
 
 
-@modes
 @kinds
 @pytest.mark.parametrize("kept", [2, 3, 4, 5, 7])
-async def test_a_run_whose_checkpoints_are_lost(
-    mode: Mode, kind: Any, kept: int, signals: Signals
-) -> None:
+async def test_a_run_whose_checkpoints_are_lost(kind: Any, kept: int, signals: Signals) -> None:
     """Wherever the lost checkpoints begin, the resumed run has what is left of its budget."""
     store, saver, searches = MemoryStore(), LossySaver(kept), Searches(dies_in=2)
     limits: list[Limit] = [
         ToolCallLimit("search", run_limit=3, thread_limit=9, exit_behavior="end"),
         ModelCallLimit(run_limit=6),
     ]
-    scene = scene_of(mode, signals, kind, limits, store=store, searches=searches, saver=saver)
+    scene = scene_of(signals, kind, limits, store=store, searches=searches, saver=saver)
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
     saver.keeps = math.inf
@@ -166,15 +148,12 @@ async def test_a_run_whose_checkpoints_are_lost(
     check_history(scene.state()["messages"])
 
 
-@modes
 @kinds
-async def test_model_calls_whose_checkpoints_are_lost(
-    mode: Mode, kind: Any, signals: Signals
-) -> None:
+async def test_model_calls_whose_checkpoints_are_lost(kind: Any, signals: Signals) -> None:
     """A resumed run makes one model call again, and has no other beyond its limit."""
     store, saver, searches = MemoryStore(), LossySaver(2), Searches(dies_in=3)
     limits = [ModelCallLimit(run_limit=4)]
-    scene = scene_of(mode, signals, kind, limits, store=store, searches=searches, saver=saver)
+    scene = scene_of(signals, kind, limits, store=store, searches=searches, saver=saver)
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
     assert len(scene.model.calls) == 3
@@ -186,14 +165,11 @@ async def test_model_calls_whose_checkpoints_are_lost(
     assert run_counts(store, "model") == [4]
 
 
-@modes
-async def test_a_run_whose_message_is_lost(mode: Mode, signals: Signals) -> None:
+async def test_a_run_whose_message_is_lost(signals: Signals) -> None:
     """Sent again, the message begins another run; the thread's limit holds over both."""
     store, saver, searches = MemoryStore(), LossySaver(0), Searches(dies_in=2)
     limits = [ToolCallLimit("search", run_limit=3, thread_limit=4, exit_behavior="end")]
-    scene = scene_of(
-        mode, signals, QuotaMiddleware, limits, store=store, searches=searches, saver=saver
-    )
+    scene = scene_of(signals, QuotaMiddleware, limits, store=store, searches=searches, saver=saver)
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
     saver.keeps = math.inf
@@ -205,8 +181,7 @@ async def test_a_run_whose_message_is_lost(mode: Mode, signals: Signals) -> None
     assert counts(store)[THREAD] == 4
 
 
-@modes
-async def test_a_sub_agent_whose_checkpoints_are_lost(mode: Mode, signals: Signals) -> None:
+async def test_a_sub_agent_whose_checkpoints_are_lost(signals: Signals) -> None:
     """A call of a sub-agent that is made again after a crash is the same run."""
     store, saver, searches = MemoryStore(), LossySaver(0, nested=True), Searches(dies_in=2)
     limits = [ToolCallLimit("search", run_limit=3, exit_behavior="end")]
@@ -220,21 +195,15 @@ async def test_a_sub_agent_whose_checkpoints_are_lost(mode: Mode, signals: Signa
     asked = {"messages": [("user", "search!")]}
 
     @tool
-    def ask() -> str:
-        """Ask the child."""
-        return str(child.invoke(asked)["messages"][-1].text)
-
-    @tool("ask")
-    async def aask() -> str:
+    async def ask() -> str:
         """Ask the child."""
         return str((await child.ainvoke(asked))["messages"][-1].text)
 
     parent = SharedScene(
-        mode,
         signals,
         asking("ask"),
         [quota(ToolCallLimit("ask", run_limit=1))],
-        tools=[ask if mode == "sync" else aask],
+        tools=[ask],
         checkpointer=saver,
     )
     with pytest.raises(ConnectionAbortedError):
@@ -249,14 +218,13 @@ async def test_a_sub_agent_whose_checkpoints_are_lost(mode: Mode, signals: Signa
     assert (run_counts(store, "search"), run_counts(store, "ask")) == ([3, 3], [1, 1])
 
 
-@modes
 @kinds
-async def test_each_run_has_a_count(mode: Mode, kind: Any, signals: Signals) -> None:
+async def test_each_run_has_a_count(kind: Any, signals: Signals) -> None:
     """A new turn has a new budget; runs need neither a checkpointer nor a thread."""
     for saver, thread_id in ((InMemorySaver(), "thread-1"), (None, "thread-1"), (None, None)):
         store, searches = MemoryStore(), Searches()
         limits = [ToolCallLimit("search", run_limit=2, exit_behavior="end")]
-        scene = scene_of(mode, signals, kind, limits, store=store, searches=searches, saver=saver)
+        scene = scene_of(signals, kind, limits, store=store, searches=searches, saver=saver)
         for _ in range(3):
             await scene.turn(thread_id=thread_id)
         assert searches.calls == 6
@@ -264,8 +232,7 @@ async def test_each_run_has_a_count(mode: Mode, kind: Any, signals: Signals) -> 
         assert counts(store) == {}
 
 
-@modes
-async def test_two_middlewares_share_a_run(mode: Mode, signals: Signals) -> None:
+async def test_two_middlewares_share_a_run(signals: Signals) -> None:
     """Limits of two middlewares on one tool are thresholds over one count, after a crash, too."""
     store, saver, searches = MemoryStore(), LossySaver(2), Searches(dies_in=2)
 
@@ -280,7 +247,7 @@ async def test_two_middlewares_share_a_run(mode: Mode, signals: Signals) -> None
         )
         for kind, limit in ((QuotaMiddleware, 5), (Second, 3))
     ]
-    scene = SharedScene(mode, signals, for_ever, quotas, tools=[searches.tool], checkpointer=saver)
+    scene = SharedScene(signals, for_ever, quotas, tools=[searches.tool], checkpointer=saver)
     with pytest.raises(ConnectionAbortedError):
         await scene.turn()
     saver.keeps = math.inf
@@ -292,15 +259,14 @@ async def test_two_middlewares_share_a_run(mode: Mode, signals: Signals) -> None
     assert run_counts(store, "search") == [3, 3]
 
 
-@modes
-async def test_a_count_that_the_store_has_dropped(mode: Mode, signals: Signals) -> None:
+async def test_a_count_that_the_store_has_dropped(signals: Signals) -> None:
     """A run that waits for longer than a day goes on with the count in its state."""
     clock = Clock()
     store, searches = MemoryStore(clock=clock), Searches()
     limits = [ToolCallLimit("search", run_limit=3, exit_behavior="end")]
     quota: Any = QuotaMiddleware(limits, store=store, telemetry=signals.telemetry)
     scene = SharedScene(
-        mode, signals, for_ever, [quota], tools=[searches.tool], interrupt_before=["tools"]
+        signals, for_ever, [quota], tools=[searches.tool], interrupt_before=["tools"]
     )
     await scene.turn()
     await scene.go_on()
@@ -315,14 +281,12 @@ async def test_a_count_that_the_store_has_dropped(mode: Mode, signals: Signals) 
     assert run_counts(store, "search") == [3]
 
 
-@modes
-async def test_a_run_in_an_outage(mode: Mode, signals: Signals) -> None:
+async def test_a_run_in_an_outage(signals: Signals) -> None:
     """Denied, a limit of runs alone refuses; allowed, the state judges, and the store hears."""
     for action, ran in (("deny", 0), ("allow", 2)):
         store, searches = FickleStore(MemoryStore()), Searches()
         limits = [ToolCallLimit("search", run_limit=2, exit_behavior="end", name=action)]
         scene = scene_of(
-            mode,
             signals,
             QuotaMiddleware,
             limits,
@@ -344,13 +308,11 @@ async def test_a_run_in_an_outage(mode: Mode, signals: Signals) -> None:
         scene.check_requests()
 
 
-@modes
-async def test_what_the_model_is_told_of_its_run(mode: Mode, signals: Signals) -> None:
+async def test_what_the_model_is_told_of_its_run(signals: Signals) -> None:
     """A note has the store's count of the run, though the state has lost it."""
     store, saver, searches = MemoryStore(), LossySaver(2), Searches(dies_in=2)
     limits = [ToolCallLimit("search", run_limit=3, exit_behavior="end", near=0.5)]
     scene = scene_of(
-        mode,
         signals,
         QuotaMiddleware,
         limits,
@@ -370,23 +332,23 @@ async def test_what_the_model_is_told_of_its_run(mode: Mode, signals: Signals) -
     assert told == [f"hi\n\nBudget: search: {left} of 3 left." for left in (1, 0)]
 
 
-@modes
-async def test_a_reset_forgets_the_run(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_a_reset_forgets_the_run(form: Form, signals: Signals) -> None:
     """After a reset no run is known; the next has a count and a budget of its own."""
     store, searches = MemoryStore(), Searches()
     limits = [ToolCallLimit("search", run_limit=2, thread_limit=3, exit_behavior="end")]
     scene = scene_of(
-        mode,
         signals,
         QuotaMiddleware,
         limits,
         store=store,
         searches=searches,
         saver=InMemorySaver(),
+        form=form,
     )
     await scene.turn()
     quota: Any = QuotaMiddleware(limits, store=store, telemetry=signals.telemetry)
-    if mode == "sync":
+    if form == "sync":
         quota.reset(scene.agent, CONFIG)
     else:
         await quota.areset(scene.agent, CONFIG)
@@ -398,13 +360,11 @@ async def test_a_reset_forgets_the_run(mode: Mode, signals: Signals) -> None:
     assert run_counts(store, "search") == [2, 2]
 
 
-@modes
-async def test_an_old_run_goes_on_in_the_state(mode: Mode, signals: Signals) -> None:
+async def test_an_old_run_goes_on_in_the_state(signals: Signals) -> None:
     """A run that began before runs had a name is counted by the state until its end."""
     store, searches = MemoryStore(), Searches()
     limits = [ToolCallLimit("search", run_limit=2, exit_behavior="end")]
     scene = scene_of(
-        mode,
         signals,
         QuotaMiddleware,
         limits,
@@ -425,8 +385,7 @@ async def test_an_old_run_goes_on_in_the_state(mode: Mode, signals: Signals) -> 
     assert store.usages() == []
 
 
-@modes
-async def test_a_quota_beside_a_run(mode: Mode, signals: Signals) -> None:
+async def test_a_quota_beside_a_run(signals: Signals) -> None:
     """What a run has used up is charged to no quota, nor the other way round."""
     store, searches = MemoryStore(), Searches()
     limits = [ToolCallLimit("search", run_limit=2, quotas=[Quota(3, per="global")])]
@@ -435,7 +394,6 @@ async def test_a_quota_beside_a_run(mode: Mode, signals: Signals) -> None:
         return ["search"] * 3 if messages[-1].type == "human" else "done"
 
     scene = scene_of(
-        mode,
         signals,
         QuotaMiddleware,
         limits,

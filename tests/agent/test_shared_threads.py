@@ -15,7 +15,8 @@ from langchain_quota import ModelCallLimit, QuotaWarning, ToolCallLimit, usage
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, Mode, modes, recording
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import CONFIG, recording
 from tests.agent.shared import ANN, DAY, TODAY, SharedScene, asking, counts, quota
 from tests.conftest import Signals
 
@@ -25,14 +26,21 @@ DEADLINE = 60
 
 
 def scene_of(
-    mode: Mode, signals: Signals, script: Any, *limits: Limit, store: Any = None, **options: Any
+    signals: Signals,
+    script: Any,
+    *limits: Limit,
+    store: Any = None,
+    form: Form = "async",
+    **options: Any,
 ) -> SharedScene:
-    return SharedScene(mode, signals, script, [quota(signals, *limits, store=store)], **options)
+    return SharedScene(
+        signals, script, [quota(signals, *limits, store=store)], **options, form=form
+    )
 
 
-@modes
+@both_forms
 @pytest.mark.parametrize("checkpointer", [True, False], ids=["checkpointer", "none"])
-async def test_concurrent_runs(mode: Mode, *, checkpointer: bool, signals: Signals) -> None:
+async def test_concurrent_runs(form: Form, *, checkpointer: bool, signals: Signals) -> None:
     """Of 20 runs at once on one thread with limit 3, each with one call, exactly 3 calls run."""
     store = MemoryStore()
     barrier = asyncio.Barrier(RUNS)
@@ -42,15 +50,15 @@ async def test_concurrent_runs(mode: Mode, *, checkpointer: bool, signals: Signa
         await barrier.wait()
 
     scene = scene_of(
-        mode,
         signals,
         asking("search"),
-        ToolCallLimit("search", thread_limit=3, run_limit=no_limit if mode == "async" else None),
+        ToolCallLimit("search", thread_limit=3, run_limit=no_limit if form == "async" else None),
         store=store,
         checkpointer=InMemorySaver() if checkpointer else None,
+        form=form,
     )
 
-    if mode == "async":
+    if form == "async":
         async with asyncio.timeout(DEADLINE):
             await asyncio.gather(*(scene.turn() for _ in range(RUNS)))
     else:
@@ -71,7 +79,7 @@ async def test_concurrent_runs(mode: Mode, *, checkpointer: bool, signals: Signa
 async def test_concurrent_model_calls(signals: Signals) -> None:
     """Of 20 runs at once on one thread with 3 model calls, exactly 3 call the model."""
     store = MemoryStore()
-    scene = scene_of("async", signals, asking(), ModelCallLimit(thread_limit=3), store=store)
+    scene = scene_of(signals, asking(), ModelCallLimit(thread_limit=3), store=store)
     scene.model.script = lambda messages: "done"
 
     results = await asyncio.gather(*(scene.turn() for _ in range(RUNS)))
@@ -86,7 +94,7 @@ async def test_concurrent_users(signals: Signals) -> None:
     """Of 20 threads at once of each of two users, each user has exactly 3 calls."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(3, per="user_id", window=DAY)])
-    scene = scene_of("async", signals, asking("search"), limit, store=store)
+    scene = scene_of(signals, asking("search"), limit, store=store)
 
     await asyncio.gather(
         *(
@@ -104,8 +112,7 @@ async def test_concurrent_users(signals: Signals) -> None:
     assert scene.ran == ["search"] * 6
 
 
-@modes
-async def test_the_state_is_a_mirror(mode: Mode, signals: Signals) -> None:
+async def test_the_state_is_a_mirror(signals: Signals) -> None:
     """After each run the thread's state says what the store says, whoever else charged it."""
     store = MemoryStore()
     limits: list[Limit] = [
@@ -113,9 +120,9 @@ async def test_the_state_is_a_mirror(mode: Mode, signals: Signals) -> None:
         ToolCallLimit(thread_limit=20),
         ModelCallLimit(thread_limit=30),
     ]
-    scene = scene_of(mode, signals, asking("search", "calc"), *limits, store=store)
+    scene = scene_of(signals, asking("search", "calc"), *limits, store=store)
     # Another agent on the same thread, with a state of its own.
-    other = scene_of(mode, signals, asking("search"), *limits, store=store)
+    other = scene_of(signals, asking("search"), *limits, store=store)
 
     for _ in range(2):
         await scene.turn()
@@ -133,17 +140,14 @@ async def test_the_state_is_a_mirror(mode: Mode, signals: Signals) -> None:
     assert dict(usage(scene.agent.get_state(CONFIG)).run_tools) == {"search": 1, "__all__": 2}
 
 
-@modes
-async def test_a_thread_that_gets_a_store(mode: Mode, signals: Signals) -> None:
+async def test_a_thread_that_gets_a_store(signals: Signals) -> None:
     """A thread with counts in its state goes on with them once there is a store."""
     saver = InMemorySaver()
     limits: list[Limit] = [ToolCallLimit("search", thread_limit=3), ModelCallLimit(thread_limit=9)]
-    before = scene_of(mode, signals, asking("search", "search"), *limits, checkpointer=saver)
+    before = scene_of(signals, asking("search", "search"), *limits, checkpointer=saver)
     await before.turn()
     store = MemoryStore()
-    scene = scene_of(
-        mode, signals, asking("search", "search"), *limits, store=store, checkpointer=saver
-    )
+    scene = scene_of(signals, asking("search", "search"), *limits, store=store, checkpointer=saver)
 
     await scene.turn()
 
@@ -156,31 +160,28 @@ async def test_a_thread_that_gets_a_store(mode: Mode, signals: Signals) -> None:
     assert scene.ran == ["search"] * 3
 
 
-@modes
-async def test_a_thread_that_loses_its_store(mode: Mode, signals: Signals) -> None:
+async def test_a_thread_that_loses_its_store(signals: Signals) -> None:
     """Without the store again, a thread goes on with what its state has mirrored."""
     saver = InMemorySaver()
     limit = ToolCallLimit("search", thread_limit=3)
     shared = scene_of(
-        mode, signals, asking("search", "search"), limit, store=MemoryStore(), checkpointer=saver
+        signals, asking("search", "search"), limit, store=MemoryStore(), checkpointer=saver
     )
     await shared.turn()
-    scene = scene_of(mode, signals, asking("search", "search"), limit, checkpointer=saver)
+    scene = scene_of(signals, asking("search", "search"), limit, checkpointer=saver)
 
     await scene.turn()
 
     assert scene.ran == ["search"]
 
 
-@modes
-async def test_a_thread_whose_store_was_emptied(mode: Mode, signals: Signals) -> None:
+async def test_a_thread_whose_store_was_emptied(signals: Signals) -> None:
     """Where a store has forgotten a thread, it goes on with the count in the thread's state."""
     saver = InMemorySaver()
     limit = ToolCallLimit("search", thread_limit=3)
     ran: list[str] = []
     for store in (MemoryStore(), MemoryStore()):
         scene = scene_of(
-            mode,
             signals,
             asking("search", "search"),
             limit,
@@ -195,45 +196,43 @@ async def test_a_thread_whose_store_was_emptied(mode: Mode, signals: Signals) ->
 
 
 OF_THREADS = {
-    "thread limit": ToolCallLimit("search", thread_limit=3),
-    "quota": ToolCallLimit("search", quotas=[Quota(3)]),
-    "both": ToolCallLimit("search", thread_limit=9, quotas=[Quota(3, name="total")]),
+    "thread limit": ToolCallLimit("search", thread_limit=2),
+    "quota": ToolCallLimit("search", quotas=[Quota(2)]),
+    "both": ToolCallLimit("search", thread_limit=9, quotas=[Quota(2, name="total")]),
     "model": ModelCallLimit(quotas=[Quota(3)], exit_behavior="end"),
 }
-"""Limits that allow a thread three calls in all."""
+"""Limits that allow a thread two tool calls, or three model calls."""
 
 
 def called(scene: SharedScene, limit: Limit) -> int:
     return len(scene.model.calls if limit.kind == "model" else scene.ran)
 
 
-@modes
 @pytest.mark.parametrize("limit", OF_THREADS.values(), ids=OF_THREADS)
-async def test_more_threads_than_a_store_keeps(mode: Mode, limit: Limit, signals: Signals) -> None:
+async def test_more_threads_than_a_store_keeps(limit: Limit, signals: Signals) -> None:
     """Threads with a state come and go without end, and each has its own count when it is back."""
     store = MemoryStore(max_keys=3)
-    scene = scene_of(mode, signals, asking("search"), limit, store=store)
-    threads = [f"thread-{number}" for number in range(8)]
+    scene = scene_of(signals, asking("search"), limit, store=store)
+    threads = [f"thread-{number}" for number in range(5)]
 
-    for turns in range(4):
+    for turns in range(3):
         for thread in threads:
             before = called(scene, limit)
             await scene.turn(thread_id=thread)
-            calls = 2 if limit.kind == "model" else 1
-            left = 3 - turns * calls
+            calls, budget = (2, 3) if limit.kind == "model" else (1, 2)
+            left = budget - turns * calls
             assert called(scene, limit) - before == max(0, min(calls, left)), (thread, turns)
 
     assert store.occupancy == (3, 3, 3)
     assert signals.value("langchain_quota_errors_total", component="store") is None
 
 
-@modes
-async def test_a_dropped_count_comes_back_as_all_runs_left_it(mode: Mode, signals: Signals) -> None:
+async def test_a_dropped_count_comes_back_as_all_runs_left_it(signals: Signals) -> None:
     """The state has what others charged to the thread, too: it is not given anew."""
     store = MemoryStore(max_keys=2)
     limits: list[Limit] = [ToolCallLimit("search", quotas=[Quota(4)])]
-    other = scene_of(mode, signals, asking("search", "search"), *limits, store=store)
-    scene = scene_of(mode, signals, asking("search"), *limits, store=store)
+    other = scene_of(signals, asking("search", "search"), *limits, store=store)
+    scene = scene_of(signals, asking("search"), *limits, store=store)
     await other.turn()
     await scene.turn()
     for number in range(3):
@@ -247,12 +246,11 @@ async def test_a_dropped_count_comes_back_as_all_runs_left_it(mode: Mode, signal
     assert counts(store)["search:thread:thread-1"] == 4
 
 
-@modes
-async def test_threads_without_a_state_are_kept(mode: Mode, signals: Signals) -> None:
+async def test_threads_without_a_state_are_kept(signals: Signals) -> None:
     """What only the store has is not dropped: what needs more room is refused, as in an outage."""
     limit = ToolCallLimit("search", thread_limit=3)
     scene = scene_of(
-        mode, signals, asking("search"), limit, store=MemoryStore(max_keys=2), checkpointer=None
+        signals, asking("search"), limit, store=MemoryStore(max_keys=2), checkpointer=None
     )
     for thread in ("one", "two", "three"):
         await scene.turn(thread_id=thread)
@@ -260,8 +258,8 @@ async def test_threads_without_a_state_are_kept(mode: Mode, signals: Signals) ->
     assert scene.fallbacks("deny") == 1
 
 
-@modes
-async def test_reset(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_reset(form: Form, signals: Signals) -> None:
     """A reset gives a thread its budget back, in state and store, and touches nobody else."""
     store = MemoryStore()
     limits: list[Limit] = [
@@ -270,13 +268,13 @@ async def test_reset(mode: Mode, signals: Signals) -> None:
         ModelCallLimit(thread_limit=9),
     ]
     middleware = quota(signals, *limits, store=store)
-    scene = SharedScene(mode, signals, asking("search", "search", "calc"), [middleware])
+    scene = SharedScene(signals, asking("search", "search", "calc"), [middleware], form=form)
     await scene.turn(context=ANN, thread_id="thread-2")
     await scene.turn(thread_id="thread-1")
     await scene.turn()
     assert len(scene.ran) == 6
 
-    if mode == "sync":
+    if form == "sync":
         middleware.reset(scene.agent, CONFIG)  # type: ignore[arg-type]
     else:
         await middleware.areset(scene.agent, CONFIG)  # type: ignore[arg-type]
@@ -294,9 +292,8 @@ async def test_reset(mode: Mode, signals: Signals) -> None:
     assert counts(store)["search:thread:thread-1"] == 1
 
 
-@modes
 @pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_no_warning_with_a_thread(mode: Mode, kind: str, signals: Signals) -> None:
+async def test_no_warning_with_a_thread(kind: str, signals: Signals) -> None:
     """With a store and a thread's id a thread limit needs no checkpointer: it holds over runs."""
     store = MemoryStore()
     limit: Limit = (
@@ -304,7 +301,7 @@ async def test_no_warning_with_a_thread(mode: Mode, kind: str, signals: Signals)
         if kind == "tool"
         else ModelCallLimit(thread_limit=1)
     )
-    scene = scene_of(mode, signals, asking("search"), limit, store=store, checkpointer=None)
+    scene = scene_of(signals, asking("search"), limit, store=store, checkpointer=None)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -315,12 +312,11 @@ async def test_no_warning_with_a_thread(mode: Mode, kind: str, signals: Signals)
     assert list(counts(store).values()) == [1]
 
 
-@modes
-async def test_a_warning_without_a_thread(mode: Mode, signals: Signals) -> None:
+async def test_a_warning_without_a_thread(signals: Signals) -> None:
     """Without a thread's id there is nothing to count by, and the thread limit warns."""
     store = MemoryStore()
     limit = ToolCallLimit("search", thread_limit=1)
-    scene = scene_of(mode, signals, asking("search"), limit, store=store, checkpointer=None)
+    scene = scene_of(signals, asking("search"), limit, store=store, checkpointer=None)
 
     with pytest.warns(QuotaWarning, match="thread limit"):
         await scene.turn(thread_id=None)
@@ -345,11 +341,12 @@ def delegate(child: Any, times: int = 1) -> BaseTool:
     return StructuredTool.from_function(ask, aask, name="delegate", description="delegate")
 
 
-@modes
+# Under `invoke` a tool runs in another thread, in a copy of the context.
+@both_forms
 @pytest.mark.parametrize("name", [None, "researcher"])
 @pytest.mark.parametrize("parent", [None, "boss"])
 async def test_an_agent_inside_a_tool(
-    mode: Mode, parent: str | None, name: str | None, signals: Signals
+    form: Form, parent: str | None, name: str | None, signals: Signals
 ) -> None:
     """A sub-agent with the same store draws on its parent's thread, in every invocation."""
     store = MemoryStore()
@@ -362,7 +359,6 @@ async def test_an_agent_inside_a_tool(
         name=name,
     )
     scene = scene_of(
-        mode,
         signals,
         asking("search", "delegate"),
         limit,
@@ -370,6 +366,7 @@ async def test_an_agent_inside_a_tool(
         tools=[recording("search", ran), delegate(child)],
         ran=ran,
         name=parent,
+        form=form,
     )
 
     with warnings.catch_warnings():
@@ -384,11 +381,8 @@ async def test_an_agent_inside_a_tool(
     assert usage(scene.agent.get_state(CONFIG)).tools["search"] == 3
 
 
-@modes
 @pytest.mark.parametrize("checkpointer", [True, False], ids=["checkpointer", "none"])
-async def test_many_invocations_of_a_sub_agent(
-    mode: Mode, *, checkpointer: bool, signals: Signals
-) -> None:
+async def test_many_invocations_of_a_sub_agent(*, checkpointer: bool, signals: Signals) -> None:
     """Each invocation of a sub-agent is charged: in one tool, in parallel ones, run after run."""
     store = MemoryStore()
     limits: list[Limit] = [
@@ -402,7 +396,6 @@ async def test_many_invocations_of_a_sub_agent(
         middleware=[quota(signals, *limits, store=store)],
     )
     scene = scene_of(
-        mode,
         signals,
         asking("delegate", "delegate"),
         *limits,
@@ -421,8 +414,7 @@ async def test_many_invocations_of_a_sub_agent(
     }
 
 
-@modes
-async def test_a_sub_agents_user(mode: Mode, signals: Signals) -> None:
+async def test_a_sub_agents_user(signals: Signals) -> None:
     """A sub-agent that is given the context draws on the same user's quota."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(3, per="user_id")])
@@ -441,7 +433,6 @@ async def test_a_sub_agents_user(mode: Mode, signals: Signals) -> None:
         return str((await child.ainvoke(given, context=ANN))["messages"][-1].content)
 
     scene = scene_of(
-        mode,
         signals,
         asking("search", "search", "delegate"),
         limit,

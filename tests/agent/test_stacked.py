@@ -13,16 +13,14 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
 )
+from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import (
     Middleware,
-    Mode,
-    Order,
     Scene,
     check_history,
-    in_order,
-    modes,
-    orders,
+    model_limiter,
     recording,
+    tool_limiter,
 )
 from tests.conftest import Signals
 
@@ -39,20 +37,14 @@ class OtherModelLimit(ModelCallLimitMiddleware[Any, Any]):
     """A second limiter on an agent, told apart by its class."""
 
 
-@modes
 @orders(2)
-async def test_refused_by_one_is_charged_to_none(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_refused_by_one_is_charged_to_none(order: Order, signals: Signals) -> None:
     """Two limiters: a call refused by one is answered once and taken back from the other."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search", "calc", "calc"], "done"],
         in_order(
-            order,
-            ToolCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=1, telemetry=signals.telemetry),
+            order, tool_limiter(signals, run_limit=2), tool_limiter(signals, "search", run_limit=1)
         ),
     )
 
@@ -66,22 +58,16 @@ async def test_refused_by_one_is_charged_to_none(
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_a_refused_call_leaves_room_on_the_thread(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_a_refused_call_leaves_room_on_the_thread(order: Order, signals: Signals) -> None:
     """Thread limits of 2 for all and 1 for search: after a refused search, calc still runs."""
     scene = Scene(
-        mode,
         signals,
         [["search", "search"], "done", ["calc"], "done", ["calc", "search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=1, telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, thread_limit=2),
+            tool_limiter(signals, "search", thread_limit=1),
         ),
     )
 
@@ -92,22 +78,18 @@ async def test_a_refused_call_leaves_room_on_the_thread(
     assert scene.ran == ["search", "calc"]
 
 
-@modes
 @orders(3)
-async def test_three_limiters(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_three_limiters(order: Order, signals: Signals) -> None:
     """Three limiters on overlapping tools keep the rules over two turns, in every order."""
     batch = ["search", "calc", "search", "calc", "mail"]
     scene = Scene(
-        mode,
         signals,
         [batch, batch, "done", batch, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(thread_limit=5, run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search", thread_limit=2, run_limit=1, telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(tool_name="calc", run_limit=1, telemetry=signals.telemetry),
+            tool_limiter(signals, thread_limit=5, run_limit=3),
+            tool_limiter(signals, "search", thread_limit=2, run_limit=1),
+            tool_limiter(signals, "calc", run_limit=1),
         ),
         tools=("search", "calc", "mail"),
     )
@@ -120,21 +102,17 @@ async def test_three_limiters(mode: Mode, order: Order, signals: Signals) -> Non
     assert len(scene.answers()) == 15
 
 
-@modes
 @orders(3)
-async def test_refused_by_two(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_refused_by_two(order: Order, signals: Signals) -> None:
     """A call over the limit of two limiters is answered once, and taken back from the third."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=0, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                run_limit=5, limit_name="generous", telemetry=signals.telemetry
-            ),
+            tool_limiter(signals, run_limit=0),
+            tool_limiter(signals, "search", run_limit=0),
+            tool_limiter(signals, run_limit=5, limit_name="generous"),
         ),
     )
 
@@ -145,23 +123,16 @@ async def test_refused_by_two(mode: Mode, order: Order, signals: Signals) -> Non
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_end_beside_continue(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_end_beside_continue(order: Order, signals: Signals) -> None:
     """`end` beside `continue`: what did not run is charged nowhere and answered once."""
     scene = Scene(
-        mode,
         signals,
         [["calc", "search", "search", "calc"], ["calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior="end",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, run_limit=3),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior="end"),
         ),
     )
 
@@ -177,23 +148,16 @@ async def test_end_beside_continue(mode: Mode, order: Order, signals: Signals) -
     assert scene.ran == ["calc"]
 
 
-@modes
 @orders(2)
-async def test_end_beside_end(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_end_beside_end(order: Order, signals: Signals) -> None:
     """Two limiters that both would end the run: one final message, one answer for each call."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
         in_order(
             order,
             *(
-                ToolCallLimitMiddleware(
-                    tool_name=tool,
-                    run_limit=0,
-                    exit_behavior="end",
-                    telemetry=signals.telemetry,
-                )
+                tool_limiter(signals, tool, run_limit=0, exit_behavior="end")
                 for tool in ("search", "calc")
             ),
         ),
@@ -206,28 +170,16 @@ async def test_end_beside_end(mode: Mode, order: Order, signals: Signals) -> Non
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_end_beside_error(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_end_beside_error(order: Order, signals: Signals) -> None:
     """`end` beside `error`: whichever judges first decides, and neither charges anything."""
     scene = Scene(
-        mode,
         signals,
         [["search", "calc"], "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=0,
-                exit_behavior="end",
-                telemetry=signals.telemetry,
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="calc",
-                run_limit=0,
-                exit_behavior="error",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=0, exit_behavior="end"),
+            tool_limiter(signals, "calc", run_limit=0, exit_behavior="error"),
         ),
     )
 
@@ -243,26 +195,19 @@ async def test_end_beside_error(mode: Mode, order: Order, signals: Signals) -> N
     assert scene.ran == []
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("exit_behavior", ["continue", "end"])
 async def test_langchains_tool_limiter_beside_ours(
-    mode: Mode, order: Order, exit_behavior: Any, signals: Signals
+    order: Order, exit_behavior: Any, signals: Signals
 ) -> None:
     """LangChain's own tool limiter in the same agent does not spoil our run counts."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search"], ["search"], "done", ["search"], ["search"], "done"],
         in_order(
             order,
             langchain_middleware.ToolCallLimitMiddleware(run_limit=9),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=2,
-                exit_behavior=exit_behavior,
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=2, exit_behavior=exit_behavior),
         ),
     )
 
@@ -276,20 +221,16 @@ async def test_langchains_tool_limiter_beside_ours(
     assert scene.ran == ["search"] * (2 if exit_behavior == "end" else 4)
 
 
-@modes
 @orders(2)
-async def test_langchains_limiter_on_the_same_counter(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_langchains_limiter_on_the_same_counter(order: Order, signals: Signals) -> None:
     """LangChain's limiter on the very tool that ours limits does not spoil our run counts."""
     scene = Scene(
-        mode,
         signals,
         [["search"], ["search"], ["search", "calc"], "done", ["search"], "done"],
         in_order(
             order,
             _LangChainsToolLimit(tool_name="search", run_limit=9),
-            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
+            tool_limiter(signals, "search", run_limit=2),
         ),
     )
 
@@ -303,21 +244,13 @@ async def test_langchains_limiter_on_the_same_counter(
     assert scene.state()["langchain_quota"]["run_tools"] == {"search": 1}
 
 
-@modes
 @orders(2)
-async def test_langchains_model_limiter_beside_ours(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_langchains_model_limiter_beside_ours(order: Order, signals: Signals) -> None:
     """LangChain's own model limiter in the same agent does not spoil our run counts."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["calc"], ["calc"], "done"],
-        in_order(
-            order,
-            _LangChainsModelLimit(run_limit=9),
-            ModelCallLimitMiddleware(run_limit=2, telemetry=signals.telemetry),
-        ),
+        in_order(order, _LangChainsModelLimit(run_limit=9), model_limiter(signals, run_limit=2)),
     )
 
     for calls in (2, 4):
@@ -335,23 +268,16 @@ class _LangChainsModelLimit(langchain_middleware.ModelCallLimitMiddleware[Any, A
     pass
 
 
-@modes
 @orders(2)
-async def test_two_thresholds_on_one_tool(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_two_thresholds_on_one_tool(order: Order, signals: Signals) -> None:
     """Two limiters on one tool, told apart by limit_name, are two thresholds over one count."""
     scene = Scene(
-        mode,
         signals,
         [["search"] * 3, "done", ["search"] * 3, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                thread_limit=3,
-                limit_name="search per thread",
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, "search", run_limit=2),
+            tool_limiter(signals, "search", thread_limit=3, limit_name="search per thread"),
         ),
     )
 
@@ -361,17 +287,15 @@ async def test_two_thresholds_on_one_tool(mode: Mode, order: Order, signals: Sig
         scene.check()
 
 
-@modes
 @orders(2)
-async def test_two_tool_limiters_by_subclass(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_two_tool_limiters_by_subclass(order: Order, signals: Signals) -> None:
     """A limiter and its subclass with limits 4 and 6 on one counter let 4 calls run."""
     scene = Scene(
-        mode,
         signals,
         [["search"] * 3, ["search"] * 3, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=4),
             OtherToolLimit(run_limit=6, limit_name="other", telemetry=signals.telemetry),
         ),
     )
@@ -382,19 +306,15 @@ async def test_two_tool_limiters_by_subclass(mode: Mode, order: Order, signals: 
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_two_unnamed_tool_limiters_by_subclass(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_two_unnamed_tool_limiters_by_subclass(order: Order, signals: Signals) -> None:
     """Two limiters of one limit name: the counts are still exact, and answers are single."""
     scene = Scene(
-        mode,
         signals,
         [["search"] * 3, ["search"] * 3, "done"],
         in_order(
             order,
-            ToolCallLimitMiddleware(run_limit=4, telemetry=signals.telemetry),
+            tool_limiter(signals, run_limit=4),
             OtherToolLimit(run_limit=6, telemetry=signals.telemetry),
         ),
     )
@@ -410,7 +330,7 @@ async def test_two_unnamed_tool_limiters_by_subclass(
 def two_of_one_name(signals: Signals, **options: Any) -> list[Middleware]:
     """Two limiters whose limits have the same name, their default: `tool:search`."""
     return [
-        ToolCallLimitMiddleware(tool_name="search", telemetry=signals.telemetry, **options),
+        tool_limiter(signals, "search", **options),
         QuotaMiddleware([ToolCallLimit("search", thread_limit=9)], telemetry=signals.telemetry),
     ]
 
@@ -420,22 +340,14 @@ def charged(scene: Scene) -> float:
     return scene.metric("tool:search", "allowed") - scene.metric("tool:search", "refunded")
 
 
-@modes
 @orders(2)
-async def test_error_beside_a_limit_of_the_same_name(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_error_beside_a_limit_of_the_same_name(order: Order, signals: Signals) -> None:
     """What one limiter charged before another one raised is refunded, whatever their limits' names.
 
     The name in the metrics is the limit's own.
     """
     limiters = two_of_one_name(signals, run_limit=1, exit_behavior="error")
-    scene = Scene(
-        mode,
-        signals,
-        [["search", "search"], ["search"], "done"],
-        in_order(order, *limiters),
-    )
+    scene = Scene(signals, [["search", "search"], ["search"], "done"], in_order(order, *limiters))
 
     with pytest.raises(ToolCallLimitExceededError):
         await scene.turn()
@@ -447,20 +359,12 @@ async def test_error_beside_a_limit_of_the_same_name(
     check_history(scene.state()["messages"])
 
 
-@modes
 @pytest.mark.parametrize("place", range(3))
-async def test_a_third_refuses_what_two_of_one_name_admit(
-    mode: Mode, place: int, signals: Signals
-) -> None:
+async def test_a_third_refuses_what_two_of_one_name_admit(place: int, signals: Signals) -> None:
     """A refused call is taken back from each limiter that charged it before."""
     limiters = two_of_one_name(signals, run_limit=9)
-    third = ToolCallLimitMiddleware[Any, Any](run_limit=0, telemetry=signals.telemetry)
-    scene = Scene(
-        mode,
-        signals,
-        [["search"], "done"],
-        [*limiters[:place], third, *limiters[place:]],
-    )
+    third = tool_limiter(signals, run_limit=0)
+    scene = Scene(signals, [["search"], "done"], [*limiters[:place], third, *limiters[place:]])
 
     await scene.turn()
 
@@ -471,14 +375,12 @@ async def test_a_third_refuses_what_two_of_one_name_admit(
     assert set(scene.state()["thread_tool_call_count"].values()) == {0}
 
 
-@modes
 @orders(2)
-async def test_two_of_one_name_after_a_crash(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_two_of_one_name_after_a_crash(order: Order, signals: Signals) -> None:
     """A call that both let through, and that crashed, had started: it stays charged to both."""
     ran: list[str] = []
     crash: list[Exception] = [ConnectionError("tool")]
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         in_order(order, *two_of_one_name(signals, run_limit=1, exit_behavior="error")),
@@ -498,16 +400,14 @@ def raised(errors: list[Exception]) -> None:
     raise errors.pop()
 
 
-@modes
 @orders(2)
-async def test_two_of_one_name_give_up_alone(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_two_of_one_name_give_up_alone(order: Order, signals: Signals) -> None:
     """What one limiter refuses does not use up the patience of another limit of the same name."""
     searches, calculations = (
         ToolCallLimit(tool, run_limit=0, give_up_after=3, name="impatient")
         for tool in ("search", "calc")
     )
     scene = Scene(
-        mode,
         signals,
         [["search"], ["calc"], ["search"], ["calc"], ["search"], "never"],
         in_order(
@@ -522,17 +422,15 @@ async def test_two_of_one_name_give_up_alone(mode: Mode, order: Order, signals: 
     assert len(scene.model.calls) == 5
 
 
-@modes
 @orders(2)
-async def test_two_model_limiters(mode: Mode, order: Order, signals: Signals) -> None:
+async def test_two_model_limiters(order: Order, signals: Signals) -> None:
     """Two model limiters on one agent count each call once, and the smaller limit holds."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["calc"], ["calc"], "done"],
         in_order(
             order,
-            ModelCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry),
+            model_limiter(signals, run_limit=3),
             OtherModelLimit(thread_limit=6, limit_name="thread", telemetry=signals.telemetry),
         ),
     )
@@ -543,22 +441,16 @@ async def test_two_model_limiters(mode: Mode, order: Order, signals: Signals) ->
     scene.check()
 
 
-@modes
 @orders(2)
-async def test_two_model_limiters_where_the_inner_refuses(
-    mode: Mode, order: Order, signals: Signals
-) -> None:
+async def test_two_model_limiters_where_the_inner_refuses(order: Order, signals: Signals) -> None:
     """A model call admitted by one limiter and refused by another is charged to neither."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], ["calc"], "done"],
         in_order(
             order,
-            ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry),
-            ModelCallLimitMiddleware(
-                run_limit=9, limit_name="generous", telemetry=signals.telemetry
-            ),
+            model_limiter(signals, run_limit=1),
+            model_limiter(signals, run_limit=9, limit_name="generous"),
         ),
     )
 

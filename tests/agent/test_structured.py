@@ -8,12 +8,9 @@ from langchain.agents.structured_output import ToolStrategy
 from langchain_core.messages import AIMessage
 from pydantic import BaseModel
 
-from langchain_quota import (
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
-from tests.agent.rules import Mode, Order, Scene, in_order, modes, orders
+from langchain_quota import ToolCallLimitExceededError
+from tests.agent.conftest import Order, in_order, orders
+from tests.agent.rules import Scene, model_limiter, tool_limiter
 from tests.conftest import Signals
 
 EXIT_BEHAVIORS = ["continue", "end", "error"]
@@ -34,21 +31,15 @@ class Other(BaseModel):
     text: str
 
 
-def scene_of(mode: Mode, signals: Signals, script: Any, *middleware: Any) -> Scene:
-    return Scene(mode, signals, script, middleware, response_format=ToolStrategy(Weather))
+def scene_of(signals: Signals, script: Any, *middleware: Any) -> Scene:
+    return Scene(signals, script, middleware, response_format=ToolStrategy(Weather))
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", EXIT_BEHAVIORS)
-async def test_valid(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_valid(exit_behavior: Any, signals: Signals) -> None:
     """A structured answer over a limit of 0 is delivered: not charged, blocked or answered."""
     scene = scene_of(
-        mode,
-        signals,
-        [[VALID]],
-        ToolCallLimitMiddleware(
-            run_limit=0, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        signals, [[VALID]], tool_limiter(signals, run_limit=0, exit_behavior=exit_behavior)
     )
 
     result = await scene.turn()
@@ -59,18 +50,14 @@ async def test_valid(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", EXIT_BEHAVIORS)
-async def test_retried(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_retried(exit_behavior: Any, signals: Signals) -> None:
     """A structured answer that is retried is not charged, and its error is its only answer."""
     scene = scene_of(
-        mode,
         signals,
         [[INVALID], ["search"], [INVALID], [VALID]],
-        ToolCallLimitMiddleware(
-            run_limit=1, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
-        ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
+        tool_limiter(signals, run_limit=1, exit_behavior=exit_behavior),
+        model_limiter(signals, run_limit=9),
     )
 
     result = await scene.turn()
@@ -80,20 +67,13 @@ async def test_retried(mode: Mode, exit_behavior: Any, signals: Signals) -> None
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", EXIT_BEHAVIORS)
-async def test_a_limit_named_like_it(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_a_limit_named_like_it(exit_behavior: Any, signals: Signals) -> None:
     """A limit on the name of the structured answer does not touch it."""
     scene = scene_of(
-        mode,
         signals,
         [[INVALID], [VALID]],
-        ToolCallLimitMiddleware(
-            tool_name="Weather",
-            run_limit=0,
-            exit_behavior=exit_behavior,
-            telemetry=signals.telemetry,
-        ),
+        tool_limiter(signals, "Weather", run_limit=0, exit_behavior=exit_behavior),
     )
 
     result = await scene.turn()
@@ -102,20 +82,12 @@ async def test_a_limit_named_like_it(mode: Mode, exit_behavior: Any, signals: Si
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", EXIT_BEHAVIORS)
 @pytest.mark.parametrize("batch", [[VALID, "search"], ["search", VALID]], ids=["before", "behind"])
-async def test_refusals_beside_a_success(
-    mode: Mode, exit_behavior: Any, batch: Any, signals: Signals
-) -> None:
+async def test_refusals_beside_a_success(exit_behavior: Any, batch: Any, signals: Signals) -> None:
     """Beside a delivered structured answer a refusal only refuses: no raise, no last word."""
     scene = scene_of(
-        mode,
-        signals,
-        [batch],
-        ToolCallLimitMiddleware(
-            run_limit=0, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        signals, [batch], tool_limiter(signals, run_limit=0, exit_behavior=exit_behavior)
     )
 
     result = await scene.turn()
@@ -126,28 +98,19 @@ async def test_refusals_beside_a_success(
     scene.check()
 
 
-@modes
 @orders(2)
 @pytest.mark.parametrize("behaviors", list(permutations(EXIT_BEHAVIORS, 2)), ids="-".join)
 async def test_refusals_of_two_beside_a_success(
-    mode: Mode, order: Order, behaviors: tuple[Any, Any], signals: Signals
+    order: Order, behaviors: tuple[Any, Any], signals: Signals
 ) -> None:
     """Two limiters beside a delivered structured answer refuse, and what they admit runs."""
     scene = scene_of(
-        mode,
         signals,
         [["search", "calc", VALID, "search"]],
         *in_order(
             order,
-            ToolCallLimitMiddleware(
-                run_limit=2, exit_behavior=behaviors[0], telemetry=signals.telemetry
-            ),
-            ToolCallLimitMiddleware(
-                tool_name="search",
-                run_limit=1,
-                exit_behavior=behaviors[1],
-                telemetry=signals.telemetry,
-            ),
+            tool_limiter(signals, run_limit=2, exit_behavior=behaviors[0]),
+            tool_limiter(signals, "search", run_limit=1, exit_behavior=behaviors[1]),
         ),
     )
 
@@ -159,14 +122,10 @@ async def test_refusals_of_two_beside_a_success(
     scene.check()
 
 
-@modes
-async def test_a_refusal_beside_a_retry(mode: Mode, signals: Signals) -> None:
+async def test_a_refusal_beside_a_retry(signals: Signals) -> None:
     """Beside a structured answer that is retried, `error` raises as ever."""
     scene = scene_of(
-        mode,
-        signals,
-        [[INVALID, "search"]],
-        ToolCallLimitMiddleware(run_limit=0, exit_behavior="error", telemetry=signals.telemetry),
+        signals, [[INVALID, "search"]], tool_limiter(signals, run_limit=0, exit_behavior="error")
     )
 
     with pytest.raises(ToolCallLimitExceededError):
@@ -176,17 +135,13 @@ async def test_a_refusal_beside_a_retry(mode: Mode, signals: Signals) -> None:
     scene.check(answered=False)
 
 
-@modes
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
-async def test_a_retry_in_the_next_turn(mode: Mode, exit_behavior: Any, signals: Signals) -> None:
+async def test_a_retry_in_the_next_turn(exit_behavior: Any, signals: Signals) -> None:
     """The structured answer of an earlier turn does not soften a refusal of this one."""
     scene = scene_of(
-        mode,
         signals,
         [[VALID], [INVALID, "search"]],
-        ToolCallLimitMiddleware(
-            run_limit=0, exit_behavior=exit_behavior, telemetry=signals.telemetry
-        ),
+        tool_limiter(signals, run_limit=0, exit_behavior=exit_behavior),
     )
 
     await scene.turn()
@@ -201,14 +156,12 @@ async def test_a_retry_in_the_next_turn(mode: Mode, exit_behavior: Any, signals:
     assert scene.ran == []
 
 
-@modes
-async def test_two_structured_answers_at_once(mode: Mode, signals: Signals) -> None:
+async def test_two_structured_answers_at_once(signals: Signals) -> None:
     """Two structured answers in one batch are both retried, and neither is charged."""
     scene = Scene(
-        mode,
         signals,
         [["search"], [VALID, ("Other", {"text": "hm"})], [VALID]],
-        [ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)],
+        [tool_limiter(signals, run_limit=1)],
         response_format=ToolStrategy(Weather | Other),
     )
 

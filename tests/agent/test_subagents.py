@@ -7,9 +7,10 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import ModelCallLimitMiddleware, QuotaWarning, ToolCallLimitMiddleware
+from langchain_quota import QuotaWarning
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import Middleware, Mode, Scene, modes, recording
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import Middleware, Scene, model_limiter, recording, tool_limiter
 from tests.conftest import Signals
 
 
@@ -48,21 +49,15 @@ def threads(signals: Signals, limit: str) -> dict[str, float]:
     }
 
 
-@modes
 @pytest.mark.parametrize("name", [None, "researcher"])
-async def test_a_childs_thread_limit(mode: Mode, name: str | None, signals: Signals) -> None:
+async def test_a_childs_thread_limit(name: str | None, signals: Signals) -> None:
     """A child's thread limit lasts one invocation: it warns once, over many invocations."""
     ran: list[str] = []
-    child = child_of(
-        ran,
-        ToolCallLimitMiddleware(tool_name="search", thread_limit=1, telemetry=signals.telemetry),
-        name=name,
-    )
+    child = child_of(ran, tool_limiter(signals, "search", thread_limit=1), name=name)
     scene = Scene(
-        mode,
         signals,
         [["delegate"], ["delegate"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=9)],
         tools=[delegate(child)],
     )
 
@@ -75,33 +70,27 @@ async def test_a_childs_thread_limit(mode: Mode, name: str | None, signals: Sign
     assert threads(signals, "tool:*") == {"unnamed": 2}
 
 
-@modes
+# Under `invoke` a tool runs in another thread, in a copy of the context.
+@both_forms
 @pytest.mark.parametrize("parent", [None, "boss"])
 async def test_an_unnamed_child_writes_no_thread_series(
-    mode: Mode, parent: str | None, signals: Signals
+    form: Form, parent: str | None, signals: Signals
 ) -> None:
     """An unnamed child carries its parent's name and thread: it writes no thread series."""
     ran: list[str] = []
     child = child_of(
         ran,
-        ToolCallLimitMiddleware(tool_name="search", run_limit=9, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search",
-            thread_limit=9,
-            limit_name="child",
-            telemetry=signals.telemetry,
-        ),
-        ModelCallLimitMiddleware(
-            thread_limit=9, limit_name="child model", telemetry=signals.telemetry
-        ),
+        tool_limiter(signals, "search", run_limit=9),
+        tool_limiter(signals, "search", thread_limit=9, limit_name="child"),
+        model_limiter(signals, thread_limit=9, limit_name="child model"),
     )
     scene = Scene(
-        mode,
         signals,
         [["delegate"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=9)],
         tools=[delegate(child)],
         name=parent,
+        form=form,
     )
 
     with pytest.warns(QuotaWarning):
@@ -113,19 +102,15 @@ async def test_an_unnamed_child_writes_no_thread_series(
     assert threads(signals, "child model") == {}
 
 
-@modes
-async def test_a_named_child_writes_thread_series(mode: Mode, signals: Signals) -> None:
+async def test_a_named_child_writes_thread_series(signals: Signals) -> None:
     """A named child writes thread series under its own name."""
     child = child_of(
-        [],
-        ToolCallLimitMiddleware(thread_limit=9, limit_name="child", telemetry=signals.telemetry),
-        name="researcher",
+        [], tool_limiter(signals, thread_limit=9, limit_name="child"), name="researcher"
     )
     scene = Scene(
-        mode,
         signals,
         [["delegate"], "done"],
-        [ToolCallLimitMiddleware(thread_limit=9, telemetry=signals.telemetry)],
+        [tool_limiter(signals, thread_limit=9)],
         tools=[delegate(child)],
         name="boss",
     )
@@ -137,16 +122,14 @@ async def test_a_named_child_writes_thread_series(mode: Mode, signals: Signals) 
     assert threads(signals, "child") == {"researcher": 2}
 
 
-@modes
-async def test_a_childs_run_limit(mode: Mode, signals: Signals) -> None:
+async def test_a_childs_run_limit(signals: Signals) -> None:
     """A child's run limit holds in each of its invocations, and needs no warning."""
     ran: list[str] = []
-    child = child_of(ran, ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry))
+    child = child_of(ran, tool_limiter(signals, run_limit=1))
     scene = Scene(
-        mode,
         signals,
         [["delegate", "delegate"], "done"],
-        [ToolCallLimitMiddleware(tool_name="delegate", run_limit=2, telemetry=signals.telemetry)],
+        [tool_limiter(signals, "delegate", run_limit=2)],
         tools=[delegate(child)],
     )
 
@@ -158,18 +141,15 @@ async def test_a_childs_run_limit(mode: Mode, signals: Signals) -> None:
     assert scene.state()["thread_tool_call_count"] == {"delegate": 2}
 
 
-@modes
 @pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_a_thread_limit_without_a_checkpointer(
-    mode: Mode, kind: str, signals: Signals
-) -> None:
+async def test_a_thread_limit_without_a_checkpointer(kind: str, signals: Signals) -> None:
     """A thread limit on an agent without a checkpointer warns, once for all runs."""
     limiter: Middleware = (
-        ToolCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)
+        tool_limiter(signals, thread_limit=2)
         if kind == "tool"
-        else ModelCallLimitMiddleware(thread_limit=2, telemetry=signals.telemetry)
+        else model_limiter(signals, thread_limit=2)
     )
-    scene = Scene(mode, signals, ["done", "done"], [limiter], checkpointer=None)
+    scene = Scene(signals, ["done", "done"], [limiter], checkpointer=None)
 
     with pytest.warns(QuotaWarning, match="checkpointer"):
         await scene.turn()
@@ -178,11 +158,10 @@ async def test_a_thread_limit_without_a_checkpointer(
         await scene.turn()
 
 
-@modes
-async def test_no_warning_with_a_checkpointer(mode: Mode, signals: Signals) -> None:
+async def test_no_warning_with_a_checkpointer(signals: Signals) -> None:
     """A thread limit on an agent with a checkpointer does not warn."""
-    limiter = ToolCallLimitMiddleware[Any, Any](thread_limit=2, telemetry=signals.telemetry)
-    scene = Scene(mode, signals, ["done"], [limiter])
+    limiter = tool_limiter(signals, thread_limit=2)
+    scene = Scene(signals, ["done"], [limiter])
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

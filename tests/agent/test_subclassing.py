@@ -7,7 +7,8 @@ from langchain.agents.middleware import hook_config
 from langchain_core.messages import AIMessage
 
 from langchain_quota import Decision, ModelCallLimitMiddleware, ToolCallLimitMiddleware
-from tests.agent.rules import Mode, Scene, modes
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import Scene
 from tests.conftest import Signals
 
 
@@ -80,7 +81,7 @@ class Mixed(Billing, Recorder):
     """Gets its override from a mixin."""
 
 
-@modes
+@both_forms
 @pytest.mark.parametrize(
     ("limiter", "logs"),
     [
@@ -93,15 +94,15 @@ class Mixed(Billing, Recorder):
     ],
 )
 async def test_an_override_runs_once_in_its_form(
-    mode: Mode, limiter: type[Recorder], logs: dict[str, list[str]], signals: Signals
+    form: Form, limiter: type[Recorder], logs: dict[str, list[str]], signals: Signals
 ) -> None:
     """An override of the sync hook alone is honoured in async too; of both, each runs once."""
     mine = limiter(run_limit=1, telemetry=signals.telemetry)
-    scene = Scene(mode, signals, [["search", "search"], "done"], [mine])
+    scene = Scene(signals, [["search", "search"], "done"], [mine], form=form)
 
     await scene.turn()
 
-    assert mine.log == logs[mode] * 2
+    assert mine.log == logs[form] * 2
     assert scene.ran == ["search"]
     scene.check()
 
@@ -116,10 +117,12 @@ class OwnLimit(ToolCallLimitMiddleware[Any, Any]):
         return super().after_model(state, runtime)
 
 
-@modes
-async def test_a_limit_of_its_own(mode: Mode, signals: Signals) -> None:
-    """A subclass that jumps by its own rule ends the run in both modes."""
-    scene = Scene(mode, signals, ["stop"], [OwnLimit(run_limit=1, telemetry=signals.telemetry)])
+@both_forms
+async def test_a_limit_of_its_own(form: Form, signals: Signals) -> None:
+    """A subclass that jumps by its own rule ends the run in both forms."""
+    scene = Scene(
+        signals, ["stop"], [OwnLimit(run_limit=1, telemetry=signals.telemetry)], form=form
+    )
 
     result = await scene.turn()
 
@@ -133,14 +136,14 @@ class NoDecorator(ToolCallLimitMiddleware[Any, Any]):
         return super().after_model(state, runtime)
 
 
-@modes
-async def test_an_override_keeps_the_end(mode: Mode, signals: Signals) -> None:
+@both_forms
+async def test_an_override_keeps_the_end(form: Form, signals: Signals) -> None:
     """A subclass without `hook_config` still ends the run where the limiter does."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "not reached"],
         [NoDecorator(run_limit=0, exit_behavior="end", telemetry=signals.telemetry)],
+        form=form,
     )
 
     await scene.turn()
@@ -170,11 +173,11 @@ class OwnModelHooks(ModelCallLimitMiddleware[Any, Any]):
         return None
 
 
-@modes
-async def test_overrides_of_the_model_hooks(mode: Mode, signals: Signals) -> None:
-    """Overrides of a model limiter's sync hooks run once for each call in both modes."""
+@both_forms
+async def test_overrides_of_the_model_hooks(form: Form, signals: Signals) -> None:
+    """Overrides of a model limiter's sync hooks run once for each call in both forms."""
     mine = OwnModelHooks(run_limit=2, telemetry=signals.telemetry)
-    scene = Scene(mode, signals, [["calc"], ["calc"], "not reached"], [mine])
+    scene = Scene(signals, [["calc"], ["calc"], "not reached"], [mine], form=form)
 
     await scene.turn()
 
@@ -185,11 +188,10 @@ async def test_overrides_of_the_model_hooks(mode: Mode, signals: Signals) -> Non
 
 
 def described(decision: Decision) -> str:
-    standing = decision.refused_by[0]
-    return f"{decision.call.tool}: {standing.limit}, {standing.scope} of {standing.run_limit}"
+    status = decision.refused_by[0]
+    return f"{decision.call.tool}: {status.limit}, {status.scope} of {status.run_limit}"
 
 
-@modes
 @pytest.mark.parametrize(
     ("message", "text"),
     [("Enough.", "Enough."), (described, "search: tool:search, run of 0")],
@@ -197,11 +199,10 @@ def described(decision: Decision) -> str:
 )
 @pytest.mark.parametrize("exit_behavior", ["continue", "end"])
 async def test_a_tool_limits_message(
-    mode: Mode, message: Any, text: str, exit_behavior: Any, signals: Signals
+    message: Any, text: str, exit_behavior: Any, signals: Signals
 ) -> None:
     """`message` is what the model reads, and with `end` the final message too."""
     scene = Scene(
-        mode,
         signals,
         [["search"], "done"],
         [
@@ -222,18 +223,14 @@ async def test_a_tool_limits_message(
     scene.check()
 
 
-@modes
 @pytest.mark.parametrize(
     ("message", "text"),
     [("Enough.", "Enough."), (described, "None: model, run of 1")],
     ids=["text", "function"],
 )
-async def test_a_model_limits_message(
-    mode: Mode, message: Any, text: str, signals: Signals
-) -> None:
+async def test_a_model_limits_message(message: Any, text: str, signals: Signals) -> None:
     """`message` is the final message of a model limit."""
     scene = Scene(
-        mode,
         signals,
         [["calc"], "not reached"],
         [ModelCallLimitMiddleware(run_limit=1, message=message, telemetry=signals.telemetry)],

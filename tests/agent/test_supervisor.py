@@ -9,7 +9,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, Mode, check_history, modes
+from tests.agent.rules import CONFIG, check_history
 from tests.conftest import Signals
 
 # Among the oldest versions there is none.
@@ -31,12 +31,9 @@ def search() -> str:
     return "nothing found"
 
 
-@modes
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
 @pytest.mark.parametrize("output_mode", ["last_message", "full_history"])
-async def test_an_agent_that_a_limit_ends(
-    mode: Mode, limit: Limit, output_mode: Any, signals: Signals
-) -> None:
+async def test_an_agent_that_a_limit_ends(limit: Limit, output_mode: Any, signals: Signals) -> None:
     """The supervisor reads what the limit says, and is never sent an answer without its call."""
     worker = create_agent(
         ScriptedChatModel(script=lambda messages: ["search", "search"]),
@@ -51,10 +48,7 @@ async def test_an_agent_that_a_limit_ends(
 
     for text in ("Go!", "And?"):
         given = {"messages": [("user", text)]}
-        if mode == "sync":
-            result = supervisor.invoke(given, CONFIG)
-        else:
-            result = await supervisor.ainvoke(given, CONFIG)
+        result = await supervisor.ainvoke(given, CONFIG)
 
     assert len(model.calls) == 3
     for call in model.calls:

@@ -1,6 +1,5 @@
 """ToolCallLimitMiddleware in real agents: what runs, what is kept, and what is made visible."""
 
-import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -9,40 +8,22 @@ from langchain.agents import create_agent
 from langchain.agents.middleware.tool_call_limit import (
     ToolCallLimitExceededError as LangChainsError,
 )
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
-from langchain_core.runnables import RunnableConfig
+from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from opentelemetry.trace import StatusCode
 
-from langchain_quota import (
-    Decision,
-    ModelCallLimitMiddleware,
-    ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
-)
+from langchain_quota import Decision, ToolCallLimitExceededError, ToolCallLimitMiddleware
 from langchain_quota.messages import SKIPPED
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.agent.rules import model_limiter, tool_limiter
+from tests.agent.test_model_call_limit import THREAD, final, forms, turn
 
 if TYPE_CHECKING:
     from tests.conftest import Signals
 
-Saver = BaseCheckpointSaver[Any]
-
-THREAD: RunnableConfig = {"configurable": {"thread_id": "thread-1"}}
 SEARCH_REFUSED = "Tool call limit exceeded. Do not call 'search' again."
-
-forms = pytest.mark.parametrize(
-    "form", ["ainvoke", "astream values", "astream updates", "abatch", "invoke"]
-)
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def saver(request: pytest.FixtureRequest, sqlite_saver: AsyncSqliteSaver) -> Saver:
-    """Each of the two checkpointers."""
-    return sqlite_saver if request.param == "sqlite" else InMemorySaver()
 
 
 @tool
@@ -57,36 +38,14 @@ def calc(term: str = "") -> str:
     return "4"
 
 
-def agent_of(saver: Saver | None, script: list[Any], *limiters: Any) -> Any:
-    model = ScriptedChatModel(script=script)
+def agent_of(script: list[Any], *limiters: Any, saver: Any = None) -> Any:
     return create_agent(
-        model, [search, calc], middleware=limiters, checkpointer=saver, name="researcher"
+        ScriptedChatModel(script=script),
+        [search, calc],
+        middleware=limiters,
+        checkpointer=saver or InMemorySaver(),
+        name="researcher",
     )
-
-
-async def turn(agent: Any, form: str = "ainvoke") -> list[BaseMessage]:
-    """Run one turn on the thread, and return the messages that it made."""
-    inputs = {"messages": [HumanMessage("hi")]}
-    if form == "astream updates":
-        return [
-            message
-            async for chunk in agent.astream(inputs, THREAD, stream_mode="updates")
-            for update in chunk.values()
-            for message in (update or {}).get("messages", [])
-        ]
-    if form == "astream values":
-        async for result in agent.astream(inputs, THREAD, stream_mode="values"):
-            last = result
-    elif form == "abatch":
-        [last] = await agent.abatch([inputs], [THREAD])
-    elif form == "invoke":
-        # In a thread of its own, as the SQLite saver demands beside a running loop.
-        last = await asyncio.to_thread(agent.invoke, inputs, THREAD)
-    else:
-        last = await agent.ainvoke(inputs, THREAD)
-    messages: list[BaseMessage] = last["messages"]
-    newest = max(at for at, each in enumerate(messages) if isinstance(each, HumanMessage))
-    return messages[newest + 1 :]
 
 
 def answers(messages: list[BaseMessage]) -> Counter[tuple[str | None, str, str]]:
@@ -95,11 +54,6 @@ def answers(messages: list[BaseMessage]) -> Counter[tuple[str | None, str, str]]
         for each in messages
         if isinstance(each, ToolMessage)
     )
-
-
-def final(messages: list[BaseMessage]) -> str:
-    assert isinstance(messages[-1], AIMessage)
-    return str(messages[-1].content)
 
 
 async def thread_counts(agent: Any) -> dict[str, int]:
@@ -140,14 +94,11 @@ def thread_series(signals: "Signals", limit: str) -> tuple[float | None, ...]:
     )
 
 
-@forms
-async def test_continue(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_continue(signals: "Signals") -> None:
     """`continue`: what is over the limit is answered, the rest runs, and the agent goes on."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search", thread_limit=10, run_limit=2, telemetry=signals.telemetry
-    )
-    agent = agent_of(saver, [["search", "search", "calc", "search"], "done"], limiter)
-    messages = await turn(agent, form)
+    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=2)
+    agent = agent_of([["search", "search", "calc", "search"], "done"], limiter)
+    messages = await turn(agent)
     assert answers(messages) == {
         ("search", "success", "found"): 2,
         ("search", "error", SEARCH_REFUSED): 1,
@@ -164,18 +115,11 @@ async def test_continue(saver: Saver, form: str, signals: "Signals") -> None:
     assert thread_series(signals, "tool:search") == (2, 10, 1)
 
 
-@forms
-async def test_end(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_end(signals: "Signals") -> None:
     """`end`: nothing of the batch runs or is charged, and the run ends with a message."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        thread_limit=10,
-        run_limit=1,
-        exit_behavior="end",
-        telemetry=signals.telemetry,
-    )
-    agent = agent_of(saver, [["search", "search", "calc"], "never"], limiter)
-    messages = await turn(agent, form)
+    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=1, exit_behavior="end")
+    agent = agent_of([["search", "search", "calc"], "never"], limiter)
+    messages = await turn(agent)
     assert answers(messages) == {
         ("search", "error", SEARCH_REFUSED): 1,
         ("search", "error", SKIPPED): 1,
@@ -192,19 +136,12 @@ async def test_end(saver: Saver, form: str, signals: "Signals") -> None:
     assert thread_series(signals, "tool:search") == (0, 10, 1)
 
 
-@forms
-async def test_error(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_error(signals: "Signals") -> None:
     """`error`: our exception reaches the caller, who may catch LangChain's; nothing is charged."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        thread_limit=10,
-        run_limit=1,
-        exit_behavior="error",
-        telemetry=signals.telemetry,
-    )
-    agent = agent_of(saver, [["search", "search"]], limiter)
+    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=1, exit_behavior="error")
+    agent = agent_of([["search", "search"]], limiter)
     with pytest.raises(LangChainsError) as caught:
-        await turn(agent, form)
+        await turn(agent)
     error = caught.value
     assert type(error) is ToolCallLimitExceededError
     assert (error.tool_name, error.thread_count, error.thread_limit) == ("search", 2, 10)
@@ -221,12 +158,11 @@ async def test_error(saver: Saver, form: str, signals: "Signals") -> None:
     assert statuses == {("blocked", StatusCode.ERROR): 1, ("skipped", StatusCode.UNSET): 1}
 
 
-@forms
-async def test_under_the_limit(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_under_the_limit(signals: "Signals") -> None:
     """Up to the limit, exactly, every call runs and is counted."""
-    limiter = ToolCallLimitMiddleware(thread_limit=3, run_limit=3, telemetry=signals.telemetry)
-    agent = agent_of(saver, [["search", "calc"], ["search"], "done"], limiter)
-    messages = await turn(agent, form)
+    limiter = tool_limiter(signals, thread_limit=3, run_limit=3)
+    agent = agent_of([["search", "calc"], ["search"], "done"], limiter)
+    messages = await turn(agent)
     assert answers(messages) == {("search", "success", "found"): 2, ("calc", "success", "4"): 1}
     assert final(messages) == "done"
     assert await thread_counts(agent) == {"__all__": 3}
@@ -236,17 +172,14 @@ async def test_under_the_limit(saver: Saver, form: str, signals: "Signals") -> N
     assert thread_series(signals, "tool:*") == (3, 3, 0)
 
 
-@forms
-async def test_thread_limit_holds_across_turns(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_thread_limit_holds_across_turns(signals: "Signals") -> None:
     """A thread's count goes on from turn to turn, and stays used up."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search", thread_limit=3, telemetry=signals.telemetry
-    )
+    limiter = tool_limiter(signals, "search", thread_limit=3)
     script = [["search", "search"], "one", ["search", "search"], "two", ["search"], "three"]
-    agent = agent_of(saver, script, limiter)
+    agent = agent_of(script, limiter)
     ran = []
     for _ in range(3):
-        found = answers(await turn(agent, form))
+        found = answers(await turn(agent))
         ran.append((found["search", "success", "found"], found["search", "error", SEARCH_REFUSED]))
     assert ran == [(2, 0), (1, 1), (0, 1)]
     assert await thread_counts(agent) == {"search": 3}
@@ -255,29 +188,25 @@ async def test_thread_limit_holds_across_turns(saver: Saver, form: str, signals:
     assert thread_series(signals, "tool:search") == (3, 3, 2)
 
 
-@forms
 async def test_thread_count_survives_a_new_agent(
-    saver: Saver, form: str, signals: "Signals"
+    sqlite_saver: AsyncSqliteSaver, signals: "Signals"
 ) -> None:
     """The count is in the checkpoint: an agent built anew, as after a deployment, goes on."""
     for refused in (0, 1):
-        limiter = ToolCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
-        agent = agent_of(saver, [["search"], "done"], limiter)
-        messages = await turn(agent, form)
+        limiter = tool_limiter(signals, thread_limit=1)
+        agent = agent_of([["search"], "done"], limiter, saver=sqlite_saver)
+        messages = await turn(agent)
         assert sum(status == "error" for _, status, _ in answers(messages)) == refused
     assert await thread_counts(agent) == {"__all__": 1}
 
 
-@forms
-async def test_run_limit_begins_anew_at_each_turn(
-    saver: Saver, form: str, signals: "Signals"
-) -> None:
+async def test_run_limit_begins_anew_at_each_turn(signals: "Signals") -> None:
     """Each turn has the whole run limit, over all its model steps, however the last one ended."""
-    limiter = ToolCallLimitMiddleware(tool_name="search", run_limit=2, telemetry=signals.telemetry)
+    limiter = tool_limiter(signals, "search", run_limit=2)
     script = [["search"], ["search", "search"], "done"]
-    agent = agent_of(saver, script * 3, limiter)
+    agent = agent_of(script * 3, limiter)
     for _ in range(3):
-        assert answers(await turn(agent, form)) == {
+        assert answers(await turn(agent)) == {
             ("search", "success", "found"): 2,
             ("search", "error", SEARCH_REFUSED): 1,
         }
@@ -286,10 +215,10 @@ async def test_run_limit_begins_anew_at_each_turn(
     assert charged(signals, "tool:search", "blocked", "run") == 3
 
 
-async def test_threads_count_apart(saver: Saver, signals: "Signals") -> None:
+async def test_threads_count_apart(signals: "Signals") -> None:
     """What one thread has used is not charged to another."""
-    limiter = ToolCallLimitMiddleware(thread_limit=1, telemetry=signals.telemetry)
-    agent = agent_of(saver, [["search"], "done"] * 3, limiter)
+    limiter = tool_limiter(signals, thread_limit=1)
+    agent = agent_of([["search"], "done"] * 3, limiter)
     statuses = []
     for thread_id in ("a", "b", "a"):
         config = {"configurable": {"thread_id": thread_id}}
@@ -300,19 +229,17 @@ async def test_threads_count_apart(saver: Saver, signals: "Signals") -> None:
 
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
 @pytest.mark.parametrize("scope", ["thread", "run"])
-async def test_limit_of_zero_forbids(
-    scope: str, exit_behavior: Any, saver: Saver, signals: "Signals"
-) -> None:
+async def test_limit_of_zero_forbids(scope: str, exit_behavior: Any, signals: "Signals") -> None:
     """A limit of 0 lets no call run, in any turn, whatever a refusal does."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
+    limiter = tool_limiter(
+        signals,
+        "search",
         thread_limit=0 if scope == "thread" else None,
         run_limit=0 if scope == "run" else None,
         exit_behavior=exit_behavior,
-        telemetry=signals.telemetry,
     )
     script = [["search"], "done"] if exit_behavior == "continue" else [["search"]]
-    agent = agent_of(saver, script * 2, limiter)
+    agent = agent_of(script * 2, limiter)
     for _ in range(2):
         try:
             messages = await turn(agent)
@@ -328,9 +255,9 @@ async def test_limit_of_zero_forbids(
 
 async def test_parallel_calls_are_charged_in_order(signals: "Signals") -> None:
     """Of a batch, the first calls run and the later ones are refused."""
-    limiter = ToolCallLimitMiddleware(run_limit=3, telemetry=signals.telemetry)
+    limiter = tool_limiter(signals, run_limit=3)
     batch = ["search", "calc", "search", "calc", "search"]
-    messages = await turn(agent_of(None, [batch, "done"], limiter))
+    messages = await turn(agent_of([batch, "done"], limiter))
     statuses = {
         each.tool_call_id: each.status for each in messages if isinstance(each, ToolMessage)
     }
@@ -346,29 +273,19 @@ async def test_parallel_calls_are_charged_in_order(signals: "Signals") -> None:
     assert calls(signals, "calc", "blocked") == 1
 
 
-async def test_two_named_limits_on_one_tool(saver: Saver, signals: "Signals") -> None:
+async def test_two_named_limits_on_one_tool(signals: "Signals") -> None:
     """With `limit_name` two limits on one tool stand side by side, as thresholds of one count."""
-    burst = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=2, limit_name="burst", telemetry=signals.telemetry
-    )
-    budget = ToolCallLimitMiddleware(
-        tool_name="search", thread_limit=3, limit_name="budget", telemetry=signals.telemetry
-    )
+    burst = tool_limiter(signals, "search", run_limit=2, limit_name="burst")
+    budget = tool_limiter(signals, "search", thread_limit=3, limit_name="budget")
     assert burst.name == "ToolCallLimitMiddleware[search/burst]"
     assert budget.name == "ToolCallLimitMiddleware[search/budget]"
     script = [["search"] * 3, "one", ["search"] * 2, "two"]
-    agent = agent_of(saver, script, burst, budget)
+    agent = agent_of(script, burst, budget)
     first = answers(await turn(agent))
-    assert first == {
-        ("search", "success", "found"): 2,
-        ("search", "error", SEARCH_REFUSED): 1,
-    }
+    assert first == {("search", "success", "found"): 2, ("search", "error", SEARCH_REFUSED): 1}
     assert await thread_counts(agent) == {"search": 2}
     second = answers(await turn(agent))
-    assert second == {
-        ("search", "success", "found"): 1,
-        ("search", "error", SEARCH_REFUSED): 1,
-    }
+    assert second == {("search", "success", "found"): 1, ("search", "error", SEARCH_REFUSED): 1}
     assert await thread_counts(agent) == {"search": 3}
     assert charged(signals, "burst", "blocked", "run") == 1
     assert charged(signals, "budget", "blocked", "thread") == 1
@@ -381,11 +298,8 @@ async def test_two_named_limits_on_one_tool(saver: Saver, signals: "Signals") ->
 
 async def test_limits_on_different_tools(signals: "Signals") -> None:
     """Limiters on two tools need no names, and do not touch each other's calls."""
-    limiters = [
-        ToolCallLimitMiddleware(tool_name=name, run_limit=1, telemetry=signals.telemetry)
-        for name in ("search", "calc")
-    ]
-    agent = agent_of(None, [["search", "calc", "calc"], "done"], *limiters)
+    limiters = [tool_limiter(signals, name, run_limit=1) for name in ("search", "calc")]
+    agent = agent_of([["search", "calc", "calc"], "done"], *limiters)
     assert answers(await turn(agent)) == {
         ("search", "success", "found"): 1,
         ("calc", "success", "4"): 1,
@@ -397,8 +311,8 @@ async def test_limits_on_different_tools(signals: "Signals") -> None:
 
 def told(decision: Decision) -> str:
     """A message of the user's own, from the decision."""
-    standing = decision.refused_by[0]
-    return f"{standing.limit}: not more than {standing.run_limit} in a {standing.scope}"
+    status = decision.refused_by[0]
+    return f"{status.limit}: not more than {status.run_limit} in a {status.scope}"
 
 
 @pytest.mark.parametrize(
@@ -406,15 +320,10 @@ def told(decision: Decision) -> str:
     [("No more of it.", "No more of it."), (told, "tool:search: not more than 1 in a run")],
     ids=["text", "function"],
 )
-@forms
-async def test_message_of_blocked_call(
-    message: Any, text: str, form: str, signals: "Signals"
-) -> None:
+async def test_message_of_blocked_call(message: Any, text: str, signals: "Signals") -> None:
     """`message`, a text or a function of the Decision, is what the model reads."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search", run_limit=1, message=message, telemetry=signals.telemetry
-    )
-    messages = await turn(agent_of(None, [["search", "search"], "done"], limiter), form)
+    limiter = tool_limiter(signals, "search", run_limit=1, message=message)
+    messages = await turn(agent_of([["search", "search"], "done"], limiter))
     assert answers(messages) == {("search", "success", "found"): 1, ("search", "error", text): 1}
 
 
@@ -423,17 +332,10 @@ async def test_message_of_blocked_call(
     [("No more of it.", "No more of it."), (told, "tool:search: not more than 1 in a run")],
     ids=["text", "function"],
 )
-@forms
-async def test_message_at_the_end(message: Any, text: str, form: str, signals: "Signals") -> None:
+async def test_message_at_the_end(message: Any, text: str, signals: "Signals") -> None:
     """With `end`, `message` is the answer of the refused call and the final message."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=1,
-        exit_behavior="end",
-        message=message,
-        telemetry=signals.telemetry,
-    )
-    messages = await turn(agent_of(None, [["search", "search", "calc"]], limiter), form)
+    limiter = tool_limiter(signals, "search", run_limit=1, exit_behavior="end", message=message)
+    messages = await turn(agent_of([["search", "search", "calc"]], limiter))
     assert answers(messages) == {
         ("search", "error", text): 1,
         ("search", "error", SKIPPED): 1,
@@ -451,11 +353,9 @@ async def test_message_reads_the_emitted_decision(exit_behavior: Any, signals: "
         read.append(decision)
         return "no"
 
-    limiter = ToolCallLimitMiddleware(
-        run_limit=1, exit_behavior=exit_behavior, message=message, telemetry=signals.telemetry
-    )
+    limiter = tool_limiter(signals, run_limit=1, exit_behavior=exit_behavior, message=message)
     with captured_decisions() as decisions:
-        await turn(agent_of(None, [["search", "search"], "done"], limiter))
+        await turn(agent_of([["search", "search"], "done"], limiter))
     blocked = [each for each in decisions if each.outcome == "blocked"]
     assert len(blocked) == 1
     assert read == blocked * (2 if exit_behavior == "end" else 1)
@@ -464,30 +364,19 @@ async def test_message_reads_the_emitted_decision(exit_behavior: Any, signals: "
 @pytest.mark.parametrize("on_pending", ["skip", "raise"])
 async def test_end_alone_needs_no_on_pending(on_pending: Any, signals: "Signals") -> None:
     """When only calls of the limited tool are pending, `end` ends the run either way."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=1,
-        exit_behavior="end",
-        on_pending=on_pending,
-        telemetry=signals.telemetry,
+    limiter = tool_limiter(
+        signals, "search", run_limit=1, exit_behavior="end", on_pending=on_pending
     )
-    messages = await turn(agent_of(None, [["search", "search"]], limiter))
+    messages = await turn(agent_of([["search", "search"]], limiter))
     assert final(messages).startswith("'search' tool call limit reached")
 
 
-@forms
-async def test_on_pending_raise(saver: Saver, form: str, signals: "Signals") -> None:
+async def test_on_pending_raise(signals: "Signals") -> None:
     """`on_pending="raise"` refuses to end a run with calls of other tools pending."""
-    limiter = ToolCallLimitMiddleware(
-        tool_name="search",
-        run_limit=0,
-        exit_behavior="end",
-        on_pending="raise",
-        telemetry=signals.telemetry,
-    )
-    agent = agent_of(saver, [["search", "calc"]], limiter)
+    limiter = tool_limiter(signals, "search", run_limit=0, exit_behavior="end", on_pending="raise")
+    agent = agent_of([["search", "calc"]], limiter)
     with pytest.raises(NotImplementedError, match="calc"):
-        await turn(agent, form)
+        await turn(agent)
     assert (await thread_counts(agent)).get("search", 0) == 0
     assert calls(signals, "search", "blocked") == 1
     assert calls(signals, "calc", "skipped") == 1
@@ -509,20 +398,13 @@ def test_on_pending_is_checked(value: Any) -> None:
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
 @forms
 async def test_signals_equal_the_decisions(
-    exit_behavior: Any, form: str, saver: Saver, signals: "Signals"
+    exit_behavior: Any, form: str, signals: "Signals"
 ) -> None:
     """Captured decisions, counters and spans tell the same of every judged call."""
     agent = agent_of(
-        saver,
         [["search", "calc", "search"], ["calc", "search", "search"], "done"],
-        ModelCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry),
-        ToolCallLimitMiddleware(
-            tool_name="search",
-            thread_limit=9,
-            run_limit=3,
-            exit_behavior=exit_behavior,
-            telemetry=signals.telemetry,
-        ),
+        model_limiter(signals, run_limit=9),
+        tool_limiter(signals, "search", thread_limit=9, run_limit=3, exit_behavior=exit_behavior),
     )
     with captured_decisions() as decisions:
         if exit_behavior == "error":

@@ -73,7 +73,8 @@ def stacked(telemetry: Telemetry) -> Sequence[Any]:
 
 
 limiters = pytest.mark.parametrize("limiters", [quota, only_tools, stacked])
-forms = pytest.mark.parametrize("form", ["ainvoke", "astream", "invoke", "stream"])
+forms = pytest.mark.parametrize("form", ["ainvoke", "invoke"])
+all_forms = pytest.mark.parametrize("form", ["ainvoke", "astream", "invoke", "stream"])
 
 
 @tool
@@ -530,7 +531,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("active", [True, False], ids=["active", "none"])
 @limiters
-@forms
+@all_forms
 async def test_no_context_stays_attached(
     active: bool,  # noqa: FBT001 - a parameter of the test
     limiters: Limiters,
@@ -567,7 +568,7 @@ def raising(telemetry: Telemetry) -> dict[str, Any]:
 
 @pytest.mark.parametrize("active", [True, False], ids=["active", "none"])
 @pytest.mark.parametrize("which", raising(Telemetry(registry=CollectorRegistry())))
-@forms
+@all_forms
 async def test_no_context_stays_attached_by_a_hook_that_raises(
     active: bool,  # noqa: FBT001 - a parameter of the test
     which: str,

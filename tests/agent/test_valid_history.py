@@ -19,7 +19,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import Turn, assert_valid_history
-from tests.agent.rules import Mode, Scene, modes
+from tests.agent.rules import Scene
 from tests.conftest import Signals
 
 LIMITS: list[Limit] = [
@@ -67,16 +67,14 @@ async def check(scene: Scene) -> None:
         assert_valid_history(call.messages)
 
 
-@modes
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda each: f"{each.kind} {each.exit_behavior}")
-async def test_limits(mode: Mode, limit: Limit, signals: Signals) -> None:
+async def test_limits(limit: Limit, signals: Signals) -> None:
     """A run that a limit stops can be gone on with; calls that an error left open are answered."""
     quota = QuotaMiddleware[Any, Any]([limit], telemetry=signals.telemetry)
-    await check(Scene(mode, signals, two_batches, [quota]))
+    await check(Scene(signals, two_batches, [quota]))
 
 
-@modes
 @pytest.mark.parametrize("drop_in", DROP_INS, ids=lambda each: str(each.keywords))
-async def test_drop_ins(mode: Mode, drop_in: Callable[..., Any], signals: Signals) -> None:
+async def test_drop_ins(drop_in: Callable[..., Any], signals: Signals) -> None:
     """The same of the drop-ins."""
-    await check(Scene(mode, signals, two_batches, [drop_in(telemetry=signals.telemetry)]))
+    await check(Scene(signals, two_batches, [drop_in(telemetry=signals.telemetry)]))

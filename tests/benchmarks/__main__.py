@@ -9,7 +9,7 @@ from tests.benchmarks import (
     concurrency,
     decisions,
     per_step,
-    redis_reserve,
+    redis_acquire,
     runs,
     scrape,
 )
@@ -23,7 +23,7 @@ BENCHMARKS = {
     "concurrency": concurrency.measure,
     "decisions": decisions.measure,
     "scrape": scrape.measure,
-    "redis": redis_reserve.measure,
+    "redis": redis_acquire.measure,
 }
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"

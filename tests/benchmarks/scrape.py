@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry, ToolCallLimit, metrics_app
 from langchain_quota.decision import Call
-from langchain_quota.engine import Used, judge
-from langchain_quota.limits import Terms
+from langchain_quota.resolved import ResolvedLimit
+from langchain_quota.telemetry import recorder_of
 from tests.benchmarks.report import Ratio, Result, Table, divided, number
 from tests.benchmarks.sizes import Size
+from tests.judged import Used, judge
 
 LIMIT = 100
 NEAR = 90
@@ -47,16 +48,16 @@ def used(thread: int) -> int:
 def tracked(threads: int, *, all_near: bool = False) -> CollectorRegistry:
     """The metrics of an agent with so many threads."""
     registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry, spans="off")
+    recorder = recorder_of(Telemetry(registry=registry, spans="off"))
     terms = [
-        Terms.of(ToolCallLimit("search", thread_limit=LIMIT)),
-        Terms.of(ToolCallLimit(thread_limit=LIMIT * 10)),
+        ResolvedLimit.of(ToolCallLimit("search", thread_limit=LIMIT)),
+        ResolvedLimit.of(ToolCallLimit(thread_limit=LIMIT * 10)),
     ]
     for thread in range(threads):
         count = NEAR if all_near else used(thread)
         call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
         usage = {each.limit.counter: Used(count, 1) for each in terms}
-        telemetry.emit(judge(terms, usage, [call]).decisions, started=time.time_ns())
+        recorder.record(judge(terms, usage, [call]).decisions, started=time.time_ns())
     return registry
 
 

@@ -15,7 +15,7 @@ class Size:
         crowds: How often they do so, in turns.
         tracked: How many threads there are when metrics are scraped.
         scrapes: How often.
-        reservations: How often a store is asked.
+        requests: How often a store is asked.
         counts_instructions: Whether callgrind counts, where it is found; it takes some minutes.
     """
 
@@ -26,7 +26,7 @@ class Size:
     crowds: int
     tracked: tuple[int, ...]
     scrapes: int
-    reservations: int
+    requests: int
     counts_instructions: bool
 
 
@@ -38,7 +38,7 @@ FULL = Size(
     crowds=2,
     tracked=(1_000, 10_000, 100_000),
     scrapes=15,
-    reservations=2_000,
+    requests=2_000,
     counts_instructions=True,
 )
 
@@ -50,6 +50,6 @@ QUICK = Size(
     crowds=1,
     tracked=(1_000, 3_000),
     scrapes=3,
-    reservations=100,
+    requests=100,
     counts_instructions=False,
 )

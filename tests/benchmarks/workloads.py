@@ -15,10 +15,14 @@ from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry, Counter
 
 from langchain_quota import Telemetry
+from langchain_quota.admission import admit
+from langchain_quota.decide import decide
 from langchain_quota.decision import Call, Decision
-from langchain_quota.engine import Used, judge
-from langchain_quota.limits import Terms, ToolCallLimit
+from langchain_quota.limits import ToolCallLimit
+from langchain_quota.resolved import ResolvedLimit, ResolvedLimits, hits_of
+from langchain_quota.telemetry import recorder_of
 from tests.benchmarks import scenes
+from tests.judged import Used, judge
 
 Repeat = Callable[[int], None]
 """Does something so many times."""
@@ -74,7 +78,7 @@ def prepare(work: Work) -> Repeat:
 def decision(limits: int) -> Decision:
     """A call that runs, by so many limits on one tool, of a thread."""
     call = Call("tool", "search", "call_1", agent="benchmark", thread_id="thread-1")
-    return judge(_terms(limits), {"search": Used(7, 3)}, [call]).decisions[0]
+    return judge(_limits(limits), {"search": Used(7, 3)}, [call]).decisions[0]
 
 
 def _prepared(work: Work) -> Repeat:
@@ -103,15 +107,15 @@ def _steps(work: Step) -> Repeat:
 
 
 def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
-    telemetry = scenes.telemetry(mode)
+    recorder = recorder_of(scenes.telemetry(mode))
     decisions = [decision(limits)]
     tasks = count()
     # In mid-run: the run's first span has begun its trace.
-    trace = telemetry.emit(decisions, started=time.time_ns()).trace
+    trace = recorder.record(decisions, started=time.time_ns()).trace
 
     def emit(number: int) -> None:
         for _ in repeat(None, number):
-            telemetry.emit(
+            recorder.record(
                 decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}", trace=trace
             )
 
@@ -119,9 +123,17 @@ def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
 
 
 def _judging(limits: int) -> Repeat:
-    terms, usage = _terms(limits), {"search": Used(7, 3)}
     calls = [decision(1).call]
-    return _repeating(lambda: judge(terms, usage, calls))
+    used = {"search/thread": 7, "search/run": 3}
+
+    def judged() -> None:
+        # What each tool asks is looked up anew, as it is where a store keeps the counts.
+        resolved = ResolvedLimits(_limits(limits))
+        asked = [resolved.asked(call) for call in calls]
+        hits, index_of = hits_of(calls, asked)
+        decide(calls, asked, index_of, admit(hits, used, resolved.stops))
+
+    return _repeating(judged)
 
 
 def attributes() -> dict[str, AttributeValue]:
@@ -130,7 +142,7 @@ def attributes() -> dict[str, AttributeValue]:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
-    telemetry.emit([decision(1)], started=time.time_ns())
+    recorder_of(telemetry).record([decision(1)], started=time.time_ns())
     (span,) = exporter.get_finished_spans()
     return dict(span.attributes or {})
 
@@ -159,9 +171,9 @@ def _repeating(once: Callable[[], object]) -> Repeat:
     return repeated
 
 
-def _terms(limits: int) -> list[Terms]:
+def _limits(limits: int) -> list[ResolvedLimit]:
     return [
-        Terms.of(
+        ResolvedLimit.of(
             ToolCallLimit(
                 "search",
                 thread_limit=scenes.UNREACHED,

@@ -4,6 +4,7 @@ Run as a program, it imports everything once, and forks a process for each order
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -39,8 +40,8 @@ from langchain_quota import (
     ToolCallLimit,
     usage,
 )
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
-from langchain_quota.reservation import Grant, Reservation
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent.rules import check_history
 
@@ -133,17 +134,17 @@ class WritingStore(RedisStore):
 
     diary: Diary
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        wanted = Grant((), (True,) * len(reservation.charges))
-        self.diary.write("asks", id=reservation.id, charges=_by_key(reservation, wanted))
-        grant = await super().areserve(reservation)
-        self.diary.write("charged", id=reservation.id, charges=_by_key(reservation, grant))
-        return grant
-
-
-def _by_key(reservation: Reservation, grant: Grant) -> dict[str, int]:
-    amounts = zip(reservation.slots, grant.charged(reservation), strict=True)
-    return {slot.key: amount for slot, amount in amounts if slot.key is not None}
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        name = request.idempotency_key
+        asked: dict[str, int] = {}
+        for each in request.hits:
+            for key, amount in request.keyed(each.amounts).items():
+                asked[key] = asked.get(key, 0) + amount
+        self.diary.write("asks", id=name, charges=asked)
+        result = await super().aacquire(request)
+        charged = request.keyed(result.charged(request.hits))
+        self.diary.write("charged", id=name, charges=charged)
+        return result
 
 
 def agent_of(order: Order, saver: AsyncSqliteSaver) -> Any:
@@ -267,6 +268,7 @@ def zygote() -> Iterator[Zygote]:
 
 def main(orders: IO[str], ends: IO[str]) -> None:
     """Fork a process for each order, and tell its id, how it ended, and how long it lived."""
+    gc.freeze()  # or the first collection of each fork would copy all that is shared
     for line in orders:
         order = Order(**json.loads(line))
         readable, writable = os.pipe()

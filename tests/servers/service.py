@@ -1,10 +1,11 @@
-"""The example service as a process of its own, and questions to its API."""
+"""The example service as a process of its own, and questions to its API.
+
+That `python -m service` starts it, as in its image, is proved in test_stack.py.
+"""
 
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,22 @@ from uuid import uuid4
 
 import httpx
 
+from tests.forked import Program, as_module, start_python
 from tests.servers.prometheus import DEADLINE, Series, eventually, parse_openmetrics, series_of
 
 AGENT = Path(__file__).parents[2] / "docker" / "agent"
 TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing but the service of a test
+
+IMPORTED = (
+    "fastapi",
+    "langgraph.checkpoint.postgres.aio",
+    "langgraph.checkpoint.sqlite.aio",
+    "psycopg_pool",
+    "uvicorn",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+)
+"""Of what the service imports, what takes long and reads no settings."""
 
 _RUNNING = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR")
@@ -39,7 +52,7 @@ class Service:
         log: What it writes.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: Program, log: Path) -> None:
         self._process = process
         self._log = log
         self.url = eventually(self._address)
@@ -148,19 +161,17 @@ def running_service(directory: Path, **settings: object) -> Iterator[Service]:
     log = directory / f"service-{uuid4().hex}.log"
     with (
         log.open("wb") as output,
-        subprocess.Popen(
-            [sys.executable, "-m", "service"],
+        start_python(
+            as_module("service"),
             cwd=directory,
             env=environment(settings),
-            stdout=output,
-            stderr=output,
+            stdout=output.fileno(),
+            stderr=output.fileno(),
+            imported=IMPORTED,
         ) as process,
     ):
+        service = Service(process, log)
         try:
-            service = Service(process, log)
-            try:
-                yield service
-            finally:
-                service.client.close()
+            yield service
         finally:
-            process.kill()
+            service.client.close()

@@ -21,10 +21,11 @@ from typing import Any, Self
 
 import httpx
 
-from langchain_quota.limits import THREAD
+from langchain_quota.decision import THREAD
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
 from tests.compose import DOCKER, interpolated, mounted, replaced, services
+from tests.forked import as_module, run_python
 from tests.servers.otlp import Receiver, running_receiver
 from tests.servers.postgres import running_postgres
 from tests.servers.programs import required_program
@@ -206,14 +207,9 @@ class Stack:
             "http://agent-1:8000": first,
             "http://agent-2:8000": second,
         }
-        done = subprocess.run(
-            _replaced(command, addresses),
-            env=_python_environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        _, module_option, module, *arguments = _replaced(command, addresses)
+        assert module_option == "-m"
+        done = run_python(as_module(module), *arguments, env=_python_environment())
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -1,44 +1,12 @@
-"""Stores for tests: both kinds, each in its sync and its async form, and what they are asked."""
+"""What tests ask of stores."""
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot
-from langchain_quota.stores import KeyUse
-from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.stores.redis import RedisStore
+from langchain_quota.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.stores import QuotaStore
 
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """A store in one of its forms."""
-
-    store: MemoryStore | RedisStore
-    is_async: bool
-
-    async def reserve(self, reservation: Any) -> Grant:
-        if self.is_async:
-            return await self.store.areserve(reservation)
-        return self.store.reserve(reservation)
-
-    async def peek(self, keys: Any) -> tuple[KeyUse | None, ...]:
-        if self.is_async:
-            return await self.store.apeek(keys)
-        return self.store.peek(keys)
-
-    async def reset(self, keys: Any) -> None:
-        if self.is_async:
-            await self.store.areset(keys)
-        else:
-            self.store.reset(keys)
-
-    async def used(self, *keys: str) -> list[int | None]:
-        """The counts under keys; `None` where there is none."""
-        return [None if use is None else use.used for use in await self.peek(keys)]
 
 
 def fresh(what: str) -> str:
@@ -46,36 +14,68 @@ def fresh(what: str) -> str:
     return f"{what}-{next(_numbers)}"
 
 
-def slot(key: str | None, limit: int | None = None, used: int = 0, **cap: Any) -> Slot:
-    """A slot with one cap, or none."""
-    caps = () if limit is None else (Cap(cap.pop("name", "limit"), limit, **cap),)
-    return Slot(key, used, None, caps)
-
-
 def batch(
-    slots: Sequence[Slot],
-    *charges: Mapping[int, int],
-    id: str | None = None,  # noqa: A002 - the reservation's field
+    *amounts: Mapping[str, int],
+    limits: Mapping[str, int] | None = None,
+    used: Mapping[str, int] | None = None,
+    ends: Mapping[str, float] | None = None,
+    key: str | None = None,
     attempt: str | None = None,
     stops: Mapping[str, int] | None = None,
-    settlements: Sequence[Settlement] = (),
-) -> Reservation:
-    """A reservation, with an id and an attempt of its own."""
-    return Reservation(
-        id=fresh("id") if id is None else id,
-        attempt=fresh("attempt") if attempt is None else attempt,
-        slots=tuple(slots),
-        charges=charges,
-        stops=stops or {},
-        settlements=tuple(settlements),
+    compensations: Sequence[Compensation] = (),
+) -> AcquireRequest:
+    """Calls that are charged to keys, each of which is the name of its counter, too.
+
+    Args:
+        amounts: What each call adds to which keys.
+        limits: The limits over keys: each is one of `"limit"`, and its scope is the key.
+        used: Where keys begin.
+        ends: When their windows end.
+        key: The idempotency key; by default one of its own.
+        attempt: The attempt's id, likewise.
+        stops: After how many refused calls which limit stops the batch.
+        compensations: The compensations.
+    """
+    over = {each: Threshold("limit", each, each, most) for each, most in (limits or {}).items()}
+    return AcquireRequest(
+        fresh("key") if key is None else key,
+        fresh("attempt") if attempt is None else attempt,
+        {
+            each: Counter(each, (used or {}).get(each, 0), (ends or {}).get(each))
+            for each in dict.fromkeys(each for added in amounts for each in added)
+        },
+        tuple(
+            Hits(added, tuple(over[each] for each in added if each in over)) for added in amounts
+        ),
+        stops or {},
+        tuple(compensations),
     )
 
 
-def calls(key: str, number: int, limit: int = 100, **options: Any) -> Reservation:
+def calls(
+    counted: str,
+    number: int,
+    limit: int = 100,
+    *,
+    key: str | None = None,
+    attempt: str | None = None,
+    compensations: Sequence[Compensation] = (),
+) -> AcquireRequest:
     """A number of calls, each charged to one key."""
-    return batch([slot(key, limit)], *[{0: 1}] * number, **options)
+    return batch(
+        *[{counted: 1}] * number,
+        limits={counted: limit},
+        key=key,
+        attempt=attempt,
+        compensations=compensations,
+    )
 
 
-def settling(*settlements: Settlement) -> Reservation:
-    """Settlements, and nothing else."""
-    return batch([], settlements=settlements)
+def compensating(*compensations: Compensation) -> AcquireRequest:
+    """Compensations, and nothing else."""
+    return batch(compensations=compensations)
+
+
+def used(store: QuotaStore, *keys: str) -> list[int | None]:
+    """The counts under keys; `None` where there is none."""
+    return [None if usage is None else usage.used for usage in store.peek(keys)]

@@ -1,14 +1,8 @@
 """Every query of the dashboards, asked of a real Prometheus that scraped real agents."""
 
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,18 +22,15 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
     start_metrics_server,
 )
-from langchain_quota.exposition import ADDR_VARIABLE
 from tests.grafana import ALL, Board, Query, Values, Variable, boards, interpolate
 from tests.servers.agents import build_agent, run
 from tests.servers.conftest import StartPrometheus
+from tests.servers.demo import running_demo
 from tests.servers.prometheus import Prometheus, eventually
 
 OVERVIEW, THREAD = "langchain-quota-overview", "langchain-quota-thread"
 
-COMMAND = "import sys; from langchain_quota.cli import main; sys.exit(main())"
 CUSTOMERS = [f"customer-{number}" for number in range(1, 5)]
-ADDRESS = re.compile(r"http://(127\.0\.0\.1:\d+)/metrics")
-END = re.compile(r"^scrape http://", re.MULTILINE)
 
 HOSTILE = 'a"b\\c\'d $job {x=~"\\.+"} ü'
 BACKSLASH = "a\\b"
@@ -87,48 +78,11 @@ class Seen:
         return found
 
 
-@contextmanager
-def demo(output: Path) -> Iterator[str]:
-    """The address of a demo, as a process of its own, that goes on serving after its traffic."""
-    options = ["--threads", str(len(CUSTOMERS)), "--seconds", "5", "--port", "0", "--serve"]
-    # No collector and no address from outside.
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("OTEL_") and key != ADDR_VARIABLE
-    }
-    with (
-        output.open("wb") as file,
-        subprocess.Popen(
-            [sys.executable, "-u", "-c", COMMAND, "demo", *options],
-            stdout=file,
-            stderr=file,
-            env=environment,
-        ) as process,
-    ):
-        try:
-            yield wait_for(ADDRESS, output, process).group(1)
-            assert process.poll() is None, output.read_text()
-        finally:
-            process.terminate()
-
-
 def wait_for_scrapes(prometheus: Prometheus, count: int) -> None:
     """Wait until every job was scraped so many times more."""
     scrapes = "min(count_over_time(up[1h]) and up == 1)"
     before = prometheus.value(scrapes) or 0
     eventually(lambda: (prometheus.value(scrapes) or 0) >= before + count)
-
-
-def wait_for(
-    pattern: re.Pattern[str], output: Path, process: subprocess.Popen[bytes] | None = None
-) -> re.Match[str]:
-    def found() -> re.Match[str] | None:
-        text = output.read_text()
-        assert process is None or process.poll() is None, text
-        return pattern.search(text)
-
-    return eventually(found)
 
 
 class Searchers:
@@ -174,14 +128,19 @@ def seen(
     searchers.search(QUIET, 1)
     searchers.share()
     began = time.time()
-    with demo(output) as address, start_metrics_server(port=0, registry=registry) as server:
-        prometheus = start_prometheus({"demo": address, "agents": f"{server.addr}:{server.port}"})
+    with (
+        running_demo(output, threads=len(CUSTOMERS)) as demo,
+        start_metrics_server(port=0, registry=registry) as server,
+    ):
+        agents = f"{server.addr}:{server.port}"
+        prometheus = start_prometheus({"demo": demo.address, "agents": agents})
         wait_for_scrapes(prometheus, 2)
         searchers.search(QUIET, 1)
         searchers.share()
-        wait_for(END, output)
+        demo.wait_for_end_of_traffic()
         wait_for_scrapes(prometheus, 4)
         yield Seen(prometheus, began)
+        demo.check()
 
 
 def board(uid: str) -> Board:

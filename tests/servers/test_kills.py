@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.servers.lives import (
     THREAD_LIMIT,
     Diary,
     Order,
+    Zygote,
     zygote,
 )
 from tests.servers.redis import RedisServer
@@ -71,33 +72,40 @@ class Lived:
         return {call for call, text in self.answers.items() if text in texts}
 
 
-def lived(order: Order, folder: Path, threads: int) -> list[Lived]:
+@pytest.fixture(scope="module")
+def program() -> Iterator[Zygote]:
+    """What starts the processes, and kills them."""
+    with zygote() as program:
+        yield program
+
+
+def lived(program: Zygote, order: Order, folder: Path, threads: int) -> list[Lived]:
     """Kill the processes of threads again and again, and let the last of each come to its end.
 
     Args:
+        program: What starts them.
         order: What they live; the folder is set here.
         folder: Where all is kept.
         threads: How many.
     """
     chance = random.Random()  # noqa: S311 - no secret
     found = []
-    with zygote() as program:
 
-        def live(name: str, *, begin: bool, seconds: float) -> Any:
-            place = folder / name
-            place.mkdir(exist_ok=True)
-            given = replace(order, folder=str(place), prefix=f"{order.prefix}.{name}")
-            return program.live(replace(given, begin=begin, seconds=seconds))
+    def live(name: str, *, begin: bool, seconds: float) -> Any:
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        given = replace(order, folder=str(place), prefix=f"{order.prefix}.{name}")
+        return program.live(replace(given, begin=begin, seconds=seconds))
 
-        span = live("measured", begin=True, seconds=PATIENCE).seconds
-        for number in range(threads):
-            killed: set[int] = set()
-            while len(killed) < KILLS:
-                begin = chance.random() < NEW_RUNS
-                life = live(str(number), begin=begin, seconds=chance.uniform(0, span))
-                killed |= {life.pid} if life.killed else set()
-            assert not live(str(number), begin=True, seconds=PATIENCE).killed
-            found.append(Lived(Diary(str(folder / str(number))).read(), killed))
+    span = live("measured", begin=True, seconds=PATIENCE).seconds
+    for number in range(threads):
+        killed: set[int] = set()
+        while len(killed) < KILLS:
+            begin = chance.random() < NEW_RUNS
+            life = live(str(number), begin=begin, seconds=chance.uniform(0, span))
+            killed |= {life.pid} if life.killed else set()
+        assert not live(str(number), begin=True, seconds=PATIENCE).killed
+        found.append(Lived(Diary(str(folder / str(number))).read(), killed))
     return found
 
 
@@ -118,10 +126,10 @@ def check(thread: Lived) -> None:
     assert {makers[call] for call in lost} <= thread.killed
 
 
-def test_counts_in_the_state(tmp_path: Path) -> None:
+def test_counts_in_the_state(program: Zygote, tmp_path: Path) -> None:
     """With durability="sync" the state exceeds no limit, and counts all that may have run."""
     order = Order(durability="sync", latency=0.002)
-    for thread in lived(order, tmp_path, 3):
+    for thread in lived(program, order, tmp_path, 2):
         check(thread)
         charged = thread.entries("ends")[-1]["charged"]
         assert len(thread.started) <= charged <= THREAD_LIMIT
@@ -129,17 +137,17 @@ def test_counts_in_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inline", "threads"), [(False, 3), pytest.param(True, 1, marks=needs_inline)]
+    ("inline", "threads"), [(False, 2), pytest.param(True, 1, marks=needs_inline)]
 )
 def test_counts_in_redis(
-    tmp_path: Path, redis_server: RedisServer, *, inline: bool, threads: int
+    program: Zygote, tmp_path: Path, redis_server: RedisServer, *, inline: bool, threads: int
 ) -> None:
     """With durability="async" checkpoints are lost, and still the store exceeds no limit."""
     prefix = redis_server.prefix()
     order = Order(
         durability="async", latency=0.02, inline=inline, redis=redis_server.url, prefix=prefix
     )
-    for number, thread in enumerate(lived(order, tmp_path, threads)):
+    for number, thread in enumerate(lived(program, order, tmp_path, threads)):
         check(thread)
         own = f"{prefix}.{number}"
         with closing(RedisStore(redis_server.url, prefix=own, timeout=30)) as store:
@@ -170,5 +178,5 @@ def _check_counts(thread: Lived, counts: Mapping[str, int]) -> None:
 
 
 def _by_id(entries: Sequence[Entry]) -> dict[str, dict[str, int]]:
-    """The charges of each reservation: asked for again, it is not charged again."""
+    """The charges of each request: made again, it is not charged again."""
     return {each["id"]: each["charges"] for each in entries}

@@ -12,10 +12,10 @@ from tests.servers.agents import arun, build_agent
 from tests.servers.conftest import StartPrometheus
 from tests.servers.prometheus import Prometheus
 
-EXPORTED = 500  # the default
-NEAR = 40
-EXHAUSTED = 30
-THREADS = 560
+EXPORTED = 50
+NEAR = 8
+EXHAUSTED = 6
+THREADS = 65
 
 USED = "langchain_quota_thread_used"
 
@@ -43,7 +43,9 @@ def prometheus(start_prometheus: StartPrometheus) -> Iterator[Prometheus]:
     registry = CollectorRegistry()
     with start_metrics_server(port=0, registry=registry) as server:
         prometheus = start_prometheus({"agents": f"{server.addr}:{server.port}"})
-        asyncio.run(_search_on_all_threads(Telemetry(registry=registry)))
+        asyncio.run(
+            _search_on_all_threads(Telemetry(registry=registry, max_exported_threads=EXPORTED))
+        )
         prometheus.wait_for_scrape("agents")
         yield prometheus
 

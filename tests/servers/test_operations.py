@@ -34,9 +34,9 @@ from langchain_quota import (
     ToolCallLimit,
     start_metrics_server,
 )
+from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
 from langchain_quota.monitoring import exports
-from langchain_quota.reservation import Settlement
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.telemetry import tracing
 from langchain_quota.testing import ScriptedChatModel
@@ -44,7 +44,7 @@ from tests.servers.programs import required_program
 from tests.servers.prometheus import DEADLINE, Prometheus, eventually
 from tests.servers.redis import RedisServer
 from tests.servers.stack import Program
-from tests.servers.stores import calls, settling
+from tests.servers.stores import calls, compensating
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "operations.md").read_text()
@@ -561,10 +561,10 @@ def use_all_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a store and the command ask of Redis."""
     with closing(RedisStore(url, timeout=30)) as store:
         lost = calls("search", 1)
-        store.reserve(lost)
-        store.reserve(settling(Settlement(lost.attempt, attempt=lost.attempt)))
+        store.acquire(lost)
+        store.acquire(compensating(Compensation(lost.attempt_id, attempt_id=lost.attempt_id)))
         store.peek(["search"])
-        asyncio.run(store.areserve(calls("search", 1)))
+        asyncio.run(store.aacquire(calls("search", 1)))
     monkeypatch.setenv(URL_VARIABLE, url)
     assert main(["quotas", "show"]) == 0
     assert main(["quotas", "reset", "--yes"]) == 0
@@ -595,6 +595,6 @@ def test_another_database_needs_a_further_right(redis_server: RedisServer) -> No
         client.execute_command("ACL", "SETUSER", "other", "on", f">{SECRET}", keys, *allowed)
         with closing(RedisStore(url, timeout=30)) as store:
             with pytest.raises(QuotaStoreError, match="select"):
-                store.reserve(calls("search", 1))
+                store.acquire(calls("search", 1))
             client.execute_command("ACL", "SETUSER", "other", "+select")
-            assert store.reserve(calls("search", 1)).admitted == (True,)
+            assert store.acquire(calls("search", 1)).admitted == (True,)

@@ -2,8 +2,6 @@
 
 import os
 import pty
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -12,21 +10,19 @@ from pathlib import Path
 import pytest
 import redis
 
+from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
-from langchain_quota.reservation import Settlement, Slot
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
+from tests.forked import COMMAND_LINE, run_python, start_python
 from tests.servers.redis import RedisServer, free_port, running_redis
-from tests.servers.stores import batch, calls, settling
+from tests.servers.stores import batch, calls, compensating
 
 ADA = str(CountKey("search", "user_id", "ada"))
 BOB = str(CountKey("search", "user_id", "bob"))
 ALL = str(CountKey("__all__", "global", ""))
 DAY = CountKey.at("email", "tenant", "acme", timedelta(days=1), 4_102_444_800)
 """The first of January 2100."""
-
-SCRIPT = "import sys; from langchain_quota.cli import main; sys.exit(main(sys.argv[1:]))"
-COMMAND = (sys.executable, "-c", SCRIPT, "quotas")
 
 Run = Callable[..., int]
 
@@ -36,11 +32,11 @@ def store(redis_server: RedisServer) -> Iterator[RedisStore]:
     """A store with some counts."""
     prefix = redis_server.prefix()
     with closing(RedisStore(redis_server.url, prefix=prefix, timeout=30)) as store:
-        store.reserve(calls(ADA, 3, limit=5))
-        store.reserve(calls(BOB, 12, limit=1000))
-        store.reserve(settling(Settlement("late", {ALL: 1})))
+        store.acquire(calls(ADA, 3, limit=5))
+        store.acquire(calls(BOB, 12, limit=1000))
+        store.acquire(compensating(Compensation("late", {ALL: 1})))
         assert DAY.ends is not None
-        store.reserve(batch([Slot(str(DAY), 0, float(DAY.ends))], {0: 2}))
+        store.acquire(batch({str(DAY): 2}, ends={str(DAY): DAY.ends}))
         yield store
 
 
@@ -104,7 +100,7 @@ def test_runs_are_shown_to_whom_asks(
     """The many counts of runs are neither shown nor reset unless a pattern names them."""
     runs = [str(CountKey("search", "run", name)) for name in ("one", "two")]
     for key in runs:
-        store.reserve(calls(key, 1))
+        store.acquire(calls(key, 1))
     assert run("show", *patterns) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines[1:]] == subjects
@@ -240,14 +236,13 @@ def test_message_of_an_error_is_escaped(
 def test_terminal_without_all_characters(store: RedisStore, redis_server: RedisServer) -> None:
     """What the output cannot encode is escaped."""
     store.reset([str(CountKey("search", "user_id", "é"))])
-    done = subprocess.run(
-        [*COMMAND, "show", "--redis", redis_server.url, "--prefix", store._prefix, "--key", "*C3*"],
+    done = run_python(
+        COMMAND_LINE,
+        *("quotas", "show", "--redis", redis_server.url),
+        *("--prefix", store._prefix, "--key", "*C3*"),
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
     )
+    assert done.returncode == 0, done.stderr
     assert "'\\xe9'" in done.stdout
 
 
@@ -275,7 +270,7 @@ def test_reset_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 def test_reset_many(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
     """More counts than are read or reset at once."""
     keys = [str(CountKey("many", "user_id", str(number))) for number in range(1234)]
-    store.reserve(batch([Slot(key) for key in keys], dict.fromkeys(range(1234), 1)))
+    store.acquire(batch(dict.fromkeys(keys, 1)))
     assert run("reset", "--key", "many:*", "--yes") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1234 reset to 0"
     assert {use.used for use in store.usages("many:*")} == {0}
@@ -312,22 +307,30 @@ def test_reset_asks(
 ) -> None:
     """In a terminal the command asks, and only a clear yes resets."""
     keyboard, terminal = pty.openpty()
-    command = [*COMMAND, "reset", "--redis", redis_server.url, "--prefix", store._prefix]
-    with subprocess.Popen(
-        [*command, "--key", "search:*"], stdin=terminal, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
+    readable, writable = os.pipe()
+    with (
+        os.fdopen(readable, "rb", buffering=0) as output,
+        start_python(
+            COMMAND_LINE,
+            *("quotas", "reset", "--redis", redis_server.url),
+            *("--prefix", store._prefix, "--key", "search:*"),
+            stdin=terminal,
+            stdout=writable,
+            stderr=2,
+        ) as process,
+    ):
+        os.close(writable)
         shown = b""
         while not shown.endswith(b"Reset 2 to 0? [y/N] "):
-            read = os.read(process.stdout.fileno(), 4096)
+            read = output.read(4096)
             assert read, shown
             shown += read
         assert used(store) == [3, 12, 1, 2]
         os.write(keyboard, typed)
-        said, _ = process.communicate(timeout=60)
+        said = output.read()
+        assert process.wait(60) == code
     os.close(keyboard)
     os.close(terminal)
-    assert process.returncode == code
     assert said.decode().splitlines()[-1] == last
     assert used(store) == ([0, 0, 1, 2] if code == 0 else [3, 12, 1, 2])
 
@@ -413,14 +416,8 @@ def test_wrong_argument(
 
 def test_extra_is_missing() -> None:
     """Without redis the command says how to install it; the rest of the command line works."""
-    code = f"import sys; sys.modules['redis'] = None; {SCRIPT}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "quotas", "show"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    code = f"import sys; sys.modules['redis'] = None; {COMMAND_LINE}"
+    done = run_python(code, "quotas", "show")
     assert done.returncode == 2
     assert done.stdout == ""
     (reason,) = done.stderr.splitlines()

@@ -5,12 +5,11 @@ import gc
 import logging
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
@@ -23,14 +22,16 @@ import redis
 import redis.asyncio
 from blockbuster import blockbuster_ctx
 
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.reservation import Grant, Reservation, Settlement, Slot
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
+from tests.forked import run_python
 from tests.servers.programs import required_program
 from tests.servers.prometheus import eventually
+from tests.servers.proxy import proxy, replaced
 from tests.servers.redis import Detour, RedisServer, detour, free_port, running_redis
-from tests.servers.stores import batch, calls, settling, slot
+from tests.servers.stores import batch, calls, compensating, used
 
 PATIENCE = 60
 """Seconds after which something hangs; no timeout in these tests is near it."""
@@ -40,24 +41,24 @@ LONG = 30.0
 """The timeout of a store that is not."""
 SECRET = "s3cr3t/p@ss:w%rd"  # noqa: S105 - a test's
 
-Reserve = Callable[[RedisStore, Reservation], Grant]
+Acquire = Callable[[RedisStore, AcquireRequest], AcquireResult]
 
 
-def reserve_in_thread(store: RedisStore, reservation: Reservation) -> Grant:
+def acquire_in_thread(store: RedisStore, request: AcquireRequest) -> AcquireResult:
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(store.reserve, reservation).result(PATIENCE)
+        return thread.submit(store.acquire, request).result(PATIENCE)
 
 
-def reserve_in_loop(store: RedisStore, reservation: Reservation) -> Grant:
-    async def reserve() -> Grant:
+def acquire_in_loop(store: RedisStore, request: AcquireRequest) -> AcquireResult:
+    async def acquire() -> AcquireResult:
         async with asyncio.timeout(PATIENCE):
-            return await store.areserve(reservation)
+            return await store.aacquire(request)
 
-    return asyncio.run(reserve())
+    return asyncio.run(acquire())
 
 
 FORMS = pytest.mark.parametrize(
-    "reserve", [reserve_in_thread, reserve_in_loop], ids=["sync", "async"]
+    "acquire", [acquire_in_thread, acquire_in_loop], ids=["sync", "async"]
 )
 
 
@@ -87,49 +88,41 @@ def command(client: redis.Redis, *words: str) -> str:
     return answer.decode() if isinstance(answer, bytes) else str(answer)
 
 
-def used(store: RedisStore, key: str = "search") -> int | None:
-    (use,) = store.peek([key])
-    return None if use is None else use.used
-
-
 class TestWhatIsNoCount:
     """What others have written where a count should be."""
 
-    @FORMS
-    @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e3", "abc", "", "9" * 400])
-    def test_admits_nothing(
-        self, store: RedisStore, redis_server: RedisServer, reserve: Reserve, value: str
-    ) -> None:
+    def test_admits_nothing(self, store: RedisStore, redis_server: RedisServer) -> None:
         """It is no count from which calls could be admitted: QuotaStoreError, nothing written."""
         name = f"{{{store._prefix}}}:count:search"
         with redis_server.client() as client:
-            client.hset(name, "used", value)
-            with pytest.raises(QuotaStoreError, match=r"no count is kept under .*:count:search"):
-                reserve(store, calls("search", 1, limit=5))
-            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
-                store.peek(["other", "search"])
-            assert client.hgetall(name) == {b"used": value.encode()}
-            store.reset(["search"])
-        assert reserve(store, calls("search", 1, limit=5)).used == (0,)
+            for value in ("nan", "inf", "-1", "1e3", "abc", "", "9" * 400):
+                client.hset(name, "used", value)
+                with pytest.raises(QuotaStoreError, match=r"no count is .*:count:search"):
+                    store.acquire(calls("search", 1, limit=5))
+                with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
+                    store.peek(["other", "search"])
+                assert client.hgetall(name) == {b"used": value.encode()}
+                store.reset(["search"])
+                assert store.acquire(calls("search", 1, limit=5)).used == {"search": 0}
+                client.delete(name)
 
-    @FORMS
-    def test_another_type(
-        self, store: RedisStore, redis_server: RedisServer, reserve: Reserve
-    ) -> None:
-        """So it is where a list is kept."""
+    def test_another_type(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """So it is where a list is kept, and nothing of the batch is charged."""
         with redis_server.client() as client:
             client.lpush(f"{{{store._prefix}}}:count:search", 1)
-        with pytest.raises(QuotaStoreError, match="WRONGTYPE"):
-            reserve(store, calls("search", 1, limit=5))
+        with pytest.raises(QuotaStoreError, match="WRONGTYPE") as failed:
+            store.acquire(batch({"email": 1, "search": 1}))
+        assert not failed.value.timed_out
         with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
             store.peek(["search"])
+        assert used(store, "email") == [None]
 
     def test_usages_leave_it_out(
         self, store: RedisStore, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The counts are told, and one line names what is none."""
         names = [f"{{{store._prefix}}}:count:".encode() + end for end in (b"\x1b[2J\n", b"\xff")]
-        store.reserve(calls("search", 1))
+        store.acquire(calls("search", 1))
         with redis_server.client() as client:
             for name in names:
                 client.set(name, 1)
@@ -147,7 +140,7 @@ class TestWhatIsNoCount:
         with own_redis.client() as client:
             client.execute_command("ACL", "SETUSER", "default", "-hmget")
             with opened(own_redis) as store:
-                store.reserve(calls("search", 1))
+                store.acquire(calls("search", 1))
                 with pytest.raises(QuotaStoreError, match="can't run this command"):
                     store.listing()
 
@@ -156,44 +149,44 @@ class TestOutages:
     """What becomes of calls while Redis is away, and afterwards."""
 
     @FORMS
-    def test_refused(self, own_redis: RedisServer, reserve: Reserve) -> None:
+    def test_refused(self, own_redis: RedisServer, acquire: Acquire) -> None:
         """Nobody listens: QuotaStoreError; once Redis is there again the next call is admitted."""
         with opened(own_redis) as store:
-            assert reserve(store, calls("search", 1)).admitted == (True,)
+            assert acquire(store, calls("search", 1)).admitted == (True,)
             own_redis.stop()
             for _ in range(2):
                 with pytest.raises(QuotaStoreError, match="ConnectionError") as failed:
-                    reserve(store, calls("search", 1))
+                    acquire(store, calls("search", 1))
                 assert not failed.value.timed_out
             own_redis.start()
-            assert reserve(store, calls("search", 1)).admitted == (True,)
-            assert used(store) == 1
+            assert acquire(store, calls("search", 1)).admitted == (True,)
+            assert used(store, "search") == [1]
 
     @FORMS
-    def test_paused(self, own_redis: RedisServer, reserve: Reserve) -> None:
+    def test_paused(self, own_redis: RedisServer, acquire: Acquire) -> None:
         """Nobody answers: QuotaStoreError in time; afterwards counts go on."""
         with opened(own_redis, SHORT) as store:
             own_redis.pause()
             for _ in range(2):
                 with pytest.raises(QuotaStoreError, match=r"no answer within 0\.3 s") as failed:
-                    reserve(store, calls("search", 1))
+                    acquire(store, calls("search", 1))
                 assert failed.value.timed_out
                 assert isinstance(
                     failed.value.__cause__, TimeoutError | redis.exceptions.TimeoutError
                 )
             own_redis.resume()
             # The machine may be busy for longer than the timeout.
-            eventually(lambda: admitted(store, reserve))
-            assert used(store, "later") == 1
+            eventually(lambda: admitted(store, acquire))
+            assert used(store, "later") == [1]
 
     @FORMS
-    def test_paused_with_connections(self, own_redis: RedisServer, reserve: Reserve) -> None:
+    def test_paused_with_connections(self, own_redis: RedisServer, acquire: Acquire) -> None:
         """A pause in mid-run is noticed on connections that were in use, too."""
         with opened(own_redis, SHORT) as store:
-            eventually(lambda: admitted(store, reserve))
+            eventually(lambda: admitted(store, acquire))
             own_redis.pause()
             with pytest.raises(QuotaStoreError) as failed:
-                reserve(store, calls("search", 1))
+                acquire(store, calls("search", 1))
             assert failed.value.timed_out
             own_redis.resume()
 
@@ -201,12 +194,12 @@ class TestOutages:
         """Connections that died with the old server fail no call."""
         with opened(own_redis) as store:
             for _ in range(2):
-                await asyncio.gather(*(store.areserve(calls("search", 1)) for _ in range(20)))
+                await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(20)))
                 with ThreadPoolExecutor(20) as threads:
-                    assert len([*threads.map(store.reserve, [calls("search", 1)] * 20)]) == 20
+                    assert len([*threads.map(store.acquire, [calls("search", 1)] * 20)]) == 20
                 await asyncio.to_thread(own_redis.stop)
                 await asyncio.to_thread(own_redis.start)
-            assert (await store.areserve(calls("search", 1))).used == (0,)
+            assert (await store.aacquire(calls("search", 1))).used == {"search": 0}
             await store.aclose()
 
     async def test_many_wait_in_vain(self, own_redis: RedisServer) -> None:
@@ -214,21 +207,21 @@ class TestOutages:
         patient = RedisStore(own_redis.url, timeout=2)  # enough for what comes afterwards
         own_redis.pause()
         failed = await asyncio.gather(
-            *(patient.areserve(calls("search", 1)) for _ in range(100)), return_exceptions=True
+            *(patient.aacquire(calls("search", 1)) for _ in range(100)), return_exceptions=True
         )
         assert {type(each) for each in failed} == {QuotaStoreError}
         own_redis.resume()
         await eventually_answers(patient)
-        grants = await asyncio.gather(*(patient.areserve(calls("x", 1)) for _ in range(100)))
-        assert sorted(grant.used[0] for grant in grants) == [*range(100)]
+        results = await asyncio.gather(*(patient.aacquire(calls("x", 1)) for _ in range(100)))
+        assert sorted(result.used["x"] for result in results) == [*range(100)]
         await patient.aclose()
 
     async def test_cancelled(self, own_redis: RedisServer) -> None:
         """A cancelled call ends as cancelled, and leaves usable connections behind."""
         with opened(own_redis) as store:
-            await store.areserve(calls("search", 1))
+            await store.aacquire(calls("search", 1))
             own_redis.pause()
-            tasks = [asyncio.create_task(store.areserve(calls("search", 1))) for _ in range(50)]
+            tasks = [asyncio.create_task(store.aacquire(calls("search", 1))) for _ in range(50)]
             await asyncio.sleep(0)
             await asyncio.sleep(SHORT)
             for task in tasks:
@@ -236,24 +229,15 @@ class TestOutages:
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             assert {type(each) for each in ended} == {asyncio.CancelledError}
             own_redis.resume()
-            grants = await asyncio.gather(*(store.areserve(calls("x", 1)) for _ in range(100)))
-            assert sorted(grant.used[0] for grant in grants) == [*range(100)]
+            results = await asyncio.gather(*(store.aacquire(calls("x", 1)) for _ in range(100)))
+            assert sorted(result.used["x"] for result in results) == [*range(100)]
             await store.aclose()
 
-    def test_script_fails(self, store: RedisStore, redis_server: RedisServer) -> None:
-        """What Redis refuses to do is a QuotaStoreError that says why, and charges nothing."""
-        with redis_server.client() as client:
-            client.set(f"{{{store._prefix}}}:count:search", "not a count")
-            with pytest.raises(QuotaStoreError, match="WRONGTYPE") as failed:
-                store.reserve(batch([slot("email", 5), slot("search", 5)], {0: 1, 1: 1}))
-            assert not failed.value.timed_out
-        assert used(store, "email") is None
 
-
-def admitted(store: RedisStore, reserve: Reserve) -> bool:
-    """Whether a reservation, always the same, is answered."""
+def admitted(store: RedisStore, acquire: Acquire) -> bool:
+    """Whether a request, always the same, is answered."""
     with suppress(QuotaStoreError):
-        return reserve(store, calls("later", 1, id="later")).admitted == (True,)
+        return acquire(store, calls("later", 1, key="later")).admitted == (True,)
     return False
 
 
@@ -266,108 +250,109 @@ async def eventually_answers(store: RedisStore) -> None:
 
 
 class TestLateExecution:
-    """A reservation that timed out, and that reaches Redis all the same."""
+    """A request that timed out, and that reaches Redis all the same."""
 
-    @FORMS
-    def test_before_its_settlement(self, redis_server: RedisServer, reserve: Reserve) -> None:
-        """It was made: the settlement that the next reservation brings undoes it."""
+    def test_before_its_compensation(self, redis_server: RedisServer) -> None:
+        """It was made: the compensation that the next request brings undoes it."""
         with opened(redis_server) as store, detour(redis_server, hold=b":count:search") as way:
-            late = self._lost(store, way, reserve)
+            late = self._lost(store, way)
             way.open()
-            eventually(lambda: used(store) == 3)
-            settlement = Settlement("late", attempt=late.attempt)
-            grant = reserve(store, calls("search", 1, limit=3, settlements=[settlement]))
-            assert (grant.used, grant.admitted) == ((1,), (True,))
-            assert used(store) == 2
+            eventually(lambda: used(store, "search") == [3])
+            self._compensate(store, late)
+            assert used(store, "search") == [2]
 
-    @FORMS
-    def test_after_its_settlement(self, redis_server: RedisServer, reserve: Reserve) -> None:
-        """It is not made yet: the settlement sees to it that it never is."""
+    def test_after_its_compensation(self, redis_server: RedisServer) -> None:
+        """It is not made yet: the compensation sees to it that it never is."""
         with opened(redis_server) as store, detour(redis_server, hold=b":count:search") as way:
-            late = self._lost(store, way, reserve)
-            settlement = Settlement("late", attempt=late.attempt)
-            grant = reserve(store, calls("search", 1, limit=3, settlements=[settlement]))
-            assert (grant.used, grant.admitted) == ((1,), (True,))
+            late = self._lost(store, way)
+            self._compensate(store, late)
             way.open()
             eventually(lambda: b"refused" in way.answers)
-            assert used(store) == 2
+            assert used(store, "search") == [2]
 
-    def _lost(self, store: RedisStore, way: Detour, reserve: Reserve) -> Reservation:
-        """A reservation of two calls that timed out, and is on its way; one was made before."""
-        store.reserve(calls("search", 1, limit=3))
+    def _lost(self, store: RedisStore, way: Detour) -> AcquireRequest:
+        """A request of two calls that timed out, and is on its way; one was made before."""
+        store.acquire(calls("search", 1, limit=3))
         late = calls("search", 2, limit=3)
         with closing(RedisStore(way.url, prefix=store._prefix, timeout=SHORT)) as remote:
             while not way.held.is_set():  # on a busy machine connecting alone may take too long
                 with pytest.raises(QuotaStoreError) as lost:
-                    reserve(remote, late)
+                    remote.acquire(late)
                 assert lost.value.timed_out
-        assert used(store) == 1
+        assert used(store, "search") == [1]
         return late
+
+    def _compensate(self, store: RedisStore, late: AcquireRequest) -> None:
+        """Make another call, which brings the compensation."""
+        undo = Compensation("late", attempt_id=late.attempt_id)
+        result = store.acquire(calls("search", 1, limit=3, compensations=[undo]))
+        assert (result.used, result.admitted) == ({"search": 1}, (True,))
 
 
 class TestConnections:
     """Where connections come from, and where they go."""
 
     def test_one_round_trip(self, store: RedisStore, redis_server: RedisServer) -> None:
-        """Whatever a reservation holds, it is one command; the script is sent once."""
+        """Whatever a request holds, it is one command; the script is sent once."""
         with redis_server.client() as client:
-            store.reserve(calls("search", 1))
+            store.acquire(calls("search", 1))
             client.config_resetstat()
-            asked = batch([slot(f"key-{number}", 5) for number in range(20)], *[{0: 1, 7: 2}] * 9)
-            store.reserve(asked)
-            store.reserve(settling(Settlement("s", {"key-1": 1}), Settlement("t", {"key-2": 1})))
+            store.acquire(batch(*[{f"key-{number}": 1 for number in range(20)}] * 9))
+            store.acquire(
+                compensating(Compensation("s", {"key-1": 1}), Compensation("t", {"key-2": 1}))
+            )
             statistics = client.info("commandstats")
         assert statistics["cmdstat_evalsha"]["calls"] == 2
         assert "cmdstat_eval" not in statistics
 
     @FORMS
     def test_forgotten_script(
-        self, store: RedisStore, redis_server: RedisServer, reserve: Reserve
+        self, store: RedisStore, redis_server: RedisServer, acquire: Acquire
     ) -> None:
         """A server that does not know the script, after a restart say, is told it."""
         with redis_server.client() as client:
             for before in range(3):
                 client.script_flush()
-                assert reserve(store, calls("search", 1)).used == (before,)
+                assert acquire(store, calls("search", 1)).used == {"search": before}
 
     def test_event_loops_come_and_go(self, store: RedisStore, redis_server: RedisServer) -> None:
         """A loop that ended leaves no connection, no client and no warning behind."""
         loops = []
 
-        async def reserve() -> None:
+        async def acquire() -> None:
             loops.append(weakref.ref(asyncio.get_running_loop()))
-            await asyncio.gather(*(store.areserve(calls("search", 1)) for _ in range(5)))
+            await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(5)))
 
         with redis_server.client() as client:
             before = len(client.client_list())
             for _ in range(3):
-                asyncio.run(reserve())
+                asyncio.run(acquire())
             gc.collect()
             assert [loop() for loop in loops] == [None] * 3
             eventually(lambda: len(client.client_list()) == before)
-        assert used(store) == 15
+        assert used(store, "search") == [15]
 
     def test_loop_that_was_just_closed(self, store: RedisStore) -> None:
         """A loop that is closed without its last rites does not disturb the next one."""
         loop = asyncio.new_event_loop()
-        assert loop.run_until_complete(store.areserve(calls("search", 1))).used == (0,)
+        assert loop.run_until_complete(store.aacquire(calls("search", 1))).used == {"search": 0}
         loop.run_until_complete(store.aclose())
         loop.close()
-        assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+        assert acquire_in_loop(store, calls("search", 1)).used == {"search": 1}
 
     async def test_closed_store_can_be_used(self, store: RedisStore) -> None:
         """Closing ends connections, and the next call makes new ones."""
         for before in range(3):
-            assert (await store.areserve(calls("search", 1))).used == (2 * before,)
+            assert (await store.aacquire(calls("search", 1))).used == {"search": 2 * before}
             await store.aclose()
             await store.aclose()
-            assert store.reserve(calls("search", 1)).used == (2 * before + 1,)
+            assert store.acquire(calls("search", 1)).used == {"search": 2 * before + 1}
             store.close()
 
     async def test_does_not_block_the_loop(self, store: RedisStore) -> None:
         """The async form makes no blocking call, the first time included."""
         with blockbuster_ctx():
-            assert (await store.areserve(calls("search", 1))).admitted == (True,)
+            assert (await store.aacquire(calls("search", 1))).admitted == (True,)
             assert await store.apeek(["search"])
             await store.areset(["search"])
             await store.aclose()
@@ -376,8 +361,8 @@ class TestConnections:
         """A URL may name a socket."""
         url = f"unix://{redis_server.socket}?db=0"
         with closing(RedisStore(url, prefix=redis_server.prefix(), timeout=LONG)) as store:
-            assert reserve_in_thread(store, calls("search", 1)).used == (0,)
-            assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+            assert acquire_in_thread(store, calls("search", 1)).used == {"search": 0}
+            assert acquire_in_loop(store, calls("search", 1)).used == {"search": 1}
             assert f"unix://{redis_server.socket}" in repr(store)
 
     def test_url_of_the_environment(
@@ -387,8 +372,8 @@ class TestConnections:
         url = f"{redis_server.url}?socket_timeout=0.000001&socket_connect_timeout=0.000001"
         monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url)
         with closing(RedisStore(prefix=redis_server.prefix(), timeout=LONG)) as store:
-            assert reserve_in_thread(store, calls("search", 1)).used == (0,)
-            assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+            assert acquire_in_thread(store, calls("search", 1)).used == {"search": 0}
+            assert acquire_in_loop(store, calls("search", 1)).used == {"search": 1}
 
     def test_tls(self, tmp_path: Path) -> None:
         """`rediss://` is TLS, with redis-py's options; another's certificate is not trusted."""
@@ -406,12 +391,12 @@ class TestConnections:
         with running_redis(tmp_path / "redis", *options) as server:
             url = f"rediss://127.0.0.1:{server.port}/0?ssl_ca_certs={tmp_path}/"
             with closing(RedisStore(f"{url}server.pem", timeout=LONG)) as store:
-                assert reserve_in_thread(store, calls("search", 1)).used == (0,)
-                assert reserve_in_loop(store, calls("search", 1)).used == (1,)
+                assert acquire_in_thread(store, calls("search", 1)).used == {"search": 0}
+                assert acquire_in_loop(store, calls("search", 1)).used == {"search": 1}
             with closing(RedisStore(f"{url}other.pem", timeout=LONG)) as store:
-                for reserve in (reserve_in_thread, reserve_in_loop):
+                for acquire in (acquire_in_thread, acquire_in_loop):
                     with pytest.raises(QuotaStoreError, match="certificate verify failed"):
-                        reserve(store, calls("search", 1))
+                        acquire(store, calls("search", 1))
 
 
 class TestClientsOfYourOwn:
@@ -424,10 +409,10 @@ class TestClientsOfYourOwn:
         with redis_server.client(decode_responses=decode, protocol=protocol) as client:
             store = RedisStore(client, prefix=redis_server.prefix())
             lost = calls("search", 1)
-            assert store.reserve(lost).used == (0,)
-            store.reserve(settling(Settlement("lost", attempt=lost.attempt)))
+            assert store.acquire(lost).used == {"search": 0}
+            store.acquire(compensating(Compensation("lost", attempt_id=lost.attempt_id)))
             assert [use.key for use in store.usages()] == ["search"]
-            assert used(store) == 0
+            assert used(store, "search") == [0]
             identity = client.client_id()
             store.close()
             assert client.client_id() == identity
@@ -441,8 +426,8 @@ class TestClientsOfYourOwn:
         ) as client:
             store = RedisStore(client, prefix=redis_server.prefix(), timeout=LONG)
             lost = calls("search", 1)
-            assert (await store.areserve(lost)).used == (0,)
-            await store.areserve(settling(Settlement("lost", attempt=lost.attempt)))
+            assert (await store.aacquire(lost)).used == {"search": 0}
+            await store.aacquire(compensating(Compensation("lost", attempt_id=lost.attempt_id)))
             (use,) = await store.apeek(["search"])
             assert use is not None
             assert use.used == 0
@@ -453,53 +438,53 @@ class TestClientsOfYourOwn:
         with redis_server.client() as client:
             store = RedisStore(client)
             with pytest.raises(TypeError, match=r"or a client of redis\.asyncio"):
-                await store.areserve(calls("search", 1))
+                await store.aacquire(calls("search", 1))
         async with redis.asyncio.Redis.from_url(redis_server.url) as client:
             store = RedisStore(client)
             with pytest.raises(TypeError, match=r"URL, or a client of redis$"):
-                store.reserve(calls("search", 1))
+                store.acquire(calls("search", 1))
             with pytest.raises(TypeError, match=r"URL, or a client of redis$"):
                 store.usages()
 
     def test_timeout_of_an_async_client(self, own_redis: RedisServer) -> None:
         """The store's timeout holds over retries of the client's own."""
 
-        async def reserve() -> None:
+        async def acquire() -> None:
             client = redis.asyncio.Redis.from_url(own_redis.url, socket_timeout=PATIENCE)
             async with client, asyncio.timeout(PATIENCE):
-                await RedisStore(client, timeout=SHORT).areserve(calls("search", 1))
+                await RedisStore(client, timeout=SHORT).aacquire(calls("search", 1))
 
         own_redis.pause()
         with pytest.raises(QuotaStoreError) as failed:
-            asyncio.run(reserve())
+            asyncio.run(acquire())
         assert failed.value.timed_out
 
     def test_cluster(self, tmp_path: Path) -> None:
-        """All keys of a prefix are in one slot, so that a cluster takes the script."""
+        """All keys of a prefix are in one hash slot, so that a cluster takes the script."""
         options = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / "nodes")]
         with running_redis(tmp_path / "redis", *options) as server:
             with server.client() as client:
                 command(client, "CLUSTER", "ADDSLOTSRANGE", "0", "16383")
                 eventually(lambda: "cluster_state:ok" in command(client, "CLUSTER", "INFO"))
             keys = [f"key-{number}" for number in range(20)]
-            lost = batch([slot(key, 5) for key in keys], dict.fromkeys(range(20), 1))
-            settled = settling(Settlement("lost", {"late": 1}, attempt=lost.attempt))
+            lost = batch(dict.fromkeys(keys, 1))
+            undo = compensating(Compensation("lost", {"late": 1}, attempt_id=lost.attempt_id))
             with closing(redis.RedisCluster("127.0.0.1", server.port)) as nodes:
                 store = RedisStore(nodes, prefix="sync")
-                assert store.reserve(lost).admitted == (True,)
+                assert store.acquire(lost).admitted == (True,)
                 assert len(store.usages("key-*")) == 20
-                store.reserve(settled)
-                assert [used(store, key) for key in ("late", *keys)] == [1] + [0] * 20
+                store.acquire(undo)
+                assert used(store, "late", *keys) == [1] + [0] * 20
 
-            async def reserve() -> None:
+            async def acquire() -> None:
                 async with redis.asyncio.RedisCluster("127.0.0.1", server.port) as nodes:
                     store = RedisStore(nodes, prefix="async", timeout=LONG)
-                    assert (await store.areserve(lost)).admitted == (True,)
-                    await store.areserve(settled)
+                    assert (await store.aacquire(lost)).admitted == (True,)
+                    await store.aacquire(undo)
                     uses = await store.apeek(["late", *keys])
                     assert [use.used for use in uses if use] == [1] + [0] * 20
 
-            asyncio.run(reserve())
+            asyncio.run(acquire())
 
 
 class TestKeys:
@@ -510,15 +495,18 @@ class TestKeys:
     ) -> None:
         """Every key has the prefix as its hash tag, and an end."""
         lost = calls("search", 1)
-        store.reserve(lost)
-        store.reserve(calls("email", 1, settlements=[Settlement("s", {"late": 1}, lost.attempt)]))
+        store.acquire(lost)
+        store.acquire(
+            calls("email", 1, compensations=[Compensation("s", {"late": 1}, lost.attempt_id)])
+        )
         store.reset(["other"])
         with redis_server.client() as client:
             names = [*client.scan_iter(match=f"*{store._prefix}*")]
             assert len(names) == 8
             assert all(name.startswith(f"{{{store._prefix}}}:".encode()) for name in names)
             kept = {name: client.ttl(name) for name in names}
-        times = {b"count": 365 * 86_400, b"settled": 7 * 86_400, b"attempt": 3600, b"answer": 3600}
+        times = {b"count": 365 * 86_400, b"compensated": 7 * 86_400}
+        times |= {b"attempt": 3600, b"result": 3600}
         kinds = {name: name.split(b":")[1] for name in names}
         assert {*kinds.values()} == {*times}
         for name in names:
@@ -527,10 +515,10 @@ class TestKeys:
     def test_script_is_told_all_keys(self, store: RedisStore, redis_server: RedisServer) -> None:
         """The script touches no key that it was not given, as clusters and proxies demand."""
         with redis_server.client() as client, client.monitor() as monitor:
-            lost = batch([slot("search", 5), slot("email", 5)], {0: 1, 1: 1})
-            store.reserve(lost)
-            store.reserve(
-                calls("other", 1, settlements=[Settlement("s", {"late": 1}, lost.attempt)])
+            lost = batch({"search": 1, "email": 1})
+            store.acquire(lost)
+            store.acquire(
+                calls("other", 1, compensations=[Compensation("s", {"late": 1}, lost.attempt_id)])
             )
             store.reset(["search"])
             store.peek(["search", "email"])
@@ -552,20 +540,15 @@ class TestKeys:
         """A count of a window is kept until an hour after its end, however it was made."""
         keys = [
             CountKey.at("search", "user_id", who, timedelta(days=1), time.time() + 864_000)
-            for who in ("charged", "settled", "reset")
+            for who in ("charged", "late", "reset")
         ]
-        charged, settled, reset = map(str, keys)
+        charged, late, reset = map(str, keys)
         assert keys[0].ends is not None
-        store.reserve(
-            batch(
-                [Slot(charged, 0, float(keys[0].ends))],
-                {0: 1},
-                settlements=[Settlement("s", {settled: 1})],
-            )
-        )
+        made = Compensation("late", {late: 1})
+        store.acquire(batch({charged: 1}, ends={charged: keys[0].ends}, compensations=[made]))
         store.reset([reset])
         with redis_server.client() as client:
-            for key in (charged, settled, reset):
+            for key in (charged, late, reset):
                 name = f"{{{store._prefix}}}:count:{key}"
                 assert client.expiretime(name) == keys[0].ends + 3600
 
@@ -573,10 +556,10 @@ class TestKeys:
         """A worker whose clock is slow counts all the same: its counts last an hour."""
         past = CountKey.at("search", "user_id", "ada", timedelta(hours=1), 1e9)
         assert past.ends is not None
-        asked = batch([slot(str(past), 1)], {0: 1}, {0: 1})
-        late = Slot(str(past), 0, float(past.ends), asked.slots[0].caps)
-        assert store.reserve(batch([late], {0: 1})).admitted == (True,)
-        assert store.reserve(batch([late], {0: 1})).admitted == (False,)
+        key = str(past)
+        for admitted in (True, False):
+            late = batch({key: 1}, limits={key: 1}, ends={key: past.ends})
+            assert store.acquire(late).admitted == (admitted,)
         with redis_server.client() as client:
             left = client.ttl(f"{{{store._prefix}}}:count:{past}")
         assert 3600 - PATIENCE <= left <= 3600
@@ -585,32 +568,39 @@ class TestKeys:
         """Each charge puts the end of a count off; a refund does not."""
         name = f"{{{store._prefix}}}:count:search"
         with redis_server.client() as client:
-            store.reserve(calls("search", 2))
+            store.acquire(calls("search", 2))
             client.expire(name, 1000)
-            store.reserve(settling(Settlement("refund", {"search": -1})))
+            store.acquire(compensating(Compensation("refund", {"search": -1})))
             assert client.ttl(name) <= 1000
-            store.reserve(calls("search", 1))
+            store.acquire(calls("search", 1))
             assert client.ttl(name) > 1000
             client.expire(name, 1000)
-            store.reserve(settling(Settlement("late", {"search": 1})))
+            store.acquire(compensating(Compensation("late", {"search": 1})))
             assert client.ttl(name) > 1000
 
     def test_largest_numbers(self, store: RedisStore) -> None:
         """Counts are exact up to 2^53 - 1; what is larger is refused, not rounded."""
         most = 2**53 - 1
-        asked = batch([slot("search", most, used=most - 3)], {0: 2}, {0: 2}, {0: 1})
-        grant = store.reserve(asked)
-        assert (grant.used, grant.admitted) == ((most - 3,), (True, False, True))
-        assert store.reserve(asked).used == (most - 3,)
-        assert used(store) == most
+        asked = batch(
+            {"search": 2},
+            {"search": 2},
+            {"search": 1},
+            limits={"search": most},
+            used={"search": most - 3},
+        )
+        result = store.acquire(asked)
+        assert (result.used, result.admitted) == ({"search": most - 3}, (True, False, True))
+        assert store.acquire(asked).used == {"search": most - 3}
+        assert used(store, "search") == [most]
         for larger in (
-            batch([slot("email", used=most + 1)], {0: 1}),
-            batch([slot("email")], {0: most + 1}),
-            settling(Settlement("s", {"email": -most - 1})),
+            batch({"email": 1}, used={"email": most + 1}),
+            batch({"email": most + 1}),
+            compensating(Compensation("s", {"email": -most - 1})),
+            compensating(Compensation("s", {"email": 1}, starts={"email": most + 1})),
         ):
             with pytest.raises(QuotaStoreError, match="9007199254740991"):
-                store.reserve(larger)
-        assert used(store, "email") is None
+                store.acquire(larger)
+        assert used(store, "email") == [None]
 
 
 class TestSecrets:
@@ -631,9 +621,11 @@ class TestSecrets:
         """A user that may use the prefix's keys and the script's commands is enough."""
         with closing(RedisStore(self._url(locked), timeout=LONG)) as store:
             lost = calls("search", 1)
-            for reserve in (reserve_in_thread, reserve_in_loop):
-                assert not reserve(store, lost).known
-                reserve(store, settling(Settlement(lost.attempt, attempt=lost.attempt)))
+            for acquire in (acquire_in_thread, acquire_in_loop):
+                assert not acquire(store, lost).replayed
+                acquire(
+                    store, compensating(Compensation(lost.attempt_id, attempt_id=lost.attempt_id))
+                )
                 lost = calls("search", 1)
             store.reset(["search"])
             assert [use.used for use in store.usages()] == [0]
@@ -657,15 +649,15 @@ class TestSecrets:
                 for prefix in ("langchain_quota", "not_allowed"):
                     with closing(RedisStore(source, prefix=prefix, timeout=LONG)) as store:
                         told.append(repr(store))
-                        for reserve in (reserve_in_thread, reserve_in_loop):
+                        for acquire in (acquire_in_thread, acquire_in_loop):
                             try:
-                                reserve(store, calls("search", 1))
+                                acquire(store, calls("search", 1))
                             except QuotaStoreError as error:
                                 told += [repr(error), str(error)]
                                 told += traceback.format_exception(error)
             client = redis.Redis(port=port, username="worker", password=SECRET)
             with client, pytest.raises(QuotaStoreError) as quoted:
-                RedisStore(client).reserve(calls("search", 1))
+                RedisStore(client).acquire(calls("search", 1))
             told += traceback.format_exception(quoted.value)
         told += [record.getMessage() for record in caplog.records]
         text = "\n".join(told)
@@ -674,9 +666,9 @@ class TestSecrets:
         assert SECRET not in text
         assert quote(SECRET, safe="") not in text
 
-    @pytest.mark.parametrize(
-        "url",
-        [
+    def test_in_no_error_about_a_url(self) -> None:
+        """A URL that is wrong, or was not percent-encoded, is refused without quoting it."""
+        for url in (
             "redis://:s3cr3t/p@ss@127.0.0.1:6379/0",
             "redis://worker:s3cr3t#p@127.0.0.1:6379/0",
             "redis://worker:s3cr3t?p@127.0.0.1:6379/0",
@@ -694,15 +686,12 @@ class TestSecrets:
             "http://worker:s3cr3t@127.0.0.1:6379/0",
             "worker:s3cr3t@127.0.0.1",
             "s3cr3t",
-        ],
-    )
-    def test_in_no_error_about_a_url(self, url: str) -> None:
-        """A URL that is wrong, or was not percent-encoded, is refused without quoting it."""
-        with pytest.raises(ValueError, match="the URL of Redis must be") as refused:
-            RedisStore(url)
-        told = "".join(traceback.format_exception(refused.value))
-        assert "s3cr3t" not in told.split("Error: ", 1)[1]
-        assert refused.value.__context__ is None
+        ):
+            with pytest.raises(ValueError, match="the URL of Redis must be") as refused:
+                RedisStore(url)
+            told = "".join(traceback.format_exception(refused.value))
+            assert "s3cr3t" not in told.split("Error: ", 1)[1], url
+            assert refused.value.__context__ is None, url
 
     def _url(self, server: RedisServer, *, password: str = SECRET, port: int | None = None) -> str:
         address = f"127.0.0.1:{port or server.port}"
@@ -729,6 +718,62 @@ def quoting_server() -> Iterator[int]:
         threading.Thread(target=accept, daemon=True).start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
+
+
+ODD_REPLIES = {
+    "nil": b"$-1\r\n",
+    "integer": b":1\r\n",
+    "no integer": b":x\r\n",
+    "status": b"+OK\r\n",
+    "no list of ours": b"*2\r\n$8\r\nacquired\r\n*1\r\n:0\r\n",
+    "no text": b"*1\r\n$2\r\n\xff\xfe\r\n",
+    "keys for nothing": b"*2\r\n$5\r\nagain\r\n$1\r\nk\r\n",
+    "nested": b"*1\r\n" * 3000,
+    "a line": b"x" * 100_000 + b"\r\n",
+    "web page": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "moved": b"-MOVED 1 127.0.0.1:1\r\n",
+    "asking": b"-ASK 1 127.0.0.1:1\r\n",
+    "loading": b"-LOADING Redis is loading the dataset in memory\r\n",
+    "read-only": b"-READONLY You can't write against a read only replica.\r\n",
+}
+
+
+class TestOddReplies:
+    """A server, or what stands before it, that answers what the script does not.
+
+    What is odd in lists is tested in test_redis_script.py; here, what the client library reads.
+    """
+
+    @pytest.mark.parametrize("what", ODD_REPLIES)
+    async def test_is_an_error_of_the_store(self, redis_server: RedisServer, what: str) -> None:
+        """Each operation fails with a QuotaStoreError of bounded length, and the next one works."""
+        with (
+            proxy(redis_server.port) as way,
+            closing(RedisStore(way.url, prefix=redis_server.prefix(), timeout=LONG)) as store,
+        ):
+            in_thread = asyncio.to_thread
+            operations: list[Callable[[], Awaitable[object]]] = [
+                lambda: in_thread(store.acquire, calls("search", 1)),
+                lambda: in_thread(store.peek, ["search"]),
+                lambda: in_thread(store.reset, ["search"]),
+                lambda: store.aacquire(calls("search", 1)),
+                lambda: store.apeek(["search"]),
+                lambda: store.areset(["search"]),
+            ]
+            for operation in operations:
+                await operation()
+                way.fail(replaced(ODD_REPLIES[what]))
+                with pytest.raises(QuotaStoreError, match="RedisStore") as failed:
+                    await operation()
+                assert not failed.value.timed_out
+                assert len(str(failed.value)) < 1000
+                way.heal()
+            way.fail(replaced(ODD_REPLIES[what]))
+            with pytest.raises(QuotaStoreError, match="RedisStore"):
+                await in_thread(store.usages)
+            way.heal()
+            assert [each.used for each in await in_thread(store.usages)] == [0]
+            await store.aclose()
 
 
 class TestArguments:
@@ -781,7 +826,5 @@ class TestArguments:
             "import sys; sys.modules['redis'] = None; import langchain_quota.stores.memory\n"
             "import langchain_quota.stores.redis"
         )
-        ended = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-        )
+        ended = run_python(code)
         assert ended.stderr.endswith('pip install "langchain-quota[redis]"\n')

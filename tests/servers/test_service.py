@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,12 +10,13 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from tests.forked import run_python
+from tests.forked import as_module, run_python
 from tests.servers.otlp import Protocol, ReceivedSpan, running_receiver
 from tests.servers.postgres import PASSWORD, PostgresServer
-from tests.servers.prometheus import DEADLINE, eventually
+from tests.servers.prometheus import eventually
 from tests.servers.redis import RedisServer
 from tests.servers.service import (
+    IMPORTED,
     TOKEN,
     Event,
     Service,
@@ -329,7 +329,8 @@ def test_tables_are_made_once(postgres_server: PostgresServer, tmp_path: Path) -
         "    await asyncio.gather(*(start(url) for _ in range(5)))\n"
         "asyncio.run(main(sys.argv[1]))\n"
     )
-    result = run_python(program, postgres_server.database(), env=environment({}))
+    url = postgres_server.database()
+    result = run_python(program, url, env=environment({}), imported=IMPORTED)
     assert result.returncode == 0, result.stderr
 
 
@@ -413,16 +414,7 @@ def _told(spans: list[ReceivedSpan]) -> list[tuple[str, object]]:
 def test_the_load_driver_breaches_limits(tmp_path: Path) -> None:
     """With the service's own limits, the load driver runs into them within a minute, and stops."""
     with running_service(tmp_path) as service:
-        command = [sys.executable, "-m", "service.load", service.url]
-        options = ["--rate", "20", "--seconds", "3"]
-        result = subprocess.run(
-            [*command, *options],
-            env=environment({}),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
+        result = _load(service.url, "--rate", "20", "--seconds", "3")
         assert result.returncode == 0, result.stderr
         statuses, refusals = result.stdout.splitlines()[1:]
         answers = {status: int(count) for status, count in re.findall(r"(\w+) (\d+)", statuses)}
@@ -438,15 +430,16 @@ def test_the_load_driver_breaches_limits(tmp_path: Path) -> None:
         assert sum(blocked) == sum(map(int, re.findall(r"\) (\d+)", refusals)))
 
 
-def test_the_load_driver_says_when_nobody_answers(service: Service) -> None:
+def test_the_load_driver_says_when_nobody_answers() -> None:
     """Where nobody listens, the load driver goes on until its end, and fails."""
-    command = [sys.executable, "-m", "service.load", "http://127.0.0.1:9", "--seconds", "1"]
-    result = subprocess.run(
-        command, env=environment({}), capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
+    result = _load("http://127.0.0.1:9", "--seconds", "1")
     assert result.returncode == 1
     assert "ConnectError" in result.stdout
     assert result.stderr == ""
+
+
+def _load(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_python(as_module("service.load"), *arguments, env=environment({}))
 
 
 def test_what_is_wrong_with_the_settings(tmp_path: Path) -> None:
@@ -491,5 +484,6 @@ def test_a_setting_that_cannot_be_used(bad: dict[str, str], tmp_path: Path) -> N
 
 
 def _refused_start(directory: Path, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    program = "import runpy; runpy.run_module('service', run_name='__main__', alter_sys=True)"
-    return run_python(program, cwd=directory, env=environment(settings))
+    return run_python(
+        as_module("service"), cwd=directory, env=environment(settings), imported=IMPORTED
+    )

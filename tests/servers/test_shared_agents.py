@@ -24,7 +24,8 @@ from langchain_quota import (
 from langchain_quota.limits import Limit, Quota
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, Mode, cancel_at, modes, recording
+from tests.agent.conftest import Form as Mode
+from tests.agent.rules import CONFIG, cancel_at, recording
 from tests.agent.shared import ANN, BOB, DAY, TODAY, SharedScene, asking, counts, quota
 from tests.conftest import Signals
 from tests.servers.redis import RedisServer, running_redis
@@ -38,6 +39,8 @@ PATIENT = 30
 SEARCHES = "search:user_id:ann"
 THREAD = "search:thread:thread-1"
 
+# The two forms of RedisStore are two clients.
+modes = pytest.mark.parametrize("mode", ["sync", "async"])
 outages = pytest.mark.parametrize("on_store_error", ["deny", "allow"])
 
 Open = Callable[..., RedisStore]
@@ -80,7 +83,7 @@ def scene_of(
     **options: Any,
 ) -> SharedScene:
     middleware = quota(signals, *limits, store=store, **options)
-    scene = SharedScene(mode, signals, script, [middleware], **(scene_options or {}))
+    scene = SharedScene(signals, script, [middleware], form=mode, **(scene_options or {}))
     scene.context = ANN
     return scene
 
@@ -217,7 +220,7 @@ async def test_a_reset(
     """A reset gives a thread its budget back in Redis and in its state, and touches no user's."""
     store = opened(redis_server, redis_server.prefix())
     middleware = quota(signals, per_user(thread_limit=2), store=store)
-    scene = SharedScene(mode, signals, asking("search", "search"), [middleware])
+    scene = SharedScene(signals, asking("search", "search"), [middleware], form=mode)
     await scene.turn(context=ANN)
 
     if mode == "sync":
@@ -263,7 +266,7 @@ async def test_stopped_in_mid_run(
             await scene.turn()
         assert caught.value.decision is not None
         assert caught.value.decision.leading is not None
-        assert caught.value.decision.leading.scope == "store"
+        assert caught.value.decision.leading.reason == "store"
     else:
         await scene.turn()
     denied = on_store_error == "deny"
@@ -273,7 +276,7 @@ async def test_stopped_in_mid_run(
     labels = {"component": "store", "error_type": "QuotaStoreError"}
     assert signals.value("langchain_quota_errors_total", **labels) == 1
     name = "langchain_quota_store_seconds_count"
-    assert signals.value(name, operation="reserve", outcome="error") == 1
+    assert signals.value(name, operation="acquire", outcome="error") == 1
 
     durable.start()
     scene.model.script = asking("search")
@@ -281,7 +284,7 @@ async def test_stopped_in_mid_run(
 
     assert scene.ran == ["search"] * (2 if denied else 4)
     assert counts(store) == {SEARCHES: len(scene.ran), THREAD: len(scene.ran)}
-    assert signals.value(name, operation="reserve", outcome="ok") == 2
+    assert signals.value(name, operation="acquire", outcome="ok") == 2
     said = [each.getMessage() for each in caplog.records if "store of" in each.getMessage()]
     assert ["failed" in said[0], "works again" in said[1], len(said)] == [True, True, 2]
     scene.check()
@@ -352,7 +355,7 @@ async def test_paused_in_mid_run(
     assert scene.ran == ["search"] * (1 if denied else 3)
     assert scene.fallbacks(on_store_error) == 2
     name = "langchain_quota_store_seconds_count"
-    assert signals.value(name, operation="reserve", outcome="timeout") == 1
+    assert signals.value(name, operation="acquire", outcome="timeout") == 1
 
     durable.resume()
     scene.model.script = asking("search")
@@ -437,7 +440,7 @@ class Phases:
 
     def answered(self) -> float:
         name = "langchain_quota_store_seconds_count"
-        return self._signals.value(name, operation="reserve", outcome="ok") or 0
+        return self._signals.value(name, operation="acquire", outcome="ok") or 0
 
     async def more(self, what: Callable[[], float]) -> None:
         """Wait until there is a good deal more of something."""
@@ -495,7 +498,7 @@ async def test_outages_under_load(
     with ThreadPoolExecutor(8) as pool:
         async with asyncio.timeout(DEADLINE):
             await asyncio.gather(outages_happen(), *(one(number, pool) for number in range(8)))
-            # Whatever is still to be told to Redis is told with the next calls.
+            # Whatever is still to be compensated is compensated with the next calls.
             client = middleware._store
             assert client is not None
             while True:
@@ -504,7 +507,7 @@ async def test_outages_under_load(
                 await phases.more(phases.answered)
                 phases.enough.set()
                 await ending
-                if not client._unsettled:
+                if not client._pending:
                     break
 
     kept = counts(store)
@@ -541,7 +544,7 @@ async def test_the_event_loop_is_not_blocked(
         hide_exhausted=True,
     )
     script = asking("search", "search")
-    scene = SharedScene("async", signals, script, [drop_in, middleware])
+    scene = SharedScene(signals, script, [drop_in, middleware])
 
     with blockbuster_ctx():
         await scene.turn(context=ANN)

@@ -12,7 +12,7 @@ import pytest
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 from tests.servers.redis import RedisServer
-from tests.servers.stores import batch, calls, slot
+from tests.servers.stores import batch, calls, used
 
 PROCESSES = 4
 AT_ONCE = 50
@@ -23,15 +23,15 @@ PATIENCE = 120
 
 
 async def admitted(store: MemoryStore | RedisStore, key: str, attempts: int = AT_ONCE) -> int:
-    """How many of so many reservations at the same time are admitted."""
-    grants = await asyncio.gather(
-        *(store.areserve(calls(key, 1, limit=LIMIT, id="", attempt="")) for _ in range(attempts))
+    """How many of so many requests at the same time are admitted."""
+    results = await asyncio.gather(
+        *(store.aacquire(calls(key, 1, limit=LIMIT, key="", attempt="")) for _ in range(attempts))
     )
-    return sum(each for grant in grants for each in grant.admitted)
+    return sum(each for result in results for each in result.admitted)
 
 
 def worker(url: str, prefix: str, orders: Connection) -> None:
-    """A process that reserves whenever it is given a key, until it is given none."""
+    """A process that asks whenever it is given a key, until it is given none."""
 
     async def work() -> None:
         store = RedisStore(url, prefix=prefix, timeout=60)
@@ -42,8 +42,9 @@ def worker(url: str, prefix: str, orders: Connection) -> None:
 
 
 def test_processes_share_a_quota(redis_server: RedisServer) -> None:
-    """Four processes with 50 reservations each at the same time: exactly 100 are admitted."""
-    context = multiprocessing.get_context("spawn")
+    """Four processes with 50 requests each at the same time: exactly 100 are admitted."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     prefix = redis_server.prefix()
     with ExitStack() as stack:
         ends = []
@@ -86,13 +87,13 @@ async def test_tasks_share_a_quota(store: MemoryStore | RedisStore) -> None:
 
 
 def test_threads_share_a_quota(store: MemoryStore | RedisStore) -> None:
-    """More threads than there are connections, each reserving twice: exactly 100 are admitted."""
+    """More threads than there are connections, each asking twice: exactly 100 are admitted."""
 
-    def reserve(_: int) -> bool:
-        return store.reserve(calls("search", 1, limit=LIMIT)).admitted[0]
+    def acquire(_: int) -> bool:
+        return store.acquire(calls("search", 1, limit=LIMIT)).admitted[0]
 
     with ThreadPoolExecutor(60) as threads:
-        assert sum(threads.map(reserve, range(120))) == LIMIT
+        assert sum(threads.map(acquire, range(120))) == LIMIT
 
 
 def test_event_loops_share_a_quota(store: MemoryStore | RedisStore) -> None:
@@ -105,11 +106,9 @@ def test_event_loops_share_a_quota(store: MemoryStore | RedisStore) -> None:
         assert sum(threads.map(loop, range(4))) == LIMIT
 
 
-async def test_same_reservation_at_once(store: MemoryStore | RedisStore) -> None:
-    """A reservation that is made many times at once is charged once."""
-    asked = [batch([slot("search", 5)], {0: 1}, {0: 1}, id="one") for _ in range(20)]
-    grants = await asyncio.gather(*map(store.areserve, asked))
-    assert sorted(grant.known for grant in grants) == [False] + [True] * 19
-    (use,) = store.peek(["search"])
-    assert use is not None
-    assert use.used == 2
+async def test_same_request_at_once(store: MemoryStore | RedisStore) -> None:
+    """A request that is made many times at once is charged once."""
+    asked = [batch({"search": 1}, {"search": 1}, key="one") for _ in range(20)]
+    results = await asyncio.gather(*map(store.aacquire, asked))
+    assert sorted(result.replayed for result in results) == [False] + [True] * 19
+    assert used(store, "search") == [2]

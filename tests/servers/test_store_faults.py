@@ -1,26 +1,27 @@
 """A store in Redis behind a faulty network: what is told of it, and what is counted in the end."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import pytest
 import redis.asyncio
 
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-from langchain_quota.middleware.store_client import SETTLED_AT_ONCE, StoreClient
-from langchain_quota.reservation import Grant, Reservation, Settlement
-from langchain_quota.stores import KeyUse, QuotaStore, deadline
+from langchain_quota.middleware._store import COMPENSATED_AT_ONCE, StoreClient
+from langchain_quota.stores import QuotaStore, QuotaUsage, deadline
 from langchain_quota.stores.redis import RedisStore
+from langchain_quota.telemetry import recorder_of
 from tests.conftest import Signals
+from tests.judged import KEY, request_of
 from tests.servers.proxy import Proxy, late, lost, piecemeal, proxy, replaced, reset
 from tests.servers.redis import RedisServer
-from tests.servers.stores import Ledger, batch, calls, slot
+from tests.servers.stores import calls
 
 Mode = Literal["sync", "async"]
 modes = pytest.mark.parametrize("mode", ["sync", "async"])
@@ -52,17 +53,17 @@ class Counting:
         self._travelling = 0
         self._lock = Lock()
 
-    def reserve(self, reservation: Reservation) -> Grant:
-        with self._noting(reservation):
-            return self.store.reserve(reservation)
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        with self._noting(request):
+            return self.store.acquire(request)
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        with self._noting(reservation):
-            return await self.store.areserve(reservation)
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        with self._noting(request):
+            return await self.store.aacquire(request)
 
     @contextmanager
-    def _noting(self, reservation: Reservation) -> Iterator[None]:
-        brought = len(reservation.settlements)
+    def _noting(self, request: AcquireRequest) -> Iterator[None]:
+        brought = len(request.compensations)
         with self._lock:
             self.brought.append(brought)
             self._travelling += brought
@@ -80,32 +81,31 @@ class Callers:
     def __init__(self, mode: Mode, store: Counting, signals: Signals) -> None:
         self._mode = mode
         self.store = store
-        self._client = StoreClient(cast("QuotaStore", store), signals.telemetry)
+        recorder = recorder_of(signals.telemetry)
+        self._client = StoreClient(cast("QuotaStore", store), "allow", recorder)
         self.ran = 0
 
     async def call(self) -> bool:
         """Make a call; whether the store answered."""
-        asked = calls("search", 1, limit=10**6)
+        request = request_of(most=10**6)
         if self._mode == "sync":
-            grant = await asyncio.to_thread(self._client.reserve, asked)
+            await asyncio.to_thread(self._client.acquire, request)
         else:
-            grant = await self._client.areserve(asked)
+            await self._client.aacquire(request)
         self.ran += 1
-        if grant is None:
-            self._client.settle_later(asked, {"search": 1})
-        return grant is not None
+        return request.answered
 
     async def calls(self, number: int) -> list[bool]:
         """Make so many at the same time."""
         return await asyncio.gather(*(self.call() for _ in range(number)))
 
-    async def all_told(self) -> None:
+    async def all_counted(self) -> None:
         """Make calls until nothing is left to be told, and check that all that ran is counted."""
         await self.call()
         while self.store.brought[-1]:
             await self.call()
-        (use,) = await self.store.store.apeek(["search"])
-        assert use == KeyUse("search", self.ran, 10**6, None)
+        (use,) = await self.store.store.apeek([KEY])
+        assert use == QuotaUsage(KEY, self.ran, 10**6, None)
 
 
 @pytest.fixture
@@ -136,18 +136,18 @@ class TestOutages:
         way.blackhole()
         for _ in range(3):
             assert not any(await callers.calls(CALLERS))
-        assert 0 < store.most_at_once <= SETTLED_AT_ONCE
+        assert 0 < store.most_at_once <= COMPENSATED_AT_ONCE
 
         way.heal()
         store.store = stores(LONG)
         store.brought.clear()
         # Nobody is held up for the sake of others' corrections.
         assert all(await callers.calls(CALLERS))
-        for _ in range(3 * CALLERS // SETTLED_AT_ONCE):
+        for _ in range(3 * CALLERS // COMPENSATED_AT_ONCE):
             await callers.call()
-        assert store.most_at_once <= SETTLED_AT_ONCE
+        assert store.most_at_once <= COMPENSATED_AT_ONCE
         assert sum(store.brought) == 3 * CALLERS
-        await callers.all_told()
+        await callers.all_counted()
 
     @modes
     async def test_every_fault(
@@ -166,7 +166,7 @@ class TestOutages:
         assert not await callers.call()
         way.heal()
         callers.store.store = stores(LONG)
-        await callers.all_told()
+        await callers.all_counted()
 
 
 class TestEventLoop:
@@ -177,12 +177,12 @@ class TestEventLoop:
         """A question is answered, however long the event loop was blocked meanwhile."""
         store = stores()
         if connected:
-            await asyncio.gather(*(store.areserve(calls("search", 1)) for _ in range(6)))
-        asked = [asyncio.create_task(store.areserve(calls("search", 1))) for _ in range(6)]
+            await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(6)))
+        asked = [asyncio.create_task(store.aacquire(calls("search", 1))) for _ in range(6)]
         await asyncio.sleep(0)
         time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
-        grants = await asyncio.gather(*asked)
-        assert [grant.admitted for grant in grants] == [(True,)] * 6
+        results = await asyncio.gather(*asked)
+        assert [each.admitted for each in results] == [(True,)] * 6
 
     async def test_reply_at_the_last_moment(
         self, stores: Stores, monkeypatch: pytest.MonkeyPatch
@@ -190,8 +190,8 @@ class TestEventLoop:
         """A reply that is there when the last part of the timeout passes is read."""
         monkeypatch.setattr(deadline, "_TICKS", 1)
         store = stores()
-        await store.areserve(calls("search", 1))
-        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        await store.aacquire(calls("search", 1))
+        asked = asyncio.create_task(store.aacquire(calls("search", 1)))
         await asyncio.sleep(0)
         time.sleep(2 * SHORT)  # noqa: ASYNC251 - the fault
         assert (await asked).admitted == (True,)
@@ -202,7 +202,7 @@ class TestEventLoop:
             client.script_flush()
         url = redis_server.url.removesuffix("/0") + "/1"
         store = RedisStore(url, prefix=redis_server.prefix(), timeout=0.1)
-        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        asked = asyncio.create_task(store.aacquire(calls("search", 1)))
         while not asked.done():
             await asyncio.sleep(0)
             time.sleep(0.1)  # noqa: ASYNC251 - the fault
@@ -212,11 +212,12 @@ class TestEventLoop:
     async def test_no_reply(self, way: Proxy, stores: Stores, signals: Signals) -> None:
         """Where there is no reply all the same, error and metrics name the event loop."""
         store = stores()
-        client = StoreClient(store, signals.telemetry)
-        await client.areserve(calls("search", 1))
+        client = StoreClient(store, "allow", recorder_of(signals.telemetry))
+        await client.aacquire(request_of())
         way.blackhole()
-        asked = asyncio.create_task(store.areserve(calls("search", 1)))
-        told = asyncio.create_task(client.areserve(calls("search", 1)))
+        asked = asyncio.create_task(store.aacquire(calls("search", 1)))
+        request = request_of()
+        told = asyncio.create_task(client.aacquire(request))
         await asyncio.sleep(0)
         time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
         with pytest.raises(
@@ -224,17 +225,18 @@ class TestEventLoop:
         ) as failed:
             await asked
         assert failed.value.timed_out
-        assert await told is None
+        await told
+        assert not request.answered
         name = "langchain_quota_errors_total"
         assert signals.value(name, component="store", error_type="EventLoopBlockedError") == 1
         name = "langchain_quota_store_seconds_count"
-        assert signals.value(name, operation="reserve", outcome="timeout") == 1
+        assert signals.value(name, operation="acquire", outcome="timeout") == 1
 
         # It is not blocked any more, and there is still no reply.
         silent: type[QuotaStoreError] = EventLoopBlockedError
         while silent is EventLoopBlockedError:  # the machine may be busy
             with pytest.raises(QuotaStoreError, match="no answer within") as unanswered:
-                await store.areserve(calls("search", 1))
+                await store.aacquire(calls("search", 1))
             silent = unanswered.type
         assert silent is QuotaStoreError
 
@@ -242,7 +244,7 @@ class TestEventLoop:
         """An event loop that is blocked for ever does not have a question wait for ever."""
         store = stores(0.1)
         way.blackhole()
-        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        asked = asyncio.create_task(store.aacquire(calls("search", 1)))
         turns = 0
         while not asked.done() and turns < 100:
             turns += 1
@@ -255,9 +257,9 @@ class TestEventLoop:
     async def test_cancelled(self, way: Proxy, stores: Stores) -> None:
         """Who is cancelled while the event loop is blocked is cancelled, reply or not."""
         store = stores()
-        await store.areserve(calls("search", 1))
+        await store.aacquire(calls("search", 1))
         way.blackhole()
-        asked = asyncio.create_task(store.areserve(calls("search", 1)))
+        asked = asyncio.create_task(store.aacquire(calls("search", 1)))
         await asyncio.sleep(0)
         asked.cancel()
         time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
@@ -268,97 +270,10 @@ class TestEventLoop:
         """A client of your own keeps its timeout; the error says what made it run out."""
         async with redis.asyncio.Redis.from_url(way.url, socket_timeout=SHORT) as client:
             store = RedisStore(client, timeout=1.5 * SHORT)
-            await store.areserve(calls("search", 1))
+            await store.aacquire(calls("search", 1))
             way.blackhole()
-            asked = asyncio.create_task(store.areserve(calls("search", 1)))
+            asked = asyncio.create_task(store.aacquire(calls("search", 1)))
             await asyncio.sleep(0)
             time.sleep(3 * SHORT)  # noqa: ASYNC251 - the fault
             with pytest.raises(EventLoopBlockedError):
                 await asked
-
-
-ODD = {
-    "nil": b"$-1\r\n",
-    "integer": b":1\r\n",
-    "no integer": b":x\r\n",
-    "status": b"+OK\r\n",
-    "a word": b"*1\r\n$7\r\ngranted\r\n",
-    "cut short": b"*4\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:1\r\n",
-    "no call": b"*5\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:1\r\n:0\r\n",
-    "too long": b"*7\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:1\r\n:0\r\n:1\r\n:1\r\n",
-    "negative": b"*6\r\n$7\r\ngranted\r\n:0\r\n:0\r\n:-1\r\n:0\r\n:1\r\n",
-    "texts": b"*6\r\n$7\r\ngranted\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\n1\r\n$1\r\n0\r\n$1\r\n1\r\n",
-    "nils": b"*6\r\n$7\r\ngranted\r\n$-1\r\n$-1\r\n$-1\r\n$-1\r\n$-1\r\n",
-    "other word": b"*6\r\n$7\r\ngrunted\r\n:0\r\n:0\r\n:1\r\n:0\r\n:1\r\n",
-    "two": b"*6\r\n$7\r\ngranted\r\n:2\r\n:0\r\n:1\r\n:0\r\n:1\r\n",
-    "numbers": b"*2\r\n:1\r\n:2\r\n",
-    "lists": b"*1\r\n*0\r\n",
-    "bytes": b"*1\r\n$2\r\n\xff\xfe\r\n",
-    "keys": b"*2\r\n$5\r\nagain\r\n:5\r\n",
-    "keys for nothing": b"*2\r\n$5\r\nagain\r\n$1\r\nk\r\n",
-    "nested": b"*1\r\n" * 3000,
-    "a line": b"x" * 100_000 + b"\r\n",
-    "web page": b"HTTP/1.1 400 Bad Request\r\n\r\n",
-    "moved": b"-MOVED 1 127.0.0.1:1\r\n",
-    "asking": b"-ASK 1 127.0.0.1:1\r\n",
-    "loading": b"-LOADING Redis is loading the dataset in memory\r\n",
-    "read-only": b"-READONLY You can't write against a read only replica.\r\n",
-}
-
-Ask = Callable[[Ledger], Any]
-
-
-class TestOddReplies:
-    """A server, or what stands before it, that answers what the script does not."""
-
-    @modes
-    @pytest.mark.parametrize("what", ODD)
-    async def test_is_an_error_of_the_store(
-        self, mode: Mode, what: str, way: Proxy, stores: Stores
-    ) -> None:
-        """Each operation fails with a QuotaStoreError of bounded length, and the next one works."""
-        with closing(stores(LONG)) as store:
-            ledger = Ledger(store, mode == "async")
-            operations: dict[str, Ask] = {
-                "reserve": lambda ledger: ledger.reserve(calls("search", 1)),
-                "peek": lambda ledger: ledger.peek(["search"]),
-                "reset": lambda ledger: ledger.reset(["search"]),
-            }
-            for operation in operations.values():
-                await operation(ledger)
-                way.fail(replaced(ODD[what]))
-                with pytest.raises(QuotaStoreError, match="RedisStore") as failed:
-                    await operation(ledger)
-                assert not failed.value.timed_out
-                assert len(str(failed.value)) < 1000
-                way.heal()
-            if mode == "sync":
-                assert [use.used for use in store.usages()] == [0]
-                way.fail(replaced(ODD[what]))
-                with pytest.raises(QuotaStoreError, match="RedisStore"):
-                    store.usages()
-                way.heal()
-            await ledger.reserve(calls("search", 1))
-
-    @modes
-    async def test_asks_for_ever(self, mode: Mode, way: Proxy, stores: Stores) -> None:
-        """A server that always asks for more keys is not asked for ever."""
-        numbers = itertools.count(10_000)
-
-        def again(_: bytes) -> list[bytes]:
-            if next(numbers) > 10_100:
-                raise ConnectionResetError
-            return [b"*2\r\n$5\r\nagain\r\n$5\r\n%d\r\n" % next(numbers)]
-
-        undoing = batch(
-            [slot("search", 5)],
-            settlements=[Settlement(each, attempt=each) for each in ("lost", "gone")],
-        )
-        with closing(stores(LONG)) as store:
-            ledger = Ledger(store, mode == "async")
-            await ledger.reserve(undoing)
-            before = way.replies
-            way.fail(again)
-            with pytest.raises(QuotaStoreError, match="again and again"):
-                await ledger.reserve(undoing)
-            assert way.replies == before + 3

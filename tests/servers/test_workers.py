@@ -6,7 +6,6 @@ The workers are this file, run as a program: each connects to the test, which te
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -31,14 +30,17 @@ from langchain_quota import (
     ToolCallLimit,
     start_metrics_server,
 )
-from langchain_quota.telemetry import usage_of
+from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.usage import WRITER
+from tests.forked import as_module, start_python
 from tests.servers.agents import arun, build_agent
 from tests.servers.prometheus import check_metrics, eventually, series_of
 from tests.servers.redis import RedisServer
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.servers.test_workers"
+IMPORTED = ("pytest", "redis.asyncio", "httpx")
+"""What each worker imports, too."""
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 PATIENCE = 120.0
 """Seconds after which a worker that should have answered is taken to be lost."""
@@ -168,11 +170,10 @@ class Workers:
     def _run(self, *arguments: str) -> None:
         path = os.pathsep.join([str(ROOT), *sys.path])
         environment = os.environ | {"PYTHONPATH": path} | self.environment
-        process = self.stack.enter_context(
-            subprocess.Popen([sys.executable, "-m", MODULE, *arguments], env=environment)
+        program = start_python(
+            as_module(MODULE), *arguments, stdout=2, stderr=2, env=environment, imported=IMPORTED
         )
-        # Runs before Popen waits: one that hangs must not hang the tests.
-        self.stack.callback(process.kill)
+        self.stack.enter_context(program)
 
 
 @pytest.fixture

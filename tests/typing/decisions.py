@@ -7,12 +7,12 @@ from langchain_quota import (
     Call,
     Decision,
     Level,
+    LimitStatus,
     ModelCallLimitExceededError,
     Outcome,
+    QuotaStatus,
     QuotaStoreError,
-    QuotaUse,
     QuotaWarning,
-    Standing,
     ToolCallLimitExceededError,
 )
 
@@ -27,13 +27,13 @@ def read(decision: Decision) -> str:
     assert_type(decision.call.agent, str | None)
     assert_type(decision.call.thread_id, object)
     assert_type(decision.outcome, Outcome)
-    assert_type(decision.standings, tuple[Standing, ...])
-    assert_type(decision.refused_by, tuple[Standing, ...])
+    assert_type(decision.limits, tuple[LimitStatus, ...])
+    assert_type(decision.refused_by, tuple[LimitStatus, ...])
     assert_type(decision.resets_at, datetime | None)
     leading = decision.leading
     if leading is None:
         return ""
-    assert_type(leading, Standing)
+    assert_type(leading, LimitStatus)
     assert_type(leading.limit, str)
     assert_type(leading.refused, bool)
     assert_type(leading.scope, str | None)
@@ -43,7 +43,7 @@ def read(decision: Decision) -> str:
     assert_type(leading.share, float)
     assert_type(leading.crossed("run", 0.8), Level | None)
     for quota in leading.quotas:
-        assert_type(quota, QuotaUse)
+        assert_type(quota, QuotaStatus)
         assert_type(quota.resets_at, datetime | None)
         assert_type(quota.used, int)
     return leading.limit

@@ -10,16 +10,16 @@ import redis.asyncio
 
 from langchain_quota import (
     EventLoopBlockedError,
-    KeyUse,
     MemoryStore,
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
     QuotaStore,
     QuotaStoreError,
+    QuotaUsage,
     RedisStore,
 )
-from langchain_quota.reservation import Grant, Reservation, admit
+from langchain_quota.admission import AcquireRequest, AcquireResult, admit
 
 limits = [ModelCallLimit(quotas=[Quota(5, per="user_id", window=timedelta(days=1))])]
 
@@ -27,19 +27,20 @@ limits = [ModelCallLimit(quotas=[Quota(5, per="user_id", window=timedelta(days=1
 class Forgetful:
     """A store by its form: it inherits nothing."""
 
-    def reserve(self, reservation: Reservation) -> Grant:
-        return admit(reservation, [slot.used for slot in reservation.slots])
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        used = {name: counter.used for name, counter in request.counters.items()}
+        return admit(request.hits, used, request.stops)
 
-    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return tuple(None for _ in keys)
 
     def reset(self, keys: Sequence[str]) -> None:
         pass
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        return self.reserve(reservation)
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        return self.acquire(request)
 
-    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return self.peek(keys)
 
     async def areset(self, keys: Sequence[str]) -> None:
@@ -49,10 +50,10 @@ class Forgetful:
 class SyncOnly:
     """No store: half of it is missing."""
 
-    def reserve(self, reservation: Reservation) -> Grant:
-        return admit(reservation, [])
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        return admit(request.hits, {}, request.stops)
 
-    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return ()
 
     def reset(self, keys: Sequence[str]) -> None:
@@ -81,8 +82,8 @@ for store in stores:
     QuotaMiddleware(limits, store=store)
 QuotaMiddleware(limits, store=None)
 
-assert_type(memory.usages("search:*"), list[KeyUse])
-assert_type(shared.usages(), list[KeyUse])
+assert_type(memory.usages("search:*"), list[QuotaUsage])
+assert_type(shared.usages(), list[QuotaUsage])
 for use in shared.usages():
     assert_type(use.key, str)
     assert_type(use.used, int)
@@ -92,7 +93,7 @@ for use in shared.usages():
 
 async def asynchronously(store: QuotaStore) -> None:
     [use] = await store.apeek(["search:thread:7"])
-    assert_type(use, KeyUse | None)
+    assert_type(use, QuotaUsage | None)
     await store.areset(["search:thread:7"])
     await shared.aclose()
 

@@ -137,8 +137,8 @@ def test_the_decision_that_is_told() -> None:
     """The decision whose telemetry is measured is charged to each limit, and crosses none."""
     found = decision(8)
     assert found.outcome == "allowed"
-    assert [standing.charged for standing in found.standings] == [True] * 8
-    crossed = {each.crossed(scope, 0.8) for each in found.standings for scope in each.scopes}
+    assert [status.charged for status in found.limits] == [True] * 8
+    crossed = {each.crossed(scope, 0.8) for each in found.limits for scope in each.scopes}
     assert crossed == {None}
 
 

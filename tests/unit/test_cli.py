@@ -1,8 +1,6 @@
 """The command line's arguments, and the numbers and pictures of the demo."""
 
 import io
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -11,8 +9,9 @@ from langchain_quota import Call, Decision, Level, ModelCallLimit, ToolCallLimit
 from langchain_quota.cli import main
 from langchain_quota.cli.demo_board import Board, Row, Use
 from langchain_quota.cli.demo_view import PlainLines, gauge, line, table
-from langchain_quota.engine import Used, judge
 from langchain_quota.limits import Limit
+from tests.forked import run_python, without
+from tests.judged import Used, judge
 
 SEARCH = ToolCallLimit("search", thread_limit=5, run_limit=3)
 ALL_TOOLS = ToolCallLimit(thread_limit=10)
@@ -78,14 +77,8 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("package", ["rich", "langgraph.checkpoint.sqlite", "opentelemetry.sdk"])
 def test_extra_is_missing(package: str) -> None:
     """The command line works without the extra; the demo then says how to install it."""
-    # None in sys.modules is how Python marks a module that cannot be imported.
-    code = (
-        f"import sys; sys.modules[{package!r}] = None; "
-        "from langchain_quota.cli import main; sys.exit(main(['demo']))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    program = "from langchain_quota.cli import main; sys.exit(main(['demo']))"
+    ended = run_python(without(package) + program)
     assert ended.returncode == 2
     assert ended.stdout == ""
     (reason,) = ended.stderr.splitlines()
@@ -123,9 +116,9 @@ def test_call_judged_twice(first: ToolCallLimit) -> None:
 def test_state_has_the_last_word() -> None:
     """A charge that another limiter's refusal took back is gone once the state is read."""
     one = board("ann")
-    one.settle("ann", {})
+    one.take_state("ann", {})
     one.take((*decide(SEARCH, 0, search(1)), *decide(ALL_TOOLS, 10, search(1))))
-    one.settle("ann", {"tool:*": 10})
+    one.take_state("ann", {"tool:*": 10})
     (ann,) = one.rows()
     assert [use.used for use in ann.uses] == [0, 10, 0]
 
@@ -133,8 +126,8 @@ def test_state_has_the_last_word() -> None:
 def test_totals() -> None:
     """Totals tell what was carried over from what this run let through, and count threads."""
     one = board("ann", "bob")
-    one.settle("ann", {"tool:search": 2})
-    one.settle("bob", {})
+    one.take_state("ann", {"tool:search": 2})
+    one.take_state("bob", {})
     one.take(decide(SEARCH, 2, *(search(number) for number in range(4))))
     one.take(decide(SEARCH, 3, search(1, thread="bob")))
     searches, tools, model = one.totals()

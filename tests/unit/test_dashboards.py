@@ -16,11 +16,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from dashboards import build
-from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
-from langchain_quota.engine import Used, judge
+from langchain_quota import Call, Telemetry, ToolCallLimit
 from langchain_quota.monitoring import exports
+from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.names import METRICS
 from tests.conftest import Signals
+from tests.faults import at, no_faults
 from tests.grafana import ALL, Board, Query, Values, boards, interpolate
+from tests.judged import Used, judge
+from tests.metrics import LABELS_OF
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "dashboards" / "grafana"
@@ -30,15 +34,13 @@ BOARDS = {board.uid: board for board in boards()}
 OVERVIEW, THREAD = "langchain-quota-overview", "langchain-quota-thread"
 
 QUERIES = [query for board in BOARDS.values() for query in board.queries]
-VARIABLES = [
-    pytest.param(board.uid, variable, id=f"{board.uid}-{variable.name}")
-    for board in BOARDS.values()
-    for variable in board.variables
-]
+VARIABLES = [(board, variable) for board in BOARDS.values() for variable in board.variables]
 
 ADDED_BY_SCRAPE = {"job", "instance"}
 OF_PROMETHEUS = {"scrape_duration_seconds": ADDED_BY_SCRAPE}
 """What every target has, that is no metric of ours."""
+KNOWN = {name: labels | ADDED_BY_SCRAPE for name, labels in LABELS_OF.items()} | OF_PROMETHEUS
+"""The labels of everything that a query may name."""
 MADE_IN_QUERIES = {"born", "traced"}
 
 LIMIT = ToolCallLimit("search", thread_limit=1, run_limit=1)
@@ -88,42 +90,27 @@ PANELS = {
 """The panels by their ids. Links point to them: a new panel gets a new id, none gets another's."""
 
 
-def of_query(query: Query) -> str:
-    return query.where.replace(" ", "-")
+def at_query(query: Query) -> str:
+    """Where a query stands in the generated files, and what it is called."""
+    path = GENERATED / f"{query.where.split()[0]}.json"
+    return f"{at(path, json.dumps(query.expr, ensure_ascii=False))}: {query.where}"
 
 
-def of_board(uid: str) -> str:
-    return uid
+def at_panel(board: Board, each: Any) -> str:
+    """Where a panel stands in the generated files, and its title."""
+    return f"{at(GENERATED / f'{board.uid}.json', json.dumps(each['title']))}: {each['title']!r}"
+
+
+def at_variable(board: Board, label: str) -> str:
+    """Where a variable stands in the generated files, and its name."""
+    return f"{at(GENERATED / f'{board.uid}.json', json.dumps(label))}: {label!r}"
 
 
 def decide(telemetry: Telemetry, thread: str) -> None:
     """Let a call through on a thread, and refuse the next."""
     calls = [Call("tool", "search", each, agent="boss", thread_id=thread) for each in ("1", "2")]
-    telemetry.emit(judge([LIMIT], {LIMIT.counter: Used(0, 0)}, calls).decisions, started=1)
-
-
-@pytest.fixture(scope="module")
-def metrics() -> dict[str, set[str]]:
-    """The labels of every metric of the code, by name, from a registry that has seen all."""
-    registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider())
-    decide(telemetry, "anna")
-    telemetry.failed("observer", ValueError())
-    in_memory = MemoryStore()
-    telemetry.watch_store(in_memory)
-    store = telemetry._signals.metrics
-    store.store_seconds.labels("reserve", "ok").observe(0)
-    store.store_fallbacks.labels("boss", "deny").inc()
-    families = list(registry.collect())
-    assert [family.name for family in families if not family.samples] == []
-    return {
-        sample.name: ADDED_BY_SCRAPE.union(
-            *(other.labels for other in family.samples if other.name == sample.name)
-        )
-        for family in families
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }
+    decided = judge([LIMIT], {LIMIT.counter: Used(0, 0)}, calls)
+    recorder_of(telemetry).record(decided.decisions, started=1)
 
 
 def selectors(expr: str) -> list[tuple[str, list[str]]]:
@@ -133,11 +120,11 @@ def selectors(expr: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def expressions() -> Iterator[str]:
-    """What all queries and variables ask Prometheus."""
-    for board in BOARDS.values():
-        yield from (query.expr for query in board.queries)
-        yield from (variable.selector for variable in board.variables)
+def expressions() -> Iterator[tuple[str, str]]:
+    """What all queries and variables ask Prometheus, and where."""
+    yield from ((at_query(query), query.expr) for query in QUERIES)
+    for board, variable in VARIABLES:
+        yield at_variable(board, variable.name), variable.selector
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -168,36 +155,46 @@ def test_the_uids_never_change() -> None:
     assert set(BOARDS) == {OVERVIEW, THREAD}
 
 
-@pytest.mark.parametrize("uid", BOARDS, ids=of_board)
-def test_panels_keep_their_ids(uid: str) -> None:
+def test_panels_keep_their_ids() -> None:
     """Ids are unique and stable."""
-    numbered = [(panel["id"], panel["title"]) for panel in BOARDS[uid].model["panels"]]
-    assert sorted(numbered) == sorted(PANELS[uid].items())
+    for uid, board in BOARDS.items():
+        numbered = [(panel["id"], panel["title"]) for panel in board.model["panels"]]
+        assert sorted(numbered) == sorted(PANELS[uid].items()), f"{uid}: links have these ids"
 
 
-@pytest.mark.parametrize("uid", BOARDS, ids=of_board)
-def test_queries_of_a_panel_have_ids(uid: str) -> None:
+def test_queries_of_a_panel_have_ids() -> None:
     """Every panel has queries, lettered from A."""
-    for each in BOARDS[uid].panels:
-        found = [target["refId"] for target in each["targets"]]
-        assert found
-        assert found == list("ABCDEFGH")[: len(found)]
+    no_faults(
+        (
+            f"{at_panel(board, each)} has queries {found}"
+            for board in BOARDS.values()
+            for each in board.panels
+            if (found := [target["refId"] for target in each["targets"]])
+            != list("ABCDEFGH")[: len(found)]
+            or not found
+        ),
+        remedy="Letter its queries A, B, C.",
+    )
 
 
-@pytest.mark.parametrize("uid", BOARDS, ids=of_board)
-def test_no_panel_overlaps_another(uid: str) -> None:
-    """Each panel has its place within the grid's 24 columns."""
-    cells = {
-        each["id"]: {
-            (x, y)
-            for x in range(each["gridPos"]["x"], each["gridPos"]["x"] + each["gridPos"]["w"])
-            for y in range(each["gridPos"]["y"], each["gridPos"]["y"] + each["gridPos"]["h"])
+def misplaced(board: Board) -> Iterator[str]:
+    cells = {}
+    for each in board.model["panels"]:
+        at_x, at_y, width, height = (each["gridPos"][key] for key in "xywh")
+        if not 0 <= at_x < at_x + width <= 24:
+            yield f"{at_panel(board, each)} leaves the grid"
+        cells[each["id"]] = {
+            (x, y) for x in range(at_x, at_x + width) for y in range(at_y, at_y + height)
         }
-        for each in BOARDS[uid].model["panels"]
-    }
-    assert all(0 <= x < 24 for taken in cells.values() for x, _ in taken)
-    overlaps = [(a, b) for a, b in combinations(cells, 2) if cells[a] & cells[b]]
-    assert overlaps == []
+    for one, other in combinations(board.model["panels"], 2):
+        if cells[one["id"]] & cells[other["id"]]:
+            yield f"{at_panel(board, one)} overlaps {other['title']!r}"
+
+
+def test_no_panel_overlaps_another() -> None:
+    """Each panel has its place within the grid's 24 columns."""
+    found = (fault for board in BOARDS.values() for fault in misplaced(board))
+    no_faults(found, remedy="Give it free cells of the grid.")
 
 
 def test_who_runs_out_is_answered_in_the_top_third() -> None:
@@ -212,126 +209,185 @@ def test_who_runs_out_is_answered_in_the_top_third() -> None:
     assert ranked["w"] == 24
 
 
-@pytest.mark.parametrize("uid", BOARDS, ids=of_board)
-def test_panels_explain_themselves(uid: str) -> None:
+def unexplained(each: Any) -> Iterator[str]:
+    if not each["title"]:
+        yield "has no title"
+    if not re.fullmatch(r"[A-Z].{20,}\.", each["description"]):
+        yield f"is described by {each['description']!r}, which is no sentence"
+    if not each["fieldConfig"]["defaults"]["unit"]:
+        yield "has no unit"
+
+
+def test_panels_explain_themselves() -> None:
     """Every panel has a title, a description in sentences, and a unit."""
-    for each in BOARDS[uid].panels:
-        assert each["title"]
-        assert re.fullmatch(r"[A-Z].{20,}\.", each["description"]), each["title"]
-        assert each["fieldConfig"]["defaults"]["unit"], each["title"]
+    no_faults(
+        (
+            f"{at_panel(board, each)} {fault}"
+            for board in BOARDS.values()
+            for each in board.panels
+            for fault in unexplained(each)
+        ),
+        remedy="Say in dashboards/ what the panel shows.",
+    )
 
 
-@pytest.mark.parametrize("uid", BOARDS, ids=of_board)
-def test_no_data_is_no_zero(uid: str) -> None:
+def invented(each: Any) -> Iterator[str]:
+    defaults = each["fieldConfig"]["defaults"]
+    if each["type"] == "stat" and defaults["noValue"] != "no data":
+        yield f"shows {defaults['noValue']!r} for no data"
+    if each["type"] == "timeseries" and defaults["custom"]["spanNulls"] is not False:
+        yield "fills gaps"
+    if re.search(r"\d", defaults.get("noValue", "")):
+        yield "shows a number for no data"
+
+
+def test_no_data_is_no_zero() -> None:
     """Nothing puts a number where there is none: no filled gap, no default of a query."""
-    for each in BOARDS[uid].panels:
-        defaults = each["fieldConfig"]["defaults"]
-        if each["type"] == "stat":
-            assert defaults["noValue"] == "no data"
-        if each["type"] == "timeseries":
-            assert defaults["custom"]["spanNulls"] is False
-        assert not re.search(r"\d", defaults.get("noValue", ""))
-    for expr in expressions():
-        assert not re.search(r"\b(vector|absent\w*|scalar)\s*\(", expr)
-
-
-@pytest.mark.parametrize("uid", BOARDS, ids=of_board)
-def test_data_sources_are_variables(uid: str) -> None:
-    """Every query goes to the data source that is chosen; each kind has one labelled variable."""
-    model = BOARDS[uid].model
-    chosen = {
-        variable["query"]: (variable["name"], variable["label"])
-        for variable in model["templating"]["list"]
-        if variable["type"] == "datasource"
-    }
-    assert chosen == {"prometheus": ("datasource", "Data source"), "tempo": ("tempo", "Traces")}
-    used = [
-        *(each["datasource"] for each in BOARDS[uid].panels),
-        *(target["datasource"] for each in BOARDS[uid].panels for target in each["targets"]),
-        *(each["datasource"] for each in model["annotations"]["list"]),
-        *(each["datasource"] for each in model["templating"]["list"] if each["type"] == "query"),
+    panels = [
+        f"{at_panel(board, each)} {fault}"
+        for board in BOARDS.values()
+        for each in board.panels
+        for fault in invented(each)
     ]
-    for each in used:
-        assert each["uid"] == f"${{{chosen[each['type']][0]}}}"
+    queries = [
+        f"{where} has a default in {expr}"
+        for where, expr in expressions()
+        if re.search(r"\b(vector|absent\w*|scalar)\s*\(", expr)
+    ]
+    no_faults([*panels, *queries], remedy="Let no data be no data.")
 
 
-@pytest.mark.parametrize(
-    ("uid", "names"),
-    [
-        (OVERVIEW, ["job", "instance", "agent", "limit"]),
-        (THREAD, ["job", "instance", "agent", "thread", "limit"]),
-    ],
-)
-def test_variables(uid: str, names: list[str]) -> None:
+def test_data_sources_are_variables() -> None:
+    """Every query goes to the data source that is chosen; each kind has one labelled variable."""
+    wrong = []
+    for board in BOARDS.values():
+        model = board.model
+        chosen = {
+            variable["query"]: (variable["name"], variable["label"])
+            for variable in model["templating"]["list"]
+            if variable["type"] == "datasource"
+        }
+        assert chosen == {"prometheus": ("datasource", "Data source"), "tempo": ("tempo", "Traces")}
+        targets = [target for each in board.panels for target in each["targets"]]
+        asked = [each for each in model["templating"]["list"] if each["type"] == "query"]
+        for each in (*board.panels, *targets, *model["annotations"]["list"], *asked):
+            source = each["datasource"]
+            if source["uid"] != f"${{{chosen[source['type']][0]}}}":
+                wrong.append(f"{board.uid}: {each.get('title') or each} asks {source}")
+    no_faults(wrong, remedy="Name the variable of its kind as the data source.")
+
+
+def unlabelled(model: Any) -> Iterator[str]:
+    if not model["label"]:
+        yield "has no label"
+    if model["refresh"] != 2:
+        yield "does not follow the chosen time"
+    if model["name"] == "thread":
+        if model["multi"] or model["includeAll"]:
+            yield "takes several threads"
+    elif (model["multi"], model["includeAll"], model["allValue"]) != (True, True, ".+"):
+        yield "does not take several values"
+    elif model["current"]["value"] != ALL:
+        yield "does not begin with all values"
+
+
+def test_variables() -> None:
     """Every variable is labelled and follows the chosen time; all but the thread take several."""
-    found = [each for each in BOARDS[uid].model["templating"]["list"] if each["type"] == "query"]
-    assert [each["name"] for each in found] == names
-    for each in found:
-        assert each["label"]
-        assert each["refresh"] == 2
-        if each["name"] == "thread":
-            assert not each["multi"]
-            assert not each["includeAll"]
-        else:
-            assert (each["multi"], each["includeAll"], each["allValue"]) == (True, True, ".+")
-            assert each["current"]["value"] == ALL
+    assert {uid: [each.name for each in board.variables] for uid, board in BOARDS.items()} == {
+        OVERVIEW: ["job", "instance", "agent", "limit"],
+        THREAD: ["job", "instance", "agent", "thread", "limit"],
+    }
+    no_faults(
+        (
+            f"{at_variable(board, each['name'])} {fault}"
+            for board in BOARDS.values()
+            for each in board.model["templating"]["list"]
+            if each["type"] == "query"
+            for fault in unlabelled(each)
+        ),
+        remedy="Make it like its neighbours, in dashboards/variables.py.",
+    )
 
 
-@pytest.mark.parametrize("query", QUERIES, ids=of_query)
-def test_every_query_keeps_to_the_chosen_processes(query: Query) -> None:
+def test_every_query_keeps_to_the_chosen_processes() -> None:
     """Each selector of each query is narrowed to the job and the instance."""
-    found = selectors(query.expr)
-    assert found
-    for metric, labels in found:
-        assert {"job", "instance"} <= set(labels), metric
-    both = query.expr.count('{job=~"$job",instance=~"$instance"')
-    assert both == len(found) == len(re.findall(r"langchain_quota_\w+|scrape_\w+", query.expr))
+    no_faults(
+        (
+            f"{at_query(query)} asks for all processes: {query.expr}"
+            for query in QUERIES
+            if not selectors(query.expr)
+            or any(not {"job", "instance"} <= set(labels) for _, labels in selectors(query.expr))
+            or {
+                query.expr.count('{job=~"$job",instance=~"$instance"'),
+                len(re.findall(r"langchain_quota_\w+|scrape_\w+", query.expr)),
+            }
+            != {len(selectors(query.expr))}
+        ),
+        remedy='Begin each selector with {job=~"$job",instance=~"$instance".',
+    )
 
 
-@pytest.mark.parametrize(("uid", "variable"), VARIABLES)
-def test_every_variable_keeps_to_what_is_chosen_before_it(uid: str, variable: Any) -> None:
+def test_every_variable_keeps_to_what_is_chosen_before_it() -> None:
     """Values are offered for the job and the instance; these two for what stands before them."""
-    chosen = {
-        "job": ['job=~".+"'],
-        "instance": ['job=~"$job"'],
-    }.get(variable.name, ['job=~"$job"', 'instance=~"$instance"'])
-    [(_, labels)] = selectors(variable.selector)
-    for matcher in chosen:
-        assert matcher in variable.selector
-    assert labels[: len(chosen)] == [matcher.split("=")[0] for matcher in chosen]
+    every = ['job=~"$job"', 'instance=~"$instance"']
+    before = {"job": ['job=~".+"'], "instance": every[:1]}
+    wrong = []
+    for board, variable in VARIABLES:
+        chosen = before.get(variable.name, every)
+        [(_, labels)] = selectors(variable.selector)
+        names = [matcher.split("=")[0] for matcher in chosen]
+        if labels[: len(chosen)] != names or any(each not in variable.selector for each in chosen):
+            wrong.append(f"{at_variable(board, variable.name)} asks {variable.selector}")
+    no_faults(wrong, remedy="Narrow it to what stands before it.")
 
 
-@pytest.mark.parametrize("query", QUERIES, ids=of_query)
-def test_metrics_and_labels_exist(query: Query, metrics: dict[str, set[str]]) -> None:
-    """What a query names, the code's registry has; no recording rule is needed."""
-    known = {**metrics, **OF_PROMETHEUS}
+def misnamed(query: Query, known: dict[str, set[str]]) -> Iterator[str]:
     available: set[str] = set()
     for metric, labels in selectors(query.expr):
-        assert metric in known
-        assert set(labels) <= known[metric]
-        available |= known[metric]
+        if metric not in known:
+            yield f"the metric {metric!r}"
+        available |= known.get(metric, set())
+        yield from (
+            f"the label {label!r}" for label in labels if label not in known.get(metric, ())
+        )
     for grouped in GROUPING.findall(query.expr):
-        assert {label.strip() for label in grouped.split(",")} <= available | MADE_IN_QUERIES
-    assert set(OF_LEGEND.findall(query.legend)) <= available
+        labels = [label.strip() for label in grouped.split(",")]
+        unknown = set(labels) - available - MADE_IN_QUERIES
+        yield from (f"the label {label!r} of a group" for label in sorted(unknown))
+    for label in sorted(set(OF_LEGEND.findall(query.legend)) - available):
+        yield f"the label {label!r} of the legend"
 
 
-@pytest.mark.parametrize(("uid", "variable"), VARIABLES)
-def test_labels_of_variables_exist(uid: str, variable: Any, metrics: dict[str, set[str]]) -> None:
+def test_metrics_and_labels_exist() -> None:
+    """What a query names is a metric of the code; no recording rule is needed."""
+    no_faults(
+        (
+            f"{at_query(query)}: there is not {fault}"
+            for query in QUERIES
+            for fault in misnamed(query, KNOWN)
+        ),
+        remedy="Name a metric and labels that telemetry/names.py has.",
+    )
+
+
+def test_labels_of_variables_exist() -> None:
     """A variable offers values of a label that its metric has."""
-    [(metric, labels)] = selectors(variable.selector)
-    assert {variable.label, *labels} <= metrics[metric]
+    wrong = []
+    for board, variable in VARIABLES:
+        [(metric, labels)] = selectors(variable.selector)
+        unknown = {variable.label, *labels} - KNOWN.get(metric, set())
+        if unknown:
+            wrong.append(f"{at_variable(board, variable.name)}: {metric} has no {unknown}")
+    no_faults(wrong, remedy="Offer the values of a label that the metric has.")
 
 
-def test_every_metric_is_on_a_dashboard(metrics: dict[str, set[str]]) -> None:
+def test_every_metric_is_on_a_dashboard() -> None:
     """No metric of the code is without a panel."""
     shown = {metric for query in QUERIES for metric, _ in selectors(query.expr)}
-    of_a_histogram = re.compile("_(bucket|count|sum)$")
-    every = {of_a_histogram.sub("", metric) for metric in metrics}
-    assert {of_a_histogram.sub("", metric) for metric in shown} - set(OF_PROMETHEUS) == every
+    assert [metric.name for metric in METRICS if not shown & {*metric.series}] == []
 
 
-@pytest.mark.parametrize("query", QUERIES, ids=of_query)
-def test_counters_are_shown_by_their_growth(query: Query) -> None:
+def test_counters_are_shown_by_their_growth() -> None:
     """A counter stands under rate or increase, or adds the value that it was born with."""
     counter = r"langchain_quota_\w+(?:_total|_bucket|_count|_sum)"
     matchers = SELECTOR.pattern.partition(r"(?P<metric>\w+)")[2].replace("?P<matchers>", "")
@@ -339,27 +395,42 @@ def test_counters_are_shown_by_their_growth(query: Query) -> None:
         rf"min_over_time\((?P<one>{counter}{matchers})\[(?P<window>[^\]]+)\]\) "
         r"unless last_over_time\((?P=one)\[1h\] offset (?P=window)\)"
     )
-    rest = born.sub("", query.expr)
-    assert not re.search(rf"(?<!rate\()(?<!increase\()\b{counter}", rest)
-    assert len(re.findall(counter, rest)) == len(
-        re.findall(rf"(?:rate|increase)\({counter}{matchers}\[", rest)
+    grown = rf"(?:rate|increase)\({counter}{matchers}\["
+    rests = [(query, born.sub("", query.expr)) for query in QUERIES]
+    no_faults(
+        (
+            f"{at_query(query)} shows a counter as it stands: {rest}"
+            for query, rest in rests
+            if re.search(rf"(?<!rate\()(?<!increase\()\b{counter}", rest)
+            or len(re.findall(counter, rest)) != len(re.findall(grown, rest))
+        ),
+        remedy="Put rate() or increase() around the counter.",
     )
 
 
-@pytest.mark.parametrize("query", QUERIES, ids=of_query)
-def test_windows_follow_the_chosen_time(query: Query) -> None:
+def test_windows_follow_the_chosen_time() -> None:
     """Growth is measured over what Grafana says; marks of breaches over the alert's window."""
-    windows = set(re.findall(r"(?:rate|increase)\([^\[]*\[([^\]]+)\]", query.expr))
-    if query.where.endswith("Breaches"):
-        assert windows == {"5m"}
-    elif windows:
-        assert windows == {"$__rate_interval" if query.over_time else "$__range"}
+    wrong = []
+    for query in QUERIES:
+        windows = set(re.findall(r"(?:rate|increase)\([^\[]*\[([^\]]+)\]", query.expr))
+        of_breaches = query.where.endswith("Breaches")
+        window = "$__rate_interval" if query.over_time else "$__range"
+        wanted = {"5m"} if of_breaches else {window}
+        if windows != wanted and (windows or of_breaches):
+            wrong.append(f"{at_query(query)} measures over {windows}, not {wanted}")
+    no_faults(wrong, remedy="Take the window that Grafana gives.")
 
 
-@pytest.mark.parametrize("uid", BOARDS, ids=of_board)
-def test_grafana_takes_the_json(uid: str) -> None:
+def test_grafana_takes_the_json() -> None:
     """The dashboard has only properties that Grafana's own types have, with values of theirs."""
-    assert list(jsonschema.Draft7Validator(SCHEMA).iter_errors(BOARDS[uid].model)) == []
+    no_faults(
+        (
+            f"{at(GENERATED / f'{uid}.json')}: {error.json_path}: {error.message[:300]}"
+            for uid, board in BOARDS.items()
+            for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(board.model)
+        ),
+        remedy="Use the builders of grafana-foundation-sdk.",
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota import Call, Decision, Level, Outcome, QuotaUse, Standing, ToolCallLimit
-from langchain_quota.decision import Breach, level, near_threshold
-from langchain_quota.limits import SCOPES, Terms
+from langchain_quota import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.decision import SCOPES, level, near_threshold
 
-OPEN = Standing(
+OPEN = LimitStatus(
     limit="open",
     exit_behavior="continue",
     thread_before=0,
@@ -23,10 +22,10 @@ OPEN = Standing(
     run_used=0,
     run_limit=None,
 )
-"""A standing without thresholds, for `replace`."""
+"""A status without thresholds, for `replace`."""
 
 
-def of_run(before: int, used: int, limit: int | None) -> Standing:
+def of_run(before: int, used: int, limit: int | None) -> LimitStatus:
     return dataclasses.replace(
         OPEN, run_before=before, run_used=used, run_limit=limit, charged=True
     )
@@ -80,9 +79,9 @@ def test_scopes_are_those_with_a_limit() -> None:
 
 def test_counts_by_scope() -> None:
     """Threshold and counts of a scope are those of the thread or of the run, not swapped."""
-    standing = Standing("x", "end", 1, 2, 3, 4, 5, 6)
+    status = LimitStatus("x", "end", 1, 2, 3, 4, 5, 6)
     rows = {
-        scope: (standing.before(scope), standing.used(scope), standing.threshold(scope))
+        scope: (status.before(scope), status.used(scope), status.threshold(scope))
         for scope in SCOPES
     }
     assert rows == {"thread": (1, 2, 3), "run": (4, 5, 6)}
@@ -125,27 +124,27 @@ def test_nothing_is_crossed_where_there_is_no_limit() -> None:
 @given(limit=st.integers(1, 50), near=st.floats(0.01, 1), steps=st.lists(st.integers(1, 7)))
 def test_each_threshold_is_crossed_at_most_once(limit: int, near: float, steps: list[int]) -> None:
     """However a growing count moves, it is near at most once, then exhausted at most once."""
-    count, crossings = 0, []
+    count, threshold_events = 0, []
     for step in steps:
         reached = of_run(count, count + step, limit).crossed("run", near)
-        crossings += [reached] if reached is not None else []
+        threshold_events += [reached] if reached is not None else []
         count += step
-    assert crossings in (
+    assert threshold_events in (
         [],
         [Level.NEAR],
         [Level.EXHAUSTED],
         [Level.NEAR, Level.EXHAUSTED],
     )
-    assert (Level.EXHAUSTED in crossings) == (count >= limit)
+    assert (Level.EXHAUSTED in threshold_events) == (count >= limit)
 
 
 def test_what_does_not_count_crosses_nothing() -> None:
     """A call not charged by this decision, or to a limit that is not enforced, crosses nothing."""
     for before, used in ((7, 8), (9, 10)):
-        standing = of_run(before, used, 10)
-        assert standing.crossed("run", 0.8) is not None
-        assert dataclasses.replace(standing, charged=False).crossed("run", 0.8) is None
-        assert dataclasses.replace(standing, enforced=False).crossed("run", 0.8) is None
+        status = of_run(before, used, 10)
+        assert status.crossed("run", 0.8) is not None
+        assert dataclasses.replace(status, charged=False).crossed("run", 0.8) is None
+        assert dataclasses.replace(status, enforced=False).crossed("run", 0.8) is None
 
 
 def test_a_limits_own_near_goes_first() -> None:
@@ -158,14 +157,14 @@ def test_a_limits_own_near_goes_first() -> None:
 
 def test_a_deferred_call_is_not_kept_yet() -> None:
     """The thread's count that is kept is that before a call which is counted when it returned."""
-    standing = dataclasses.replace(OPEN, thread_before=3, thread_used=4)
-    assert standing.thread_count == 4
-    assert dataclasses.replace(standing, deferred=True).thread_count == 3
+    status = dataclasses.replace(OPEN, thread_before=3, thread_used=4)
+    assert status.thread_count == 4
+    assert dataclasses.replace(status, deferred=True).thread_count == 3
 
 
 def test_those_that_are_enforced_refuse_first() -> None:
     """A limit on trial stands behind the enforced ones that refuse, in the order of the limits."""
-    one = dataclasses.replace(of_run(1, 1, 1), limit="one", refused=True, scope="run")
+    one = dataclasses.replace(of_run(1, 1, 1), limit="one", reason="exhausted", scope="run")
     trial = dataclasses.replace(one, limit="trial", enforced=False)
     two = dataclasses.replace(one, limit="two")
     decision = Decision(Call("model"), Outcome.BLOCKED, (trial, one, OPEN, two))
@@ -177,24 +176,15 @@ def test_a_limit_on_trial_leads_where_only_it_refuses() -> None:
     """What would block is what is shown, even beside a fuller limit."""
     fuller = of_run(0, 99, 100)
     trial = dataclasses.replace(
-        of_run(1, 2, 10), limit="trial", refused=True, scope="run", enforced=False
+        of_run(1, 2, 10), limit="trial", reason="exhausted", scope="run", enforced=False
     )
     assert Decision(Call("model"), Outcome.WOULD_BLOCK, (fuller, trial)).leading is trial
-
-
-def test_a_breach_is_of_the_limit_of_its_terms() -> None:
-    """A breach carries the numbers at that moment, and the limit that they belong to."""
-    limit = ToolCallLimit(run_limit=1)
-    terms = Terms.of(limit)
-    breach = Breach(terms, Decision(Call("tool", "search"), Outcome.BLOCKED), 1, 2, 2)
-    assert breach.limit is limit
-    assert breach.terms is terms
 
 
 def test_leading_is_the_first_that_refuses() -> None:
     """A refusing limit leads even where another one has a higher share."""
     fuller = of_run(0, 9, 10)
-    first = dataclasses.replace(of_run(0, 1, 10), limit="first", refused=True, scope="run")
+    first = dataclasses.replace(of_run(0, 1, 10), limit="first", reason="exhausted", scope="run")
     second = dataclasses.replace(first, limit="second")
     decision = Decision(Call("model"), Outcome.BLOCKED, (fuller, first, second))
     assert decision.leading is first
@@ -235,64 +225,66 @@ DAY = datetime(2026, 1, 2, tzinfo=UTC)
 
 def use(
     scope: str, before: int, used: int, limit: int, resets_at: datetime | None = None
-) -> QuotaUse:
-    return QuotaUse(scope, "ann", before, used, limit, resets_at)
+) -> QuotaStatus:
+    return QuotaStatus(scope, "ann", before, used, limit, resets_at)
 
 
-def of_quotas(*quotas: QuotaUse, scope: str | None = None) -> Standing:
-    refused = scope is not None
+def of_quotas(*quotas: QuotaStatus, scope: str | None = None) -> LimitStatus:
     return dataclasses.replace(
-        OPEN, limit="q", quotas=quotas, charged=not refused, refused=refused, scope=scope
+        OPEN,
+        limit="q",
+        quotas=quotas,
+        charged=scope is None,
+        reason=None if scope is None else "exhausted",
+        scope=scope,
     )
 
 
 def test_the_scopes_of_quotas_come_last() -> None:
     """Thread and run stand before the quotas, which stand in the order of the limit."""
-    standing = dataclasses.replace(
+    status = dataclasses.replace(
         of_quotas(use("user_id", 1, 2, 5), use("global", 3, 4, 9)), thread_limit=7, run_limit=6
     )
-    assert standing.scopes == ("thread", "run", "user_id", "global")
-    rows = {each: (standing.before(each), standing.used(each)) for each in standing.scopes}
+    assert status.scopes == ("thread", "run", "user_id", "global")
+    rows = {each: (status.before(each), status.used(each)) for each in status.scopes}
     assert rows == {"thread": (0, 0), "run": (0, 0), "user_id": (1, 2), "global": (3, 4)}
-    assert [standing.threshold(each) for each in standing.scopes] == [7, 6, 5, 9]
+    assert [status.threshold(each) for each in status.scopes] == [7, 6, 5, 9]
 
 
 def test_a_quota_per_thread_is_the_threads_threshold() -> None:
     """Where no thread limit stands beside it, what the thread has used is what the quota says."""
-    standing = dataclasses.replace(
+    status = dataclasses.replace(
         of_quotas(use("thread", 1, 2, 5)), thread_before=30, thread_used=31
     )
-    assert (standing.before("thread"), standing.used("thread")) == (1, 2)
-    assert standing.threshold("thread") == 5
-    assert standing.scopes == ("thread",)
+    assert (status.before("thread"), status.used("thread")) == (1, 2)
+    assert status.threshold("thread") == 5
+    assert status.scopes == ("thread",)
 
 
 def test_a_scope_that_a_limit_does_not_have() -> None:
     """Nothing is used of what is not limited, and it has no threshold."""
-    standing = of_quotas(use("user_id", 1, 2, 5))
+    status = of_quotas(use("user_id", 1, 2, 5))
     for scope in ("tenant", "store", "none"):
-        assert (standing.before(scope), standing.used(scope)) == (0, 0)
-        assert standing.threshold(scope) is None
-        assert standing.quota(scope) is None
-    assert standing.quota(None) is None
+        assert (status.before(scope), status.used(scope)) == (0, 0)
+        assert status.threshold(scope) is None
+        assert status.quota(scope) is None
+    assert status.quota(None) is None
 
 
 def test_a_quotas_share_leads() -> None:
     """A user's quota that is nearly used up is what is shown, before an emptier thread limit."""
-    standing = dataclasses.replace(
-        of_quotas(use("user_id", 8, 9, 10)), thread_used=1, thread_limit=2
-    )
-    assert standing.share == 0.9
+    status = dataclasses.replace(of_quotas(use("user_id", 8, 9, 10)), thread_used=1, thread_limit=2)
+    assert status.share == 0.9
     assert of_quotas(use("user_id", 0, 0, 0)).share == 1.0
 
 
 def test_a_quota_is_crossed_like_a_limit() -> None:
     """A quota's count comes near, and is used up, at its own scope and at no other."""
-    standing = of_quotas(use("user_id", 7, 8, 10), use("global", 9, 10, 10))
-    assert standing.crossed("user_id", 0.8) is Level.NEAR
-    assert standing.crossed("global", 0.8) is Level.EXHAUSTED
-    assert standing.crossed("thread", 0.8) is None
-    assert dataclasses.replace(standing, charged=False).crossed("global", 0.8) is None
+    status = of_quotas(use("user_id", 7, 8, 10), use("global", 9, 10, 10))
+    assert status.crossed("user_id", 0.8) is Level.NEAR
+    assert status.crossed("global", 0.8) is Level.EXHAUSTED
+    assert status.crossed("thread", 0.8) is None
+    assert dataclasses.replace(status, charged=False).crossed("global", 0.8) is None
 
 
 def test_when_an_exhausted_quota_resets() -> None:
@@ -303,10 +295,22 @@ def test_when_an_exhausted_quota_resets() -> None:
     assert of_quotas(use("user_id", 5, 5, 5), scope="user_id").resets_at is None
 
 
-@pytest.mark.parametrize("scope", ["thread", "run", "store"])
-def test_what_is_no_quota_does_not_reset(scope: str) -> None:
+def test_what_is_no_quota_does_not_reset() -> None:
     """A thread's limit and a run's have no window, and nobody knows when a store is back."""
-    assert of_quotas(use("daily", 5, 5, 5, DAY), scope=scope).resets_at is None
+    day = use("daily", 5, 5, 5, DAY)
+    for scope in SCOPES:
+        assert of_quotas(day, scope=scope).resets_at is None
+    unknown = dataclasses.replace(of_quotas(day), charged=False, reason="store")
+    assert unknown.resets_at is None
+
+
+def test_where_a_limit_refuses() -> None:
+    """Metrics and spans name the exhausted scope, or the store that could not be asked."""
+    admitted = of_run(0, 1, 3)
+    exhausted = dataclasses.replace(admitted, reason="exhausted", scope="run")
+    unknown = dataclasses.replace(admitted, reason="store")
+    found = [(each.refused, each.refusal_scope) for each in (admitted, exhausted, unknown)]
+    assert found == [(False, None), (True, "run"), (True, "store")]
 
 
 def test_the_last_of_several_windows_counts() -> None:
@@ -327,28 +331,15 @@ def test_a_refused_call_waits_for_all_limits() -> None:
     """It resets when the last of the windows ends, and never if one of its limits has none."""
     minute = of_quotas(use("minute", 1, 1, 1, MINUTE), scope="minute")
     day = of_quotas(use("daily", 5, 5, 5, DAY), scope="daily")
-    run = dataclasses.replace(of_run(3, 3, 3), charged=False, refused=True, scope="run")
+    run = dataclasses.replace(of_run(3, 3, 3), charged=False, reason="exhausted", scope="run")
     trial = dataclasses.replace(run, enforced=False)
     call = Call("tool", "search")
 
-    def resets_at(*standings: Standing) -> datetime | None:
-        return Decision(call, Outcome.BLOCKED, standings).resets_at
+    def resets_at(*statuses: LimitStatus) -> datetime | None:
+        return Decision(call, Outcome.BLOCKED, statuses).resets_at
 
     assert resets_at(minute, day) == resets_at(day, minute) == DAY
     assert resets_at(minute, OPEN) == MINUTE
     assert resets_at(minute, run) is None
     assert resets_at(minute, trial) == MINUTE
     assert resets_at() is None
-
-
-def test_a_breach_that_could_not_be_checked() -> None:
-    """A breach is unchecked only if the limit itself refused for want of the store."""
-    limit = ToolCallLimit(run_limit=1, name="q")
-    for scope, limit_name, expected in (
-        ("store", "q", True),
-        ("run", "q", False),
-        ("store", "other", False),
-    ):
-        standing = dataclasses.replace(of_quotas(scope=scope), limit=limit_name)
-        decision = Decision(Call("tool", "search"), Outcome.BLOCKED, (standing,))
-        assert Breach(Terms.of(limit), decision, 1, 2, 2).unchecked is expected

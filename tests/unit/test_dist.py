@@ -1,7 +1,10 @@
-"""What is released: the checks of tests/dist.py find what is wrong; tests/typing is complete."""
+"""What is released: the checks of tools/dist.py find what is wrong; tests/typing is complete."""
 
 import ast
 import io
+import os
+import re
+import subprocess
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +13,17 @@ from zipfile import ZipFile
 import pytest
 
 import langchain_quota
-from tests.dist import (
+from tools.dist import (
+    ADDED,
     DIST_INFO,
+    EXPECTED,
     ROOT,
+    DistError,
+    cloning,
     package_files,
     sdist_faults,
+    shell,
+    shell_blocks,
     version_faults,
     wheel_faults,
 )
@@ -85,7 +94,7 @@ def test_the_wheel_is_to_hold_what_is_needed() -> None:
     files = package_files(ROOT)
     assert {
         "langchain_quota/py.typed",
-        "langchain_quota/stores/reserve.lua",
+        "langchain_quota/stores/acquire.lua",
         "langchain_quota/monitoring/rules.yaml",
         "langchain_quota/_version.py",
     } <= files.keys()
@@ -142,3 +151,52 @@ def test_the_types_of_every_public_name_are_checked() -> None:
         if isinstance(node, ast.Name)
     }
     assert {*langchain_quota.__all__} - used == {"__version__"}
+
+
+# The README's shell.
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_lines_of_the_readme_are_found() -> None:
+    """Every line of a shell block is run, without its comment; and each treated apart is there."""
+    blocks = shell_blocks("```shell\na b  # why\n\nc\n```\n```python\nd\n```\n```shell\ne\n```\n")
+    assert blocks == [["a b", "c"], ["e"]]
+    lines = {line for block in shell_blocks(README) for line in block}
+    assert {*ADDED, *EXPECTED, "make up"} <= lines
+    assert 0 < cloning(shell_blocks(README)) < len(shell_blocks(README))
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        (["false", "true"], "ended with 1"),
+        (["test -f notes.txt", "langchain-quota --version"], "printed:\nnonsense"),
+    ],
+    ids=["one that fails", "one that prints something else"],
+)
+def test_each_line_has_to_succeed(lines: list[str], fault: str, tmp_path: Path) -> None:
+    """A line that fails before one that does not is found, and one that prints something else."""
+    (tmp_path / "notes.txt").touch()
+    command = tmp_path / "langchain-quota"
+    command.write_text("#!/bin/sh\necho nonsense\n")
+    command.chmod(0o700)
+    settings = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    shell(["test -f notes.txt", "langchain-quota"], tmp_path, settings)
+    with pytest.raises(DistError, match=re.escape(fault)):
+        shell(lines, tmp_path, settings)
+
+
+def test_without_docker(tmp_path: Path) -> None:
+    """Without Docker `make up` says in one line what is needed, and where to get it."""
+    done = subprocess.run(
+        ("make", "up", "DOCKER=no-such-docker", f"ENV_FILE={tmp_path / 'env'}"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"Docker with Compose is needed: https://\S+\n", done.stdout)
+    assert not any(tmp_path.iterdir())

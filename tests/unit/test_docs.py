@@ -1,16 +1,15 @@
 """The reference says everything that is public; `make docs` checks the pages, links and anchors."""
 
 import argparse
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import yaml
 
 import langchain_quota
 from langchain_quota import cli, testing
+from tests.faults import differences, no_faults
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -25,17 +24,6 @@ def described() -> list[str]:
         for page in sorted(REFERENCE.glob("*.md"))
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
     ]
-
-
-def defined_in_testing() -> set[str]:
-    """The public names that `langchain_quota.testing` defines itself."""
-    names = set()
-    for node in ast.parse(Path(testing.__file__).read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return {name for name in names if not name.startswith("_")}
 
 
 def commands(
@@ -53,28 +41,38 @@ def commands(
 
 def test_every_public_name_is_in_the_reference_once() -> None:
     """The reference has each name of `__all__` and of `testing` once, and no other."""
-    assert sorted(described()) == sorted([*langchain_quota.__all__, *defined_in_testing()])
-
-
-def test_testing_has_public_names() -> None:
-    """The names of `testing` are found in its source, those of its types included."""
-    assert {"ScriptedChatModel", "captured_decisions", "Turn"} <= defined_in_testing()
+    public = [*langchain_quota.__all__, *testing.__all__]
+    no_faults(
+        differences(REFERENCE / "index.md", described(), public, kind="name"),
+        remedy="Give each public name one line `::: langchain_quota.…` in docs/reference/.",
+    )
 
 
 def test_every_command_is_in_the_reference() -> None:
     """The page of the command line has a section for each command, with exactly its options."""
-    _, *sections = re.split(
-        r"^## ", (REFERENCE / "command-line.md").read_text(), flags=re.MULTILINE
+    page = REFERENCE / "command-line.md"
+    _, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    described = [
+        f"{text.partition(chr(10))[0]} {option}"
+        for text in sections
+        for option in ("", *_OPTION.findall(text))
+    ]
+    real = [
+        f"{command} {option}"
+        for command, options in commands(cli._parser())
+        for option in ("", *options)
+    ]
+    no_faults(
+        differences(page, described, real, kind="command or option"),
+        remedy="Give each command a section, and each of its options a row.",
     )
-    told = {text.partition("\n")[0]: set(_OPTION.findall(text)) for text in sections}
-    assert told == dict(commands(cli._parser()))
 
 
-@pytest.mark.parametrize("kind", ["nav", "links"])
-def test_a_strict_build_checks_pages_and_links(kind: str) -> None:
+def test_a_strict_build_checks_pages_and_links() -> None:
     """Everything that mkdocs can find wrong with pages and links is a warning, so it fails."""
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["validation"][kind]
-    assert set(settings.values()) == {"warn"}
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["validation"]
+    assert settings.keys() == {"nav", "links"}
+    assert {level for kind in settings.values() for level in kind.values()} == {"warn"}
     assert "$(MKDOCS) build --strict\n" in (ROOT / "Makefile").read_text()
 
 

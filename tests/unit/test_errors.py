@@ -17,13 +17,13 @@ from langgraph.runtime import Runtime
 from langchain_quota import (
     Call,
     Decision,
+    LimitStatus,
     ModelCallLimitExceededError,
     ModelCallLimitMiddleware,
     Outcome,
+    QuotaStatus,
     QuotaStoreError,
-    QuotaUse,
     QuotaWarning,
-    Standing,
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
 )
@@ -103,8 +103,8 @@ def test_a_store_that_fails_says_whether_it_was_slow() -> None:
         assert not issubclass(QuotaStoreError, limit_error)
 
 
-QUOTA = QuotaUse("user_id", "ada", 5, 5, 5, datetime(2026, 1, 2, tzinfo=UTC))
-STANDING = Standing(
+QUOTA = QuotaStatus("user_id", "ada", 5, 5, 5, datetime(2026, 1, 2, tzinfo=UTC))
+STANDING = LimitStatus(
     limit="search",
     exit_behavior="error",
     thread_before=4,
@@ -113,7 +113,7 @@ STANDING = Standing(
     run_before=4,
     run_used=4,
     run_limit=3,
-    refused=True,
+    reason="exhausted",
     scope="user_id",
     quotas=(QUOTA,),
 )
@@ -194,7 +194,7 @@ def test_a_limit_raises_in_a_pool_of_processes() -> None:
         decision = caught.value.decision
         assert decision is not None
         assert decision.outcome is Outcome.BLOCKED
-        [standing] = decision.refused_by
-        assert (standing.scope, standing.run_limit) == ("run", caught.value.run_limit)
+        [status] = decision.refused_by
+        assert (status.scope, status.run_limit) == ("run", caught.value.run_limit)
     assert str(tool.value) == "'search' tool call limit reached: run limit exceeded (2/1 calls)."
     assert str(model.value) == "Model call limits exceeded: run limit (0/0)"

@@ -1,8 +1,6 @@
 """The export command: what it writes, what it says, and what it refuses."""
 
-import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 from langchain_quota.cli import export, main
 from langchain_quota.monitoring import exports
+from tests.forked import run_python
 
 RULES = exports.RULES_FILES["rules"]
 
@@ -179,14 +178,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({sizes[-1] - 1},) * 2); "
         "sys.exit(main(sys.argv[1:]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "export", "grafana", "--to", str(tmp_path), "--force"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(program, "export", "grafana", "--to", str(tmp_path), "--force")
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert line.startswith(f"langchain-quota export: cannot write '{tmp_path}")

@@ -32,8 +32,8 @@ from starlette.routing import Route
 from langchain_quota import (
     Call,
     Decision,
+    LimitStatus,
     Outcome,
-    Standing,
     Telemetry,
     exposition,
     metrics_app,
@@ -560,8 +560,8 @@ def other(workers: Path) -> Iterator[UsageTable]:
     errors: list[Exception] = []
     on_error = errors.append
     table = UsageTable(near=0.8, max_exported=9, ttl=3600, on_error=on_error, path=workers / FILE)
-    standing = Standing("search", "continue", 0, 7, 10, 0, 7, None, charged=True)
-    table.record("boss", "t1", [Decision(Call("tool", "search"), Outcome.ALLOWED, (standing,))])
+    status = LimitStatus("search", "continue", 0, 7, 10, 0, 7, None, charged=True)
+    table.record("boss", "t1", [Decision(Call("tool", "search"), Outcome.ALLOWED, (status,))])
     table.flush()
     yield table
     table.close()

@@ -105,10 +105,10 @@ MISTAKES |= {
     "limits must be ToolCallLimit or ModelCallLimit, not …": refused(
         TypeError, lambda: quotas([Quota(3)])
     ),
-    "Quotas.__init__() takes 2 positional arguments but … were given": refused(
+    "QuotaMiddleware.__init__() takes 2 positional arguments but … were given": refused(
         TypeError, lambda: quotas(SEARCH, ModelCallLimit(run_limit=9))
     ),
-    "Quotas.__init__() got an unexpected keyword argument": refused(
+    "QuotaMiddleware.__init__() got an unexpected keyword argument": refused(
         TypeError, lambda: quotas(run_limit=3)
     ),
     "… limits are named …": refused(

@@ -1,11 +1,14 @@
 """A program in a forked process is as alone as one in a process from scratch."""
 
 import os
+import signal
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.forked import run_python
+from tests.forked import run_python, start_python
 
 
 def test_it_is_what_was_asked_for(tmp_path: Path) -> None:
@@ -58,3 +61,27 @@ def test_the_environment_is_that_of_the_moment(monkeypatch: pytest.MonkeyPatch) 
     mine, parent, directory = done.stdout.split()
     assert (mine, directory) == ("now", str(Path.cwd()))
     assert int(parent) != os.getpid()
+
+
+def test_one_runs_beside_others(tmp_path: Path) -> None:
+    """What is started goes on while others run, can be sent signals, and reads what it is given."""
+    readable, writable = os.pipe()
+    with (tmp_path / "output").open("w+b") as output:
+        start = partial(start_python, stdout=output.fileno(), stderr=output.fileno())
+        with (
+            start("import sys; print(sys.stdin.read())", stdin=readable) as reads,
+            start("import time; time.sleep(600)") as waits,
+        ):
+            os.close(readable)
+            assert run_python("print(1)").stdout == "1\n"
+            assert (reads.poll(), waits.poll()) == (None, None)
+            with pytest.raises(subprocess.TimeoutExpired):
+                waits.wait(0)
+            waits.terminate()
+            assert waits.wait(60) == -signal.SIGTERM
+            waits.kill()  # nobody is there any more
+            os.write(writable, b"all")
+            os.close(writable)
+            assert reads.wait(60) == 0
+        output.seek(0)
+        assert output.read() == b"all\n"

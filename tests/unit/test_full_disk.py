@@ -116,22 +116,23 @@ def test_a_table_that_cannot_be_written(tmp_path: Path) -> None:
         tmp_path,
         """
         from prometheus_client import REGISTRY
-        from langchain_quota import Call, Decision, Outcome, Telemetry
-        from langchain_quota.telemetry import usage_of
+        from langchain_quota import Call, Decision, Outcome
+        from langchain_quota.telemetry import recorder_of
+        from langchain_quota.telemetry.instruments import usage_of
 
         def failures():
             labels = {"component": "threads", "error_type": "OperationalError"}
             return REGISTRY.get_sample_value("langchain_quota_errors_total", labels)
 
-        telemetry = Telemetry()
+        recorder = recorder_of(None)
 
         def judge():
             call = Call("model", thread_id="t1")
-            telemetry.emit([Decision(call, Outcome.ALLOWED)], started=0)
+            recorder.record([Decision(call, Outcome.ALLOWED)], started=0)
 
         judge()
         # To begin a series on a full disk is what prometheus_client does not survive.
-        telemetry._signals.metrics.failed("threads", "OperationalError")
+        recorder._metrics.failed("threads", "OperationalError")
         usage = usage_of(REGISTRY)
         usage.flush()
         fill()

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolCall, ToolMessage
 
-from langchain_quota.middleware.history import (
+from langchain_quota.middleware._history import (
     DanglingCalls,
-    PendingCalls,
-    answer,
     answered_history,
     dangling_calls,
     identified,
@@ -33,17 +31,11 @@ def result(id_: str, status: Any = "success") -> ToolMessage:
     return ToolMessage(content="found", tool_call_id=id_, status=status)
 
 
-def pending_ids(*messages: AnyMessage, **state: Any) -> list[str | None] | None:
-    found = pending_calls({"messages": list(messages), **state})
-    return None if found is None else [each["id"] for each in found.calls]
-
-
 @pytest.mark.parametrize(
     "messages",
     [
         [],
         [HumanMessage("hi")],
-        [HumanMessage("hi"), AIMessage("hello")],
         [HumanMessage("hi"), ai(call("a")), result("a"), AIMessage("done")],
     ],
 )
@@ -53,29 +45,32 @@ def test_nothing_is_pending_without_calls(messages: list[AnyMessage]) -> None:
     assert pending_calls({}) is None
 
 
-def test_calls_without_an_answer_are_pending() -> None:
-    """Of a batch, those that another middleware answered already do not run."""
-    assert pending_ids(ai(call("a"), call("b"), call("c")), result("b", "error")) == ["a", "c"]
+@pytest.mark.parametrize(
+    ("messages", "pending"),
+    [
+        # Another middleware has answered one already.
+        ([ai(call("a"), call("b"), call("c")), result("b", "error")], ["a", "c"]),
+        ([ai(call("a")), result("a")], []),
+        # Calls that an older message left open are not about to run.
+        ([ai(call("old")), HumanMessage("again"), ai(call("new"))], ["new"]),
+        # A middleware may append a message of the user's before the tools run.
+        ([ai(call("a")), HumanMessage("hurry")], ["a"]),
+        # Models use an id again: the earlier answer is not one of this call.
+        ([ai(call("a")), result("a"), HumanMessage("again"), ai(call("a"))], ["a"]),
+        # The judge treats two calls of one id as one.
+        ([ai(call("a"), call("a", "calc"))], ["a", "a"]),
+    ],
+)
+def test_pending_calls(messages: list[AnyMessage], pending: list[str]) -> None:
+    """The calls of the newest AIMessage that have no answer behind it are pending.
 
-
-def test_a_batch_that_is_answered_whole_has_nothing_pending() -> None:
-    """A message whose calls are all answered is found, with no calls left."""
-    assert pending_ids(ai(call("a")), result("a")) == []
-
-
-def test_pending_calls_are_those_of_the_newest_ai_message() -> None:
-    """Calls that an older message left open are not about to run."""
-    assert pending_ids(ai(call("old")), HumanMessage("again"), ai(call("new"))) == ["new"]
-
-
-def test_a_message_behind_the_calls_does_not_hide_them() -> None:
-    """A middleware may append a message of the user's before the tools run."""
-    assert pending_ids(ai(call("a")), HumanMessage("hurry")) == ["a"]
-
-
-def test_an_id_that_an_earlier_turn_used_is_pending_again() -> None:
-    """Models reuse ids: the answer of the earlier turn is not one of this turn's call."""
-    assert pending_ids(ai(call("a")), result("a"), HumanMessage("again"), ai(call("a"))) == ["a"]
+    Where every call has an id the message is not replaced.
+    """
+    found = pending_calls({"messages": messages})
+    assert found is not None
+    assert [each["id"] for each in found.calls] == pending
+    assert any(found.message is each for each in messages)
+    assert not found.replaces
 
 
 @pytest.mark.parametrize("no_id", [None, ""])
@@ -94,15 +89,6 @@ def test_calls_without_an_id_get_one(no_id: str | None) -> None:
     assert all(re.fullmatch("[a-zA-Z0-9_-]{1,40}", each) for each in (first, third))
     assert found.message.id == message.id
     assert [each["id"] for each in message.tool_calls] == [no_id, "a", no_id]
-
-
-def test_a_message_whose_calls_have_ids_is_not_replaced() -> None:
-    """Nothing is written anew where every call has an id."""
-    message = ai(call("a"))
-    found = pending_calls({"messages": [message]})
-    assert found is not None
-    assert found.message is message
-    assert not found.replaces
 
 
 def test_an_empty_id_that_is_answered_stays() -> None:
@@ -161,66 +147,42 @@ def test_the_content_has_the_same_ids() -> None:
     assert content == before
 
 
-def test_calls_that_share_an_id_are_all_given() -> None:
-    """Two calls of one id are both pending, for the judge to treat as one."""
-    assert pending_ids(ai(call("a"), call("a", "calc"))) == ["a", "a"]
-
-
 def test_an_edited_call_is_what_it_became() -> None:
-    """A reviewer's edit decides which tool runs, with which arguments; other calls stay."""
+    """A reviewer's edit decides which tool runs, with which arguments; the message stays."""
+    message = ai(call("a"), call("b"))
     edits = {"a": {"name": "calc", "args": {"x": 1}}}
-    found = pending_calls({"messages": [ai(call("a"), call("b"))], "hitl_edited_tool_calls": edits})
+    found = pending_calls({"messages": [message], "hitl_edited_tool_calls": edits})
     assert found is not None
     assert [(each["name"], each["args"], each["id"]) for each in found.calls] == [
         ("calc", {"x": 1}, "a"),
         ("search", {}, "b"),
     ]
-
-
-def test_an_edit_does_not_change_the_message() -> None:
-    """The AIMessage in the history is the model's and stays as it was."""
-    message = ai(call("a"))
-    edits = {"a": {"name": "calc", "args": {}}}
-    found = pending_calls({"messages": [message], "hitl_edited_tool_calls": edits})
-    assert isinstance(found, PendingCalls)
     assert found.message is message
-    assert message.tool_calls == [call("a")]
+    assert message.tool_calls == [call("a"), call("b")]
 
 
 @pytest.mark.parametrize(
-    ("answers", "response", "structured"),
+    ("messages", "response", "structured"),
     [
-        ([result("answer")], {"x": 1}, True),
-        ([result("answer", "error")], {"x": 1}, False),
-        ([result("answer")], None, False),
-        ([], {"x": 1}, False),
+        ([ai(call("answer"), call("a")), result("answer")], {"x": 1}, True),
+        ([ai(call("answer"), call("a")), result("answer", "error")], {"x": 1}, False),
+        ([ai(call("answer"), call("a")), result("answer")], None, False),
+        ([ai(call("answer"), call("a"))], {"x": 1}, False),
+        # That of an earlier turn says nothing about this one.
+        (
+            [ai(call("answer")), result("answer"), HumanMessage("hi"), ai(call("a"))],
+            {"x": 1},
+            False,
+        ),
     ],
 )
-def test_structured_response(
-    answers: list[AnyMessage], response: object, *, structured: bool
+def test_a_structured_response_that_was_delivered(
+    messages: list[AnyMessage], response: object, *, structured: bool
 ) -> None:
-    """It was delivered if it is there and a call of this message was answered with success."""
-    found = pending_calls(
-        {
-            "messages": [ai(call("answer"), call("a")), *answers],
-            "structured_response": response,
-        }
-    )
+    """It is there, and a call of this message was answered with success."""
+    found = pending_calls({"messages": messages, "structured_response": response})
     assert found is not None
     assert found.structured is structured
-
-
-def test_a_structured_response_of_an_earlier_turn_is_stale() -> None:
-    """What an earlier message delivered says nothing about this one."""
-    messages = [ai(call("answer")), result("answer"), HumanMessage("again"), ai(call("a"))]
-    found = pending_calls({"messages": messages, "structured_response": {"x": 1}})
-    assert found is not None
-    assert found.structured is False
-
-
-def dangling_ids(*messages: AnyMessage) -> list[tuple[list[str | None], int]]:
-    found = dangling_calls({"messages": list(messages)})
-    return [([each["id"] for each in dangling.calls], dangling.end) for dangling in found]
 
 
 @pytest.mark.parametrize(
@@ -240,22 +202,23 @@ def test_nothing_dangles_in_an_answered_history(messages: list[AnyMessage]) -> N
 
 
 def test_dangling_calls_and_where_their_answers_belong() -> None:
-    """Each message with open calls is found, in order, with the place behind its answers."""
-    assert dangling_ids(
+    """Each message with open calls is found, in order, with the place behind its answers.
+
+    An id that a later turn answers leaves the earlier turn's call of that id open.
+    """
+    messages = [
         HumanMessage("hi"),
         ai(call("a")),
         HumanMessage("again"),
-        ai(call("b"), call("c"), call("d")),
-        result("c"),
+        ai(call("a"), call("b"), call("c")),
+        result("a"),
         HumanMessage("and again"),
-    ) == [(["a"], 2), (["b", "d"], 5)]
-
-
-def test_a_later_answer_of_a_reused_id_is_not_an_earlier_ones() -> None:
-    """An id answered in a later turn leaves the earlier turn's call of that id open."""
-    assert dangling_ids(
-        ai(call("a")), HumanMessage("again"), ai(call("a")), result("a"), HumanMessage("x")
-    ) == [(["a"], 1)]
+    ]
+    first, second = (each for each in messages if isinstance(each, AIMessage))
+    assert dangling_calls({"messages": messages}) == [
+        DanglingCalls(first, (call("a"),), 1, 2),
+        DanglingCalls(second, (call("b"), call("c")), 3, 5),
+    ]
 
 
 def test_a_dangling_edited_call_is_what_it_became() -> None:
@@ -274,33 +237,30 @@ def repaired(*messages: AnyMessage) -> list[AnyMessage]:
 
 
 def test_a_repaired_history_answers_in_place() -> None:
-    """Answers stand behind the message that made the call, behind those that it has."""
-    history = repaired(
+    """Answers stand behind the message that made the call, behind those that it has.
+
+    Then there is nothing to repair, and the messages that were there stay the same.
+    """
+    messages: list[AnyMessage] = [
         HumanMessage("hi"),
         ai(call("a")),
         HumanMessage("again"),
         ai(call("b"), call("c", "calc")),
         result("b"),
         HumanMessage("x"),
-    )
+    ]
+    history = repaired(*messages)
     types = [each.type for each in history]
     assert types == ["human", "ai", "tool", "human", "ai", "tool", "tool", "human"]
     answers = [each for each in history if isinstance(each, ToolMessage)]
-    assert [(each.tool_call_id, each.status, each.content) for each in answers] == [
-        ("a", "error", "gone"),
-        ("b", "success", "found"),
-        ("c", "error", "gone"),
+    assert [(each.tool_call_id, each.name, each.status, each.content) for each in answers] == [
+        ("a", "search", "error", "gone"),
+        ("b", None, "success", "found"),
+        ("c", "calc", "error", "gone"),
     ]
-    assert answers[2].name == "calc"
-
-
-def test_a_repaired_history_has_nothing_to_repair() -> None:
-    """Repairing again changes nothing, and the messages that were there stay the same."""
-    messages: list[AnyMessage] = [ai(call("a"), call("b")), result("b"), HumanMessage("x")]
-    once = repaired(*messages)
-    assert repaired(*once) == once
-    assert [each for each in once if each in messages] == messages
-    assert len(messages) == 3
+    assert repaired(*history) == history
+    assert [each for each in history if each in messages] == messages
+    assert len(messages) == 6
 
 
 def test_calls_that_share_an_id_get_one_answer() -> None:
@@ -323,21 +283,6 @@ def test_repaired_calls_have_ids() -> None:
     assert repaired(*history) == history
 
 
-def test_answered_history_of_nothing() -> None:
-    """Without dangling calls the history is copied as it is."""
-    messages: list[AnyMessage] = [HumanMessage("hi")]
-    history = answered_history(messages, [], "gone")
-    assert history == messages
-    assert history is not messages
-
-
-def test_an_answer_is_an_error_message() -> None:
-    """The answer of a call that does not run names its tool and says that it failed."""
-    message = answer("a", "search", "no")
-    assert (message.tool_call_id, message.name) == ("a", "search")
-    assert (message.status, message.content) == ("error", "no")
-
-
 def test_newest_name() -> None:
     """The name is that of the last AIMessage, whatever stands behind it."""
     messages = [
@@ -348,12 +293,6 @@ def test_newest_name() -> None:
     assert newest_name(messages) == "boss"
     assert newest_name([*messages, AIMessage("d")]) is None
     assert newest_name([HumanMessage("c", name="x")]) is None
-
-
-def test_dangling_calls_name_their_message() -> None:
-    """What was charged for the calls is found by the message that made them."""
-    message = ai(call("a"))
-    assert dangling_calls({"messages": [message]}) == [DanglingCalls(message, (call("a"),), 0, 1)]
 
 
 BATCH = ai(call("a"), call("b"), call("c"))

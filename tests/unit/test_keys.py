@@ -98,9 +98,9 @@ def test_shortened_value_cannot_be_forged() -> None:
     assert str(CountKey("a", "b", forged)) != str(CountKey("a", "b", "x" * 100))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_no_key() -> None:
+    """What is no text of a key is refused, and named."""
+    for text in (
         "",
         "search",
         "search:user_id",
@@ -120,13 +120,10 @@ def test_shortened_value_cannot_be_forged() -> None:
         "search:user_id:%FF",
         "search:user_id:ada\n",
         "search:user_id:*",
-    ],
-)
-def test_no_key(text: str) -> None:
-    """What is no text of a key is refused, and named."""
-    with pytest.raises(ValueError, match="not the key of a count") as refused:
-        CountKey.parse(text)
-    assert repr(text) in str(refused.value)
+    ):
+        with pytest.raises(ValueError, match="not the key of a count") as refused:
+            CountKey.parse(text)
+        assert repr(text) in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import combinations, permutations, product
 from typing import Any
 
 import pytest
 
 from langchain_quota import Call, ModelCallLimit, Quota, ToolCallLimit
-from langchain_quota.limits import Limit, QuotaTerms, Terms, check_together, stored_as
+from langchain_quota.limits import Limit, check_together
+from langchain_quota.resolved import stored_as
 
 BOTH = pytest.mark.parametrize("make", [ToolCallLimit, ModelCallLimit])
 THRESHOLDS = pytest.mark.parametrize("argument", ["thread_limit", "run_limit"])
@@ -212,64 +214,6 @@ def test_arguments_are_given_by_name(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "limit",
-    [
-        ToolCallLimit("search", thread_limit=3, run_limit=1, exit_behavior="end"),
-        ToolCallLimit(thread_limit=3),
-        ModelCallLimit(run_limit=0, exit_behavior="finalize"),
-    ],
-)
-def test_the_terms_of_fixed_numbers(limit: Limit) -> None:
-    """The terms of a limit without functions are its own numbers and exit behaviour."""
-    terms = Terms.of(limit)
-    assert terms.limit is limit
-    assert (terms.thread_limit, terms.run_limit) == (limit.thread_limit, limit.run_limit)
-    assert terms.exit_behavior == limit.exit_behavior
-    assert terms.threshold("thread") == limit.thread_limit
-    assert terms.threshold("run") == limit.run_limit
-
-
-def test_the_terms_of_computed_numbers() -> None:
-    """A computed number stands for its function, none of them called; fixed ones stay."""
-
-    def never(state: object, runtime: object) -> int:
-        raise AssertionError
-
-    limit = ToolCallLimit(thread_limit=never, run_limit=2)
-    computed = ("thread",)
-    assert Terms.of(limit, thread_limit=7) == Terms(limit, 7, 2, "continue", computed=computed)
-    none = Terms.of(limit, thread_limit=None)
-    assert none == Terms(limit, None, 2, "continue", computed=computed)
-
-
-def test_terms_need_every_number() -> None:
-    """A function that was not computed is a TypeError that names the argument and the limit."""
-    with pytest.raises(TypeError, match=r"run_limit of limit 'tool:\*'"):
-        Terms.of(ToolCallLimit(run_limit=number))
-
-
-@pytest.mark.parametrize("value", [True, 2.5, "3"])
-def test_a_computed_number_of_a_wrong_type_is_refused(value: Any) -> None:
-    """What a function gives is checked like what a user gives; the error names the limit."""
-    with pytest.raises(TypeError, match="run_limit of limit 'mine'") as caught:
-        Terms.of(ToolCallLimit(run_limit=number, name="mine"), run_limit=value)
-    assert repr(value) in str(caught.value)
-
-
-def test_a_negative_computed_number_is_refused() -> None:
-    """A function that gives less than 0 is a ValueError that names the limit and the value."""
-    with pytest.raises(ValueError, match=r"thread_limit of limit 'model' .*-1"):
-        Terms.of(ModelCallLimit(thread_limit=number), thread_limit=-1)
-
-
-def test_ending_terms_have_the_same_numbers() -> None:
-    """Terms that were made to end differ in the exit behaviour alone."""
-    limit = ToolCallLimit(thread_limit=3, run_limit=2)
-    assert Terms.of(limit).ending() == Terms(limit, 3, 2, "end")
-    assert Terms.of(limit).exit_behavior == "continue"
-
-
-@pytest.mark.parametrize(
     ("make", "value"),
     [
         (ToolCallLimit, "stop"),
@@ -349,14 +293,15 @@ def test_limits_are_frozen(limit: Limit) -> None:
     [
         (ToolCallLimit("search", run_limit=1), ["search"]),
         (ToolCallLimit(["search", "fetch"], run_limit=1), ["search", "fetch"]),
-        (ToolCallLimit(run_limit=1), ["search", "calc", "fetch"]),
-        (ToolCallLimit(exclude=["calc", "unknown"], run_limit=1), ["search", "fetch"]),
+        (ToolCallLimit("model", run_limit=1), ["model"]),
+        (ToolCallLimit(run_limit=1), ["search", "calc", "fetch", "model"]),
+        (ToolCallLimit(exclude=["calc", "unknown"], run_limit=1), ["search", "fetch", "model"]),
         (ModelCallLimit(run_limit=1), [None]),
     ],
 )
 def test_a_limit_matches_what_it_names(limit: Limit, matching: list[str | None]) -> None:
     """A tool's limit matches that tool, one without a name all but the excluded, the model's it."""
-    tools = ["search", "calc", "fetch"]
+    tools = ["search", "calc", "fetch", "model"]
     calls = [*(Call("tool", tool) for tool in tools), Call("model")]
     assert [call.tool for call in calls if limit.matches(call)] == matching
 
@@ -380,32 +325,23 @@ def test_limits_on_one_tool_share_a_counter() -> None:
     assert (soft.tools, everything.tools) == (("search",), ())
 
 
-def test_the_same_tools_share_a_counter() -> None:
-    """A set of tools is one thing counted, in whatever order and how often they are named."""
-    first = ToolCallLimit(["search", "calc"], run_limit=1, name="first")
-    second = ToolCallLimit(("calc", "search", "calc"), run_limit=2, name="second")
-    assert first.counter == second.counter
-    assert first.tools == second.tools == ("calc", "search")
-    but = ToolCallLimit(exclude=["search", "calc"], run_limit=1)
-    as_well = ToolCallLimit(exclude=("calc", "search"), run_limit=2, name="as well")
-    assert but.counter == as_well.counter
-
-
-def test_different_tools_have_counters_of_their_own() -> None:
-    """No two limits that match different calls share a count, whatever the tools are called."""
+def test_limits_share_a_count_exactly_if_they_match_the_same_calls() -> None:
+    """Whatever tools are called, and however often they are named; in the state and in a store."""
+    names = ("search", "calc", "calc-search", "model", "-")
+    some = [each for length in (1, 2) for each in permutations(names, length)]
     limits: list[Limit] = [
-        ToolCallLimit("search", run_limit=1),
-        ToolCallLimit("calc", run_limit=1),
-        ToolCallLimit(["calc", "search"], run_limit=1),
-        ToolCallLimit(run_limit=1),
-        ToolCallLimit(exclude=["calc"], run_limit=1),
-        ToolCallLimit(exclude=["calc", "search"], run_limit=1),
-        ToolCallLimit(exclude=["calc-search"], run_limit=1),
+        *(ToolCallLimit(tools, run_limit=1) for tools in some),
+        *(ToolCallLimit((*tools, tools[0]), run_limit=1) for tools in some),
+        *(ToolCallLimit(exclude=tools, run_limit=1) for tools in [(), *some]),
         ModelCallLimit(run_limit=1),
-        ToolCallLimit("model", run_limit=1),
     ]
-    counters = [(limit.kind, limit.counter) for limit in limits]
-    assert len(set(counters)) == len(counters)
+    calls = [Call("model"), *(Call("tool", tool) for tool in (*names, "other"))]
+    matched = {limit: tuple(map(limit.matches, calls)) for limit in limits}
+    groups = len(set(matched.values()))
+    assert len({(found, limit.kind, limit.counter) for limit, found in matched.items()}) == groups
+    assert len({(limit.kind, limit.counter) for limit in limits}) == groups
+    assert len({(found, stored_as(limit)) for limit, found in matched.items()}) == groups
+    assert len({stored_as(limit) for limit in limits}) == groups
 
 
 DAY = timedelta(days=1)
@@ -572,25 +508,6 @@ def test_a_limits_scopes_are_its_own(make: Make) -> None:
     assert make(quotas=[named], thread_limit=9).quotas == (named,)
 
 
-def test_the_terms_of_a_shared_limit() -> None:
-    """A thread's key and the quotas' terms are kept, and make the limit a shared one."""
-    limit = ToolCallLimit(thread_limit=3, quotas=[Quota(5, per="user_id")])
-    quota = QuotaTerms("user_id", 5, "ann", "k")
-    terms = Terms.of(limit, thread_key="t", quotas=(quota,))
-    assert (terms.thread_key, terms.quotas, terms.shared) == ("t", (quota,), True)
-    assert terms.ending().quotas == (quota,)
-    assert Terms.of(limit, quotas=(quota,)).shared
-    assert Terms.of(limit, thread_key="t").shared
-    assert not Terms.of(limit).shared
-
-
-def test_a_thread_that_is_not_limited_is_not_shared() -> None:
-    """Where there is no thread limit, now or at all, no store is asked about the thread."""
-    for limit in (ToolCallLimit(run_limit=3), ToolCallLimit(thread_limit=number)):
-        terms = Terms.of(limit, thread_key="t", thread_limit=None)
-        assert (terms.thread_key, terms.shared) == (None, False)
-
-
 def test_quotas_can_be_reached_behind_a_stricter_limit() -> None:
     """A limit with quotas counts other calls than a thread's: it is never taken for a dead one."""
     strict = ToolCallLimit("search", run_limit=1, name="strict")
@@ -600,16 +517,48 @@ def test_quotas_can_be_reached_behind_a_stricter_limit() -> None:
         check_together([strict, ToolCallLimit("search", run_limit=9, name="dead")])
 
 
-def test_what_is_counted_apart_is_stored_apart() -> None:
-    """In a store, too, no two limits that match different calls share a count."""
-    limits: list[Limit] = [
-        ModelCallLimit(run_limit=1),
-        ToolCallLimit("model", run_limit=1),
-        ToolCallLimit(["calc", "model"], run_limit=1),
-        ToolCallLimit("search", run_limit=1),
-        ToolCallLimit(run_limit=1),
-        ToolCallLimit(exclude=["model"], run_limit=1),
+NUMBERS = (None, 1, 2, 3)
+
+
+def refuses(limit: Limit, thread: int, run: int) -> bool:
+    """Whether a limit refuses one more call."""
+    return any(
+        isinstance(most, int) and used + 1 > most
+        for most, used in ((limit.thread_limit, thread), (limit.run_limit, run))
+    )
+
+
+def is_reached(limit: Limit, other: Limit) -> bool:
+    """Whether, behind the other limit, counts exist at which a limit refuses a call."""
+    counts = {(0, 0)}
+    for thread, run in sorted(product(range(5), repeat=2)):
+        # A call, or the start of a run.
+        if (thread, run) in counts and not refuses(other, thread, run):
+            counts |= {(thread + 1, run + 1), (thread + 1, 0)}
+    return any(refuses(limit, *each) for each in counts)
+
+
+def test_limits_go_together_exactly_if_each_can_be_reached() -> None:
+    """Of limits that forbid nothing, none is given that another one always refuses before."""
+    limits = [
+        ModelCallLimit(thread_limit=thread, run_limit=run, name=f"{thread}, {run}")
+        for thread, run in product(NUMBERS, repeat=2)
+        if (thread, run) != (None, None)
     ]
-    assert len({stored_as(limit) for limit in limits}) == len(limits)
+    for first, second in combinations(limits, 2):
+        dead = [
+            limit
+            for limit, other in ((first, second), (second, first))
+            if not is_reached(limit, other)
+        ]
+        if dead:
+            with pytest.raises(ValueError, match=f"'{dead[0].name}' can never be reached"):
+                check_together([first, second])
+        else:
+            check_together([first, second])
+
+
+def test_a_store_knows_counts_by_what_is_limited() -> None:
+    """What a user reads in a store's keys is the tool's name, or the model."""
     assert stored_as(ModelCallLimit(run_limit=1)) == "model"
     assert stored_as(ToolCallLimit("search", run_limit=1)) == "search"

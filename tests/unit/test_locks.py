@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,6 +9,7 @@ import pytest
 
 from langchain_quota import locks
 from langchain_quota.locks import fork_safe_lock
+from tests.forked import run_python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that can fork")
 
@@ -18,8 +17,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system 
 def forking(program: str, **environment: str) -> None:
     """Run a program that forks in a process of its own; it fails if a child does."""
     child = """
-    import os, sys, threading, time
+    import os, sys, threading, time, warnings
     from langchain_quota.locks import fork_safe_lock
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on, of forks beside threads
 
     def in_child(check):
         pid = os.fork()
@@ -27,15 +28,7 @@ def forking(program: str, **environment: str) -> None:
             os._exit(0 if check() else 1)
         assert os.waitpid(pid, 0)[1] == 0
     """
-    done = subprocess.run(
-        # From 3.12 on Python warns of forks beside threads.
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", dedent(child) + dedent(program)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(dedent(child) + dedent(program), env=os.environ | environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -104,11 +97,14 @@ def test_forks_of_several_threads() -> None:
 
 
 COUNTING = """
+forking = True
+
 def dense():
-    while True:
+    while forking:
         count()
 
 def hung(children, patience):
+    global forking
     for _ in range(2):
         threading.Thread(target=dense, daemon=True).start()
     count()
@@ -121,6 +117,7 @@ def hung(children, patience):
             count()
             os._exit(0)
         pids.append(pid)
+    forking = False  # the children have the processors to themselves
     return [os.waitpid(pid, 0)[1] for pid in pids].count(signal.SIGALRM)
 """
 
@@ -129,11 +126,11 @@ def test_what_is_counted_holds_no_lock_of_prometheus_client(tmp_path: Path) -> N
     """A child of a process that counts without a pause counts, too; all metrics share one lock."""
     program = """
     import signal
-    from langchain_quota import Telemetry
-    telemetry = Telemetry()
+    from langchain_quota.telemetry import recorder_of
+    recorder = recorder_of(None)
 
     def count():
-        telemetry.stored("reserve", "ok", 0.1)
+        recorder.observe_store("acquire", "ok", 0.1)
     """
     ends = "assert hung(20, patience=60) == 0\nos._exit(0)"
     forking(f"{dedent(program)}{COUNTING}{ends}", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

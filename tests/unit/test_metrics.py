@@ -13,40 +13,21 @@ from langchain_quota import (
     __version__,
 )
 from langchain_quota.decision import Refund
-from langchain_quota.engine import Outage, Used, judge, plan
-from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
-from langchain_quota.reservation import admit
+from langchain_quota.limits import Limit, Quota
+from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.metrics import STORE_BUCKETS, Metrics
+from langchain_quota.telemetry.names import METRICS
 from tests.conftest import Signals
+from tests.judged import Used, judge
 
 CALLS = "langchain_quota_calls_total"
 LIMIT_DECISIONS = "langchain_quota_limit_decisions_total"
-TABLE = {
-    "langchain_quota_calls": ("counter", {"agent", "kind", "tool", "decision"}),
-    "langchain_quota_limit_decisions": ("counter", {"agent", "limit", "scope", "decision"}),
-    "langchain_quota_near_limit": ("counter", {"agent", "limit", "scope"}),
-    "langchain_quota_exhausted": ("counter", {"agent", "limit", "scope"}),
-    "langchain_quota_limit": ("gauge", {"agent", "limit", "scope"}),
-    "langchain_quota_subjects": ("gauge", {"agent", "limit", "scope", "state"}),
-    "langchain_quota_thread_used": ("gauge", {"agent", "limit", "thread_id"}),
-    "langchain_quota_thread_limit": ("gauge", {"agent", "limit", "thread_id"}),
-    "langchain_quota_thread_blocked": ("counter", {"agent", "limit", "thread_id"}),
-    "langchain_quota_thread_last_decision_timestamp_seconds": ("gauge", {"agent", "thread_id"}),
-    "langchain_quota_threads_hidden": ("gauge", {"state"}),
-    "langchain_quota_store_seconds": ("histogram", {"operation", "outcome"}),
-    "langchain_quota_store_keys": ("gauge", {"droppable"}),
-    "langchain_quota_store_max_keys": ("gauge", set()),
-    "langchain_quota_store_fallbacks": ("counter", {"agent", "action"}),
-    "langchain_quota_errors": ("counter", {"component", "error_type"}),
-    "langchain_quota_build_info": ("gauge", {"version"}),
-}
-"""Every metric that is promised, by family (a counter's samples end in `_total`)."""
 
 
-def decide(limit: Limit | Terms, used: int, *tools: str) -> tuple[Decision, ...]:
+def decide(limit: Limit | ResolvedLimit, used: int, *tools: str) -> tuple[Decision, ...]:
     """What the judge decides about calls of a thread and run that have used so much."""
-    counter = limit.limit.counter if isinstance(limit, Terms) else limit.counter
+    counter = limit.limit.counter if isinstance(limit, ResolvedLimit) else limit.counter
     batch = [
         Call("tool", tool, str(index), agent="boss", thread_id="t1")
         for index, tool in enumerate(tools)
@@ -54,18 +35,19 @@ def decide(limit: Limit | Terms, used: int, *tools: str) -> tuple[Decision, ...]
     return judge([limit], {counter: Used(used, used)}, batch).decisions
 
 
-DAILY = QuotaTerms("user_id", 5, "ada@example.org", "user")
+DAILY = ResolvedQuota("user_id", 5, "ada@example.org", "user")
 
 
 def stored(
-    *quotas: QuotaTerms, used: int = 0, calls: int = 1, outage: Outage | None = None
+    *quotas: ResolvedQuota, used: int = 0, calls: int = 1, outage: Outage | None = None
 ) -> tuple[Decision, ...]:
     """What is decided about calls whose quotas a store has counted up to so much."""
     limit = ToolCallLimit("email", quotas=[Quota(each.limit, per=each.scope) for each in quotas])
     batch = [Call("tool", "email", str(index), agent="boss") for index in range(calls)]
-    asked = plan([Terms.of(limit, quotas=quotas)], {}, batch, outage=outage)
-    counts = [0 if slot.key is None else used for slot in asked.reservation.slots]
-    return asked.verdict(admit(asked.reservation, counts)).decisions
+    thread = used if any(each.is_threads for each in quotas) else 0
+    counted = {"email": Used(thread, quotas=(used,) * len(quotas))}
+    resolved = ResolvedLimit.of(limit, quotas=quotas)
+    return judge([resolved], counted, batch, outage=outage).decisions
 
 
 def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
@@ -79,16 +61,16 @@ def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], flo
 
 
 def test_names_types_and_labels(signals: Signals) -> None:
-    """After one of everything, the metrics are those promised, with exactly their labels."""
+    """After one of everything, the metrics are those of the list, with exactly their labels."""
     limit = ToolCallLimit("search", thread_limit=1, run_limit=1)
     decisions = decide(limit, 0, "search", "search")
-    signals.telemetry.emit(decisions, started=0)
-    signals.telemetry.refund([Refund(decisions[0].call, limit.name)])
-    signals.telemetry._signals.errors.failed("metrics", OSError("disk full"))
-    signals.telemetry.stored("reserve", "ok", 0.001)
-    signals.telemetry.fell_back("boss", "deny", 1)
+    signals.recorder.record(decisions, started=0)
+    signals.recorder.record_refunds([Refund(decisions[0].call, limit.name)])
+    signals.recorder.record_error("metrics", OSError("disk full"))
+    signals.recorder.observe_store("acquire", "ok", 0.001)
+    signals.recorder.record_fallback("boss", "deny", 1)
     store = MemoryStore()
-    signals.telemetry.watch_store(store)
+    signals.recorder.watch_store(store)
     found = {
         family.name: (
             family.type,
@@ -100,7 +82,10 @@ def test_names_types_and_labels(signals: Signals) -> None:
         )
         for family in signals.registry.collect()
     }
-    assert found == {name: (type_, {frozenset(labels)}) for name, (type_, labels) in TABLE.items()}
+    assert found == {
+        metric.name.removesuffix("_total"): (metric.kind, {frozenset(metric.labels)})
+        for metric in METRICS
+    }
 
 
 def test_every_metric_is_explained(signals: Signals) -> None:
@@ -132,7 +117,7 @@ def test_gauges_can_be_merged_over_processes() -> None:
 
 def test_each_decision_of_a_call_is_there_from_the_first(signals: Signals) -> None:
     """When a tool is first seen, all its decisions exist: 1 for this one, 0 for the others."""
-    signals.telemetry.emit(decide(ToolCallLimit(run_limit=0), 0, "search"), started=0)
+    signals.recorder.record(decide(ToolCallLimit(run_limit=0), 0, "search"), started=0)
     assert samples(signals.registry, CALLS) == {
         ("boss", "tool", "search", "allowed"): 0,
         ("boss", "tool", "search", "blocked"): 1,
@@ -144,7 +129,7 @@ def test_each_decision_of_a_call_is_there_from_the_first(signals: Signals) -> No
 def test_all_series_of_a_limit_are_there_from_the_first(signals: Signals) -> None:
     """When a limit is first met, each decision and each configured scope exists at 0."""
     limit = ToolCallLimit("search", thread_limit=20, run_limit=10)
-    signals.telemetry.emit(decide(limit, 0, "search"), started=0)
+    signals.recorder.record(decide(limit, 0, "search"), started=0)
     assert samples(signals.registry, LIMIT_DECISIONS) == {
         ("boss", "tool:search", "none", "allowed"): 1,
         ("boss", "tool:search", "none", "refunded"): 0,
@@ -162,7 +147,7 @@ def test_all_series_of_a_limit_are_there_from_the_first(signals: Signals) -> Non
 
 def test_a_scope_without_a_limit_has_no_series(signals: Signals) -> None:
     """A limit for runs only has neither a thread's limit (never +Inf) nor its refusals."""
-    signals.telemetry.emit(decide(ToolCallLimit(run_limit=3), 0, "search"), started=0)
+    signals.recorder.record(decide(ToolCallLimit(run_limit=3), 0, "search"), started=0)
     assert samples(signals.registry, "langchain_quota_limit") == {("boss", "tool:*", "run"): 3}
     assert {key[2] for key in samples(signals.registry, LIMIT_DECISIONS)} == {"none", "run"}
 
@@ -171,8 +156,8 @@ def test_the_limit_is_shown(signals: Signals) -> None:
     """The gauge is the configured limit of each scope, 0 included."""
     forbidden = ToolCallLimit("calc", run_limit=0)
     limit = ToolCallLimit("search", thread_limit=20, run_limit=3)
-    signals.telemetry.emit(decide(limit, 0, "search"), started=0)
-    signals.telemetry.emit(decide(forbidden, 0, "calc"), started=0)
+    signals.recorder.record(decide(limit, 0, "search"), started=0)
+    signals.recorder.record(decide(forbidden, 0, "calc"), started=0)
     assert samples(signals.registry, "langchain_quota_limit") == {
         ("boss", "tool:search", "thread"): 20,
         ("boss", "tool:search", "run"): 3,
@@ -183,7 +168,7 @@ def test_the_limit_is_shown(signals: Signals) -> None:
 def test_a_refund_of_an_untouched_limit_has_its_siblings(signals: Signals) -> None:
     """After a restart a refund can come first: what was charged is there, at 0, to subtract it."""
     call = Call("tool", "search", "a", agent="boss", thread_id="t1")
-    signals.telemetry.refund([Refund(call, "tool:search")])
+    signals.recorder.record_refunds([Refund(call, "tool:search")])
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert found["boss", "tool:search", "none", "refunded"] == 1
     assert found.get(("boss", "tool:search", "none", "allowed")) == 0
@@ -193,9 +178,9 @@ def test_charged_refused_and_refunded(signals: Signals) -> None:
     """A limit counts what was charged to it, what it refused by scope, and what was taken back."""
     limit = ToolCallLimit("search", thread_limit=20, run_limit=3)
     decisions = decide(limit, 1, "search", "search", "search")
-    signals.telemetry.emit(decisions, started=0)
-    signals.telemetry.emit(decide(limit, 20, "search"), started=0)
-    signals.telemetry.refund([Refund(decisions[0].call, limit.name)])
+    signals.recorder.record(decisions, started=0)
+    signals.recorder.record(decide(limit, 20, "search"), started=0)
+    signals.recorder.record_refunds([Refund(decisions[0].call, limit.name)])
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key[2:]: value for key, value in found.items() if value} == {
         ("none", "allowed"): 2,
@@ -208,8 +193,8 @@ def test_charged_refused_and_refunded(signals: Signals) -> None:
 def test_a_call_refused_by_one_limit_is_counted_by_no_other(signals: Signals) -> None:
     """A limit that would have admitted the call counts neither a charge nor a refusal."""
     limits = [ToolCallLimit("search", run_limit=0), ToolCallLimit(run_limit=9)]
-    verdict = judge(limits, {}, [Call("tool", "search", "a", agent="boss")])
-    signals.telemetry.emit(verdict.decisions, started=0)
+    judged = judge(limits, {}, [Call("tool", "search", "a", agent="boss")])
+    signals.recorder.record(judged.decisions, started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key: value for key, value in found.items() if value} == {
         ("boss", "tool:search", "run", "blocked"): 1
@@ -220,7 +205,7 @@ def test_a_call_refused_by_one_limit_is_counted_by_no_other(signals: Signals) ->
 def test_skipped_calls_are_counted_as_skipped_only(signals: Signals) -> None:
     """Calls of a stopped batch are judged calls, and charged to and refused by no limit."""
     limit = ToolCallLimit("search", run_limit=1, exit_behavior="end")
-    signals.telemetry.emit(decide(limit, 0, "search", "search", "calc"), started=0)
+    signals.recorder.record(decide(limit, 0, "search", "search", "calc"), started=0)
     calls = samples(signals.registry, CALLS)
     assert {key[2:]: value for key, value in calls.items() if value} == {
         ("search", "skipped"): 1,
@@ -234,7 +219,7 @@ def test_skipped_calls_are_counted_as_skipped_only(signals: Signals) -> None:
 def test_a_call_without_a_limit_is_counted(signals: Signals) -> None:
     """A call that no limit matches is allowed, and no limit knows of it."""
     decision = Decision(Call("tool", "calc", "a", agent="boss"), Outcome.ALLOWED)
-    signals.telemetry.emit([decision], started=0)
+    signals.recorder.record([decision], started=0)
     value = signals.value(CALLS, agent="boss", kind="tool", tool="calc", decision="allowed")
     assert value == 1
     assert samples(signals.registry, LIMIT_DECISIONS) == {}
@@ -243,7 +228,7 @@ def test_a_call_without_a_limit_is_counted(signals: Signals) -> None:
 def test_a_call_that_would_be_blocked(signals: Signals) -> None:
     """A limit on trial counts its refusal apart, and is charged nothing for it."""
     limit = ToolCallLimit("search", run_limit=0, enforce=False)
-    signals.telemetry.emit(decide(limit, 0, "search"), started=0)
+    signals.recorder.record(decide(limit, 0, "search"), started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key[2:]: value for key, value in found.items() if value} == {("run", "would_block"): 1}
     calls = samples(signals.registry, CALLS)
@@ -253,7 +238,7 @@ def test_a_call_that_would_be_blocked(signals: Signals) -> None:
 def test_a_limit_on_trial_is_charged_what_it_admits(signals: Signals) -> None:
     """Its charges and what it would refuse are told like an enforced limit's, by scope."""
     limit = ToolCallLimit("search", thread_limit=20, run_limit=2, enforce=False)
-    signals.telemetry.emit(decide(limit, 0, *["search"] * 5), started=0)
+    signals.recorder.record(decide(limit, 0, *["search"] * 5), started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key[2:]: value for key, value in found.items() if value} == {
         ("none", "allowed"): 2,
@@ -273,8 +258,8 @@ def test_a_limit_on_trial_is_charged_what_it_admits(signals: Signals) -> None:
 def test_a_limit_on_trial_crosses_nothing(signals: Signals) -> None:
     """What is only tried out alarms nobody: it is never near and never exhausted."""
     limit = ToolCallLimit("search", thread_limit=10, run_limit=10, enforce=False)
-    signals.telemetry.emit(decide(limit, 0, *["search"] * 12), started=0)
-    assert crossings(signals) == (0, 0)
+    signals.recorder.record(decide(limit, 0, *["search"] * 12), started=0)
+    assert threshold_events(signals) == (0, 0)
 
 
 def test_a_call_that_an_enforced_limit_blocks_beside_a_trial(signals: Signals) -> None:
@@ -283,8 +268,8 @@ def test_a_call_that_an_enforced_limit_blocks_beside_a_trial(signals: Signals) -
         ToolCallLimit("search", run_limit=0),
         ToolCallLimit(run_limit=0, enforce=False, name="trial"),
     ]
-    verdict = judge(limits, {}, [Call("tool", "search", "a", agent="boss")])
-    signals.telemetry.emit(verdict.decisions, started=0)
+    judged = judge(limits, {}, [Call("tool", "search", "a", agent="boss")])
+    signals.recorder.record(judged.decisions, started=0)
     calls = samples(signals.registry, CALLS)
     assert {key[3]: value for key, value in calls.items() if value} == {"blocked": 1}
     found = samples(signals.registry, LIMIT_DECISIONS)
@@ -294,24 +279,24 @@ def test_a_call_that_an_enforced_limit_blocks_beside_a_trial(signals: Signals) -
     }
 
 
-def computed(run_limit: int | None) -> Terms:
+def computed(run_limit: int | None) -> ResolvedLimit:
     limit = ToolCallLimit("search", thread_limit=20, run_limit=lambda *_: 0)
-    return Terms.of(limit, run_limit=run_limit)
+    return ResolvedLimit.of(limit, run_limit=run_limit)
 
 
 def test_a_computed_limit_has_no_gauge(signals: Signals) -> None:
     """What differs from call to call is no configuration; the fixed scope beside it is shown."""
-    signals.telemetry.emit(decide(computed(3), 0, "search"), started=0)
+    signals.recorder.record(decide(computed(3), 0, "search"), started=0)
     assert samples(signals.registry, "langchain_quota_limit") == {
         ("boss", "tool:search", "thread"): 20
     }
 
 
 def test_a_computed_limit_is_counted_like_any_other(signals: Signals) -> None:
-    """Refusals and crossings of a scope that is computed go to one series, whatever the number."""
+    """Refusals and crossed thresholds of a computed scope go to one series, whatever the number."""
     for number in (1, 2):
         decisions = decide(computed(number), 0, *["search"] * (number + 1))
-        signals.telemetry.emit(decisions, started=0)
+        signals.recorder.record(decisions, started=0)
     labels = {"agent": "boss", "limit": "tool:search", "scope": "run"}
     name = "langchain_quota_limit_decisions_total"
     assert signals.value(name, **labels, decision="blocked") == 2
@@ -329,10 +314,10 @@ def test_a_computed_limit_takes_no_memory_for_each_number() -> None:
 
 def test_a_computed_scope_without_a_number_has_no_series(signals: Signals) -> None:
     """Where the function gives no limit the scope is as if there were none, until it gives one."""
-    signals.telemetry.emit(decide(computed(None), 0, "search"), started=0)
+    signals.recorder.record(decide(computed(None), 0, "search"), started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key[2] for key in found} == {"none", "thread"}
-    signals.telemetry.emit(decide(computed(3), 0, "search"), started=0)
+    signals.recorder.record(decide(computed(3), 0, "search"), started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key[2] for key in found} == {"none", "thread", "run"}
     assert found["boss", "tool:search", "none", "allowed"] == 2
@@ -343,15 +328,15 @@ def test_a_limits_own_near_is_counted(signals: Signals) -> None:
     limit = ToolCallLimit("search", run_limit=10, near=0.5)
     seen = []
     for used in range(9):
-        signals.telemetry.emit(decide(limit, used, "search"), started=0)
-        seen.append(crossings(signals))
+        signals.recorder.record(decide(limit, used, "search"), started=0)
+        seen.append(threshold_events(signals))
     assert seen == [*[(0, 0)] * 4, *[(1, 0)] * 5]
 
 
 def test_model_calls_have_no_tool(signals: Signals) -> None:
     """A model call of an agent without a name is labelled `none` and `unnamed`, never empty."""
     limit = ModelCallLimit(run_limit=5)
-    signals.telemetry.emit(judge([limit], {}, [Call("model")]).decisions, started=0)
+    signals.recorder.record(judge([limit], {}, [Call("model")]).decisions, started=0)
     labels = {"agent": "unnamed", "kind": "model", "tool": "none", "decision": "allowed"}
     assert signals.value(CALLS, **labels) == 1
     labels = {"agent": "unnamed", "limit": "model", "scope": "none", "decision": "allowed"}
@@ -362,15 +347,15 @@ def test_amounts_are_charged(signals: Signals) -> None:
     """A call that costs 3 is one judged call and 3 charged."""
     limit = ToolCallLimit(run_limit=9)
     call = Call("tool", "search", "a", amount=3, agent="boss")
-    signals.telemetry.emit(judge([limit], {}, [call]).decisions, started=0)
-    signals.telemetry.refund([Refund(call, limit.name)])
+    signals.recorder.record(judge([limit], {}, [call]).decisions, started=0)
+    signals.recorder.record_refunds([Refund(call, limit.name)])
     assert sum(samples(signals.registry, CALLS).values()) == 1
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert found["boss", "tool:*", "none", "allowed"] == 3
     assert found["boss", "tool:*", "none", "refunded"] == 3
 
 
-def crossings(signals: Signals) -> tuple[float, float]:
+def threshold_events(signals: Signals) -> tuple[float, float]:
     return (
         sum(samples(signals.registry, "langchain_quota_near_limit_total").values()),
         sum(samples(signals.registry, "langchain_quota_exhausted_total").values()),
@@ -382,27 +367,27 @@ def test_thresholds_are_counted_when_crossed(signals: Signals) -> None:
     limit = ToolCallLimit("search", run_limit=10)
     seen = []
     for used in range(12):
-        signals.telemetry.emit(decide(limit, min(used, 10), "search"), started=0)
-        seen.append(crossings(signals))
+        signals.recorder.record(decide(limit, min(used, 10), "search"), started=0)
+        seen.append(threshold_events(signals))
     assert seen == [*[(0, 0)] * 7, *[(1, 0)] * 2, *[(1, 1)] * 3]
 
 
 def test_near_is_counted_only_below_the_limit(signals: Signals) -> None:
     """A call that goes past near to the limit itself is exhausted, not near."""
-    signals.telemetry.emit(decide(ToolCallLimit("search", run_limit=1), 0, "search"), started=0)
-    assert crossings(signals) == (0, 1)
+    signals.recorder.record(decide(ToolCallLimit("search", run_limit=1), 0, "search"), started=0)
+    assert threshold_events(signals) == (0, 1)
 
 
 def test_crossings_are_counted_by_scope(signals: Signals) -> None:
     """A run at its limit in a thread that is near counts for each of them."""
     limit = ToolCallLimit("search", thread_limit=10, run_limit=1)
     batch = [Call("tool", "search", "a", agent="boss")]
-    verdict = judge([limit], {"search": Used(7, 0)}, batch)
-    signals.telemetry.emit(verdict.decisions, started=0)
+    judged = judge([limit], {"search": Used(7, 0)}, batch)
+    signals.recorder.record(judged.decisions, started=0)
     labels = {"agent": "boss", "limit": "tool:search"}
     assert signals.value("langchain_quota_near_limit_total", **labels, scope="thread") == 1
     assert signals.value("langchain_quota_exhausted_total", **labels, scope="run") == 1
-    assert crossings(signals) == (1, 1)
+    assert threshold_events(signals) == (1, 1)
 
 
 def test_series_are_made_once() -> None:
@@ -434,7 +419,7 @@ def test_exemplars_are_on_the_first_two_counters() -> None:
     allowed, blocked = decide(ToolCallLimit("search", run_limit=1), 0, "search", "search")
     for decision in (allowed, blocked):
         metrics.record(decision, "boss", "search", link)
-    metrics.crossed("boss", allowed.standings[0], "run", Level.EXHAUSTED)
+    metrics.crossed("boss", allowed.limits[0].limit, "run", Level.EXHAUSTED)
     assert exemplars(registry) == {CALLS: [link, link], LIMIT_DECISIONS: [link, link]}
 
 
@@ -465,7 +450,7 @@ def test_the_limit_follows_its_configuration(signals: Signals) -> None:
     found = []
     for number in (3, 5, 3, 5, 5, 3):
         limit = ToolCallLimit("search", run_limit=number)
-        signals.telemetry.emit(decide(limit, 0, "search"), started=0)
+        signals.recorder.record(decide(limit, 0, "search"), started=0)
         found.append(samples(signals.registry, "langchain_quota_limit"))
     key = ("boss", "tool:search", "run")
     assert found == [{key: 3}, {key: 5}, {key: 3}, {key: 5}, {key: 5}, {key: 3}]
@@ -483,8 +468,8 @@ def test_a_changing_limit_takes_no_memory_for_each_number() -> None:
 
 def test_all_series_of_a_quota_are_there_from_the_first(signals: Signals) -> None:
     """Each quota, and the store itself, has its refusals at 0 when the limit is first met."""
-    tenant = QuotaTerms("tenant", 50, "acme", "tenant")
-    signals.telemetry.emit(stored(DAILY, tenant), started=0)
+    tenant = ResolvedQuota("tenant", 50, "acme", "tenant")
+    signals.recorder.record(stored(DAILY, tenant), started=0)
     assert samples(signals.registry, LIMIT_DECISIONS) == {
         ("boss", "tool:email", "none", "allowed"): 1,
         ("boss", "tool:email", "none", "refunded"): 0,
@@ -503,8 +488,8 @@ def test_all_series_of_a_quota_are_there_from_the_first(signals: Signals) -> Non
 
 
 def test_a_quota_is_counted_by_its_scope(signals: Signals) -> None:
-    """Charges, crossings and refusals of a quota go to its name; whose it is, is nowhere."""
-    signals.telemetry.emit(stored(DAILY, used=3, calls=4), started=0)
+    """Charges, threshold_events and refusals of a quota go to its name; whose it is, is nowhere."""
+    signals.recorder.record(stored(DAILY, used=3, calls=4), started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key[2:]: value for key, value in found.items() if value} == {
         ("none", "allowed"): 2,
@@ -520,17 +505,16 @@ def test_a_quota_is_counted_by_its_scope(signals: Signals) -> None:
         for value in sample.labels.values()
     }
     assert not any("ada" in value for value in values)
-    kept = signals.telemetry._signals.metrics._limits.values()
-    assert not any("ada" in str(vars(series)) for series in kept)
+    assert "ada" not in str(signals.recorder._metrics._limits)
 
 
 def test_the_number_of_a_quota_is_shown_unless_it_is_computed(signals: Signals) -> None:
     """What a user's plan gives is no configuration; a fixed quota is, by its scope."""
-    plan_of_user = QuotaTerms("plan", 20, "ada", "plan", computed=True)
+    plan_of_user = ResolvedQuota("plan", 20, "ada", "plan", computed=True)
     limit = ToolCallLimit("email", quotas=[Quota(lambda *_: 20, per="plan")])
     batch = [Call("tool", "email", "a", agent="boss")]
-    verdict = judge([Terms.of(limit, quotas=(DAILY, plan_of_user))], {}, batch)
-    signals.telemetry.emit(verdict.decisions, started=0)
+    judged = judge([ResolvedLimit.of(limit, quotas=(DAILY, plan_of_user))], {}, batch)
+    signals.recorder.record(judged.decisions, started=0)
     assert samples(signals.registry, "langchain_quota_limit") == {
         ("boss", "tool:email", "user_id"): 5
     }
@@ -541,13 +525,13 @@ def test_the_number_of_a_quota_is_shown_unless_it_is_computed(signals: Signals) 
 def test_an_outage_is_no_exhausted_quota(signals: Signals) -> None:
     """What is refused because the store cannot be asked has the scope `store`, and no other."""
     for outage in (None, "deny", None):
-        signals.telemetry.emit(stored(DAILY, outage=outage), started=0)
+        signals.recorder.record(stored(DAILY, outage=outage), started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert {key[2:]: value for key, value in found.items() if value} == {
         ("none", "allowed"): 2,
         ("store", "blocked"): 1,
     }
-    assert crossings(signals) == (0, 0)
+    assert threshold_events(signals) == (0, 0)
     assert samples(signals.registry, "langchain_quota_limit") == {
         ("boss", "tool:email", "user_id"): 5
     }
@@ -557,10 +541,10 @@ def test_a_limit_whose_counts_a_store_keeps_since_a_restart(signals: Signals) ->
     """A limit that was counted in the state, and is now in a store, has the store's refusals."""
     limit = ToolCallLimit("search", thread_limit=20)
     batch = [Call("tool", "search", "a", agent="boss")]
-    signals.telemetry.emit(judge([limit], {}, batch).decisions, started=0)
+    signals.recorder.record(judge([limit], {}, batch).decisions, started=0)
     assert {key[2] for key in samples(signals.registry, LIMIT_DECISIONS)} == {"none", "thread"}
-    asked = plan([Terms.of(limit, thread_key="t1")], {}, batch, outage="deny")
-    signals.telemetry.emit(asked.verdict(asked.own_grant()).decisions, started=0)
+    denied = judge([ResolvedLimit.of(limit, thread_key="t1")], {}, batch, outage="deny")
+    signals.recorder.record(denied.decisions, started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
     assert found["boss", "tool:search", "store", "blocked"] == 1
     assert found["boss", "tool:search", "none", "allowed"] == 1
@@ -569,18 +553,18 @@ def test_a_limit_whose_counts_a_store_keeps_since_a_restart(signals: Signals) ->
 def test_the_store_is_timed(signals: Signals) -> None:
     """Each request is in its bucket, by operation and outcome; other outcomes are there at 0."""
     for seconds in (0.0004, 0.3, 9):
-        signals.telemetry.stored("reserve", "ok", seconds)
-    signals.telemetry.stored("reserve", "timeout", 1.0)
+        signals.recorder.observe_store("acquire", "ok", seconds)
+    signals.recorder.observe_store("acquire", "timeout", 1.0)
     counts = samples(signals.registry, "langchain_quota_store_seconds_count")
-    assert counts == {("reserve", "ok"): 3, ("reserve", "error"): 0, ("reserve", "timeout"): 1}
+    assert counts == {("acquire", "ok"): 3, ("acquire", "error"): 0, ("acquire", "timeout"): 1}
     sums = samples(signals.registry, "langchain_quota_store_seconds_sum")
-    assert sums["reserve", "ok"] == pytest.approx(9.3004)
+    assert sums["acquire", "ok"] == pytest.approx(9.3004)
     buckets = {
         labels[2]: value
         for labels, value in samples(
             signals.registry, "langchain_quota_store_seconds_bucket"
         ).items()
-        if labels[:2] == ("reserve", "ok")
+        if labels[:2] == ("acquire", "ok")
     }
     bounds = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5]
     assert buckets == {
@@ -592,9 +576,9 @@ def test_the_store_is_timed(signals: Signals) -> None:
 
 def test_decisions_without_the_store_are_counted(signals: Signals) -> None:
     """Calls are counted by agent and by what was done; what was not done is there at 0."""
-    signals.telemetry.fell_back("boss", "allow", 3)
-    signals.telemetry.fell_back("boss", "allow", 2)
-    signals.telemetry.fell_back(None, "deny", 1)
+    signals.recorder.record_fallback("boss", "allow", 3)
+    signals.recorder.record_fallback("boss", "allow", 2)
+    signals.recorder.record_fallback(None, "deny", 1)
     assert samples(signals.registry, "langchain_quota_store_fallbacks_total") == {
         ("boss", "deny"): 0,
         ("boss", "allow"): 5,

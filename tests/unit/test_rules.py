@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
-from langchain_quota.engine import Used, judge
 from langchain_quota.monitoring import checks, exports
+from langchain_quota.telemetry import recorder_of
+from tests.faults import at, differences, no_faults
+from tests.judged import Used, judge
+from tests.metrics import LABELS_OF
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "src" / "langchain_quota" / "monitoring" / "rules.yaml"
@@ -42,9 +47,14 @@ PROMQL = re.compile(r"```promql\n(.*?)```", re.DOTALL)
 PANEL = re.compile(r"\*\*([^*]+)\*\* \(\*([^*]+)\*\)")
 
 
+@cache
+def loaded(text: str) -> Any:
+    return yaml.safe_load(text)
+
+
 def parsed(**options: Any) -> Any:
     [text] = exports.rules(**options).values()
-    return yaml.safe_load(text)
+    return deepcopy(loaded(text))
 
 
 def all_rules(**options: Any) -> list[Any]:
@@ -63,27 +73,30 @@ def records() -> set[str]:
 NAMES = sorted(alerts())
 
 
+def at_rule(name: str) -> str:
+    """Where a rule stands, and its name."""
+    return f"{at(DATA, f': {name}')}: {name}"
+
+
 def queries(path: Path) -> list[str]:
     """The PromQL of a page."""
     return PROMQL.findall(path.read_text())
 
 
-def samples() -> dict[str, dict[str, set[str]]]:
-    """The metrics that the code makes: by name, the values of each label."""
+def values() -> dict[str, dict[str, set[str]]]:
+    """The values of each label of each series of the code, by their names."""
     registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry)
+    recorder = recorder_of(Telemetry(registry=registry))
     limit = ToolCallLimit("search", thread_limit=5, run_limit=4)
     for used in range(6):
         call = Call("tool", "search", f"call-{used}", agent="researcher", thread_id="ann")
         decided = judge([limit], {limit.counter: Used(used, 0)}, [call])
-        telemetry.emit(decided.decisions, started=0)
-    telemetry.failed("observer", KeyError("x"))
-    # Made by code that talks to a store; there is none here.
+        recorder.record(decided.decisions, started=0)
+    recorder.record_error("observer", KeyError("x"))
     in_memory = MemoryStore()
-    telemetry.watch_store(in_memory)
-    metrics = telemetry._signals.metrics
-    metrics.store_seconds.labels("reserve", "ok").observe(0.001)
-    metrics.store_fallbacks.labels("researcher", "deny").inc()
+    recorder.watch_store(in_memory)
+    recorder.observe_store("acquire", "ok", 0.001)
+    recorder.record_fallback("researcher", "deny", 1)
     found: dict[str, dict[str, set[str]]] = {}
     for family in registry.collect():
         for sample in family.samples:
@@ -93,7 +106,7 @@ def samples() -> dict[str, dict[str, set[str]]]:
     return found
 
 
-SAMPLES = samples()
+VALUES = values()
 
 
 def unknown(text: str) -> Iterator[str]:
@@ -106,13 +119,14 @@ def unknown(text: str) -> Iterator[str]:
             yield recorded
     selectors = METRIC.findall(text)
     for metric, matchers in selectors:
-        if metric not in SAMPLES:
+        if metric not in LABELS_OF:
             yield metric
             continue
-        labels = SAMPLES[metric]
-        known_labels |= labels.keys()
+        known_labels |= LABELS_OF[metric]
         for label, operator, value in MATCHER.findall(matchers):
-            if label not in labels or (operator == "=" and value not in labels[label]):
+            if label not in LABELS_OF[metric] or (
+                operator == "=" and value not in VALUES[metric][label]
+            ):
                 yield f'{metric}{{{label}{operator}"{value}"}}'
     for grouping in GROUPING.findall(text):
         for label in filter(None, grouping.split(", ")):
@@ -145,20 +159,38 @@ def test_the_oldest_prometheus_is_named() -> None:
         assert f"Prometheus {exports.PROMETHEUS} or newer" in page.read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_alert_has_all_that_it_needs(name: str) -> None:
-    """An alert has a severity, texts, its runbook, and a dashboard with each variable it sets."""
-    alert = alerts()[name]
-    assert re.fullmatch("LangChainQuota([A-Z][a-z]+)+", name)
-    assert alert["labels"].keys() == {"severity"}
+def lacking(name: str, alert: Any) -> Iterator[str]:
+    if not re.fullmatch("LangChainQuota([A-Z][a-z]+)+", name):
+        yield "is not named like the others"
+    if alert["labels"].keys() != {"severity"}:
+        yield f"has the labels {[*alert['labels']]}, not its severity alone"
     texts = alert["annotations"]
-    assert texts.keys() == ANNOTATIONS
-    assert texts["runbook_url"] == f"{exports.RUNBOOK_BASE}/{name}"
-    assert [key for key, text in texts.items() if "\n" in text] == []
+    if texts.keys() != ANNOTATIONS:
+        yield f"has the annotations {[*texts]}, not {sorted(ANNOTATIONS)}"
+        return
+    if texts["runbook_url"] != f"{exports.RUNBOOK_BASE}/{name}":
+        yield f"leads to {texts['runbook_url']}, not to its runbook"
+    yield from (f"has a line break in {key}" for key, text in texts.items() if "\n" in text)
     found = re.fullmatch(rf"{exports.GRAFANA_URL}/d/([\w-]+)\?(.+)", texts["dashboard_url"])
-    assert found
+    if not found or found[1] not in boards():
+        yield f"leads to {texts['dashboard_url']}, which is no dashboard"
+        return
     variables = {variable["name"] for variable in boards()[found[1]]["templating"]["list"]}
-    assert set(re.findall(r"var-(\w+)=", found[2])) <= variables
+    for variable in re.findall(r"var-(\w+)=", found[2]):
+        if variable not in variables:
+            yield f"sets {variable!r}, which its dashboard has not"
+
+
+def test_an_alert_has_all_that_it_needs() -> None:
+    """An alert has a severity, texts, its runbook, and a dashboard with each variable it sets."""
+    no_faults(
+        (
+            f"{at_rule(name)} {fault}"
+            for name, alert in alerts().items()
+            for fault in lacking(name, alert)
+        ),
+        remedy="Make the alert like its neighbours.",
+    )
 
 
 def test_one_alert_pages() -> None:
@@ -170,22 +202,35 @@ def test_one_alert_pages() -> None:
     assert set(severities.values()) == {"critical", "warning", "info"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_labels_are_escaped(name: str) -> None:
-    """In texts every label is quoted, in links every label is escaped."""
-    annotations = alerts()[name]["annotations"]
+def unescaped(annotations: Any) -> Iterator[str]:
     for key, text in annotations.items():
         for template in re.findall(r"\{\{.*?\}\}", text):
             if "$labels" in template and key.endswith("_url"):
-                assert re.fullmatch(r"\{\{ \$labels\.\w+ \| urlquery \}\}", template)
+                good = re.fullmatch(r"\{\{ \$labels\.\w+ \| urlquery \}\}", template)
             elif "$labels" in template:
-                assert template.startswith('{{ printf "%q" $labels.')
+                good = template.startswith('{{ printf "%q" $labels.')
             else:
-                assert template.startswith("{{ $value ")
-    assert LABEL.search(annotations["summary"])
-    assert LABEL.search(annotations["dashboard_url"])
+                good = template.startswith("{{ $value ")
+            if not good:
+                yield f"has {template} in {key}"
+    for key in ("summary", "dashboard_url"):
+        if not LABEL.search(annotations[key]):
+            yield f"names no label in {key}"
 
 
+def test_labels_are_escaped() -> None:
+    """In texts every label is quoted, in links every label is escaped."""
+    no_faults(
+        (
+            f"{at_rule(name)} {fault}"
+            for name, alert in alerts().items()
+            for fault in unescaped(alert["annotations"])
+        ),
+        remedy='Write {{ printf "%q" $labels.x }} in texts, {{ $labels.x | urlquery }} in links.',
+    )
+
+
+@cache
 def boards() -> dict[str, Any]:
     """The dashboards by their UID."""
     read = [json.loads(path.read_text()) for path in (ROOT / "dashboards/grafana").glob("*.json")]
@@ -197,22 +242,34 @@ def panels(board: Any) -> set[str]:
     return {panel["title"] for panel in (*board["panels"], *nested)}
 
 
-@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.get("alert") or "record")
-def test_rules_name_what_the_code_has(rule: Any) -> None:
-    """Every metric, label and label value of a rule exists in the code; there are no others."""
+def misnamed(rule: Any) -> Iterator[str]:
     series = SERIES.findall(NO_SERIES.sub(" ", rule["expr"]))
-    assert series
-    assert [each for each in series if each not in SAMPLES.keys() | records()] == []
-    assert list(unknown(rule["expr"])) == []
-    assert set(LABEL.findall(str(rule.get("annotations")))) <= {
-        *ADDED_BY_PROMETHEUS,
-        *(label for labels in SAMPLES.values() for label in labels),
-    }
+    if not series:
+        yield "names no series"
+    yield from (each for each in series if each not in LABELS_OF.keys() | records())
+    yield from unknown(rule["expr"])
+    of_the_code = {label for labels in LABELS_OF.values() for label in labels}
+    for label in LABEL.findall(str(rule.get("annotations"))):
+        if label not in of_the_code | ADDED_BY_PROMETHEUS:
+            yield f"$labels.{label}"
+
+
+def test_rules_name_what_the_code_has() -> None:
+    """Every metric, label and label value of a rule exists in the code; there are no others."""
+    assert len(all_rules()) > len(NAMES)
+    no_faults(
+        (
+            f"{at_rule(rule.get('alert') or rule['record'])}: {fault}"
+            for rule in all_rules()
+            for fault in misnamed(rule)
+        ),
+        remedy="Name what telemetry/names.py has.",
+    )
 
 
 def test_the_selectors_keep_to_labels_of_the_scrape() -> None:
     """Every label of the code is one that no selector of a user may name."""
-    assert {label for labels in SAMPLES.values() for label in labels} == checks.OWN_LABELS
+    assert set().union(*LABELS_OF.values()) == checks.OWN_LABELS
 
 
 def test_misspelt_names_are_found() -> None:
@@ -231,14 +288,16 @@ def test_misspelt_names_are_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ALERTS_PAGE], ids=lambda page: page.stem)
-def test_pages_name_what_the_code_has(page: Path) -> None:
+def test_pages_name_what_the_code_has() -> None:
     """Every metric, label and label value in a runbook or on the page on alerts exists."""
-    for query in queries(page):
-        assert list(unknown(query)) == []
-    names = {metric for metric, _ in METRIC.findall(page.read_text())}
-    assert names <= SAMPLES.keys()
-    assert set(RECORDED.findall(page.read_text())) <= records()
+    wrong = []
+    for page in (*PAGES, ALERTS_PAGE):
+        text = page.read_text()
+        names = [metric for metric, _ in METRIC.findall(text) if metric not in LABELS_OF]
+        series = [each for each in RECORDED.findall(text) if each not in records()]
+        of_queries = [name for query in queries(page) for name in unknown(query)]
+        wrong += [f"{at(page, name)}: {name}" for name in (*names, *series, *of_queries)]
+    no_faults(wrong, remedy="Name what telemetry/names.py has, or rules.yaml records.")
 
 
 def test_every_alert_has_a_runbook() -> None:
@@ -246,46 +305,70 @@ def test_every_alert_has_a_runbook() -> None:
     assert [page.stem for page in PAGES] == NAMES
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_runbook_is_complete(page: Path) -> None:
-    """A runbook says what it is about, and has four parts, a query and a panel that exists."""
+def incomplete(page: Path) -> Iterator[str]:
     text = page.read_text()
-    assert text.startswith(f"# {page.stem}\n")
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == HEADINGS
+    if not text.startswith(f"# {page.stem}\n"):
+        yield "does not begin with the alert's name"
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    if headings != HEADINGS:
+        yield f"has the parts {headings}, not {HEADINGS}"
+        return
     diagnosis = text.split("## Diagnosis")[1].split("## Mitigation")[0]
-    assert PROMQL.search(diagnosis)
-    titles = {board["title"]: panels(board) for board in boards().values()}
+    if not PROMQL.search(diagnosis):
+        yield "has no query under Diagnosis"
     named = PANEL.findall(diagnosis)
-    assert named
+    if not named:
+        yield "names no panel under Diagnosis"
+    titles = {board["title"]: panels(board) for board in boards().values()}
     for panel, board in named:
-        assert panel in titles[board]
+        if panel not in titles.get(board, ()):
+            yield f"names the panel {panel!r} of {board!r}, which is not there"
 
 
-@pytest.mark.parametrize("page", [RUNBOOKS / "README.md", ALERTS_PAGE], ids=["runbooks", "alerts"])
-def test_the_indexes_are_complete(page: Path) -> None:
-    """The runbooks' index and the page on alerts list every alert once, with its severity."""
-    listed = re.findall(r"^\| [`\[](\w+)[`\]]\S* \| (\w+)", page.read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(
-        (name, alert["labels"]["severity"]) for name, alert in alerts().items()
+def test_a_runbook_is_complete() -> None:
+    """A runbook says what it is about, and has four parts, a query and a panel that exists."""
+    no_faults(
+        (f"{at(page)} {fault}" for page in PAGES for fault in incomplete(page)),
+        remedy="Make the runbook like its neighbours.",
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_alert_is_tested_both_ways(name: str) -> None:
+def test_the_indexes_are_complete() -> None:
+    """The runbooks' index and the page on alerts list every alert once, with its severity."""
+    real = [f"{name} | {alert['labels']['severity']}" for name, alert in alerts().items()]
+    row = re.compile(r"^\| [`\[](\w+)[`\]]\S* \| (\w+)", re.MULTILINE)
+    wrong: list[str] = []
+    for page in (RUNBOOKS / "README.md", ALERTS_PAGE):
+        listed = [" | ".join(found) for found in row.findall(page.read_text())]
+        wrong += differences(page, listed, real, kind="alert")
+    no_faults(wrong, remedy="Give each alert one row, with the severity of rules.yaml.")
+
+
+def untested(name: str, tests: list[Any]) -> Iterator[str]:
+    fires = [test["exp_alerts"] for test in tests if test["exp_alerts"]]
+    if not fires:
+        yield "is tested nowhere where it fires"
+    if len(fires) == len(tests):
+        yield "is tested nowhere where it must not fire"
+    for [alert] in fires:
+        labels = alert["exp_labels"]
+        if not labels.items() >= alerts()[name]["labels"].items() or len(labels) < 2:
+            yield f"is tested with the labels {labels}"
+        if alert["exp_annotations"].keys() != ANNOTATIONS:
+            yield f"is tested with the annotations {[*alert['exp_annotations']]}"
+
+
+def test_every_alert_is_tested_both_ways() -> None:
     """Promtool tests each alert where it fires, with labels and texts, and where it must not."""
-    fires: list[Any] = []
-    silent: list[Any] = []
+    tests: dict[str, list[Any]] = {name: [] for name in NAMES}
     for path in PROMTOOL_TESTS:
         for case in yaml.safe_load(path.read_text())["tests"]:
             for test in case["alert_rule_test"]:
-                if test["alertname"] == name:
-                    (fires if test["exp_alerts"] else silent).append(test["exp_alerts"])
-    assert fires
-    assert silent
-    for [alert] in fires:
-        assert alert["exp_labels"].items() >= alerts()[name]["labels"].items()
-        assert len(alert["exp_labels"]) > 1
-        assert alert["exp_annotations"].keys() == ANNOTATIONS
+                tests[test["alertname"]].append(test)
+    no_faults(
+        (f"{at_rule(name)} {fault}" for name in NAMES for fault in untested(name, tests[name])),
+        remedy="Add the case to dashboards/prometheus/tests/.",
+    )
 
 
 def test_promtool_tests_load_the_rules() -> None:

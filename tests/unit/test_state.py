@@ -1,4 +1,4 @@
-"""The ledger in the graph state: merging, reading, charging and taking back."""
+"""The counts in the graph state: merging, reading, charging and taking back."""
 
 import json
 from collections import Counter
@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota.engine import Used
 from langchain_quota.state import (
     LEDGER,
     NEW_RUN,
     Abandoned,
     Batch,
+    Charges,
     Ledger,
     ToolCounts,
-    batch_of,
     latest,
     ledger,
     merge_ledgers,
@@ -25,6 +24,8 @@ from langchain_quota.state import (
     thread_model,
     thread_tools,
 )
+
+CHARGES: Charges = {"a": {"search": {"Quota": {"tool:search": 1}}}}
 
 
 def counts_of_a_full_batch() -> ToolCounts:
@@ -35,14 +36,16 @@ def counts_of_a_full_batch() -> ToolCounts:
 
 
 def test_merging_replaces_what_is_written() -> None:
-    """Fields that a hook writes replace the old ones, all others stay."""
-    old = Ledger(run_tools={"search": 1}, run_model=2, model_counted=True)
-    assert merge_ledgers(old, Ledger(run_tools={"calc": 1})) == {
+    """Fields that a hook writes replace the old ones, with `None` too; all others stay."""
+    batch = Batch(message="m", charges={}, passed=[])
+    old = Ledger(run_tools={"search": 1}, run_model=2, batch=batch)
+    before = dict(old)
+    assert merge_ledgers(old, Ledger(run_tools={"calc": 1}, batch=None)) == {
         "run_tools": {"calc": 1},
         "run_model": 2,
-        "model_counted": True,
+        "batch": None,
     }
-    assert old == {"run_tools": {"search": 1}, "run_model": 2, "model_counted": True}
+    assert old == before
 
 
 def test_two_writers_of_one_step_are_merged() -> None:
@@ -55,28 +58,21 @@ def test_two_writers_of_one_step_are_merged() -> None:
     assert either.get("run_model") == 1
 
 
-def test_a_field_can_be_cleared() -> None:
-    """A field set to None is None afterwards, not left as it was."""
-    batch = Batch(message="m", charges={}, passed=[])
-    assert merge_ledgers(Ledger(batch=batch), Ledger(batch=None))["batch"] is None
-
-
-def test_latest_keeps_the_newest() -> None:
-    """Of two equal-minded writers of a count the last one stands."""
+def test_the_last_writer_of_a_count_stands() -> None:
+    """Several middlewares may write a model count in one superstep."""
     assert latest(3, 4) == 4
 
 
 def test_a_new_run_has_a_new_budget() -> None:
-    """What a run begins with clears every count of the run before."""
+    """What a run begins with clears all of the run before but what a store has to take back."""
     used = Ledger(
         run_tools={"search": 3},
         run_model=2,
         model_counted=True,
         refusals={"Quota": {"tool:search": 4}},
         final="That was all.",
-        batch=Batch(
-            message="m", charges={"a": {"search": {"Quota": {"tool:search": 1}}}}, passed=[]
-        ),
+        batch=Batch(message="m", charges=CHARGES, passed=[]),
+        pending_refunds={"earlier": {"user": 2}},
     )
     state = {LEDGER: merge_ledgers(used, NEW_RUN)}
     assert run_tools(state) == {}
@@ -85,32 +81,26 @@ def test_a_new_run_has_a_new_budget() -> None:
     assert not ledger(state)["model_counted"]
     assert not ledger(state)["final"]
     assert ledger(state)["refusals"] == {}
+    assert ToolCounts.of(state, "another").pending_refunds == {"earlier": {"user": 2}}
 
 
-@pytest.mark.parametrize("empty", [{}, {LEDGER: None}])
-def test_langchains_mirror_is_read_where_ours_is_missing(empty: dict[str, Any]) -> None:
-    """A thread begun under LangChain's limiter goes on with its counts."""
-    state = {**empty, "run_tool_call_count": {"search": 2}, "run_model_call_count": 3}
-    assert run_tools(state) == {"search": 2}
-    assert run_model(state) == 3
-
-
-def test_ours_goes_before_the_mirror() -> None:
-    """The mirror includes refused calls; where ours is there, even at 0, it is what counts."""
-    state = {
-        LEDGER: Ledger(run_tools={}, run_model=0),
-        "run_tool_call_count": {"search": 5},
-        "run_model_call_count": 5,
-    }
-    assert run_tools(state) == {}
-    assert run_model(state) == 0
-
-
-def test_each_mirror_is_read_on_its_own() -> None:
-    """A ledger that has only the model's count does not hide the mirror of the tools."""
-    state = {LEDGER: Ledger(run_model=1), "run_tool_call_count": {"search": 2}}
-    assert run_tools(state) == {"search": 2}
-    assert run_model(state) == 1
+@pytest.mark.parametrize(
+    ("known", "tools", "model"),
+    [
+        ({}, {"search": 2}, 3),
+        ({LEDGER: None}, {"search": 2}, 3),
+        ({LEDGER: Ledger(run_model=1)}, {"search": 2}, 1),
+        ({LEDGER: Ledger(run_tools={})}, {}, 3),
+        ({LEDGER: Ledger(run_tools={}, run_model=0)}, {}, 0),
+    ],
+)
+def test_a_runs_count_is_langchains_where_ours_is_missing(
+    known: dict[str, Any], tools: dict[str, int], model: int
+) -> None:
+    """A run begun under LangChain's limiter goes on; where ours is there, even at 0, it holds."""
+    state = {**known, "run_tool_call_count": {"search": 2}, "run_model_call_count": 3}
+    assert run_tools(state) == tools
+    assert run_model(state) == model
 
 
 @pytest.mark.parametrize(
@@ -121,53 +111,20 @@ def test_a_thread_without_counts_has_used_nothing(state: dict[str, Any]) -> None
     assert thread_tools(state) == {}
     assert thread_model(state) == 0
     assert ledger(state) == {}
-    assert ToolCounts.of(state, "m").used("search", []) == Used(0, 0)
+    assert ToolCounts.of(state, "m").used("search", []) == (0, 0)
 
 
-def test_reading_copies() -> None:
-    """What a hook changes in its counts does not change the state that it was given."""
-    state = {
-        "thread_tool_call_count": {"search": 1},
-        LEDGER: Ledger(
-            run_tools={"search": 1},
-            batch=Batch(
-                message="m", charges={"a": {"search": {"Quota": {"tool:search": 1}}}}, passed=[]
-            ),
-        ),
-    }
-    before = json.dumps(state)
-    counts = ToolCounts.of(state, "m")
-    counts.charge("a", "search", ("Quota", "other"), 5)
-    counts.charge("b", "calc", ("Quota", "tool:calc"), 1)
-    counts.take_back("a")
-    assert json.dumps(state) == before
-
-
-def test_charges_belong_to_one_message() -> None:
-    """The charges of a batch are read for its AIMessage only."""
-    charges = {"a": {"search": {"Quota": {"tool:search": 1}}}}
-    state = {LEDGER: Ledger(batch=Batch(message="m", charges=charges, passed=["Quota"]))}
-    assert ToolCounts.of(state, "m").charges == charges
-    assert ToolCounts.of(state, "other").charges == {}
-    assert ToolCounts.of(state, None).charges == {}
-
-
-def test_a_batch_is_known_by_its_message() -> None:
-    """What is known of a batch, and who has let it pass, is read for its message only."""
-    batch = Batch(message="m", charges={}, passed=["Quota"])
+@pytest.mark.parametrize(
+    ("message", "asked", "known"),
+    [("m", "m", True), ("m", "other", False), ("m", None, False), ("", None, False)],
+)
+def test_a_batch_is_known_by_its_message(message: str, asked: str | None, *, known: bool) -> None:
+    """Charges, and who has let them pass, are read for one AIMessage only, and it has an id."""
+    batch = Batch(message=message, charges=CHARGES, passed=["Quota"])
     state = {LEDGER: Ledger(batch=batch)}
-    assert batch_of(state, "m") == batch
-    assert batch_of(state, "other") is None
-    assert batch_of(state, None) is None
-    assert batch_of({LEDGER: NEW_RUN}, "m") is None
-    assert batch_of({}, "m") is None
-
-
-def test_messages_without_an_id_share_no_charges() -> None:
-    """A batch of a message without an id is not taken for that of another one."""
-    batch = Batch(message="", charges={"a": {"search": {"Quota": {"tool:search": 1}}}}, passed=[])
-    assert ToolCounts.of({LEDGER: Ledger(batch=batch)}, None).charges == {}
-    assert batch_of({LEDGER: Ledger(batch=batch)}, None) is None
+    counts = ToolCounts.of(state, asked)
+    assert counts.passed == (["Quota"] if known else [])
+    assert counts.charges == (CHARGES if known else {})
 
 
 def test_a_charge_counts_in_thread_and_run() -> None:
@@ -177,70 +134,43 @@ def test_a_charge_counts_in_thread_and_run() -> None:
     assert counts.run == {"search": 2, "__all__": 1}
 
 
-def test_two_limits_on_one_counter_count_a_call_once() -> None:
-    """Two stacked limiters of one tool charge the call to both limits and count it once."""
+def test_a_counter_counts_a_call_once() -> None:
+    """Whichever limits charge it, of one middleware or two, under one name or two, and again."""
     counts = ToolCounts({}, {}, {})
-    counts.charge("a", "search", ("Quota", "soft"), 1)
-    counts.charge("a", "search", ("Quota", "hard"), 1)
-    assert counts.thread == {"search": 1}
-    assert counts.charges == {"a": {"search": {"Quota": {"soft": 1, "hard": 1}}}}
-    assert counts.take_back("a") == [("soft", 1), ("hard", 1)]
-    assert counts.thread == {"search": 0}
-    assert counts.run == {"search": 0}
+    for limit in [("Quota", "soft"), ("Quota", "hard"), ("Other", "hard"), ("Quota", "soft")]:
+        counts.charge("a", "search", limit, 1)
+    assert counts.thread == counts.run == {"search": 1}
+    assert counts.charges == {
+        "a": {"search": {"Quota": {"soft": 1, "hard": 1}, "Other": {"hard": 1}}}
+    }
+    assert counts.take_back("a") == [("soft", 1), ("hard", 1), ("hard", 1)]
+    assert counts.thread == counts.run == {"search": 0}
 
 
-def test_limits_of_one_name_are_told_apart_by_their_middlewares() -> None:
-    """Two middlewares whose limits have one name each have their charge, and their refund."""
-    counts = ToolCounts({}, {}, {})
-    counts.charge("a", "search", ("Quota", "tool:search"), 1)
-    counts.charge("a", "search", ("Other", "tool:search"), 1)
-    assert counts.thread == {"search": 1}
-    assert counts.take_back("a") == [("tool:search", 1), ("tool:search", 1)]
-    assert counts.thread == {"search": 0}
-
-
-def test_charging_again_charges_once() -> None:
-    """A re-run hook that charges the same call to the same limit changes nothing."""
-    counts = ToolCounts({}, {}, {})
-    counts.charge("a", "search", ("Quota", "tool:search"), 2)
-    counts.charge("a", "search", ("Quota", "tool:search"), 2)
-    assert counts.thread == {"search": 2}
-
-
-def test_taking_back_undoes_every_charge_of_a_call() -> None:
-    """A refund covers all limits and counters of the call, and is told by limit."""
+def test_taking_back_undoes_every_charge_of_a_call_once() -> None:
+    """A refund covers all limits and counters of the call; a call without charges has none."""
     counts = counts_of_a_full_batch()
     assert counts.take_back("a") == [("tool:search", 1), ("tool:*", 1)]
+    assert counts.take_back("a") == counts.take_back("never charged") == []
     assert counts.thread == {"search": 2, "__all__": 0}
     assert counts.run == {"search": 1, "__all__": 0}
     assert counts.charges == {}
 
 
-def test_taking_back_twice_takes_back_once() -> None:
-    """A call without charges, or one refunded already, is refunded nothing."""
-    counts = counts_of_a_full_batch()
-    counts.take_back("a")
-    assert counts.take_back("a") == []
-    assert counts.take_back("never charged") == []
-    assert counts.thread == {"search": 2, "__all__": 0}
-
-
 def test_used_leaves_out_the_calls_that_are_judged() -> None:
     """A call charged by another limiter of its tool does not stand in its own way."""
     counts = counts_of_a_full_batch()
-    assert counts.used("search", ["a"]) == Used(2, 1)
-    assert counts.used("search", ["b"]) == Used(3, 2)
-    assert counts.used("search", ["a", "a"]) == Used(2, 1)
-    assert counts.used("calc", ["a"]) == Used(0, 0)
+    assert counts.used("search", ["a"]) == (2, 1)
+    assert counts.used("search", ["b"]) == (3, 2)
+    assert counts.used("calc", ["a"]) == (0, 0)
 
 
 def test_counts_that_were_reset_stay_at_0() -> None:
     """After counts are reset from outside, refunds and reads of old charges go no lower than 0."""
     counts = ToolCounts({}, {}, {"a": {"search": {"Quota": {"tool:search": 1}}}})
-    assert counts.used("search", ["a"]) == Used(0, 0)
+    assert counts.used("search", ["a"]) == (0, 0)
     counts.take_back("a")
-    assert counts.thread == {"search": 0}
-    assert counts.run == {"search": 0}
+    assert counts.thread == counts.run == {"search": 0}
 
 
 OPERATIONS = st.lists(
@@ -265,10 +195,10 @@ def test_counts_equal_what_is_charged(operations: list[tuple[str, tuple[str, str
             counts.charge(call_id, counter, ("Quota", limit), 1)
             charged.setdefault(call_id, set()).add(counter)
     expected = Counter(counter for counters in charged.values() for counter in counters)
-    for counter in ("search", "__all__"):
-        start = Used(4, 2) if counter == "search" else Used(0, 0)
-        assert counts.used(counter, []) == start.plus(expected[counter])
-        assert counts.used(counter, charged) == start
+    for counter, thread, run in (("search", 4, 2), ("__all__", 0, 0)):
+        now = expected[counter]
+        assert counts.used(counter, []) == (thread + now, run + now)
+        assert counts.used(counter, charged) == (thread, run)
 
 
 def test_the_ledger_is_plain_json() -> None:
@@ -286,9 +216,9 @@ def test_the_ledger_is_plain_json() -> None:
             message="m",
             charges=counts.charges,
             passed=["Quota"],
-            reserved={"a": {"QuotaMiddleware": {"search:user_id:ann": 1}}},
+            acquired={"a": {"QuotaMiddleware": {"search:user_id:ann": 1}}},
         ),
-        owed={"refund": {"search:user_id:ann": 1}},
+        pending_refunds={"refund": {"search:user_id:ann": 1}},
         abandoned=Abandoned(
             calls=[["search", "a", "search"]],
             charges=counts.charges,
@@ -299,91 +229,68 @@ def test_the_ledger_is_plain_json() -> None:
         assert json.loads(json.dumps(value)) == value
 
 
-def reserved_counts() -> ToolCounts:
-    """Two calls, one that two middlewares have had a store charge, and something owed."""
+def acquired_counts() -> ToolCounts:
+    """Two calls, one that two middlewares had a store charge, and a refund that waits."""
     return ToolCounts(
         {"search": 2},
         {"search": 2},
         {call_id: {"search": {"Quota": {"tool:search": 1}}} for call_id in ("a", "b")},
         {
-            "a": {"Quota": {"user": 1, "all": 1}, "Other": {"tenant": 1}},
+            "a": {"Quota": {"user": 1, "all": 1}, "Other": {"user": 1, "tenant": 1}},
             "b": {"Quota": {"user": 1}},
         },
         {"earlier": {"user": 2}},
     )
 
 
-def test_what_a_store_charged_is_owed_when_it_is_taken_back() -> None:
-    """A refunded call's charges in the store wait to be taken back, each under a new name."""
-    counts = reserved_counts()
+def test_a_store_is_to_take_back_what_it_charged() -> None:
+    """A call's charges in the store wait for their refund once, each under a new name."""
+    counts = acquired_counts()
     counts.take_back("a")
-    assert counts.reserved == {"b": {"Quota": {"user": 1}}}
-    assert counts.owed.pop("earlier") == {"user": 2}
-    assert sorted(counts.owed.values(), key=str) == [{"tenant": 1}, {"user": 1, "all": 1}]
-
-
-def test_what_is_owed_once_is_not_owed_twice() -> None:
-    """A call that was taken back, or that no store charged, adds nothing to what is owed."""
-    counts = reserved_counts()
-    counts.take_back("a")
-    owed = dict(counts.owed)
+    assert counts.acquired == {"b": {"Quota": {"user": 1}}}
+    counts.take_back("b")
+    before = dict(counts.pending_refunds)
     counts.take_back("a")
     counts.take_back("never charged")
-    assert counts.owed == owed
+    assert counts.pending_refunds == before
+    assert before.pop("earlier") == {"user": 2}
+    assert list(before.values()) == [
+        {"user": 1, "all": 1},
+        {"user": 1, "tenant": 1},
+        {"user": 1},
+    ]
 
 
-def test_two_refunds_have_names_of_their_own() -> None:
-    """A store makes each correction once by its name: two calls' refunds are two."""
-    counts = reserved_counts()
-    counts.take_back("a")
-    counts.take_back("b")
-    assert len(counts.owed) == 4
-
-
-def test_a_call_that_is_judged_again_is_reserved_anew() -> None:
-    """Its middleware's old charge is forgotten, and returned to be taken back; others' stay."""
-    counts = reserved_counts()
-    assert counts.renew("a", "Quota", {"user", "all"}) == {"user": 1, "all": 1}
-    assert counts.reserved["a"] == {"Other": {"tenant": 1}}
+def test_a_call_that_is_judged_again_is_charged_anew() -> None:
+    """Its old charge is forgotten and returned; others keep what is not under the same keys."""
+    counts = acquired_counts()
+    assert counts.renew("a", "Quota", {"user", "all"}) == {"user": 2, "all": 1}
+    assert counts.acquired["a"] == {"Other": {"tenant": 1}}
     assert counts.renew("a", "Quota", {"user", "all"}) == {}
-    assert counts.owed == {"earlier": {"user": 2}}
+    assert counts.renew("never charged", "Quota", {"user"}) == {}
+    assert counts.pending_refunds == {"earlier": {"user": 2}}
 
 
-def test_a_key_counts_a_call_once() -> None:
-    """What another middleware charged to the same key is renewed with it, the rest of it stays."""
-    counts = ToolCounts(
-        {}, {}, {}, {"a": {"Quota": {"user": 1}, "Other": {"user": 1, "tenant": 1}}}
-    )
-    assert counts.renew("a", "Third", {"user"}) == {"user": 2}
-    assert counts.reserved["a"]["Other"] == {"tenant": 1}
-
-
-def test_renewing_what_nobody_reserved() -> None:
-    """A call that no store has charged has nothing to take back."""
-    counts = ToolCounts({}, {}, {})
-    assert counts.renew("a", "Quota", {"user"}) == {}
-
-
-def test_reading_copies_what_a_store_charged() -> None:
-    """What a hook renews or takes back does not change the state that it was given."""
+def test_reading_copies() -> None:
+    """What a hook changes in its counts does not change the state that it was given."""
     batch = Batch(
         message="m",
-        charges={"a": {"search": {"Quota": {"tool:search": 1}}}},
+        charges=CHARGES,
         passed=[],
-        reserved={"a": {"Quota": {"user": 1}, "Other": {"user": 1}}},
+        acquired={"a": {"Quota": {"user": 1}, "Other": {"user": 1}}},
     )
-    state = {LEDGER: Ledger(batch=batch, owed={"earlier": {"user": 2}})}
+    refunds = {"earlier": {"user": 2}}
+    state = {
+        "thread_tool_call_count": {"search": 1},
+        LEDGER: Ledger(run_tools={"search": 1}, batch=batch, pending_refunds=refunds),
+    }
     before = json.dumps(state)
     counts = ToolCounts.of(state, "m")
-    assert counts.reserved == batch["reserved"]
-    assert counts.owed == {"earlier": {"user": 2}}
+    assert counts.acquired == batch["acquired"]
+    assert counts.pending_refunds == refunds
+    counts.charge("a", "search", ("Quota", "other"), 5)
+    counts.charge("b", "calc", ("Quota", "tool:calc"), 1)
     counts.renew("a", "Quota", {"user"})
     counts.take_back("a")
-    counts.owed.clear()
+    counts.pending_refunds.clear()
     assert json.dumps(state) == before
-
-
-def test_what_is_owed_outlives_the_batch() -> None:
-    """A refund that a store has not made yet is read with whatever batch is judged next."""
-    state = {LEDGER: merge_ledgers(Ledger(owed={"earlier": {"user": 2}}), NEW_RUN)}
-    assert ToolCounts.of(state, "another").owed == {"earlier": {"user": 2}}

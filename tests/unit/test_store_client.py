@@ -1,62 +1,72 @@
-"""A store as the hooks ask it: its failures are seen, and its corrections not lost."""
+"""A store as the hooks ask it: its failures are seen, and its corrections are not lost."""
 
 import asyncio
 import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
-from langchain_quota import KeyUse, MemoryStore, QuotaStore, QuotaStoreError
-from langchain_quota.middleware import store_client
-from langchain_quota.middleware.store_client import StoreClient
-from langchain_quota.reservation import Cap, Grant, Reservation, Settlement, Slot
+from langchain_quota import MemoryStore, QuotaStoreError, QuotaUsage
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, admit
+from langchain_quota.middleware import _store as store_client
+from langchain_quota.middleware._calls import Request
+from langchain_quota.middleware._store import StoreClient
+from langchain_quota.resolved import Outage
+from langchain_quota.state import Amounts
+from langchain_quota.stores import Occupancy
 from tests.conftest import Signals
+from tests.judged import KEY, request_of
 
 Mode = Literal["sync", "async"]
 modes = pytest.mark.parametrize("mode", ["sync", "async"])
 
-KEY = "search:user_id:ann"
+THREAD = "search/thread"
 KEYS = "langchain_quota_store_keys"
 MAX_KEYS = "langchain_quota_store_max_keys"
 DOWN = QuotaStoreError("refused")
 
 
-class FickleStore:
-    """A store that fails as it is told, having heard of what it is asked or not."""
+class RecordingStore:
+    """A store that fails when it should, by counts that the test sets; it keeps its requests."""
 
     def __init__(self) -> None:
-        self.kept = MemoryStore()
+        self.used: dict[str, int] = {}
+        self.asked: list[AcquireRequest] = []
         self.failing: BaseException | None = None
         self.hears = False
-        self.asked: list[Reservation] = []
         self.meanwhile: Callable[[], object] | None = None
 
-    def reserve(self, reservation: Reservation) -> Grant:
-        self.asked.append(reservation)
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        self.asked.append(request)
         if self.meanwhile is not None:
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
         if self.failing is None or self.hears:
-            grant = self.kept.reserve(reservation)
+            result = self.answer(request)
         self._fail()
-        return grant
+        return result
 
-    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    def answer(self, request: AcquireRequest) -> AcquireResult:
+        counters = request.counters.items()
+        used = {name: self.used.get(each.key or "", each.used) for name, each in counters}
+        return admit(request.hits, used, request.stops)
+
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         self._fail()
-        return self.kept.peek(keys)
+        found = [(key, self.used.get(key)) for key in keys]
+        return tuple(None if n is None else QuotaUsage(key, n, None, None) for key, n in found)
 
     def reset(self, keys: Sequence[str]) -> None:
         self._fail()
-        self.kept.reset(keys)
+        self.used |= dict.fromkeys(keys, 0)
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        return self.reserve(reservation)
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        return self.acquire(request)
 
-    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return self.peek(keys)
 
     async def areset(self, keys: Sequence[str]) -> None:
@@ -71,43 +81,80 @@ class FickleStore:
             raise self.failing
 
 
-class Asked:
-    """A client of a fickle store, asked in one of the two forms."""
+class LossyStore(RecordingStore):
+    """A store in memory that has heard what it is asked, or not, when it fails."""
 
-    def __init__(self, mode: Mode, signals: Signals) -> None:
+    def __init__(self, *, hears: bool) -> None:
+        super().__init__()
+        self.hears = hears
+        self.kept = MemoryStore()
+
+    def answer(self, request: AcquireRequest) -> AcquireResult:
+        return self.kept.acquire(request)
+
+    def reset(self, keys: Sequence[str]) -> None:
+        self._fail()
+        self.kept.reset(keys)
+
+
+class BoundedStore(RecordingStore):
+    """A store that says how full it is."""
+
+    def __init__(self, keys: int, droppable: int, max_keys: int) -> None:
+        super().__init__()
+        self.occupancy_now: Occupancy | None = Occupancy(keys, droppable, max_keys)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        if self.occupancy_now is None:
+            raise KeyError("nobody knows")
+        return self.occupancy_now
+
+
+class Asking:
+    """A client of a store, asked in one of the two forms."""
+
+    def __init__(
+        self,
+        signals: Signals,
+        mode: Mode = "sync",
+        store: RecordingStore | None = None,
+        outage: Outage = "allow",
+    ) -> None:
         self.mode = mode
-        self.store = FickleStore()
-        self.client = StoreClient(self.store, signals.telemetry)
-        self._number = 0
+        self.store = store or RecordingStore()
+        self.client = StoreClient(self.store, outage, signals.recorder)
 
-    def reservation(self, *, name: str | None = None, limit: int = 5, own: int = 0) -> Reservation:
-        """One call of Ann's; under a name of its own unless it is made again."""
-        self._number += 1
-        return Reservation(
-            id=name or f"step-{self._number}",
-            attempt=f"attempt-{self._number}",
-            slots=(Slot(KEY, own, caps=(Cap("ann", limit),)),),
-            charges=({0: 1},),
-        )
-
-    async def reserve(self, reservation: Reservation | None = None) -> Grant | None:
-        asked = self.reservation() if reservation is None else reservation
+    async def acquire(self, request: Request | None = None) -> AcquireResult:
+        request = request or request_of()
         if self.mode == "sync":
-            return self.client.reserve(asked)
-        return await self.client.areserve(asked)
+            return self.client.acquire(request)
+        return await self.client.aacquire(request)
 
     async def peek(self, *keys: str) -> dict[str, int] | None:
         if self.mode == "sync":
             return self.client.peek(keys)
         return await self.client.apeek(keys)
 
-    def used(self) -> int:
-        (use,) = self.store.kept.peek([KEY])
-        return 0 if use is None else use.used
+    async def reset(self, *keys: str) -> None:
+        if self.mode == "sync":
+            self.client.reset(keys)
+        else:
+            await self.client.areset(keys)
 
-    def settlements(self) -> tuple[Settlement, ...]:
-        """The corrections that the last reservation took along."""
-        return self.store.asked[-1].settlements
+    def lose(self, request: Request | None = None) -> AcquireRequest:
+        """A request that the store does not answer; what it was asked."""
+        request = request or request_of()
+        self.store.failing = DOWN
+        self.client.acquire(request)
+        self.store.failing = None
+        self.store.asked.clear()
+        assert request.sent is not None
+        return request.sent
+
+    def carried(self) -> list[list[str]]:
+        """The corrections that each request to the store took along."""
+        return [[each.id for each in one.compensations] for one in self.store.asked]
 
 
 def seconds(signals: Signals, operation: str, outcome: str) -> float | None:
@@ -123,23 +170,29 @@ def failures(signals: Signals, error_type: str = "QuotaStoreError") -> float | N
 
 @modes
 async def test_the_stores_answer(mode: Mode, signals: Signals) -> None:
-    """A grant is handed on as it is, and its time is taken."""
-    asked = Asked(mode, signals)
-    assert await asked.reserve() == Grant((0,), (True,))
-    assert await asked.reserve(asked.reservation(limit=1)) == Grant((1,), (False,))
-    assert asked.settlements() == ()
-    assert seconds(signals, "reserve", "ok") == 2
+    """It is handed on as it is, and its time is taken."""
+    asking = Asking(signals, mode)
+    asking.store.used[KEY] = 4
+    admitted, refused = request_of(), request_of(most=4)
+    assert (await asking.acquire(admitted)).admitted == (True,)
+    result = await asking.acquire(refused)
+    assert (result.used[THREAD], result.admitted) == (4, (False,))
+    assert admitted.answered
+    assert refused.answered
+    assert asking.store.asked == [admitted.sent, refused.sent]
+    assert seconds(signals, "acquire", "ok") == 2
 
 
 @modes
 async def test_what_is_kept(mode: Mode, signals: Signals) -> None:
-    """A peek tells the counts that there are; without a key nobody is asked."""
-    asked = Asked(mode, signals)
-    await asked.reserve()
-    assert await asked.peek(KEY, "search:user_id:bob") == {KEY: 1}
-    assert seconds(signals, "peek", "ok") == 1
-    assert await asked.peek() == {}
-    assert seconds(signals, "peek", "ok") == 1
+    """A peek gives the counts that there are, a reset sets them to 0; no key, no request."""
+    asking = Asking(signals, mode)
+    asking.store.used[KEY] = 3
+    assert await asking.peek(KEY, "another") == {KEY: 3}
+    await asking.reset(KEY)
+    assert await asking.peek(KEY) == {KEY: 0}
+    assert await asking.peek() == {}
+    assert (seconds(signals, "peek", "ok"), seconds(signals, "reset", "ok")) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -148,380 +201,341 @@ async def test_what_is_kept(mode: Mode, signals: Signals) -> None:
         (QuotaStoreError("refused"), "error"),
         (QuotaStoreError("no answer", timed_out=True), "timeout"),
         (TimeoutError(), "timeout"),
-        (ConnectionError("reset"), "error"),
         (ZeroDivisionError(), "error"),
     ],
     ids=repr,
 )
 @modes
-async def test_a_store_that_fails_gives_no_answer(
+async def test_a_store_that_fails(
     mode: Mode, error: Exception, outcome: str, signals: Signals
 ) -> None:
-    """Whatever it raises, the caller is told that there is none, and it is timed and counted."""
-    asked = Asked(mode, signals)
-    asked.store.failing = error
-    assert await asked.reserve() is None
-    assert await asked.peek(KEY) is None
-    assert seconds(signals, "reserve", outcome) == 1
-    assert seconds(signals, "peek", outcome) == 1
+    """Whatever it raises, calls are judged without it; it is timed and counted. A reset raises."""
+    asking = Asking(signals, mode)
+    asking.store.failing = error
+    request = request_of()
+    assert (await asking.acquire(request)).admitted == (True,)
+    assert not request.answered
+    assert await asking.peek(KEY) is None
     assert failures(signals, type(error).__name__) == 2
+    with pytest.raises(type(error)):
+        await asking.reset(KEY)
+    for operation in ("acquire", "peek", "reset"):
+        assert seconds(signals, operation, outcome) == 1
 
 
-@modes
-async def test_an_outage_is_logged_once(
-    mode: Mode, signals: Signals, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_outage_is_logged_once(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
     """Its first failure and its end are logged, each failure is counted, and so the next outage."""
-    asked = Asked(mode, signals)
-    told = []
-    for _ in range(2):
-        asked.store.failing = DOWN
+    asking = Asking(signals)
+    for number in (1, 2):
+        asking.store.failing = DOWN
         for _ in range(3):
-            await asked.reserve()
-        asked.store.failing = None
+            await asking.acquire()
+        asking.store.failing = None
         for _ in range(3):
-            await asked.reserve()
-        told.append([record.levelno for record in caplog.records])
+            await asking.acquire()
+        assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
+        assert failures(signals) == 3 * number
         caplog.clear()
-    assert told == [[logging.ERROR, logging.WARNING]] * 2
-    assert failures(signals) == 6
 
 
-@modes
-async def test_a_misused_store_is_not_down(mode: Mode, signals: Signals) -> None:
+async def test_a_misused_store_is_not_down(signals: Signals) -> None:
     """A TypeError is the programmer's: it reaches the caller, and is no outage."""
-    asked = Asked(mode, signals)
-    asked.store.failing = TypeError("a client of redis.asyncio serves no sync calls")
+    asking = Asking(signals)
+    asking.store.failing = TypeError("a client of redis.asyncio serves no sync calls")
     with pytest.raises(TypeError, match="serves no sync calls"):
-        await asked.reserve()
+        await asking.acquire()
     with pytest.raises(TypeError, match="serves no sync calls"):
-        await asked.peek(KEY)
+        await asking.peek(KEY)
     assert not failures(signals, "TypeError")
 
 
-@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize(
+    ("outage", "arguments", "admitted", "ran"),
+    [
+        ("allow", {}, (True,), {KEY: 1}),
+        ("allow", {"calls": 2}, (True, True), {KEY: 2}),
+        ("allow", {"own": 7, "most": 7}, (False,), {}),
+        ("allow", {"calls": 2, "most": 1, "exit_behavior": "end"}, (True, False), {}),
+        ("deny", {}, (False,), {}),
+        ("deny", {"enforce": False}, (True,), {KEY: 1}),
+    ],
+    ids=["one", "two", "used up", "stopped", "denied", "denied on trial"],
+)
 @modes
-async def test_a_denied_call_is_charged_nowhere(
+async def test_an_outage(
     mode: Mode,
-    heard: bool,  # noqa: FBT001 - a parameter of the test
     signals: Signals,
+    *,
+    outage: Outage,
+    arguments: Any,
+    admitted: tuple[bool, ...],
+    ran: Amounts,
 ) -> None:
-    """What the store may have charged for a call that did not run is undone when it is back."""
-    asked = Asked(mode, signals)
-    asked.store.failing, asked.store.hears = DOWN, heard
-    lost = asked.reservation()
-    assert await asked.reserve(lost) is None
-    asked.client.settle_later(lost)
-    assert asked.used() == heard
-    asked.store.failing = None
-    assert await asked.reserve() == Grant((0,), (True,))
-    assert asked.used() == 1
-
-
-@pytest.mark.parametrize("heard", [False, True])
-@modes
-async def test_what_ran_in_an_outage_is_told(
-    mode: Mode,
-    heard: bool,  # noqa: FBT001 - a parameter of the test
-    signals: Signals,
-) -> None:
-    """A call that was let through without the store is charged once when it is back."""
-    asked = Asked(mode, signals)
-    asked.store.failing, asked.store.hears = DOWN, heard
-    lost = asked.reservation()
-    assert await asked.reserve(lost) is None
-    asked.client.settle_later(lost, {KEY: 1})
-    asked.store.failing = None
-    assert await asked.reserve() == Grant((1,), (True,))
-    assert asked.used() == 2
-
-
-@modes
-async def test_what_arrives_late_is_refused(mode: Mode, signals: Signals) -> None:
-    """An attempt that was settled charges nothing if the network brings it afterwards."""
-    asked = Asked(mode, signals)
-    lost = asked.reservation()
-    asked.client.settle_later(lost)
-    await asked.reserve()
-    with pytest.raises(QuotaStoreError, match="settled before it arrived"):
-        asked.store.kept.reserve(lost)
-    assert asked.used() == 1
-
-
-@modes
-async def test_corrections_are_sent_until_they_arrive(mode: Mode, signals: Signals) -> None:
-    """They wait out an outage, travel with the first request that is answered, and not again."""
-    asked = Asked(mode, signals)
-    lost = asked.reservation()
-    asked.client.settle_later(lost, {KEY: 1})
-    asked.store.failing = DOWN
-    await asked.reserve()
-    assert [each.attempt for each in asked.settlements()] == [lost.attempt]
-    asked.store.failing = None
-    await asked.reserve()
-    assert [each.attempt for each in asked.settlements()] == [lost.attempt]
-    await asked.reserve()
-    assert asked.settlements() == ()
-
-
-@modes
-async def test_corrections_come_before_the_reservations_own(mode: Mode, signals: Signals) -> None:
-    """What ran is charged before what is to be taken back of it."""
-    asked = Asked(mode, signals)
-    asked.client.settle_later(asked.reservation(), {KEY: 1})
-    refund = Settlement("refund", {KEY: -1})
-    last = asked.reservation()
-    reservation = Reservation(
-        last.id, last.attempt, last.slots, last.charges, settlements=(refund,)
+    """Calls are judged without the store, which is then corrected by what has run."""
+    asking = Asking(signals, mode, outage=outage)
+    request = request_of(**arguments)
+    asking.store.breaks()
+    assert (await asking.acquire(request)).admitted == admitted
+    assert signals.value(
+        "langchain_quota_store_fallbacks_total", agent="unnamed", action=outage
+    ) == len(admitted)
+    asking.store.failing = None
+    await asking.acquire()
+    sent = request.sent
+    assert sent is not None
+    (correction,) = asking.store.asked[-1].compensations
+    assert correction == Compensation(
+        sent.attempt_id,
+        ran,
+        sent.attempt_id,
+        sent.idempotency_key,
+        {KEY: arguments.get("own", 0)},
     )
-    assert await asked.reserve(reservation) == Grant((0,), (True,))
-    assert asked.used() == 1
 
 
 @modes
-async def test_a_hook_that_runs_again_did_not_run_before(mode: Mode, signals: Signals) -> None:
-    """What its first run let through without the store never ran: only the second is charged."""
-    asked = Asked(mode, signals)
-    asked.store.failing = DOWN
-    first = asked.reservation(name="step")
-    await asked.reserve(first)
-    asked.client.settle_later(first, {KEY: 1})
-    asked.store.failing = None
-    assert await asked.reserve(asked.reservation(name="step")) == Grant((0,), (True,))
-    assert asked.used() == 1
+async def test_a_reset_holds_for_what_ran_in_an_outage(mode: Mode, signals: Signals) -> None:
+    """What waits to be counted is counted first: it does not come back after the reset."""
+    asking = Asking(signals, mode, LossyStore(hears=False))
+    asking.store.breaks()
+    for _ in range(7):
+        await asking.acquire()
+    asking.store.failing = None
+
+    await asking.reset(KEY)
+    await asking.acquire()
+
+    store = asking.store
+    assert isinstance(store, LossyStore)
+    (usage,) = store.kept.peek([KEY])
+    assert usage is not None
+    assert usage.used == 1
 
 
-@modes
-async def test_a_few_corrections_at_a_time(mode: Mode, signals: Signals) -> None:
+@pytest.mark.parametrize("hears", [False, True])
+@pytest.mark.parametrize(("outage", "used"), [("deny", 1), ("allow", 2)])
+async def test_a_call_of_an_outage_is_counted_once_if_it_ran(
+    outage: Outage,
+    used: int,
+    hears: bool,  # noqa: FBT001 - a parameter of the test
+    signals: Signals,
+) -> None:
+    """Whether or not the store had heard of it when it failed."""
+    store = LossyStore(hears=hears)
+    asking = Asking(signals, store=store, outage=outage)
+    asking.lose()
+    result = await asking.acquire()
+    assert result.used[THREAD] == used - 1
+    (kept,) = store.kept.peek([KEY])
+    assert kept is not None
+    assert kept.used == used
+
+
+async def test_corrections_are_sent_until_they_arrive(signals: Signals) -> None:
+    """They wait out an outage, travel with the first request that is answered, and not again."""
+    asking = Asking(signals)
+    lost = asking.lose()
+    asking.store.breaks()
+    await asking.acquire(failing := request_of())
+    asking.store.failing = None
+    await asking.acquire()
+    await asking.acquire()
+    assert failing.sent is not None
+    both = [lost.attempt_id, failing.sent.attempt_id]
+    assert asking.carried() == [[lost.attempt_id], both, []]
+
+
+async def test_corrections_come_before_the_requests_own(signals: Signals) -> None:
+    """What ran is charged before what is to be taken back of it."""
+    asking = Asking(signals)
+    lost = asking.lose()
+    await asking.acquire(request_of(refunds={"refund": {KEY: 1}}))
+    assert asking.carried() == [[lost.attempt_id, "refund"]]
+
+
+async def test_a_few_corrections_at_a_time(signals: Signals) -> None:
     """A long outage does not make the first request after it a huge one, and loses none."""
-    asked = Asked(mode, signals)
-    for _ in range(12):
-        asked.client.settle_later(asked.reservation(), {KEY: 1})
-    sent = []
+    asking = Asking(signals)
+    lost = [asking.lose().attempt_id for _ in range(12)]
     for _ in range(4):
-        await asked.reserve(asked.reservation(limit=1000))
-        sent.append(len(asked.settlements()))
-    assert sent == [5, 5, 2, 0]
-    assert asked.used() == 12 + 4
+        await asking.acquire()
+    assert asking.carried() == [lost[:5], lost[5:10], lost[10:], []]
 
 
-@modes
-async def test_one_request_at_a_time_carries_corrections(mode: Mode, signals: Signals) -> None:
+async def test_one_request_at_a_time_carries_corrections(signals: Signals) -> None:
     """While they are on their way others go without them, and afterwards with what is left."""
-    asked = Asked(mode, signals)
-    lost = [asked.reservation() for _ in range(6)]
-    for each in lost:
-        asked.client.settle_later(each)
-    asked.store.meanwhile = lambda: asked.client.reserve(asked.reservation())
-    await asked.reserve()
-    await asked.reserve()
-    sent = [[each.attempt for each in one.settlements] for one in asked.store.asked]
-    assert sent == [[each.attempt for each in lost[:5]], [], [lost[5].attempt]]
+    asking = Asking(signals)
+    lost = [asking.lose().attempt_id for _ in range(6)]
+    asking.store.meanwhile = lambda: asking.client.acquire(request_of())
+    await asking.acquire()
+    await asking.acquire()
+    assert asking.carried() == [lost[:5], [], lost[5:]]
 
 
-@modes
 @pytest.mark.parametrize("failing", [DOWN, asyncio.CancelledError()], ids=repr)
 async def test_the_next_request_carries_what_a_lost_one_did(
-    mode: Mode, failing: BaseException, signals: Signals
+    failing: BaseException, signals: Signals
 ) -> None:
     """A request that failed or was cancelled holds no corrections back."""
-    asked = Asked(mode, signals)
-    lost = asked.reservation()
-    asked.client.settle_later(lost, {KEY: 1})
-    asked.store.failing = failing
+    asking = Asking(signals)
+    lost = asking.lose()
+    asking.store.failing = failing
     with suppress(asyncio.CancelledError):
-        await asked.reserve()
-    asked.store.failing = None
-    await asked.reserve()
-    assert lost.attempt in [each.attempt for each in asked.settlements()]
-    assert asked.used() == 2
+        await asking.acquire()
+    asking.store.failing = None
+    await asking.acquire()
+    assert lost.attempt_id in asking.carried()[-1]
 
 
-@modes
-async def test_an_earlier_attempt_is_settled_first(mode: Mode, signals: Signals) -> None:
-    """A reservation that is made again takes the correction of its first attempt with it.
+async def test_a_step_that_runs_again_did_not_run_before(signals: Signals) -> None:
+    """The correction of its first attempt goes ahead of it, and charges nothing.
 
-    Even while another request carries it: else it would be answered as that attempt was, and
+    Even while another request carries it: else the step would be answered as that attempt was, and
     then lose its charge to the correction.
     """
-    asked = Asked(mode, signals)
-    asked.store.failing, asked.store.hears = DOWN, True
-    first = asked.reservation(name="step")
-    await asked.reserve(first)
-    asked.client.settle_later(first)
-    asked.store.failing = None
-    again: list[Grant | None] = []
-
-    def make_again() -> None:
-        again.append(asked.client.reserve(asked.reservation(name="step")))
-
-    asked.store.meanwhile = make_again
-    await asked.reserve()
-    assert again == [Grant((0,), (True,))]
-    assert asked.used() == 2
+    asking = Asking(signals)
+    lost = asking.lose(request_of(task="task"))
+    again = request_of(task="task")
+    asking.store.meanwhile = lambda: asking.client.acquire(again)
+    await asking.acquire()
+    assert asking.carried() == [[lost.attempt_id]] * 2
+    (correction,) = asking.store.asked[1].compensations
+    assert again.sent is not None
+    assert correction.idempotency_key == again.sent.idempotency_key
+    assert correction.amounts == {}
 
 
 @modes
 @pytest.mark.parametrize("breaks", [False, True])
-async def test_what_the_caller_has_counted_is_told_first(
+async def test_the_store_first_learns_what_the_caller_has_counted(
     mode: Mode,
     breaks: bool,  # noqa: FBT001 - a parameter of the test
     signals: Signals,
 ) -> None:
-    """All that ran of a thread in an outage is told, oldest first, before its next call is judged.
+    """All that ran of a thread in an outage goes, oldest first, ahead of the thread's next call.
 
     Else the call would be judged on less, or what is in the caller's own count counted twice.
     """
-    asked = Asked(mode, signals)
-    for own in range(12):
-        asked.client.settle_later(asked.reservation(own=own), {KEY: 1})
-    mine = asked.reservation(own=12, limit=13)
+    asking = Asking(signals, mode)
+    lost = [asking.lose(request_of(own=own)).attempt_id for own in range(12)]
+    expected = [lost[:5], lost[5:10], lost[10:]]
     if breaks:
-        # In the middle: what was told before is not told again.
-        asked.store.meanwhile = lambda: setattr(asked.store, "meanwhile", asked.store.breaks)
-        assert await asked.reserve(mine) is None
-        assert asked.used() == 5
-        asked.store.failing = None
-        asked.store.asked.clear()
-    assert await asked.reserve(mine) == Grant((12,), (True,))
-    assert [len(each.settlements) for each in asked.store.asked] == [5, 5, 2][breaks:]
-    assert asked.used() == 13
-
-
-@modes
-async def test_what_ran_is_told_before_it_is_taken_back(mode: Mode, signals: Signals) -> None:
-    """A refund takes along what is still to be told of its keys, also while others carry it."""
-    asked = Asked(mode, signals)
-    asked.client.settle_later(asked.reservation(), {KEY: 1})
-    last = asked.reservation()
-    refunding = replace(last, settlements=(Settlement("refund", {KEY: -1}),))
-    asked.store.meanwhile = lambda: asked.client.reserve(refunding)
-    await asked.reserve()
-    assert asked.used() == 2
-
-
-def test_corrections_are_bounded(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> None:
-    """Beyond so many the oldest is lost, and that is counted."""
-    monkeypatch.setattr(store_client, "MAX_UNSETTLED", 2)
-    asked = Asked("sync", signals)
-    reservations = [asked.reservation() for _ in range(3)]
-    for number, each in enumerate(reservations):
-        assert not failures(signals), number
-        asked.client.settle_later(each)
-    assert failures(signals) == 1
-    asked.client.reserve(asked.reservation())
-    assert [each.attempt for each in asked.settlements()] == [
-        each.attempt for each in reservations[1:]
+        # In the middle: what has arrived is not sent again.
+        asking.store.meanwhile = lambda: setattr(asking.store, "meanwhile", asking.store.breaks)
+        await asking.acquire(failed := request_of(own=12))
+        assert failed.sent is not None
+        assert asking.carried() == expected[:2]
+        asking.store.failing = None
+        asking.store.asked.clear()
+        expected = [lost[5:10], [*lost[10:], failed.sent.attempt_id]]
+    await asking.acquire(request_of(own=12))
+    assert asking.carried() == expected
+    assert [bool(each.hits) for each in asking.store.asked] == [
+        *[False] * (len(expected) - 1),
+        True,
     ]
 
 
-async def test_a_cancelled_reservation_is_undone(signals: Signals) -> None:
+async def test_the_store_first_learns_what_it_is_to_take_back(signals: Signals) -> None:
+    """A refund takes along what is still to be charged under its keys, also if others carry it."""
+    asking = Asking(signals)
+    lost = asking.lose()
+    refunding = request_of(refunds={"refund": {KEY: 1}})
+    asking.store.meanwhile = lambda: asking.client.acquire(refunding)
+    await asking.acquire()
+    assert asking.carried() == [[lost.attempt_id], [lost.attempt_id, "refund"]]
+
+
+async def test_corrections_are_bounded(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> None:
+    """Beyond so many the oldest is lost, and that is counted."""
+    monkeypatch.setattr(store_client, "MAX_PENDING", 2)
+    asking = Asking(signals)
+    lost = [asking.lose().attempt_id for _ in range(2)]
+    assert failures(signals) == 2
+    lost.append(asking.lose().attempt_id)
+    assert failures(signals) == 3 + 1
+    await asking.acquire()
+    assert asking.carried() == [lost[1:]]
+
+
+async def test_a_cancelled_request_is_undone(signals: Signals) -> None:
     """Whoever asks next takes back what a cancelled run has, or may yet have, charged."""
-    asked = Asked("async", signals)
-    asked.store.failing, asked.store.hears = asyncio.CancelledError(), True
-    lost = asked.reservation()
+    asking = Asking(signals, "async")
+    asking.store.failing = asyncio.CancelledError()
+    cancelled = request_of()
     with pytest.raises(asyncio.CancelledError):
-        await asked.reserve(lost)
-    assert asked.used() == 1
-    asked.store.failing = None
-    assert await asked.reserve() == Grant((0,), (True,))
+        await asking.acquire(cancelled)
+    asking.store.failing = None
+    await asking.acquire()
+    (correction,) = asking.store.asked[-1].compensations
+    assert cancelled.sent is not None
+    assert (correction.attempt_id, correction.amounts) == (cancelled.sent.attempt_id, {})
     # A cancellation is nobody's failure.
     assert not failures(signals, "CancelledError")
 
 
-async def test_a_cancelled_peek_owes_nothing(signals: Signals) -> None:
-    """Looking charges nothing, and leaves nothing to correct."""
-    asked = Asked("async", signals)
-    asked.store.failing = asyncio.CancelledError()
+async def test_a_cancelled_peek_leaves_nothing_to_correct(signals: Signals) -> None:
+    """Looking charges nothing."""
+    asking = Asking(signals, "async")
+    asking.store.failing = asyncio.CancelledError()
     with pytest.raises(asyncio.CancelledError):
-        await asked.peek(KEY)
-    asked.store.failing = None
-    await asked.reserve()
-    assert asked.settlements() == ()
+        await asking.peek(KEY)
+    asking.store.failing = None
+    await asking.acquire()
+    assert asking.carried() == [[]]
 
 
 def test_a_copy_is_the_same(signals: Signals) -> None:
     """Frameworks copy agents: a copy asks the same store, and knows the same corrections."""
-    client = StoreClient(MemoryStore(), signals.telemetry)
+    client = Asking(signals).client
     copied: Any = copy.deepcopy(client)
     assert copied is client
 
 
-def test_a_fickle_store_is_a_store() -> None:
-    """What stands in for a store here has all that a store has."""
-    assert isinstance(FickleStore(), QuotaStore)
-
-
-def charge(client: StoreClient, key: str, *, mirrored: bool = False) -> Grant | None:
-    return client.reserve(Reservation("", "", (Slot(key, mirrored=mirrored),), ({0: 1},)))
-
-
-def test_how_full_a_store_is(signals: Signals) -> None:
-    """A scrape tells what a store in memory keeps, what of it makes room, and the most it keeps."""
-    client = StoreClient(MemoryStore(max_keys=9), signals.telemetry)
-    assert [signals.value(KEYS, droppable=each) for each in ("true", "false")] == [0, 0]
-    charge(client, "user")
-    for thread in ("one", "two"):
-        charge(client, thread, mirrored=True)
+def test_the_store_with_the_least_room_is_shown(signals: Signals) -> None:
+    """A scrape has what it keeps, what of it can make room, and its bound, while it is in use."""
+    large = Asking(signals, store=BoundedStore(20, 0, 100))
+    small = Asking(signals, store=BoundedStore(3, 2, 3))
     assert [signals.value(KEYS, droppable=each) for each in ("true", "false")] == [2, 1]
-    assert signals.value(MAX_KEYS) == 9
-
-
-def test_the_store_with_the_least_room_is_told(signals: Signals) -> None:
-    """Of several it is the one that is nearest to its bound, for as long as somebody uses it."""
-    large = StoreClient(MemoryStore(max_keys=100), signals.telemetry)
-    small = StoreClient(MemoryStore(max_keys=3), signals.telemetry)
-    for number in range(20):
-        charge(large, f"user-{number}")
-    charge(small, "user")
-    assert (signals.value(KEYS, droppable="false"), signals.value(MAX_KEYS)) == (1, 3)
+    assert signals.value(MAX_KEYS) == 3
     del small
-    assert (signals.value(KEYS, droppable="false"), signals.value(MAX_KEYS)) == (20, 100)
+    assert [signals.value(KEYS, droppable=each) for each in ("true", "false")] == [0, 20]
+    assert signals.value(MAX_KEYS) == 100
+    assert isinstance(large.store, BoundedStore)
 
 
-def test_a_store_without_a_bound(signals: Signals) -> None:
-    """Of a store that does not say how full it is nothing is told."""
-    client = StoreClient(FickleStore(), signals.telemetry)
-    charge(client, "user")
+async def test_a_store_without_a_bound(signals: Signals) -> None:
+    """Of a store that does not say how full it is nothing is shown, and nothing fails."""
+    asking = Asking(signals)
+    await asking.acquire()
     assert signals.value(MAX_KEYS) is None
     assert signals.value("langchain_quota_errors_total", component="threads") is None
 
 
-def test_a_store_that_fills_is_logged_once(
+async def test_a_store_that_fills_is_logged_once(
     signals: Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At four fifths, before anything is refused; what makes room for others does not count."""
-    client = StoreClient(MemoryStore(max_keys=10), signals.telemetry)
-    for number in range(20):
-        charge(client, f"thread-{number}", mirrored=True)
-    for number in range(7):
-        charge(client, f"user-{number}")
+    store = BoundedStore(10, 3, 10)
+    asking = Asking(signals, store=store)
+    await asking.acquire()
     assert caplog.records == []
-    for number in range(7, 10):
-        assert charge(client, f"user-{number}") is not None
+    for droppable in (2, 0):
+        store.occupancy_now = Occupancy(10, droppable, 10)
+        await asking.acquire()
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert "nearly full: 8 counts of at most 10" in record.getMessage()
 
 
-def test_a_store_that_cannot_say_how_full_it_is(signals: Signals) -> None:
+async def test_a_store_that_cannot_say_how_full_it_is(signals: Signals) -> None:
     """Its failure is counted, and neither the agent nor the scrape fails."""
-
-    class Silent(FickleStore):
-        says = True
-
-        @property
-        def occupancy(self) -> tuple[int, int, int]:
-            if self.says:
-                return 1, 0, 10
-            raise KeyError("nobody knows")
-
-    store = Silent()
-    client = StoreClient(store, signals.telemetry)
+    store = BoundedStore(1, 0, 10)
+    asking = Asking(signals, store=store)
     assert signals.value(MAX_KEYS) == 10
-    store.says = False
-    assert charge(client, "user") is not None
-    assert charge(client, "user") is not None
+    store.occupancy_now = None
+    for _ in range(2):
+        assert (await asking.acquire()).admitted == (True,)
     failed = {"component": "threads", "error_type": "KeyError"}
     assert signals.value("langchain_quota_errors_total", **failed) == 1
     assert signals.value(MAX_KEYS) is None

@@ -30,14 +30,16 @@ from langchain_quota import (
     ToolCallLimit,
     hmac_label,
 )
-from langchain_quota import telemetry as telemetry_module
 from langchain_quota.decision import Refund
-from langchain_quota.engine import Outage, Used, charge, judge, plan
-from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
-from langchain_quota.reservation import admit
-from langchain_quota.telemetry import _RecentTasks, default_telemetry
+from langchain_quota.limits import Limit, Quota
+from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
+from langchain_quota.telemetry import default_telemetry, recorder_of
+from langchain_quota.telemetry import recorder as recorder_module
+from langchain_quota.telemetry.recorder import Recorder
+from langchain_quota.telemetry.reruns import RecentTasks
 from langchain_quota.testing import captured_decisions
 from tests.conftest import Signals
+from tests.judged import Used, judge
 
 LIMIT = ToolCallLimit("search", thread_limit=10, run_limit=10)
 LOGGER = "langchain_quota"
@@ -60,9 +62,14 @@ def decide(
     return judge([limit], {limit.counter: Used(used, used)}, batch).decisions
 
 
-def quiet(registry: CollectorRegistry | None = None, **options: Any) -> Telemetry:
-    """A Telemetry without spans on a registry of its own."""
-    return Telemetry(
+def recording(**options: Any) -> Recorder:
+    """What middlewares tell, if they are given a Telemetry with these options."""
+    return recorder_of(Telemetry(**options))
+
+
+def quiet(registry: CollectorRegistry | None = None, **options: Any) -> Recorder:
+    """A recorder without spans on a registry of its own."""
+    return recording(
         registry=registry or CollectorRegistry(), tracer_provider=NoOpTracerProvider(), **options
     )
 
@@ -98,33 +105,9 @@ def logged_errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-class RaisingProcessor(SpanProcessor):
-    """Fails when a span starts, as a broken exporter's processor may."""
-
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        raise RuntimeError("no exporter")
-
-    def on_end(self, span: ReadableSpan) -> None:
-        raise RuntimeError("no exporter")
-
-
 class Unprintable:
     def __str__(self) -> str:
         raise ValueError("no text")
-
-
-def test_a_failing_tracer_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """A span processor that raises is counted and logged once; counters and threads go on."""
-    provider, registry = TracerProvider(), CollectorRegistry()
-    provider.add_span_processor(RaisingProcessor())
-    telemetry = Telemetry(registry=registry, tracer_provider=provider)
-    for used in range(3):
-        telemetry.emit(decide(used), started=0)
-    assert errors(registry) == {("tracing", "RuntimeError"): 3}
-    assert len(logged_errors(caplog)) == 1
-    assert calls_total(registry) == 3
-    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
-    assert registry.get_sample_value("langchain_quota_thread_used", labels) == 3
 
 
 def test_a_failing_thread_label_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,9 +117,9 @@ def test_a_failing_thread_label_changes_nothing(caplog: pytest.LogCaptureFixture
         raise KeyError(thread_id)
 
     registry = CollectorRegistry()
-    telemetry = quiet(registry, thread_label=broken)
+    recorder = quiet(registry, thread_label=broken)
     for used in range(3):
-        telemetry.emit(decide(used, thread="ada@example.org"), started=0)
+        recorder.record(decide(used, thread="ada@example.org"), started=0)
     assert errors(registry) == {("thread_label", "KeyError"): 3}
     assert len(logged_errors(caplog)) == 1
     assert calls_total(registry) == 3
@@ -156,9 +139,9 @@ async def later(thread_id: object) -> str:
 def test_a_thread_label_that_is_no_string(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It is a failed label: no thread has series, not even one called None; the id is unseen."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, thread_label=make)
+    recorder = quiet(registry, thread_label=make)
     for used in range(3):
-        telemetry.emit(decide(used, thread="ada@example.org"), started=0)
+        recorder.record(decide(used, thread="ada@example.org"), started=0)
     assert errors(registry) == {("thread_label", "TypeError"): 3}
     assert calls_total(registry) == 3
     text = generate_latest(registry).decode()
@@ -166,43 +149,6 @@ def test_a_thread_label_that_is_no_string(make: Any, caplog: pytest.LogCaptureFi
     (record,) = logged_errors(caplog)
     assert not record.exc_info
     assert "ada@example.org" not in text + caplog.text
-
-
-def test_a_failing_metric_changes_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: Signals
-) -> None:
-    """A metric that raises is counted and logged once; spans and threads go on."""
-
-    def broken(*labels: str) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(signals.telemetry._signals.metrics.calls, "labels", broken)
-    for used in range(3):
-        signals.telemetry.emit(decide(used), started=0)
-    assert errors(signals.registry) == {("metrics", "OSError"): 3}
-    assert len(logged_errors(caplog)) == 1
-    assert len(signals.spans()) == 3
-    labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
-    assert signals.value("langchain_quota_thread_used", **labels) == 3
-
-
-def test_a_failing_thread_table_changes_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: Signals
-) -> None:
-    """A table that raises is counted and logged once, at decisions, charges and refunds alike."""
-
-    def broken(*args: object) -> None:
-        raise MemoryError
-
-    for method in ("record", "refund"):
-        monkeypatch.setattr(signals.telemetry._signals.usage, method, broken)
-    (decision,) = decide()
-    signals.telemetry.emit([decision], started=0)
-    signals.telemetry.charge(decision.call, decision.standings[0])
-    signals.telemetry.refund([Refund(decision.call, LIMIT.name)])
-    assert errors(signals.registry) == {("threads", "MemoryError"): 3}
-    assert len(logged_errors(caplog)) == 1
-    assert calls_total(signals.registry) == 1
 
 
 class RaisingSampler(Sampler):
@@ -216,6 +162,13 @@ class RaisingSampler(Sampler):
 
     def get_description(self) -> str:
         return "raising"
+
+
+class RaisingAtStart(SpanProcessor):
+    """Fails when a span starts, as a broken exporter's processor may."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        raise RuntimeError("no exporter")
 
 
 class RaisingAtEnd(SpanProcessor):
@@ -238,7 +191,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 class Part:
     """A function that makes a signal: whose it is, its name, and as what its failure counts."""
 
-    owner: Callable[[Telemetry], object]
+    owner: Callable[[Recorder], object]
     name: str
     component: str
     signals: frozenset[str] = frozenset()
@@ -246,17 +199,15 @@ class Part:
 
 
 PARTS = [
-    Part(lambda telemetry: telemetry._signals.tools, "label", "metrics"),
-    Part(lambda telemetry: telemetry._tracing, "place", "tracing"),
-    Part(lambda telemetry: telemetry._tracing, "record", "tracing", frozenset({"span"})),
-    Part(lambda _: telemetry_module, "carried", "tracing"),
-    Part(lambda _: telemetry_module, "exemplar", "tracing"),
-    Part(lambda telemetry: telemetry._signals.metrics, "record", "metrics", frozenset({"calls"})),
+    Part(lambda recorder: recorder._tools, "label", "metrics"),
+    Part(lambda recorder: recorder._tracing, "place", "tracing"),
+    Part(lambda recorder: recorder._tracing, "record", "tracing", frozenset({"span"})),
+    Part(lambda _: recorder_module, "carried", "tracing"),
+    Part(lambda _: recorder_module, "exemplar", "tracing"),
+    Part(lambda recorder: recorder._metrics, "record", "metrics", frozenset({"calls"})),
+    Part(lambda recorder: recorder._metrics, "crossed", "metrics", frozenset({"threshold_events"})),
     Part(
-        lambda telemetry: telemetry._signals.metrics, "crossed", "metrics", frozenset({"crossings"})
-    ),
-    Part(
-        lambda telemetry: telemetry._signals.usage,
+        lambda recorder: recorder._usage,
         "record",
         "threads",
         frozenset({"thread", "user"}),
@@ -270,13 +221,14 @@ each_part = pytest.mark.parametrize(
 def told(signals: Signals, caplog: pytest.LogCaptureFixture) -> set[str]:
     """The signals that there are of a call which used up the limits of a thread and of a user."""
     thread = {"agent": "boss", "limit": "tool:email", "thread_id": "t1"}
-    crossings = [
+    threshold_events = [
         {"agent": "boss", "limit": "tool:email", "scope": scope} for scope in ("thread", "user_id")
     ]
     found = {
         "calls": calls_total(signals.registry) == 1,
-        "crossings": [
-            signals.value("langchain_quota_exhausted_total", **labels) for labels in crossings
+        "threshold_events": [
+            signals.value("langchain_quota_exhausted_total", **labels)
+            for labels in threshold_events
         ]
         == [1, 1],
         "span": len(signals.spans()) == 1,
@@ -297,11 +249,11 @@ def test_a_part_that_fails_does_not_stop_the_others(
     """What one part raises is counted once, as its failure, and all other signals are there."""
     caplog.set_level(logging.WARNING, LOGGER)
     decisions = stored(DAILY, used=4, thread_limit=1)
-    monkeypatch.setattr(part.owner(signals.telemetry), part.name, raising(LookupError("x")))
-    assert signals.telemetry.emit(decisions, started=0).is_new
+    monkeypatch.setattr(part.owner(signals.recorder), part.name, raising(LookupError("x")))
+    assert signals.recorder.record(decisions, started=0).is_new
     assert (
         told(signals, caplog)
-        == {*("calls", "crossings", "span", "logs", "thread", "user")} - part.signals
+        == {*("calls", "threshold_events", "span", "logs", "thread", "user")} - part.signals
     )
     assert set(errors(signals.registry)) == {(part.component, "LookupError")}
 
@@ -313,22 +265,22 @@ def test_no_part_swallows_an_interrupt(
 ) -> None:
     """A cancellation or an interrupt that comes while a part is at work passes through."""
     decisions = stored(DAILY, used=4, thread_limit=1)
-    monkeypatch.setattr(part.owner(signals.telemetry), part.name, raising(error))
+    monkeypatch.setattr(part.owner(signals.recorder), part.name, raising(error))
     with pytest.raises(type(error)):
-        signals.telemetry.emit(decisions, started=0)
+        signals.recorder.record(decisions, started=0)
     assert errors(signals.registry) == {}
 
 
-@pytest.mark.parametrize("at", ["sampler", "end of a span"])
+@pytest.mark.parametrize("at", ["sampler", "start of a span", "end of a span"])
 def test_a_failing_sdk_changes_nothing(at: str) -> None:
-    """A sampler, or a processor at a span's end, that raises costs no count and no thread."""
+    """A sampler, or a processor of a span, that raises costs no count and no thread."""
     provider, registry = TracerProvider(), CollectorRegistry()
     if at == "sampler":
         provider = TracerProvider(sampler=RaisingSampler(RuntimeError("no")))
     else:
-        provider.add_span_processor(RaisingAtEnd())
-    telemetry = Telemetry(registry=registry, tracer_provider=provider)
-    emitted = telemetry.emit(decide(calls=3), started=0)
+        provider.add_span_processor(RaisingAtStart() if at == "start of a span" else RaisingAtEnd())
+    recorder = recording(registry=registry, tracer_provider=provider)
+    emitted = recorder.record(decide(calls=3), started=0)
     assert (emitted.is_new, emitted.trace) == (True, None)
     assert errors(registry) == {("tracing", "RuntimeError"): 3}
     assert calls_total(registry) == 3
@@ -342,9 +294,9 @@ def test_a_counter_that_cannot_count_changes_nothing(
 ) -> None:
     """A registry whose counters raise, for a full disk say, costs no span and no thread."""
     broken = SimpleNamespace(inc=raising(OSError("disk full")))
-    metrics = signals.telemetry._signals.metrics
+    metrics = signals.recorder._metrics
     monkeypatch.setattr(getattr(metrics, counter), "labels", lambda *_: broken)
-    signals.telemetry.emit(decide(7), started=0)
+    signals.recorder.record(decide(7), started=0)
     assert set(errors(signals.registry)) == {("metrics", "OSError")}
     assert len(signals.spans()) == 1
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
@@ -355,9 +307,9 @@ def test_a_failed_span_leaves_the_callers_exemplar() -> None:
     """A call whose own span failed is linked to the active span, like a call without a span."""
     registry = CollectorRegistry()
     provider = TracerProvider(sampler=RaisingSampler(RuntimeError("no")))
-    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    recorder = recording(registry=registry, tracer_provider=provider)
     with TracerProvider().get_tracer("app").start_as_current_span("request") as request:
-        telemetry.emit(decide(), started=0)
+        recorder.record(decide(), started=0)
     found = [
         sample.exemplar.labels["span_id"]
         for family in registry.collect()
@@ -370,10 +322,10 @@ def test_a_failed_span_leaves_the_callers_exemplar() -> None:
 def test_failures_of_what_users_hang_in_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     """An observer or a limit's function that raises is counted each time, logged once per kind."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry)
+    recorder = quiet(registry)
     for _ in range(3):
-        telemetry.failed("observer", KeyError("x"))
-    telemetry.failed("dynamic_limit", KeyError("x"))
+        recorder.record_error("observer", KeyError("x"))
+    recorder.record_error("dynamic_limit", KeyError("x"))
     assert errors(registry) == {("observer", "KeyError"): 3, ("dynamic_limit", "KeyError"): 1}
     records = logged_errors(caplog)
     assert [record.getMessage().split()[0] for record in records] == ["observer", "dynamic_limit"]
@@ -387,15 +339,15 @@ def test_a_failing_counter_of_errors_changes_nothing(
     def broken(*labels: str) -> None:
         raise OSError("disk full")
 
-    telemetry = quiet()
-    metrics = telemetry._signals.metrics
+    recorder = quiet()
+    metrics = recorder._metrics
     for each in (metrics.calls, metrics.limit_decisions, metrics.errors):
         monkeypatch.setattr(each, "labels", broken)
     (decision,) = decide()
-    telemetry.emit([decision], started=0)
-    telemetry.charge(decision.call, decision.standings[0])
-    telemetry.refund([Refund(decision.call, LIMIT.name)])
-    telemetry.failed("observer", OSError("disk full"))
+    recorder.record([decision], started=0)
+    recorder.record_charge(decision.call, decision.limits[0])
+    recorder.record_refunds([Refund(decision.call, LIMIT.name)])
+    recorder.record_error("observer", OSError("disk full"))
     assert logged_errors(caplog)
 
 
@@ -439,14 +391,14 @@ def test_failing_logging_changes_nothing(broken: Any, caplog: pytest.LogCaptureF
     batch = [Call("tool", "search", each, agent="boss", thread_id="t1") for each in "ab"]
     registry = CollectorRegistry()
     with broken():
-        quiet(registry).emit(judge(limits, used, batch).decisions, started=0)
+        quiet(registry).record(judge(limits, used, batch).decisions, started=0)
     for limit in ("tool:search", "tool:*"):
         labels = {"agent": "boss", "limit": limit, "scope": "run"}
         assert registry.get_sample_value("langchain_quota_exhausted_total", labels) == 1
         thread = {"agent": "boss", "limit": limit, "thread_id": "t1"}
         assert registry.get_sample_value("langchain_quota_thread_used", thread) == 10
     assert calls_total(registry) == 2
-    # Two crossings and two refusals were to be logged.
+    # Two threshold_events and two refusals were to be logged.
     assert errors(registry) == {("observer", "RuntimeError"): 4}
 
 
@@ -455,7 +407,7 @@ def test_the_kind_of_a_failure_is_a_safe_label(name: str, caplog: pytest.LogCapt
     """Whatever an exception's class is called, its label is bounded and printable."""
     registry = CollectorRegistry()
     error = type(name, (Exception,), {})("x")
-    quiet(registry).failed("observer", error)
+    quiet(registry).record_error("observer", error)
     ((_, found),) = errors(registry)
     assert len(found) <= 64
     assert found.isprintable()
@@ -469,7 +421,7 @@ def test_a_tool_name_that_is_no_string(tool: Any) -> None:
     """What a broken parser makes of a call raises nothing: it is counted, as that of `_other`."""
     registry = CollectorRegistry()
     call = Call("tool", tool, "a", agent="boss", thread_id="t1")
-    assert quiet(registry).emit([Decision(call, Outcome.ALLOWED)], started=0)
+    assert quiet(registry).record([Decision(call, Outcome.ALLOWED)], started=0)
     labels = {"agent": "boss", "kind": "tool", "tool": "_other", "decision": "allowed"}
     assert registry.get_sample_value("langchain_quota_calls_total", labels) == 1
     assert errors(registry) == {("metrics", "TypeError"): 1}
@@ -483,9 +435,9 @@ def test_a_tool_name_that_is_no_string(tool: Any) -> None:
 def test_a_thread_without_a_text(make: Callable[[], object], signals: Signals) -> None:
     """An id that cannot be printed, encoded or seen neither raises nor breaks the scrape."""
     (decision,) = decide(thread=make())
-    signals.telemetry.emit([decision], started=0)
-    signals.telemetry.charge(decision.call, decision.standings[0])
-    signals.telemetry.refund([Refund(decision.call, LIMIT.name)])
+    signals.recorder.record([decision], started=0)
+    signals.recorder.record_charge(decision.call, decision.limits[0])
+    signals.recorder.record_refunds([Refund(decision.call, LIMIT.name)])
     assert generate_latest(signals.registry)
     assert len(signals.spans()) == 1
 
@@ -493,9 +445,9 @@ def test_a_thread_without_a_text(make: Callable[[], object], signals: Signals) -
 def test_an_unprintable_thread_id_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """An id whose text raises is a failed thread label, counted each time, logged once."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry)
+    recorder = quiet(registry)
     for used in range(2):
-        telemetry.emit(decide(used, thread=Unprintable()), started=0)
+        recorder.record(decide(used, thread=Unprintable()), started=0)
     assert errors(registry) == {("thread_label", "ValueError"): 2}
     assert len(logged_errors(caplog)) == 1
     assert calls_total(registry) == 2
@@ -504,12 +456,13 @@ def test_an_unprintable_thread_id_is_reported(caplog: pytest.LogCaptureFixture) 
 def test_an_unprintable_agent_name_changes_nothing() -> None:
     """A caller's metadata can hold any object as the agent's name: it is no reason to fail."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry)
+    recorder = quiet(registry)
     (decision,) = decide(agent=Unprintable())
-    telemetry.emit([decision], started=0)
-    telemetry.charge(decision.call, decision.standings[0])
-    telemetry.refund([Refund(decision.call, LIMIT.name)])
-    assert sum(errors(registry).values()) > 0
+    recorder.record([decision], started=0)
+    recorder.record_charge(decision.call, decision.limits[0])
+    recorder.record_refunds([Refund(decision.call, LIMIT.name)])
+    recorder.record_fallback(decision.call.agent, "deny", 1)
+    assert errors(registry) == {("metrics", "ValueError"): 4}
 
 
 def test_each_kind_of_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -518,9 +471,9 @@ def test_each_kind_of_failure_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     def broken(thread_id: object) -> str:
         raise (KeyError if thread_id == "t1" else TypeError)(thread_id)
 
-    telemetry = quiet(thread_label=broken)
+    recorder = quiet(thread_label=broken)
     for thread in ("t1", "t2", "t1", "t2"):
-        telemetry.emit(decide(thread=thread), started=0)
+        recorder.record(decide(thread=thread), started=0)
     records = logged_errors(caplog)
     assert [record.getMessage().partition(";")[0] for record in records] == [
         "thread_label of langchain-quota failed with KeyError",
@@ -532,30 +485,43 @@ def test_each_kind_of_failure_is_logged(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """Where no thread's id is at stake the log has all that there is to find the cause."""
     error = KeyError("x")
-    quiet().failed("observer", error)
+    quiet().record_error("observer", error)
     (record,) = logged_errors(caplog)
     assert record.exc_info
     assert record.exc_info[1] is error
 
 
-Entrance = Callable[[Telemetry, Decision], object]
+Entrance = Callable[[Recorder, Decision], object]
 
 LABELLING: dict[str, Entrance] = {
-    "emit": lambda telemetry, decision: telemetry.emit([decision], started=0),
-    "charge": lambda telemetry, decision: telemetry.charge(decision.call, decision.standings[0]),
-    "refund": lambda telemetry, decision: telemetry.refund([Refund(decision.call, LIMIT.name)]),
-    "forget": lambda telemetry, decision: telemetry.forget("boss", "t1"),
+    "record": lambda recorder, decision: recorder.record([decision], started=0),
+    "record_charge": lambda recorder, decision: recorder.record_charge(
+        decision.call, decision.limits[0]
+    ),
+    "record_refunds": lambda recorder, decision: recorder.record_refunds(
+        [Refund(decision.call, LIMIT.name)]
+    ),
+    "forget": lambda recorder, decision: recorder.forget("boss", "t1"),
 }
 """What the middlewares tell of a thread."""
 
 TELLING: dict[str, tuple[str, str, Entrance]] = {
-    "stored": ("metrics", "stored", lambda telemetry, _: telemetry.stored("reserve", "ok", 0.1)),
-    "fell_back": ("metrics", "fell_back", lambda telemetry, _: telemetry.fell_back("a", "deny", 1)),
-    "refund": ("metrics", "refunded", LABELLING["refund"]),
-    "refund of a thread": ("usage", "refund", LABELLING["refund"]),
-    "charge": ("metrics", "charged", LABELLING["charge"]),
+    "observe_store": (
+        "metrics",
+        "observe_store",
+        lambda recorder, _: recorder.observe_store("acquire", "ok", 0.1),
+    ),
+    "record_fallback": (
+        "metrics",
+        "fallback",
+        lambda recorder, _: recorder.record_fallback("a", "deny", 1),
+    ),
+    "record_refunds": ("metrics", "refunded", LABELLING["record_refunds"]),
+    "record_refunds on a thread": ("usage", "refund", LABELLING["record_refunds"]),
+    "record_charge": ("metrics", "charged", LABELLING["record_charge"]),
+    "record_charge on a thread": ("usage", "record", LABELLING["record_charge"]),
     "forget": ("usage", "forget", LABELLING["forget"]),
-    "offered": ("tools", "offer", lambda telemetry, _: telemetry.offered("boss", ["search"])),
+    "learn_tools": ("tools", "offer", lambda recorder, _: recorder.learn_tools("boss", ["search"])),
 }
 """What else they tell, and what may raise then."""
 
@@ -588,13 +554,13 @@ def test_whatever_is_told_may_be_interrupted(
     """Each way in passes on what is no `Exception`, and nothing else."""
     (decision,) = decide()
     part, method, tell = TELLING[entrance]
-    owner = getattr(signals.telemetry._signals, part)
+    owner = getattr(signals.recorder, f"_{part}")
     monkeypatch.setattr(owner, method, raising(error))
     with pytest.raises(type(error)):
-        tell(signals.telemetry, decision)
+        tell(signals.recorder, decision)
     assert errors(signals.registry) == {}
     monkeypatch.setattr(owner, method, raising(LookupError("x")))
-    tell(signals.telemetry, decision)
+    tell(signals.recorder, decision)
     counted = "threads" if part == "usage" else "metrics"
     assert errors(signals.registry) == {(counted, "LookupError"): 1}
 
@@ -614,9 +580,9 @@ def test_an_exporter_that_is_interrupted(error: BaseException) -> None:
     """A cancellation that comes while a span is exported reaches the agent's task."""
     provider, registry = TracerProvider(), CollectorRegistry()
     provider.add_span_processor(SimpleSpanProcessor(RaisingExporter(error)))
-    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    recorder = recording(registry=registry, tracer_provider=provider)
     with pytest.raises(type(error)):
-        telemetry.emit(decide(), started=0)
+        recorder.record(decide(), started=0)
     assert errors(registry) == {}
 
 
@@ -627,12 +593,12 @@ def test_a_log_handler_that_is_interrupted(error: BaseException) -> None:
     handler.emit = raising(error)  # type: ignore[method-assign]  # simpler than a class
     logger = logging.getLogger(LOGGER)
     logger.addHandler(handler)
-    telemetry = quiet()
+    recorder = quiet()
     try:
         with pytest.raises(type(error)):
-            telemetry.emit(decide(9), started=0)
+            recorder.record(decide(9), started=0)
         with pytest.raises(type(error)):
-            telemetry.failed("observer", LookupError("x"))
+            recorder.record_error("observer", LookupError("x"))
     finally:
         logger.removeHandler(handler)
 
@@ -646,7 +612,7 @@ def test_a_hostile_scrape_stays_whole(signals: Signals) -> None:
         name = str(value)
         call = Call("tool", name, name, agent=name, thread_id=value)
         limit = ToolCallLimit(thread_limit=5)
-        signals.telemetry.emit(judge([limit], {}, [call]).decisions, started=0)
+        signals.recorder.record(judge([limit], {}, [call]).decisions, started=0)
     text = generate_latest(signals.registry).decode()
     values = [
         value
@@ -665,11 +631,11 @@ def test_a_hostile_scrape_stays_whole(signals: Signals) -> None:
 def test_the_name_of_a_limit_is_a_safe_label(tool: str, signals: Signals) -> None:
     """A limit named after its tool is a bounded, printable label, whatever the tool's name."""
     limit = ToolCallLimit(tool, thread_limit=5)
-    signals.telemetry.watch([limit])
+    signals.recorder.watch_limits([limit])
     call = Call("tool", tool, "a", agent="boss", thread_id="t1")
     decisions = judge([limit], {}, [call]).decisions
-    signals.telemetry.emit(decisions, started=0)
-    signals.telemetry.refund([Refund(call, limit.name)])
+    signals.recorder.record(decisions, started=0)
+    signals.recorder.record_refunds([Refund(call, limit.name)])
     values = [
         value
         for family in signals.registry.collect()
@@ -686,8 +652,8 @@ def test_the_name_of_a_limit_is_a_safe_label(tool: str, signals: Signals) -> Non
 def test_an_enormous_limit_is_no_failure(signals: Signals) -> None:
     """A limit meant as none, as large as a machine word, is counted like any other."""
     limit = ToolCallLimit("search", thread_limit=sys.maxsize)
-    signals.telemetry.emit(decide(limit=limit), started=0)
-    signals.telemetry.emit(decide(1, limit=limit), started=0)
+    signals.recorder.record(decide(limit=limit), started=0)
+    signals.recorder.record(decide(1, limit=limit), started=0)
     labels = {"agent": "boss", "limit": "tool:search", "scope": "none", "decision": "allowed"}
     assert signals.value("langchain_quota_limit_decisions_total", **labels) == 2
     assert errors(signals.registry) == {}
@@ -696,99 +662,99 @@ def test_an_enormous_limit_is_no_failure(signals: Signals) -> None:
 def test_invented_tools_are_bounded() -> None:
     """A model that invents names by the thousand makes no more series than the bound."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, max_tools=3)
-    telemetry.watch([ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=1)])
+    recorder = quiet(registry, max_tools=3)
+    recorder.watch_limits([ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=1)])
     for tool in [*(f"invented-{index}" for index in range(1000)), "search"]:
         call = Call("tool", tool, "a", agent="boss")
-        telemetry.emit([Decision(call, Outcome.ALLOWED)], started=0)
+        recorder.record([Decision(call, Outcome.ALLOWED)], started=0)
     assert tool_labels(registry) == {"invented-0", "invented-1", "invented-2", "_other", "search"}
     assert calls_total(registry) == 1001
 
 
-def emit_calls(telemetry: Telemetry, *tools: str, agent: str | None = "boss") -> None:
+def record_calls(recorder: Recorder, *tools: str, agent: str | None = "boss") -> None:
     for tool in tools:
         decision = Decision(Call("tool", tool, "a", agent=agent), Outcome.ALLOWED)
-        telemetry.emit([decision], started=0)
+        recorder.record([decision], started=0)
 
 
 def test_tools_that_an_agent_has_come_first() -> None:
     """What a model invents does not take the labels of the tools that its agent really has."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, max_tools=3)
-    telemetry.offered("boss", ["search", "two words", "calc"])
-    emit_calls(telemetry, "invented-0", "invented-1", "two words", "calc", "search")
+    recorder = quiet(registry, max_tools=3)
+    recorder.learn_tools("boss", ["search", "two words", "calc"])
+    record_calls(recorder, "invented-0", "invented-1", "two words", "calc", "search")
     assert tool_labels(registry) == {"invented-0", "_other", "calc", "search"}
 
 
 def test_tools_of_an_agent_without_a_name() -> None:
     """They are known under the agent's label, as its calls are."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, max_tools=1)
-    telemetry.offered(None, ["search"])
-    emit_calls(telemetry, "invented", "search", agent=None)
+    recorder = quiet(registry, max_tools=1)
+    recorder.learn_tools(None, ["search"])
+    record_calls(recorder, "invented", "search", agent=None)
     assert tool_labels(registry) == {"_other", "search"}
 
 
 def test_tools_that_cannot_be_learnt_change_nothing() -> None:
     """Names or agents of no use are counted as a failure, and raise nothing."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry)
+    recorder = quiet(registry)
     names: Any = [5]
     agent: Any = Unprintable()
-    telemetry.offered("boss", names)
-    telemetry.offered(agent, ["search"])
+    recorder.learn_tools("boss", names)
+    recorder.learn_tools(agent, ["search"])
     assert errors(registry) == {("metrics", "TypeError"): 1, ("metrics", "ValueError"): 1}
 
 
 def test_tools_that_a_limit_excludes_keep_their_names() -> None:
     """A tool that a limit names as excluded is told apart at any number of names."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, max_tools=1)
-    telemetry.watch([ToolCallLimit(exclude=["write_todos", "think"], run_limit=1)])
-    emit_calls(telemetry, "invented-0", "invented-1", "write_todos", "think")
+    recorder = quiet(registry, max_tools=1)
+    recorder.watch_limits([ToolCallLimit(exclude=["write_todos", "think"], run_limit=1)])
+    record_calls(recorder, "invented-0", "invented-1", "write_todos", "think")
     assert tool_labels(registry) == {"invented-0", "_other", "write_todos", "think"}
 
 
 def test_a_forgotten_thread_has_no_series(signals: Signals) -> None:
     """The series of one agent's thread end until its next call; what was counted stays."""
-    signals.telemetry.emit(decide(9), started=0)
-    signals.telemetry.emit(decide(9, thread="t2"), started=0)
-    signals.telemetry.forget("boss", "t1")
+    signals.recorder.record(decide(9), started=0)
+    signals.recorder.record(decide(9, thread="t2"), started=0)
+    signals.recorder.forget("boss", "t1")
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
     assert signals.value("langchain_quota_thread_used", **labels) is None
     assert signals.value("langchain_quota_thread_used", **labels | {"thread_id": "t2"}) == 10
     assert calls_total(signals.registry) == 2
-    signals.telemetry.emit(decide(), started=0)
+    signals.recorder.record(decide(), started=0)
     assert signals.value("langchain_quota_thread_used", **labels) == 1
 
 
 def test_a_hidden_thread_is_forgotten() -> None:
     """A thread is forgotten by its id, whatever it is labelled."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, thread_label=hmac_label("0123456789abcdef"))
-    telemetry.emit(decide(), started=0)
-    telemetry.forget("boss", "t1")
+    recorder = quiet(registry, thread_label=hmac_label("0123456789abcdef"))
+    recorder.record(decide(), started=0)
+    recorder.forget("boss", "t1")
     assert "thread_id=" not in generate_latest(registry).decode()
 
 
 @pytest.mark.parametrize("thread_id", [None, "t9", Unprintable()], ids=["none", "unknown", "odd"])
 def test_there_may_be_nothing_to_forget(thread_id: object, signals: Signals) -> None:
     """Forgetting a thread that is not known leaves the others alone, and raises nothing."""
-    signals.telemetry.emit(decide(), started=0)
-    signals.telemetry.forget("boss", thread_id)
+    signals.recorder.record(decide(), started=0)
+    signals.recorder.forget("boss", thread_id)
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
     assert signals.value("langchain_quota_thread_used", **labels) == 1
 
 
 def test_a_copy_is_the_same() -> None:
     """What is copied with a middleware counts in the same place as the original."""
-    telemetry = quiet()
-    assert copy.deepcopy([telemetry])[0] is telemetry
+    recorder = quiet()
+    assert copy.deepcopy([recorder])[0] is recorder
 
 
 def test_a_thread_has_series(signals: Signals) -> None:
     """What a thread has used, of how much, is read under its id."""
-    signals.telemetry.emit(decide(9, 2), started=0)
+    signals.recorder.record(decide(9, 2), started=0)
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
     assert signals.value("langchain_quota_thread_used", **labels) == 10
     assert signals.value("langchain_quota_thread_limit", **labels) == 10
@@ -797,7 +763,7 @@ def test_a_thread_has_series(signals: Signals) -> None:
 
 def test_a_call_without_a_thread_has_none(signals: Signals) -> None:
     """Without a thread's id there is a count and no thread series."""
-    signals.telemetry.emit(decide(thread=None), started=0)
+    signals.recorder.record(decide(thread=None), started=0)
     assert calls_total(signals.registry) == 1
     assert "thread_id=" not in generate_latest(signals.registry).decode()
 
@@ -805,8 +771,8 @@ def test_a_call_without_a_thread_has_none(signals: Signals) -> None:
 def test_a_thread_label_hides_ids() -> None:
     """With a keyed label the series can be found by whoever has the key, and the id is unseen."""
     registry, hide = CollectorRegistry(), hmac_label("0123456789abcdef")
-    telemetry = quiet(registry, thread_label=hide)
-    telemetry.emit(decide(thread="ada@example.org"), started=0)
+    recorder = quiet(registry, thread_label=hide)
+    recorder.record(decide(thread="ada@example.org"), started=0)
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": hide("ada@example.org")}
     assert registry.get_sample_value("langchain_quota_thread_used", labels) == 1
     assert "ada@example.org" not in generate_latest(registry).decode()
@@ -821,7 +787,7 @@ def test_a_thread_label_is_given_the_raw_id_and_bounded() -> None:
         return "y" * 1000
 
     registry = CollectorRegistry()
-    quiet(registry, thread_label=long).emit(decide(thread=17), started=0)
+    quiet(registry, thread_label=long).record(decide(thread=17), started=0)
     assert seen == [17]
     assert "y" * 65 not in generate_latest(registry).decode()
 
@@ -829,8 +795,8 @@ def test_a_thread_label_is_given_the_raw_id_and_bounded() -> None:
 def test_a_refund_is_told(signals: Signals) -> None:
     """A charge taken back is counted and lowers what its thread has used."""
     decisions = decide(4)
-    signals.telemetry.emit(decisions, started=0)
-    signals.telemetry.refund([Refund(decisions[0].call, LIMIT.name)])
+    signals.recorder.record(decisions, started=0)
+    signals.recorder.record_refunds([Refund(decisions[0].call, LIMIT.name)])
     labels = {"agent": "boss", "limit": "tool:search", "scope": "none", "decision": "refunded"}
     assert signals.value("langchain_quota_limit_decisions_total", **labels) == 1
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
@@ -846,11 +812,12 @@ def test_a_charge_after_the_fact_is_told(
     limit = ModelCallLimit(thread_limit=10)
     call = Call("model", agent="boss", thread_id="t1")
     judged = judge([limit], {"model": Used(9, 9)}, [call], charging=False)
-    signals.telemetry.emit(judged.decisions, started=0)
+    signals.recorder.record(judged.decisions, started=0)
     labels = {"agent": "boss", "limit": "model", "thread_id": "t1"}
     assert signals.value("langchain_quota_thread_used", **labels) == 9
     assert caplog.records == []
-    signals.telemetry.charge(call, charge(limit, Used(9, 9), 1))
+    charged = judge([limit], {"model": Used(9, 9)}, [call], stops=False).decisions[0].limits[0]
+    signals.recorder.record_charge(call, charged)
     assert signals.value("langchain_quota_thread_used", **labels) == 10
     assert calls_total(signals.registry) == 1
     labels = {"agent": "boss", "limit": "model", "scope": "none", "decision": "allowed"}
@@ -866,9 +833,9 @@ def test_a_rerun_tells_nothing_again(signals: Signals) -> None:
     (decision,) = decide()
     with captured_decisions() as captured:
         for _ in range(2):
-            signals.telemetry.emit([decision], started=0, task_id="task")
-            signals.telemetry.charge(decision.call, decision.standings[0], task_id="task/model")
-        signals.telemetry.emit([decision], started=0, task_id="other")
+            signals.recorder.record([decision], started=0, task_id="task")
+            signals.recorder.record_charge(decision.call, decision.limits[0], task_id="task/model")
+        signals.recorder.record([decision], started=0, task_id="other")
     assert calls_total(signals.registry) == 2
     assert len(signals.spans()) == len(captured) == 2
     labels = {"agent": "boss", "limit": "tool:search", "scope": "none", "decision": "allowed"}
@@ -879,7 +846,7 @@ def test_a_rerun_that_decides_otherwise_is_told(signals: Signals) -> None:
     """A task that runs again after its limit was changed, say, decides anew: both are told."""
     allowed, blocked = decide(9, 2)
     told = [
-        signals.telemetry.emit([decision], started=0, task_id="task")
+        signals.recorder.record([decision], started=0, task_id="task")
         for decision in (allowed, allowed, blocked, blocked, allowed)
     ]
     assert [each.is_new for each in told] == [True, False, True, False, True]
@@ -892,27 +859,27 @@ def test_a_rerun_that_decides_otherwise_is_told(signals: Signals) -> None:
 
 def test_the_memory_of_tasks_is_bounded() -> None:
     """The newest tasks are remembered, and for each new one the oldest is forgotten."""
-    tasks = _RecentTasks()
-    assert not any(tasks.seen(str(number)) for number in range(_RecentTasks.MOST))
+    tasks = RecentTasks()
+    assert not any(tasks.seen(str(number)) for number in range(RecentTasks.MOST))
     assert tasks.seen("0")
     assert not tasks.seen("new")
     assert tasks.seen("1")
     assert tasks.seen("new")
     assert not tasks.seen("0")
-    assert len(tasks._ids) == _RecentTasks.MOST
+    assert len(tasks._ids) == RecentTasks.MOST
 
 
 def test_tasks_without_an_id_are_all_told(signals: Signals) -> None:
     """Hooks that are called directly have no task, and each call tells."""
     for _ in range(2):
-        signals.telemetry.emit(decide(), started=0, task_id=None)
+        signals.recorder.record(decide(), started=0, task_id=None)
     assert calls_total(signals.registry) == 2
 
 
 def test_nothing_decided_is_nothing_told(signals: Signals) -> None:
     """An empty batch makes neither series nor spans."""
-    signals.telemetry.emit([], started=0)
-    signals.telemetry.refund([])
+    signals.recorder.record([], started=0)
+    signals.recorder.record_refunds([])
     assert calls_total(signals.registry) == 0
     assert signals.spans() == []
 
@@ -922,8 +889,8 @@ def test_two_telemetries_share_a_registry() -> None:
     registry = CollectorRegistry()
     first = quiet(registry, thread_label=hmac_label("0123456789abcdef"))
     second = quiet(registry, thread_label=hmac_label("0123456789abcdef"), spans="off")
-    first.emit(decide(), started=0)
-    second.emit(decide(1), started=0)
+    first.record(decide(), started=0)
+    second.record(decide(1), started=0)
     assert calls_total(registry) == 2
 
 
@@ -1023,7 +990,7 @@ def test_a_refused_option_leaves_the_registry_alone() -> None:
 def test_the_ends_of_the_bounds_are_allowed(options: dict[str, Any]) -> None:
     """A share of 1, and bounds of 0, are options like others."""
     registry = CollectorRegistry()
-    quiet(registry, **options).emit(decide(), started=0)
+    quiet(registry, **options).record(decide(), started=0)
     assert calls_total(registry) == 1
 
 
@@ -1038,17 +1005,17 @@ def events(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str, str]]:
 def test_near_is_the_option(caplog: pytest.LogCaptureFixture) -> None:
     """The share given is that from which a limit counts as near."""
     caplog.set_level(logging.INFO, LOGGER)
-    quiet(near=0.5).emit(decide(4), started=0)
-    quiet(near=0.6).emit(decide(4), started=0)
+    quiet(near=0.5).record(decide(4), started=0)
+    quiet(near=0.6).record(decide(4), started=0)
     assert events(caplog) == [(logging.INFO, "near", "thread"), (logging.INFO, "near", "run")]
 
 
 def test_crossings_and_refusals_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Near is INFO, exhausted WARNING, a refusal DEBUG; other calls are not logged."""
     caplog.set_level(logging.DEBUG, LOGGER)
-    telemetry, limit = quiet(), ToolCallLimit("search", run_limit=10)
+    recorder, limit = quiet(), ToolCallLimit("search", run_limit=10)
     for used in (6, 7, 8, 9, 10, 10):
-        telemetry.emit(decide(used, limit=limit), started=0)
+        recorder.record(decide(used, limit=limit), started=0)
     assert events(caplog) == [
         (logging.INFO, "near", "run"),
         (logging.WARNING, "exhausted", "run"),
@@ -1061,7 +1028,7 @@ def test_a_limit_on_trial_is_logged_as_such(caplog: pytest.LogCaptureFixture) ->
     """What it would refuse is DEBUG and says so; it is never near or exhausted."""
     caplog.set_level(logging.DEBUG, LOGGER)
     limit = ToolCallLimit("search", run_limit=2, enforce=False)
-    quiet().emit(decide(calls=3, limit=limit), started=0)
+    quiet().record(decide(calls=3, limit=limit), started=0)
     assert events(caplog) == [(logging.DEBUG, "would refuse", "run")]
     assert "would refuse" in caplog.records[0].getMessage()
 
@@ -1071,14 +1038,14 @@ def test_a_limits_own_near_goes_before_the_option(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, LOGGER)
     for near in (0.5, 0.6, None):
         limit = ToolCallLimit("search", run_limit=10, near=near)
-        quiet(near=0.9).emit(decide(4, limit=limit), started=0)
+        quiet(near=0.9).record(decide(4, limit=limit), started=0)
     assert events(caplog) == [(logging.INFO, "near", "run")]
 
 
 def test_a_log_line_can_be_read_and_queried(caplog: pytest.LogCaptureFixture) -> None:
     """The message tells limit, agent, thread, scope and counts; `extra` has each as a field."""
     caplog.set_level(logging.INFO, LOGGER)
-    quiet().emit(decide(7, limit=ToolCallLimit("search", thread_limit=10)), started=0)
+    quiet().record(decide(7, limit=ToolCallLimit("search", thread_limit=10)), started=0)
     (record,) = caplog.records
     assert record.name == LOGGER
     assert record.getMessage() == (
@@ -1102,7 +1069,7 @@ def test_no_id_can_forge_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     forged = "x\nWARNING langchain_quota: all is well\u2028"
     limit = ToolCallLimit(forged, thread_limit=0)
     call = Call("tool", forged, "a", agent=forged, thread_id=forged)
-    quiet().emit(judge([limit], {}, [call]).decisions, started=0)
+    quiet().record(judge([limit], {}, [call]).decisions, started=0)
     (record,) = caplog.records
     assert len(record.getMessage().splitlines()) == 1
 
@@ -1110,19 +1077,19 @@ def test_no_id_can_forge_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_hidden_thread_is_hidden_in_logs(caplog: pytest.LogCaptureFixture) -> None:
     """With a `thread_label` the log has the label, never the id."""
     caplog.set_level(logging.DEBUG, LOGGER)
-    telemetry = quiet(thread_label=hmac_label("0123456789abcdef"))
-    telemetry.emit(decide(9, 2, thread="ada@example.org"), started=0)
+    recorder = quiet(thread_label=hmac_label("0123456789abcdef"))
+    recorder.record(decide(9, 2, thread="ada@example.org"), started=0)
     assert caplog.records
     for record in caplog.records:
         assert "ada@example.org" not in record.getMessage()
         assert "ada@example.org" not in vars(record).values()
 
 
-DAILY = QuotaTerms("user_id", 5, "ada@example.org", "user", datetime(2999, 1, 1, tzinfo=UTC))
+DAILY = ResolvedQuota("user_id", 5, "ada@example.org", "user", datetime(2999, 1, 1, tzinfo=UTC))
 
 
 def stored(
-    *quotas: QuotaTerms,
+    *quotas: ResolvedQuota,
     used: int = 0,
     calls: int = 1,
     outage: Outage | None = None,
@@ -1134,9 +1101,10 @@ def stored(
     batch = [
         Call("tool", "email", str(index), agent="boss", thread_id="t1") for index in range(calls)
     ]
-    asked = plan([Terms.of(limit, quotas=quotas)], {}, batch, outage=outage)
-    counts = [0 if slot.key is None else used for slot in asked.reservation.slots]
-    return asked.verdict(admit(asked.reservation, counts)).decisions
+    thread = used if any(each.is_threads for each in quotas) else 0
+    counted = {"email": Used(thread, quotas=(used,) * len(quotas))}
+    resolved = ResolvedLimit.of(limit, quotas=quotas)
+    return judge([resolved], counted, batch, outage=outage).decisions
 
 
 def subjects(signals: Signals, scope: str) -> dict[str, float | None]:
@@ -1150,7 +1118,7 @@ def subjects(signals: Signals, scope: str) -> dict[str, float | None]:
 def test_crossings_of_quotas_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A quota is near, exhausted and refuses like any threshold, under its scope."""
     caplog.set_level(logging.DEBUG, LOGGER)
-    quiet().emit(stored(DAILY, used=3, calls=3), started=0)
+    quiet().record(stored(DAILY, used=3, calls=3), started=0)
     assert events(caplog) == [
         (logging.INFO, "near", "user_id"),
         (logging.WARNING, "exhausted", "user_id"),
@@ -1165,7 +1133,7 @@ def test_crossings_of_quotas_are_logged(caplog: pytest.LogCaptureFixture) -> Non
 def test_users_are_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     """Whose quota it is stays out of the lines and their fields."""
     caplog.set_level(logging.DEBUG, LOGGER)
-    quiet().emit(stored(DAILY, used=3, calls=3), started=0)
+    quiet().record(stored(DAILY, used=3, calls=3), started=0)
     assert caplog.records
     assert not any("ada" in repr(vars(record)) for record in caplog.records)
 
@@ -1173,10 +1141,10 @@ def test_users_are_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_refusal_is_logged_with_its_windows_end(caplog: pytest.LogCaptureFixture) -> None:
     """A refused call's record says when the window ends; `None` where there is no window."""
     caplog.set_level(logging.DEBUG, LOGGER)
-    without = QuotaTerms("tenant", 5, "acme", "tenant")
+    without = ResolvedQuota("tenant", 5, "acme", "tenant")
     for quota in (DAILY, without):
-        quiet().emit(stored(quota, used=5), started=0)
-    quiet().emit(decide(10), started=0)
+        quiet().record(stored(quota, used=5), started=0)
+    quiet().record(decide(10), started=0)
     found = [vars(record) for record in caplog.records]
     assert [(each["quota_scope"], each["quota_resets_at"]) for each in found] == [
         ("user_id", "2999-01-01T00:00:00+00:00"),
@@ -1188,7 +1156,7 @@ def test_a_refusal_is_logged_with_its_windows_end(caplog: pytest.LogCaptureFixtu
 def test_a_refusal_without_the_store_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
     """It tells no count, since none is known."""
     caplog.set_level(logging.DEBUG, LOGGER)
-    quiet().emit(stored(DAILY, outage="deny"), started=0)
+    quiet().record(stored(DAILY, outage="deny"), started=0)
     (record,) = caplog.records
     assert record.getMessage() == (
         "limit 'tool:email' refused: agent 'boss', thread 't1', store unavailable"
@@ -1200,10 +1168,10 @@ def test_a_refusal_without_the_store_is_logged_as_such(caplog: pytest.LogCapture
 def test_users_are_counted_by_state(signals: Signals) -> None:
     """Users by how much of their quota they have used, threads or none; an outage changes none."""
     assert subjects(signals, "user_id") == {"ok": None, "near": None, "exhausted": None}
-    signals.telemetry.emit(stored(DAILY, used=3), started=0)
+    signals.recorder.record(stored(DAILY, used=3), started=0)
     assert subjects(signals, "user_id") == {"ok": 0, "near": 1, "exhausted": 0}
-    signals.telemetry.emit(stored(DAILY, used=5), started=0)
-    signals.telemetry.emit(stored(DAILY, outage="deny"), started=0)
+    signals.recorder.record(stored(DAILY, used=5), started=0)
+    signals.recorder.record(stored(DAILY, outage="deny"), started=0)
     assert subjects(signals, "user_id") == {"ok": 0, "near": 0, "exhausted": 1}
     assert subjects(signals, "thread") == {"ok": None, "near": None, "exhausted": None}
 
@@ -1213,15 +1181,15 @@ def test_users_are_counted_without_a_thread(signals: Signals) -> None:
     (decision,) = stored(DAILY)
     for thread_id in (None, Unprintable()):
         call = Call("tool", "email", "a", agent="boss", thread_id=thread_id)
-        signals.telemetry.emit([Decision(call, Outcome.ALLOWED, decision.standings)], started=0)
+        signals.recorder.record([Decision(call, Outcome.ALLOWED, decision.limits)], started=0)
     assert subjects(signals, "user_id") == {"ok": 1, "near": 0, "exhausted": 0}
 
 
 def test_users_are_counted_as_near_by_the_option() -> None:
     """The share given to `Telemetry` is that of users, too."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry, near=0.4)
-    telemetry.emit(stored(DAILY, used=1), started=0)
+    recorder = quiet(registry, near=0.4)
+    recorder.record(stored(DAILY, used=1), started=0)
     labels = {"agent": "boss", "limit": "tool:email", "scope": "user_id", "state": "near"}
     assert registry.get_sample_value("langchain_quota_subjects", labels) == 1
 
@@ -1229,16 +1197,16 @@ def test_users_are_counted_as_near_by_the_option() -> None:
 def test_a_charge_after_the_fact_counts_a_user(signals: Signals) -> None:
     """A call that is charged when it returned moves its user then."""
     (decision,) = stored(DAILY, used=4)
-    signals.telemetry.charge(decision.call, decision.standings[0])
+    signals.recorder.record_charge(decision.call, decision.limits[0])
     assert subjects(signals, "user_id") == {"ok": 0, "near": 0, "exhausted": 1}
 
 
 def test_a_refund_with_quotas(signals: Signals) -> None:
     """It counts as before, and the thread's quota has the call back."""
-    quota = QuotaTerms("thread", 5, "t1", "t1", per_thread=True)
+    quota = ResolvedQuota("thread", 5, "t1", "t1", per_thread=True)
     (decision,) = stored(quota, used=3)
-    signals.telemetry.emit([decision], started=0)
-    signals.telemetry.refund([Refund(decision.call, "tool:email")])
+    signals.recorder.record([decision], started=0)
+    signals.recorder.record_refunds([Refund(decision.call, "tool:email")])
     labels = {"agent": "boss", "limit": "tool:email", "scope": "none", "decision": "refunded"}
     assert signals.value("langchain_quota_limit_decisions_total", **labels) == 1
     labels = {"agent": "boss", "limit": "tool:email", "thread_id": "t1"}
@@ -1250,9 +1218,9 @@ def test_who_knows_when_a_failure_is_over_says_when_to_log(
 ) -> None:
     """Each is counted; what must be logged is, also of a kind that was, and nothing else."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry)
+    recorder = quiet(registry)
     for log in (False, True, False, None, True):
-        telemetry.failed("store", ConnectionError("refused"), log=log)
+        recorder.record_error("store", ConnectionError("refused"), log=log)
     assert errors(registry) == {("store", "ConnectionError"): 5}
     assert len(logged_errors(caplog)) == 2
     assert all("ConnectionError" in record.getMessage() for record in logged_errors(caplog))
@@ -1260,7 +1228,7 @@ def test_who_knows_when_a_failure_is_over_says_when_to_log(
 
 def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever saw the failure, at the default level, sees that it is over."""
-    quiet().recovered("store")
+    quiet().record_recovery("store")
     (record,) = caplog.records
     assert (record.name, record.levelno) == (LOGGER, logging.WARNING)
     assert record.getMessage() == "store of langchain-quota works again"
@@ -1270,35 +1238,17 @@ def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
 def test_failing_logging_of_an_outage_changes_nothing(broken: Any) -> None:
     """Where logging raises, an outage and its end are counted, and the agent goes on."""
     registry = CollectorRegistry()
-    telemetry = quiet(registry)
+    recorder = quiet(registry)
     with broken():
-        telemetry.failed("store", ConnectionError("refused"), log=True)
-        telemetry.recovered("store")
+        recorder.record_error("store", ConnectionError("refused"), log=True)
+        recorder.record_recovery("store")
     assert errors(registry) == {("store", "ConnectionError"): 1, ("observer", "RuntimeError"): 1}
-
-
-def test_failing_metrics_of_the_store_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, signals: Signals
-) -> None:
-    """Metrics that raise, and an agent's name without a text, are counted; nothing is raised."""
-
-    def broken(*labels: str) -> None:
-        raise OSError("disk full")
-
-    unprintable: Any = Unprintable()
-    signals.telemetry.fell_back(unprintable, "deny", 1)
-    metrics = signals.telemetry._signals.metrics
-    for each in (metrics.store_seconds, metrics.store_fallbacks):
-        monkeypatch.setattr(each, "labels", broken)
-    signals.telemetry.stored("reserve", "ok", 0.1)
-    signals.telemetry.fell_back("boss", "deny", 1)
-    assert errors(signals.registry) == {("metrics", "ValueError"): 1, ("metrics", "OSError"): 2}
 
 
 def test_a_limit_beyond_all_floats_changes_nothing(signals: Signals) -> None:
     """What cannot be computed of a limit is counted as a failure, and not raised."""
     limit = ModelCallLimit(thread_limit=10**400)
-    verdict = judge([limit], {}, [Call("model", thread_id="t")])
-    signals.telemetry.emit(verdict.decisions, started=0)
+    judged = judge([limit], {}, [Call("model", thread_id="t")])
+    signals.recorder.record(judged.decisions, started=0)
     assert calls_total(signals.registry) == 1
     assert ("metrics", "OverflowError") in errors(signals.registry)

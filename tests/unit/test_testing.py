@@ -248,11 +248,11 @@ def names(decisions: Sequence[Decision]) -> list[str | None]:
 
 def test_decisions_are_captured_in_order(signals: Signals) -> None:
     """What is decided within the block is captured, what comes before and after is not."""
-    signals.telemetry.emit(decide("before"), started=0)
+    signals.recorder.record(decide("before"), started=0)
     with captured_decisions() as decisions:
-        signals.telemetry.emit(decide("first"), started=0)
-        signals.telemetry.emit(decide("second"), started=0)
-    signals.telemetry.emit(decide("after"), started=0)
+        signals.recorder.record(decide("first"), started=0)
+        signals.recorder.record(decide("second"), started=0)
+    signals.recorder.record(decide("after"), started=0)
     assert names(decisions) == ["first", "second"]
     assert decisions[0].outcome == "allowed"
 
@@ -260,10 +260,10 @@ def test_decisions_are_captured_in_order(signals: Signals) -> None:
 def test_captures_can_be_nested(signals: Signals) -> None:
     """The outer block sees what the inner one sees, and more."""
     with captured_decisions() as outer:
-        signals.telemetry.emit(decide("one"), started=0)
+        signals.recorder.record(decide("one"), started=0)
         with captured_decisions() as inner:
-            signals.telemetry.emit(decide("two"), started=0)
-        signals.telemetry.emit(decide("three"), started=0)
+            signals.recorder.record(decide("two"), started=0)
+        signals.recorder.record(decide("three"), started=0)
     assert names(outer) == ["one", "two", "three"]
     assert names(inner) == ["two"]
 
@@ -272,7 +272,7 @@ def test_a_capture_ends_with_an_exception(signals: Signals) -> None:
     """After a block that raised nothing is captured any more."""
     with pytest.raises(RuntimeError), captured_decisions() as decisions:
         raise RuntimeError
-    signals.telemetry.emit(decide("after"), started=0)
+    signals.recorder.record(decide("after"), started=0)
     assert decisions == []
 
 
@@ -283,14 +283,14 @@ async def test_concurrent_captures_are_kept_apart(signals: Signals) -> None:
     async def run(name: str) -> list[str | None]:
         with captured_decisions() as decisions:
             await both_inside.wait()
-            signals.telemetry.emit(decide(name), started=0)
+            signals.recorder.record(decide(name), started=0)
             await both_inside.wait()
-            await asyncio.to_thread(signals.telemetry.emit, decide(f"{name} thread"), started=0)
+            await asyncio.to_thread(signals.recorder.record, decide(f"{name} thread"), started=0)
             await asyncio.create_task(emit(f"{name} task"))
         return names(decisions)
 
     async def emit(name: str) -> None:
-        signals.telemetry.emit(decide(name), started=0)
+        signals.recorder.record(decide(name), started=0)
 
     first, second = await asyncio.gather(run("a"), run("b"))
     assert first == ["a", "a thread", "a task"]

@@ -37,12 +37,14 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     __version__,
 )
-from langchain_quota.engine import Outage, Used, judge, plan
-from langchain_quota.limits import Limit, Quota, QuotaTerms, Terms
-from langchain_quota.reservation import admit
-from langchain_quota.telemetry import _RecentTasks
+from langchain_quota.limits import Limit, Quota
+from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
+from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.recorder import Recorder
+from langchain_quota.telemetry.reruns import RecentTasks
 from langchain_quota.telemetry.tracing import LazyAttributes, Tracing
 from tests.conftest import Signals
+from tests.judged import Used, judge
 
 LIMIT = ToolCallLimit("search", thread_limit=20, run_limit=1)
 
@@ -55,8 +57,9 @@ class Exported:
         self.provider = TracerProvider(sampler=sampler)
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
-    def telemetry(self, **options: Any) -> Telemetry:
-        return Telemetry(registry=CollectorRegistry(), tracer_provider=self.provider, **options)
+    def recorder(self, **options: Any) -> Recorder:
+        registry = CollectorRegistry()
+        return recorder_of(Telemetry(registry=registry, tracer_provider=self.provider, **options))
 
     @property
     def spans(self) -> Sequence[ReadableSpan]:
@@ -77,7 +80,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 def test_an_allowed_call(signals: Signals) -> None:
     """The span of an allowed call has the name, kind and attributes that are promised."""
-    signals.telemetry.emit(decide(LIMIT, used=Used(4, 0), tools=["search"]), started=5)
+    signals.recorder.record(decide(LIMIT, used=Used(4, 0), tools=["search"]), started=5)
     (span,) = signals.spans()
     assert span.name == "check_quota tool search"
     assert span.kind is SpanKind.INTERNAL
@@ -102,7 +105,7 @@ def test_an_allowed_call(signals: Signals) -> None:
 
 def test_a_blocked_call(signals: Signals) -> None:
     """A block that the agent survives names limit and scope, and leaves the status unset."""
-    signals.telemetry.emit(decide(LIMIT, used=Used(4, 1), tools=["search"]), started=5)
+    signals.recorder.record(decide(LIMIT, used=Used(4, 1), tools=["search"]), started=5)
     (span,) = signals.spans()
     assert span.status.status_code is StatusCode.UNSET
     found = attributes(span)
@@ -117,7 +120,7 @@ def test_a_blocked_call(signals: Signals) -> None:
 def test_a_model_call(signals: Signals) -> None:
     """The span of a model call has no tool; what is not known is left out."""
     limit = ModelCallLimit(run_limit=5)
-    signals.telemetry.emit(judge([limit], {}, [Call("model")]).decisions, started=5)
+    signals.recorder.record(judge([limit], {}, [Call("model")]).decisions, started=5)
     (span,) = signals.spans()
     assert span.name == "check_quota model"
     assert attributes(span) == {
@@ -136,7 +139,7 @@ def test_a_model_call(signals: Signals) -> None:
 def test_a_call_without_limits(signals: Signals) -> None:
     """A call that no limit matches has a span that names none."""
     decision = Decision(Call("tool", "calc", "a", agent="boss"), Outcome.ALLOWED)
-    signals.telemetry.emit([decision], started=5)
+    signals.recorder.record([decision], started=5)
     (span,) = signals.spans()
     assert attributes(span) == {
         "langchain_quota.decision": "allowed",
@@ -152,7 +155,7 @@ def test_one_span_for_each_decision(signals: Signals) -> None:
     """A batch of three calls is three spans, in order, named after what was decided."""
     limit = ToolCallLimit("search", run_limit=1, exit_behavior="end")
     decisions = decide(limit, tools=["search", "search", "calc"])
-    signals.telemetry.emit(decisions, started=5)
+    signals.recorder.record(decisions, started=5)
     spans = signals.spans()
     assert [span.name for span in spans] == [
         "check_quota tool search",
@@ -169,7 +172,7 @@ def test_one_span_for_each_decision(signals: Signals) -> None:
 def test_the_refusing_limit_is_shown_among_many(signals: Signals) -> None:
     """All limits that match are listed; the one that refuses is told in detail."""
     limits = [ToolCallLimit(run_limit=1), ToolCallLimit("search", run_limit=0)]
-    signals.telemetry.emit(decide(*limits, tools=["search"]), started=5)
+    signals.recorder.record(decide(*limits, tools=["search"]), started=5)
     found = attributes(signals.spans()[0])
     assert found["langchain_quota.limits"] == ("tool:*", "tool:search")
     assert found["langchain_quota.limit"] == "tool:search"
@@ -179,7 +182,7 @@ def test_the_refusing_limit_is_shown_among_many(signals: Signals) -> None:
 def test_the_fullest_limit_is_shown_where_none_refuses(signals: Signals) -> None:
     """Of limits that admit the call, the one with the highest share is told in detail."""
     limits = [ToolCallLimit(run_limit=50), ToolCallLimit("search", run_limit=2)]
-    signals.telemetry.emit(decide(*limits, tools=["search"]), started=5)
+    signals.recorder.record(decide(*limits, tools=["search"]), started=5)
     assert attributes(signals.spans()[0])["langchain_quota.limit"] == "tool:search"
 
 
@@ -190,7 +193,7 @@ def test_an_exception_that_propagates_is_an_error(signals: Signals) -> None:
         thread_count=2, run_count=2, thread_limit=None, run_limit=1, tool_name="search"
     )
     decisions = decide(limit, tools=["search", "search"])
-    signals.telemetry.emit(decisions, started=5, error=error)
+    signals.recorder.record(decisions, started=5, error=error)
     skipped, blocked = signals.spans()
     assert blocked.status.status_code is StatusCode.ERROR
     assert blocked.status.description == str(error)
@@ -202,7 +205,7 @@ def test_an_exception_that_propagates_is_an_error(signals: Signals) -> None:
 def test_the_span_begins_when_judging_began(signals: Signals) -> None:
     """The start time is that given, and the end is not before it."""
     started = time.time_ns()
-    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=started)
+    signals.recorder.record(decide(LIMIT, tools=["search"]), started=started)
     (span,) = signals.spans()
     assert span.start_time == started
     assert span.end_time is not None
@@ -213,7 +216,7 @@ def test_the_span_is_a_child_of_the_active_one(signals: Signals) -> None:
     """Where the caller has a span, ours stands below it, and does not become the active one."""
     tracer = signals.provider.get_tracer("app")
     with tracer.start_as_current_span("request") as request:
-        signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+        signals.recorder.record(decide(LIMIT, tools=["search"]), started=5)
         assert trace.get_current_span() is request
     span = signals.spans()[0]
     assert span.parent is not None
@@ -224,7 +227,7 @@ def test_the_span_is_a_child_of_the_active_one(signals: Signals) -> None:
 
 def test_the_instrumentation_is_named(signals: Signals) -> None:
     """Spans tell which library made them, in which version."""
-    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    signals.recorder.record(decide(LIMIT, tools=["search"]), started=5)
     scope = signals.spans()[0].instrumentation_scope
     assert scope is not None
     assert (scope.name, scope.version) == ("langchain_quota", __version__)
@@ -234,7 +237,7 @@ def test_invented_tool_names_are_not_span_names(signals: Signals) -> None:
     """A span's name and attributes carry the bounded name of the tool, and a bounded call id."""
     call = Call("tool", "drop\ntable", "i" * 500, agent="a" * 500, thread_id="t" * 500)
     limit = ToolCallLimit(run_limit=5)
-    signals.telemetry.emit(judge([limit], {}, [call]).decisions, started=5)
+    signals.recorder.record(judge([limit], {}, [call]).decisions, started=5)
     (span,) = signals.spans()
     assert span.name == "check_quota tool _other"
     texts = [value for value in attributes(span).values() if isinstance(value, str)]
@@ -250,8 +253,8 @@ def test_which_calls_have_a_span(spans: str, expected: list[str]) -> None:
     """With `refused` only calls that were not plainly allowed have spans."""
     exported = Exported()
     allowed, blocked = decide(LIMIT, tools=["search", "search"])
-    trial = Decision(blocked.call, Outcome.WOULD_BLOCK, blocked.standings)
-    exported.telemetry(spans=spans).emit([allowed, blocked, trial], started=5)
+    trial = Decision(blocked.call, Outcome.WOULD_BLOCK, blocked.limits)
+    exported.recorder(spans=spans).record([allowed, blocked, trial], started=5)
     found = [attributes(span)["langchain_quota.decision"] for span in exported.spans]
     assert found == expected
 
@@ -259,15 +262,15 @@ def test_which_calls_have_a_span(spans: str, expected: list[str]) -> None:
 def test_spans_can_be_switched_off() -> None:
     """With `off` there is no span for any decision."""
     exported = Exported()
-    exported.telemetry(spans="off").emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    exported.recorder(spans="off").record(decide(LIMIT, tools=["search", "search"]), started=5)
     assert exported.spans == ()
 
 
 def test_a_thread_label_replaces_the_conversation() -> None:
     """A thread's id that is hidden is not sent as the conversation's id either."""
     exported = Exported()
-    telemetry = exported.telemetry(thread_label=lambda thread_id: f"hidden {len(str(thread_id))}")
-    telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    recorder = exported.recorder(thread_label=lambda thread_id: f"hidden {len(str(thread_id))}")
+    recorder.record(decide(LIMIT, tools=["search"]), started=5)
     found = attributes(exported.spans[0])
     assert found["langchain_quota.thread.id"] == "hidden 2"
     assert "gen_ai.conversation.id" not in found
@@ -301,7 +304,7 @@ class KeepBlocked(Sampler):
 def test_a_sampler_sees_the_decision() -> None:
     """A sampler can keep the refusals of a limit, since attributes are set at creation."""
     exported = Exported(KeepBlocked())
-    exported.telemetry().emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    exported.recorder().record(decide(LIMIT, tools=["search", "search"]), started=5)
     (span,) = exported.spans
     assert attributes(span)["langchain_quota.decision"] == "blocked"
     assert attributes(span)["gen_ai.tool.call.id"] == "call-1"
@@ -325,8 +328,8 @@ def test_attributes_are_built_once_when_recording(builds: list[Decision]) -> Non
     """A recorded span builds its attributes once, however often they are read."""
     decisions = decide(LIMIT, tools=["search"])
     exported = Exported(KeepBlocked())
-    exported.telemetry().emit(decisions, started=5)
-    Exported().telemetry().emit(decisions, started=5)
+    exported.recorder().record(decisions, started=5)
+    Exported().recorder().record(decisions, started=5)
     assert builds == [*decisions, *decisions]
 
 
@@ -339,15 +342,15 @@ def test_nothing_is_built_when_nothing_is_recorded(
     builds: list[Decision], provider: trace.TracerProvider
 ) -> None:
     """Without an SDK, or with a sampler that is off, a decision builds no attributes."""
-    telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
-    telemetry.emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    recorder = recorder_of(Telemetry(registry=CollectorRegistry(), tracer_provider=provider))
+    recorder.record(decide(LIMIT, tools=["search", "search"]), started=5)
     assert builds == []
 
 
 @pytest.mark.parametrize("spans", ["refused", "off"])
 def test_nothing_is_built_for_unwanted_spans(builds: list[Decision], spans: str) -> None:
     """A call that gets no span builds no attributes."""
-    Exported().telemetry(spans=spans).emit(decide(LIMIT, tools=["search"]), started=5)
+    Exported().recorder(spans=spans).record(decide(LIMIT, tools=["search"]), started=5)
     assert builds == []
 
 
@@ -396,11 +399,11 @@ def test_a_sampler_may_add_attributes(
 ) -> None:
     """However it reads those that it is given, the span has all of them and its own."""
     exported = Exported(Adding(add))
-    exported.telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    exported.recorder().record(decide(LIMIT, tools=["search"]), started=5)
     found = attributes(exported.spans[0])
     assert found.pop("priority") == 1
     plain = Exported()
-    plain.telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    plain.recorder().record(decide(LIMIT, tools=["search"]), started=5)
     assert found == attributes(plain.spans[0])
     assert len(builds) == 2
 
@@ -435,7 +438,7 @@ def link_to(span: trace.Span | ReadableSpan) -> dict[str, str]:
 def test_the_exemplar_is_the_calls_own_span(signals: Signals) -> None:
     """Call and limit counters are linked to the span of the call that they counted."""
     with signals.provider.get_tracer("app").start_as_current_span("request"):
-        signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+        signals.recorder.record(decide(LIMIT, tools=["search"]), started=5)
     own = link_to(signals.spans()[0])
     assert exemplars(signals.registry) == [own, own]
 
@@ -444,24 +447,27 @@ def test_a_span_that_is_not_sampled_is_no_exemplar() -> None:
     """A link to a trace that nobody kept would lead nowhere."""
     registry = CollectorRegistry()
     telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider(sampler=ALWAYS_OFF))
-    telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    recorder = recorder_of(telemetry)
+    recorder.record(decide(LIMIT, tools=["search"]), started=5)
     assert exemplars(registry) == []
 
 
 def test_without_a_span_the_exemplar_is_the_callers() -> None:
     """With spans off the counters are linked to the caller's active span, if it is sampled."""
     registry, exported = CollectorRegistry(), Exported()
-    telemetry = Telemetry(registry=registry, tracer_provider=exported.provider, spans="off")
+    recorder = recorder_of(
+        Telemetry(registry=registry, tracer_provider=exported.provider, spans="off")
+    )
     with exported.provider.get_tracer("app").start_as_current_span("request") as request:
-        telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+        recorder.record(decide(LIMIT, tools=["search"]), started=5)
     assert exemplars(registry) == [link_to(request), link_to(request)]
 
 
 def test_without_any_span_there_is_no_exemplar() -> None:
     """Without tracing the counters count."""
     registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry, tracer_provider=trace.NoOpTracerProvider())
-    telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+    recorder = recorder_of(Telemetry(registry=registry, tracer_provider=trace.NoOpTracerProvider()))
+    recorder.record(decide(LIMIT, tools=["search"]), started=5)
     assert exemplars(registry) == []
     labels = {"agent": "boss", "kind": "tool", "tool": "search", "decision": "allowed"}
     assert registry.get_sample_value("langchain_quota_calls_total", labels) == 1
@@ -471,7 +477,7 @@ def test_the_description_of_an_error_is_bounded(signals: Signals) -> None:
     """An exception's text that a model made endless and unprintable is cut to what exports."""
     limit = ToolCallLimit("search", run_limit=0, exit_behavior="error")
     error = RuntimeError("\ud800\n\x00no " + "x" * 100_000)
-    signals.telemetry.emit(decide(limit, tools=["search"]), started=5, error=error)
+    signals.recorder.record(decide(limit, tools=["search"]), started=5, error=error)
     (span,) = signals.spans()
     assert span.status.status_code is StatusCode.ERROR
     # In ASCII, so that a failure can be reported.
@@ -482,40 +488,49 @@ def test_the_description_of_an_error_is_bounded(signals: Signals) -> None:
 def test_a_tool_name_that_is_no_string(tool: Any, signals: Signals) -> None:
     """A call that names its tool by no string raises nothing, and its span says `_other`."""
     call = Call("tool", tool, "a", agent="boss", thread_id="t1")
-    signals.telemetry.emit([Decision(call, Outcome.ALLOWED)], started=5)
+    signals.recorder.record([Decision(call, Outcome.ALLOWED)], started=5)
     (span,) = signals.spans()
     assert span.name == "check_quota tool _other"
     assert attributes(span)["gen_ai.tool.name"] == "_other"
 
 
 MIDNIGHT = datetime(2026, 3, 1, tzinfo=UTC)
-DAILY = QuotaTerms("user_id", 5, "ada@example.org", "user", MIDNIGHT)
-ALL = QuotaTerms("global", 100, "", "all")
+DAILY = ResolvedQuota("user_id", 5, "ada@example.org", "user", MIDNIGHT)
+ALL = ResolvedQuota("global", 100, "", "all")
 
 
 def stored(
-    *limits: tuple[ToolCallLimit, Sequence[QuotaTerms]],
+    *limits: tuple[ToolCallLimit, Sequence[ResolvedQuota]],
     used: int = 0,
     mirror: Used | None = None,
     outage: Outage | None = None,
 ) -> Sequence[Decision]:
     """What is decided about a call whose quotas a store has counted up to so much."""
-    terms = [Terms.of(limit, thread_key="t1", quotas=tuple(quotas)) for limit, quotas in limits]
+    resolved = [
+        ResolvedLimit.of(limit, thread_key="t1", quotas=tuple(quotas)) for limit, quotas in limits
+    ]
     batch = [Call("tool", "search", "a", agent="boss", thread_id="t1")]
-    asked = plan(terms, {"search": mirror or Used()}, batch, outage=outage)
-    slots = asked.reservation.slots
-    counts = [slot.used if slot.key is None else used for slot in slots]
-    return asked.verdict(admit(asked.reservation, counts)).decisions
+    own = mirror or Used()
+    if outage is None:
+        kept = any(
+            limit.thread_limit is not None or any(each.is_threads for each in quotas)
+            for limit, quotas in limits
+        )
+        most = max(len(quotas) for _, quotas in limits)
+        own = Used(used if kept else own.thread, own.run, (used,) * most)
+    return judge(resolved, {"search": own}, batch, outage=outage).decisions
 
 
-def with_quotas(*quotas: QuotaTerms, **options: Any) -> tuple[ToolCallLimit, Sequence[QuotaTerms]]:
+def with_quotas(
+    *quotas: ResolvedQuota, **options: Any
+) -> tuple[ToolCallLimit, Sequence[ResolvedQuota]]:
     own = [Quota(each.limit, per=each.scope) for each in quotas]
     return ToolCallLimit("search", quotas=own, **options), quotas
 
 
 def test_quotas_are_told_by_scope(signals: Signals) -> None:
     """Each quota of the leading limit has its use and number; no subject is an attribute."""
-    signals.telemetry.emit(stored(with_quotas(DAILY, ALL, thread_limit=20), used=3), started=5)
+    signals.recorder.record(stored(with_quotas(DAILY, ALL, thread_limit=20), used=3), started=5)
     found = attributes(signals.spans()[0])
     assert {
         key: value for key, value in found.items() if key.endswith((".used", ".limit", ".scope"))
@@ -536,8 +551,8 @@ def test_quotas_are_told_by_scope(signals: Signals) -> None:
 
 def test_a_quota_per_thread_is_told_like_a_thread_limit(signals: Signals) -> None:
     """The thread's use is the store's, and its limit the quota's."""
-    quota = QuotaTerms("thread", 10, "t1", "t1", per_thread=True)
-    signals.telemetry.emit(stored(with_quotas(quota), used=6, mirror=Used(1)), started=5)
+    quota = ResolvedQuota("thread", 10, "t1", "t1", per_thread=True)
+    signals.recorder.record(stored(with_quotas(quota), used=6, mirror=Used(1)), started=5)
     found = attributes(signals.spans()[0])
     assert found["langchain_quota.thread.used"] == 7
     assert found["langchain_quota.thread.limit"] == 10
@@ -545,7 +560,7 @@ def test_a_quota_per_thread_is_told_like_a_thread_limit(signals: Signals) -> Non
 
 def test_a_refusal_tells_when_the_window_ends(signals: Signals) -> None:
     """A refused call says by which quota, and from when on it could be admitted."""
-    signals.telemetry.emit(stored(with_quotas(DAILY), used=5), started=5)
+    signals.recorder.record(stored(with_quotas(DAILY), used=5), started=5)
     found = attributes(signals.spans()[0])
     assert found["langchain_quota.scope"] == "user_id"
     assert found["langchain_quota.user_id.used"] == 5
@@ -555,17 +570,17 @@ def test_a_refusal_tells_when_the_window_ends(signals: Signals) -> None:
 @pytest.mark.parametrize(
     "limits",
     [
-        [with_quotas(QuotaTerms("global", 5, "", "all"))],
-        [with_quotas(DAILY, name="daily"), with_quotas(QuotaTerms("global", 5, "", "all"))],
+        [with_quotas(ResolvedQuota("global", 5, "", "all"))],
+        [with_quotas(DAILY, name="daily"), with_quotas(ResolvedQuota("global", 5, "", "all"))],
         [with_quotas(DAILY, enforce=False)],
     ],
     ids=["no window", "one without a window", "on trial"],
 )
 def test_no_window_no_time(
-    limits: list[tuple[ToolCallLimit, Sequence[QuotaTerms]]], signals: Signals
+    limits: list[tuple[ToolCallLimit, Sequence[ResolvedQuota]]], signals: Signals
 ) -> None:
     """Where no window's end lets the call through, or it runs, there is no time to wait for."""
-    signals.telemetry.emit(stored(*limits, used=5), started=5)
+    signals.recorder.record(stored(*limits, used=5), started=5)
     found = attributes(signals.spans()[0])
     assert found["langchain_quota.scope"] in {"global", "user_id"}
     assert "langchain_quota.resets_at" not in found
@@ -575,7 +590,7 @@ def test_a_refusal_without_the_store(signals: Signals) -> None:
     """Its scope is `store`, and what only the store knows is not told; the run's use is."""
     limit = with_quotas(DAILY, thread_limit=20, run_limit=9)
     decisions = stored(limit, mirror=Used(3, 2), outage="deny")
-    signals.telemetry.emit(decisions, started=5)
+    signals.recorder.record(decisions, started=5)
     found = attributes(signals.spans()[0])
     assert found["langchain_quota.decision"] == "blocked"
     assert found["langchain_quota.scope"] == "store"
@@ -595,7 +610,7 @@ def test_a_sampler_sees_quotas() -> None:
             return super().should_sample(*args, **kwargs)
 
     exported = Exported(Looking())
-    exported.telemetry().emit(stored(with_quotas(DAILY), used=5), started=5)
+    exported.recorder().record(stored(with_quotas(DAILY), used=5), started=5)
     assert seen[0]["langchain_quota.user_id.limit"] == 5
     assert seen[0]["langchain_quota.resets_at"] == "2026-03-01T00:00:00+00:00"
     assert len(exported.spans) == 1
@@ -615,7 +630,7 @@ def ids(span: ReadableSpan) -> tuple[str, str]:
 
 def test_a_batch_without_an_active_span_is_one_trace(signals: Signals) -> None:
     """The first span of the first batch is the parent of its others, and is told."""
-    emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"] * 3), started=5)
+    emitted = signals.recorder.record(decide(LIMIT, tools=["search"] * 3), started=5)
     first, *later = signals.spans()
     assert first.parent is None
     assert [span.parent and span.parent.span_id for span in later] == [first.context.span_id] * 2
@@ -625,7 +640,7 @@ def test_a_batch_without_an_active_span_is_one_trace(signals: Signals) -> None:
 def test_a_later_step_is_in_the_trace_that_it_is_given(signals: Signals) -> None:
     """What an earlier step told makes the later one's spans its children, and is told on."""
     given = {"traceparent": f"00-{5:032x}-{7:016x}-01"}
-    emitted = signals.telemetry.emit(
+    emitted = signals.recorder.record(
         decide(LIMIT, tools=["search", "search"]), started=5, trace=given
     )
     for span in signals.spans():
@@ -640,7 +655,7 @@ def test_an_active_span_goes_before_a_given_trace(signals: Signals) -> None:
     given = {"traceparent": f"00-{5:032x}-{7:016x}-01"}
     with signals.provider.get_tracer("app").start_as_current_span("request") as request:
         told = [
-            signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=each).trace
+            signals.recorder.record(decide(LIMIT, tools=["search"]), started=5, trace=each).trace
             for each in (None, given)
         ]
     assert told == [None, given]
@@ -656,8 +671,10 @@ def test_an_active_span_goes_before_a_given_trace(signals: Signals) -> None:
 )
 def test_without_spans_no_trace_begins(provider: trace.TracerProvider | None, spans: Any) -> None:
     """Where no span is made there is no trace to tell."""
-    telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider, spans=spans)
-    emitted = telemetry.emit(decide(LIMIT, tools=["search", "search"]), started=5)
+    recorder = recorder_of(
+        Telemetry(registry=CollectorRegistry(), tracer_provider=provider, spans=spans)
+    )
+    emitted = recorder.record(decide(LIMIT, tools=["search", "search"]), started=5)
     assert emitted.is_new
     assert emitted.trace is None
 
@@ -665,9 +682,9 @@ def test_without_spans_no_trace_begins(provider: trace.TracerProvider | None, sp
 def test_a_trace_begins_with_the_first_span() -> None:
     """With `refused` the first refusal begins it, not an earlier call that was allowed."""
     exported = Exported()
-    telemetry = exported.telemetry(spans="refused")
-    assert telemetry.emit(decide(LIMIT, tools=["search"]), started=5).trace is None
-    emitted = telemetry.emit(decide(LIMIT, tools=["search", "search", "search"]), started=5)
+    recorder = exported.recorder(spans="refused")
+    assert recorder.record(decide(LIMIT, tools=["search"]), started=5).trace is None
+    emitted = recorder.record(decide(LIMIT, tools=["search", "search", "search"]), started=5)
     first, second = exported.spans
     assert span_of(emitted.trace) == ids(first)
     assert second.parent is not None
@@ -677,7 +694,7 @@ def test_a_trace_begins_with_the_first_span() -> None:
 def test_an_unsampled_trace_is_told() -> None:
     """Later steps are to know that the run is not sampled."""
     exported = Exported(ALWAYS_OFF)
-    emitted = exported.telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    emitted = exported.recorder().record(decide(LIMIT, tools=["search"]), started=5)
     assert emitted.trace is not None
     flags = int(emitted.trace["traceparent"].rsplit("-", 1)[1], 16)
     assert not flags & trace.TraceFlags.SAMPLED
@@ -693,11 +710,11 @@ class Stating(KeepBlocked):
 
 def test_the_state_of_a_trace_is_told() -> None:
     """What a vendor's sampler notes in the trace reaches later steps."""
-    emitted = Exported(Stating()).telemetry().emit(decide(LIMIT, tools=["search"]), started=5)
+    emitted = Exported(Stating()).recorder().record(decide(LIMIT, tools=["search"]), started=5)
     assert emitted.trace is not None
     assert emitted.trace["tracestate"] == "vendor=kept"
     later = Exported()
-    later.telemetry().emit(decide(LIMIT, tools=["search"]), started=5, trace=emitted.trace)
+    later.recorder().record(decide(LIMIT, tools=["search"]), started=5, trace=emitted.trace)
     (span,) = later.spans
     assert dict(span.context.trace_state) == {"vendor": "kept"}
 
@@ -707,7 +724,7 @@ def test_the_state_of_a_trace_is_told() -> None:
 )
 def test_a_damaged_trace_costs_no_span(damaged: Any, signals: Signals) -> None:
     """A state that somebody else wrote to makes spans of no trace, and raises nothing."""
-    emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=damaged)
+    emitted = signals.recorder.record(decide(LIMIT, tools=["search"]), started=5, trace=damaged)
     assert emitted.is_new
     (span,) = signals.spans()
     assert span.parent is None
@@ -729,7 +746,7 @@ def test_baggage_reaches_every_span(signals: Signals) -> None:
     signals.provider.add_span_processor(noting)
     token = attach(baggage.set_baggage("tenant", "acme"))
     try:
-        signals.telemetry.emit(decide(LIMIT, tools=["search", "search"]), started=5)
+        signals.recorder.record(decide(LIMIT, tools=["search", "search"]), started=5)
     finally:
         detach(token)
     assert noting.seen == [{"tenant": "acme"}] * 2
@@ -745,10 +762,10 @@ def test_baggage_is_that_of_each_step(signals: Signals) -> None:
     for tenant in ("acme", "bolt"):
         token = attach(baggage.set_baggage("tenant", tenant))
         try:
-            signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
+            signals.recorder.record(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
         finally:
             detach(token)
-    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
+    signals.recorder.record(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
     assert noting.seen == [{"tenant": "acme"}, {"tenant": "bolt"}, {}]
     assert {span.context.trace_id for span in signals.spans()} == {5}
 
@@ -768,8 +785,8 @@ def test_given_traces_are_told_apart(
     given: Mapping[str, str], states: Sequence[Mapping[str, str]], signals: Signals
 ) -> None:
     """Traces that differ only in the state, or in whether they are sampled, are not mixed up."""
-    signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
-    emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5, trace=given)
+    signals.recorder.record(decide(LIMIT, tools=["search"]), started=5, trace=GIVEN)
+    emitted = signals.recorder.record(decide(LIMIT, tools=["search"]), started=5, trace=given)
     assert emitted.trace == given
     found = [dict(span.context.trace_state) for span in signals.spans()]
     assert found == [{"vendor": "kept"}, *states]
@@ -834,7 +851,7 @@ def test_where_spans_belong(
     module = "openinference.instrumentation.langchain"
     monkeypatch.setitem(sys.modules, module, cast("ModuleType", Instrumentation(other)))
     with trace.use_span(active) if active is not None else nullcontext():
-        emitted = signals.telemetry.emit(
+        emitted = signals.recorder.record(
             decide(LIMIT, tools=["search", "search"]), started=5, trace=given
         )
     first, second = signals.spans()
@@ -853,7 +870,7 @@ def test_a_broken_instrumentation_costs_no_span(
     monkeypatch.setitem(sys.modules, module, cast("ModuleType", Instrumentation(None)))
     monkeypatch.setattr(Instrumentation, "get_current_span", lambda _: 1 // 0)
     with trace.use_span(remote(3, 4)):
-        emitted = signals.telemetry.emit(decide(LIMIT, tools=["search"]), started=5)
+        emitted = signals.recorder.record(decide(LIMIT, tools=["search"]), started=5)
     (span,) = signals.spans()
     assert span.parent is not None
     assert (span.parent.trace_id, span.parent.span_id) == (3, 4)
@@ -865,26 +882,26 @@ def test_a_broken_instrumentation_costs_no_span(
 def test_a_task_that_runs_again_keeps_the_trace_that_it_began(signals: Signals) -> None:
     """Its state knows nothing of the trace: it is told again, and other decisions join it."""
     allowed, blocked = decide(LIMIT, tools=["search", "search"])
-    first = signals.telemetry.emit([allowed], started=5, task_id="task")
-    again = signals.telemetry.emit([allowed], started=5, task_id="task")
+    first = signals.recorder.record([allowed], started=5, task_id="task")
+    again = signals.recorder.record([allowed], started=5, task_id="task")
     assert not again.is_new
     assert again.trace == first.trace is not None
-    otherwise = signals.telemetry.emit([blocked], started=5, task_id="task")
+    otherwise = signals.recorder.record([blocked], started=5, task_id="task")
     assert otherwise.trace == first.trace
     begun, joined = signals.spans()
     assert joined.parent is not None
     assert joined.parent.span_id == begun.context.span_id
-    other = signals.telemetry.emit([allowed], started=5, task_id="another")
+    other = signals.recorder.record([allowed], started=5, task_id="another")
     assert other.trace != first.trace
 
 
 def test_the_memory_of_traces_is_bounded() -> None:
     """With the oldest task the trace that it began is forgotten."""
-    tasks = _RecentTasks()
-    for number in range(_RecentTasks.MOST + 1):
+    tasks = RecentTasks()
+    for number in range(RecentTasks.MOST + 1):
         tasks.seen(str(number))
         tasks.begin(str(number), {"traceparent": str(number)})
-    assert len(tasks._traces) == _RecentTasks.MOST
+    assert len(tasks._traces) == RecentTasks.MOST
     assert tasks.begun("0") is None
     assert tasks.begun("1") == {"traceparent": "1"}
     tasks.begin(None, {"traceparent": "x"})

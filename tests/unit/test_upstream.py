@@ -1,13 +1,12 @@
 """LangChain's own tests, where their sdist cannot be had."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import upstream
+from tests.forked import run_python
+from tools import upstream
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,20 +17,12 @@ def test_without_an_index(ci: str, status: int, tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from tests import upstream
+from tools import upstream
 upstream.KEPT = Path({str(tmp_path)!r})
 sys.exit(upstream.main())
 """
     no_index = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | no_index | path | {"CI": ci},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(program, env=os.environ | no_index | {"CI": ci}, cwd=ROOT)
     assert (done.returncode, done.stdout) == (status, "")
     [line] = done.stderr.splitlines()
     assert line.startswith("LangChain's own tests were not run: no sdist of langchain ")

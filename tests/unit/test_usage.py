@@ -19,15 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from langchain_quota import Call, Decision, Outcome, Standing, Telemetry
-from langchain_quota.decision import QuotaUse
-from langchain_quota.telemetry import multiprocess, usage
+from langchain_quota import Call, Decision, LimitStatus, Outcome, Telemetry
+from langchain_quota.decision import QuotaStatus
+from langchain_quota.telemetry import multiprocess, recorder_of, usage
 from langchain_quota.telemetry.database import UsageDatabase
 from langchain_quota.telemetry.usage import UsageTable, told_by_others
 from tests.clock import Clock
 from tests.servers.prometheus import eventually
 
-STANDING = Standing(
+STANDING = LimitStatus(
     limit="search",
     exit_behavior="continue",
     thread_before=0,
@@ -84,26 +84,26 @@ def file(tmp_path: Path) -> Path:
 
 
 def decide(
-    used: int, limit: int | None = 10, name: str = "search", *quotas: QuotaUse, **changes: Any
+    used: int, limit: int | None = 10, name: str = "search", *quotas: QuotaStatus, **changes: Any
 ) -> Decision:
     """A call that is let through."""
     values = {"thread_used": used, "thread_limit": limit, "charged": True, "quotas": quotas}
-    standing = replace(STANDING, limit=name, **{**values, **changes})
-    return Decision(Call("tool", "search"), Outcome.ALLOWED, (standing,))
+    status = replace(STANDING, limit=name, **{**values, **changes})
+    return Decision(Call("tool", "search"), Outcome.ALLOWED, (status,))
 
 
 def refuse(
-    used: int, limit: int | None = 10, name: str = "search", *quotas: QuotaUse, **changes: Any
+    used: int, limit: int | None = 10, name: str = "search", *quotas: QuotaStatus, **changes: Any
 ) -> Decision:
     """A call that is refused."""
-    values = {"thread_before": used, "refused": True, "scope": "thread", "charged": False}
+    values = {"thread_before": used, "reason": "exhausted", "scope": "thread", "charged": False}
     refused = decide(used, limit, name, *quotas, **{**values, **changes})
     return replace(refused, outcome=Outcome.BLOCKED)
 
 
 def unanswered(name: str = "search") -> Decision:
     """A call that is refused because the store could not be asked."""
-    return refuse(0, None, name, scope="store", shared=True)
+    return refuse(0, None, name, reason="store", scope=None, shared=True)
 
 
 def utc(seconds: float) -> datetime:
@@ -112,15 +112,15 @@ def utc(seconds: float) -> datetime:
 
 def hourly(
     used: int, limit: int = 10, until: float | None = 9000, name: str = "hourly"
-) -> QuotaUse:
+) -> QuotaStatus:
     """The use of a quota per thread."""
     resets_at = None if until is None else utc(until)
-    return QuotaUse(name, "t", used, used, limit, resets_at, per_thread=True)
+    return QuotaStatus(name, "t", used, used, limit, resets_at, per_thread=True)
 
 
-def users(used: int, limit: int = 10, until: float | None = None, user: str = "ada") -> QuotaUse:
+def users(used: int, limit: int = 10, until: float | None = None, user: str = "ada") -> QuotaStatus:
     """The use of a quota per user."""
-    return QuotaUse("user_id", user, used, used, limit, None if until is None else utc(until))
+    return QuotaStatus("user_id", user, used, used, limit, None if until is None else utc(until))
 
 
 def samples(table: UsageTable, name: str) -> dict[tuple[str, ...], float]:
@@ -439,7 +439,7 @@ class TestSubjects:
     def test_each_for_itself(self, bench: Bench) -> None:
         """Each user, scope, limit and agent has a count of its own."""
         table = bench.table()
-        tenant = QuotaUse("tenant", "", 1, 1, 10)
+        tenant = QuotaStatus("tenant", "", 1, 1, 10)
         for agent, name, quotas in (
             ("boss", "search", (users(1), tenant)),
             ("boss", "search", (users(9, user="bob"),)),
@@ -471,7 +471,7 @@ class TestSubjects:
         table.record("boss", "t1", [decide(0, None, "search", users(10))])
         table.record("boss", "t1", [decision])
         table.record("boss", "t2", [decide(0, None, "all", users(10))])
-        kept = {"exhausted": 1} if decision.standings[0].quotas[0].per_thread else {}
+        kept = {"exhausted": 1} if decision.limits[0].quotas[0].per_thread else {}
         assert states(table, scope="user_id") == kept
         assert states(table, "all", "user_id") == {"exhausted": 1}
 
@@ -583,22 +583,22 @@ class Naive:
         self.entries: dict[str, Entry] = {}
 
     def record(self, thread: str, decision: Decision, now: float) -> None:
-        (standing,) = decision.standings
+        (status,) = decision.limits
         entry = self.entries.setdefault(thread, Entry())
         entry.last = now
-        new = {"numbers": [], "enforced": standing.enforced, "blocked": 0}
-        row = entry.limits.setdefault(standing.limit, new)
-        row["enforced"] = standing.enforced
-        if standing.refused and standing.enforced:
+        new = {"numbers": [], "enforced": status.enforced, "blocked": 0}
+        row = entry.limits.setdefault(status.limit, new)
+        row["enforced"] = status.enforced
+        if status.refused and status.enforced:
             row["blocked"] += 1
             entry.refused = now
-        if standing.scope == "store":
+        if status.reason == "store":
             return
         numbers: list[tuple[int, int, float | None]]
-        numbers = [(standing.thread_used, standing.thread_limit or 0, None)]
+        numbers = [(status.thread_used, status.thread_limit or 0, None)]
         numbers += [
             (each.used, each.limit, each.resets_at.timestamp() if each.resets_at else None)
-            for each in standing.quotas
+            for each in status.quotas
         ]
         row["numbers"] = [
             (0 if end is not None and end <= now else count, most, end, now)
@@ -942,5 +942,5 @@ class TestWorkers:
         """The variable changes nothing after the import of prometheus_client, there nor here."""
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
         assert multiprocess.multiprocess_directory() is None
-        Telemetry(registry=CollectorRegistry()).emit([decide(1)], started=0)
+        recorder_of(Telemetry(registry=CollectorRegistry())).record([decide(1)], started=0)
         assert list(tmp_path.iterdir()) == []

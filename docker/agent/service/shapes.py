@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from langchain_quota import Decision, Standing
+from langchain_quota import Decision, LimitStatus
 
 MAX_ID = 128
 MAX_TEXT = 8_000
@@ -144,7 +144,7 @@ def refusal(decision: Decision) -> Refusal:
     """
     refusing = [each for each in decision.refused_by if each.enforced]
     shown = min(refusing, key=_patience)
-    scope = str(shown.scope)
+    scope = str(shown.refusal_scope)
     unknown = scope == STORE
     used = None if unknown else shown.used(scope)
     limit = None if unknown else shown.threshold(scope)
@@ -170,7 +170,7 @@ def ends_run(decision: Decision) -> bool:
     return any(each.enforced and each.exit_behavior != "continue" for each in decision.refused_by)
 
 
-def _patience(standing: Standing) -> int:
-    if standing.scope == STORE:
+def _patience(status: LimitStatus) -> int:
+    if status.reason == "store":
         return 1
-    return 0 if standing.resets_at is None else 2
+    return 0 if status.resets_at is None else 2

@@ -4,16 +4,22 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from langchain_quota._version import __version__
 from langchain_quota.cli import export
+from langchain_quota.cli.command import CommandError, complain
 
 FAILED = 2
 """The exit code of a command that could not do its work, as of a wrong argument."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells give it."""
+
+_EXTRAS = {"demo": "demo", "quotas": "redis"}
+"""What a command needs beside the package: the rest works without."""
 
 _MAX_THREADS = 100
 _MAX_SECONDS = 3600
@@ -33,17 +39,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: The arguments are wrong (code 2), or ask for help or the version (0).
     """
     arguments = _parser().parse_args(argv)
+    command: str = arguments.command
     try:
-        return _COMMANDS[arguments.command](arguments)
+        code: int = _module(command).run(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except CommandError as error:
+        complain(command, str(error))
+        return FAILED
     except OSError as error:
         # Whoever read the output has gone, or there is no room for it: the interpreter's last
         # flush must not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 1
-        return _failed(arguments.command, error.strerror or str(error))
+        complain(command, error.strerror or str(error))
+        return FAILED
+    return code
+
+
+def _module(command: str) -> Any:
+    """The module of a command: imported when it is needed, since its extra may be missing.
+
+    Raises:
+        CommandError: A package of the extra is missing.
+        ModuleNotFoundError: The module itself is missing.
+    """
+    try:
+        return import_module(f"langchain_quota.cli.{command}")
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing.startswith("langchain_quota"):
+            raise
+        remedy = f'pip install "langchain-quota[{_EXTRAS[command]}]"'
+        raise CommandError(f"needs the package {missing}: {remedy}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,64 +165,3 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
         return value
 
     return whole
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    try:
-        # The command line works without the extra; only the demo needs it.
-        from langchain_quota.cli import demo  # noqa: PLC0415 - the same
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.startswith("langchain_quota"):
-            raise
-        return _failed("demo", f'needs the package {missing}: pip install "langchain-quota[demo]"')
-    options = demo.Options(
-        threads=arguments.threads,
-        seconds=arguments.seconds,
-        port=arguments.port,
-        serve=arguments.serve,
-        db=arguments.db,
-        model=arguments.model,
-    )
-    try:
-        demo.run(options)
-    except demo.DemoError as error:
-        return _failed("demo", str(error))
-    return 0
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    try:
-        export.run(arguments)
-    except export.ExportError as error:
-        return _failed("export", str(error))
-    return 0
-
-
-def _quotas(arguments: argparse.Namespace) -> int:
-    try:
-        from langchain_quota.cli import quotas  # noqa: PLC0415 - only this needs the extra
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.startswith("langchain_quota"):
-            raise
-        return _failed(
-            "quotas", f'needs the package {missing}: pip install "langchain-quota[redis]"'
-        )
-    prefix = {} if arguments.prefix is None else {"prefix": arguments.prefix}
-    try:
-        if arguments.action == "show":
-            return quotas.show(quotas.Options(arguments.redis, keys=arguments.keys, **prefix))
-        return quotas.reset(
-            quotas.Options(arguments.redis, keys=arguments.keys, yes=arguments.yes, **prefix)
-        )
-    except quotas.QuotasError as error:
-        return _failed("quotas", str(error))
-
-
-_COMMANDS = {"demo": _demo, "export": _export, "quotas": _quotas}
-
-
-def _failed(command: str, reason: str) -> int:
-    print(f"langchain-quota {command}: {reason}", file=sys.stderr)  # noqa: T201 - a command's output
-    return FAILED

@@ -7,9 +7,9 @@ import sqlite3
 import textwrap
 import time
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
@@ -22,6 +22,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from opentelemetry.trace import TracerProvider
 
+from langchain_quota.cli.command import CommandError, say
 from langchain_quota.cli.demo_board import Board
 from langchain_quota.cli.demo_tracing import SpanCounter, otlp_endpoint, tracer_provider
 from langchain_quota.cli.demo_traffic import (
@@ -33,11 +34,11 @@ from langchain_quota.cli.demo_traffic import (
     questions,
     scripted_model,
 )
-from langchain_quota.cli.demo_view import Display, display, say
+from langchain_quota.cli.demo_view import Display, display
 from langchain_quota.decision import Decision, Level
 from langchain_quota.exposition import MetricsServer, start_metrics_server
 from langchain_quota.state import thread_model, thread_tools
-from langchain_quota.telemetry import Telemetry
+from langchain_quota.telemetry import Telemetry, names
 from langchain_quota.testing import captured_decisions
 
 NEAR = 0.8
@@ -46,35 +47,19 @@ GRACE_SECONDS = 10
 """How long a turn that began in time may go on after the end."""
 
 _SHOWN_METRICS = (
-    "langchain_quota_calls_total{",
-    "langchain_quota_limit_decisions_total{",
-    "langchain_quota_subjects{",
+    f"{names.CALLS.name}{{",
+    f"{names.LIMIT_DECISIONS.name}{{",
+    f"{names.SUBJECTS.name}{{",
 )
 
 
-class DemoError(Exception):
-    """The demo cannot do what was asked; the message says why, in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user asked for; the fields are the command's options."""
-
-    threads: int
-    seconds: int
-    port: int
-    serve: bool = False
-    db: Path | None = None
-    model: str | None = None
-
-
-def run(options: Options) -> None:
+def run(options: Namespace) -> int:
     """Run the demo to its end, or with `serve` until Ctrl-C after its end.
 
     Raises:
-        DemoError: The port, the file, the model, the directory of metrics or the exporter of spans
-            cannot be used.
-    """  # noqa: DOC501 - the name is that of the function which makes the DemoError
+        CommandError: The port, the file, the model, the directory of metrics or the exporter of
+            spans cannot be used.
+    """  # noqa: DOC501 - the name is that of the function which makes the CommandError
     with ExitStack() as stack:
         stack.enter_context(_only_errors_logged())
         model = scripted_model() if options.model is None else _real_model(options.model)
@@ -88,25 +73,26 @@ def run(options: Options) -> None:
         try:
             traffic = _Traffic(options, model, provider)
         except (OSError, ValueError) as error:  # PROMETHEUS_MULTIPROC_DIR cannot be written to
-            raise _demo_error("cannot keep metrics", error) from error
+            raise _error("cannot keep metrics", error) from error
         say(f"{options.threads} threads of agent {AGENT!r}, {TURNS} turns each; {server.url}")
         began = time.monotonic()
         try:
             with display() as shown:
                 asyncio.run(traffic.run(file, shown))
         except sqlite3.Error as error:
-            raise _demo_error(f"the database {str(file)!r} failed", error) from error
+            raise _error(f"the database {str(file)!r} failed", error) from error
         _summarize(options, traffic.board, spans, seconds=time.monotonic() - began)
         _show_metrics(server, options)
         if options.serve:
             with suppress(KeyboardInterrupt):
                 Event().wait()
+    return 0
 
 
 class _Traffic:
     """The conversations: each on its own thread, all at once."""
 
-    def __init__(self, options: Options, model: BaseChatModel, provider: TracerProvider) -> None:
+    def __init__(self, options: Namespace, model: BaseChatModel, provider: TracerProvider) -> None:
         self._options = options
         self._model = model
         self._telemetry = Telemetry(tracer_provider=provider, near=NEAR)
@@ -118,10 +104,10 @@ class _Traffic:
         async with AsyncSqliteSaver.from_conn_string(str(file)) as saver:
             tool_seconds = min(0.5, self._options.seconds / TURNS / 10)
             agent = build_agent(self._model, saver, self._telemetry, tool_seconds=tool_seconds)
-            await self._settle(agent)
+            await self._take_states(agent)
             with captured_decisions() as decisions:
                 await self._converse(agent, decisions, shown)
-            await self._settle(agent)
+            await self._take_states(agent)
             await asyncio.to_thread(shown.show, self.board.rows())
 
     async def _converse(self, agent: Any, decisions: list[Decision], shown: Display) -> None:
@@ -164,7 +150,7 @@ class _Traffic:
         except Exception as error:
             if self._options.model is None or isinstance(error, sqlite3.Error):
                 raise
-            raise _demo_error(f"the model {self._options.model!r} failed", error) from error
+            raise _error(f"the model {self._options.model!r} failed", error) from error
 
     async def _show(self, decisions: list[Decision], shown: Display, over: asyncio.Event) -> None:
         while not over.is_set():
@@ -174,12 +160,12 @@ class _Traffic:
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), shown.interval)
 
-    async def _settle(self, agent: Any) -> None:
+    async def _take_states(self, agent: Any) -> None:
         for thread in self._threads:
             state = (await agent.aget_state(_config(thread))).values
             counts = {MODEL.counter: thread_model(state), **thread_tools(state)}
             used = {limit.name: counts.get(limit.counter, 0) for limit in LIMITS}
-            self.board.settle(thread, used)
+            self.board.take_state(thread, used)
 
 
 def _config(thread: str) -> RunnableConfig:
@@ -202,7 +188,7 @@ def _real_model(name: str) -> BaseChatModel:
     try:
         return init_chat_model(name)
     except Exception as error:  # a missing package or key: each provider raises its own
-        raise _demo_error(f"cannot use the model {name!r}", error) from error
+        raise _error(f"cannot use the model {name!r}", error) from error
 
 
 def _writable(db: Path) -> Path:
@@ -217,7 +203,7 @@ def _writable(db: Path) -> Path:
             reason = "its directory does not exist"
         elif file.is_dir():
             reason = "it is a directory"
-        raise _demo_error(f"cannot use --db {str(db)!r}", reason) from error
+        raise _error(f"cannot use --db {str(db)!r}", reason) from error
     return file
 
 
@@ -228,9 +214,9 @@ def _served(port: int) -> MetricsServer:
         reason = str(error.strerror)
         if error.errno == errno.EADDRINUSE:
             reason = f"{reason.partition(';')[0]}; choose another with --port"
-        raise DemoError(reason) from error
+        raise CommandError(reason) from error
     except ValueError as error:  # PROMETHEUS_MULTIPROC_DIR names no directory
-        raise _demo_error("cannot keep metrics", error) from error
+        raise _error("cannot keep metrics", error) from error
 
 
 @contextmanager
@@ -238,14 +224,14 @@ def _traced(spans: SpanCounter) -> Iterator[TracerProvider]:
     try:
         provider = tracer_provider(spans)
     except (ValueError, ImportError) as error:
-        raise _demo_error("cannot send spans", error) from error
+        raise _error("cannot send spans", error) from error
     try:
         yield provider
     finally:
         provider.shutdown()
 
 
-def _summarize(options: Options, board: Board, spans: SpanCounter, *, seconds: float) -> None:
+def _summarize(options: Namespace, board: Board, spans: SpanCounter, *, seconds: float) -> None:
     say()
     say(f"{options.threads} threads in {seconds:.1f} s, {board.carried_over} carried over")
     layout = "{:<12}{:>14}{:>9}{:>9}{:>14}{:>19}"
@@ -260,7 +246,7 @@ def _summarize(options: Options, board: Board, spans: SpanCounter, *, seconds: f
     say(f"check_quota spans: {spans.decisions.total()} ({by_decision}); collector: {where}")
 
 
-def _show_metrics(server: MetricsServer, options: Options) -> None:
+def _show_metrics(server: MetricsServer, options: Namespace) -> None:
     say(f"some of {server.url}:")
     # Not through a proxy that the environment may name.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -273,5 +259,5 @@ def _show_metrics(server: MetricsServer, options: Options) -> None:
     say(f"scrape {server.url} ({until})")
 
 
-def _demo_error(what: str, why: object) -> DemoError:
-    return DemoError(textwrap.shorten(f"{what}: {why}", width=400))
+def _error(what: str, why: object) -> CommandError:
+    return CommandError(textwrap.shorten(f"{what}: {why}", width=400))

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from langchain_quota.decision import Decision, Level, Outcome, level
-from langchain_quota.limits import Limit, Terms
+from langchain_quota.limits import Limit
+from langchain_quota.resolved import ResolvedLimit
 
 _SEVERITY = tuple(Level)
 
@@ -65,7 +66,7 @@ class Board:
         self._last_refusal: dict[str, str] = {}
         self._blocked: Counter[str] = Counter()
 
-    def settle(self, thread: str, used: Mapping[str, int]) -> None:
+    def take_state(self, thread: str, used: Mapping[str, int]) -> None:
         """Take in what a thread's state says, by limit; the first time, it was carried over."""
         self._carried_over.setdefault(thread, Counter(used))
         self._used[thread] = Counter(used)
@@ -79,11 +80,11 @@ class Board:
             key = decision.call.id or len(calls)
             if calls.get(key) is not Outcome.BLOCKED:
                 calls[key] = decision.outcome
-            for standing in decision.standings:
-                self._used[thread][standing.limit] = standing.thread_used
-                if standing.refused:
-                    self._blocked[standing.limit] += 1
-                    self._last_refusal[thread] = f"{_title(standing.limit)} ({standing.scope})"
+            for status in decision.limits:
+                self._used[thread][status.limit] = status.thread_used
+                if status.refused:
+                    self._blocked[status.limit] += 1
+                    self._last_refusal[thread] = f"{_title(status.limit)} ({status.refusal_scope})"
 
     def rows(self) -> tuple[Row, ...]:
         """The threads as they stand."""
@@ -108,7 +109,7 @@ class Board:
         return sum(used.total() > 0 for used in self._carried_over.values())
 
     def _use(self, limit: Limit, used: Counter[str]) -> Use:
-        most = Terms.of(limit).thread_limit or 0
+        most = ResolvedLimit.of(limit).thread_limit or 0
         count = used[limit.name]
         return Use(_title(limit.name), count, most, level(count, most, self._near))
 

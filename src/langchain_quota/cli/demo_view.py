@@ -1,15 +1,16 @@
 """How the demo shows its threads: a live table in a terminal, plain lines elsewhere."""
 
 import sys
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from langchain_quota.cli.command import say
 from langchain_quota.cli.demo_board import Row, Use
 from langchain_quota.decision import Level
 
@@ -26,15 +27,6 @@ class Display(Protocol):
 
     interval: float
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
     def show(self, rows: Sequence[Row]) -> None:
         """Show the threads as they stand."""
 
@@ -44,20 +36,12 @@ class LiveTable:
 
     interval = 0.2
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+    def __init__(self, live: Live) -> None:
+        self._live = live
 
     def show(self, rows: Sequence[Row]) -> None:
         """Redraw the table."""
-        self._live.update(table(rows, self._console), refresh=True)
+        self._live.update(table(rows, self._live.console), refresh=True)
 
 
 class PlainLines:
@@ -68,12 +52,6 @@ class PlainLines:
     def __init__(self) -> None:
         self._shown: dict[str, Row] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def show(self, rows: Sequence[Row]) -> None:
         """Print what changed."""
         for row in rows:
@@ -82,12 +60,15 @@ class PlainLines:
                 say(line(row))
 
 
-def display() -> Display:
+@contextmanager
+def display() -> Iterator[Display]:
     """The table where it can be redrawn, else lines."""
     console = Console()
     if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
-        return LiveTable(console)
-    return PlainLines()
+        with Live(console=console, auto_refresh=False) as live:
+            yield LiveTable(live)
+    else:
+        yield PlainLines()
 
 
 def table(rows: Sequence[Row], console: Console) -> Table:
@@ -133,11 +114,6 @@ def gauge(use: Use, width: int, characters: str = "▇_") -> str:
     bar = full * filled + empty * (width - filled)
     numbers = f"{use.used}/{use.limit}".ljust(2 * len(str(use.limit)) + 1)
     return f"{use.title} {numbers} {bar}"
-
-
-def say(text: str = "") -> None:
-    """Print a line."""
-    print(text, flush=True)  # noqa: T201 - a command's output
 
 
 def _bar_characters(encoding: str | None) -> str:

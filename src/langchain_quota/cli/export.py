@@ -8,11 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from langchain_quota.cli.command import CommandError, say
 from langchain_quota.monitoring import checks, exports
-
-
-class ExportError(Exception):
-    """The files cannot be written; the message says why, in one line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--force", action="store_true", help="overwrite files that exist")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     """Write the files, and print a line for each.
 
     Raises:
-        ExportError: A file exists, or cannot be written.
+        CommandError: A file exists, or cannot be written.
     """
     note = ""
     if arguments.what == "grafana":
@@ -84,27 +81,28 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         files = exports.alertmanager()
     _write(files, arguments.to, note, force=arguments.force)
+    return 0
 
 
 def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool) -> None:
     """Write all files, or none if one of them may not be written.
 
     Raises:
-        ExportError: One of them may not, or cannot, be written.
+        CommandError: One of them may not, or cannot, be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         reason = "a file is in the way" if in_the_way else error.strerror
-        raise ExportError(
+        raise CommandError(
             f"cannot use --to {str(directory)!r}: {reason}; name a directory that you can write to"
         ) from error
     paths = {directory / name: text for name, text in files.items()}
     taken = [path for path in paths if os.path.lexists(path)]
     if taken and not force:
         names = ", ".join(path.name for path in taken)
-        raise ExportError(f"{str(directory)!r} has {names}; --force overwrites")
+        raise CommandError(f"{str(directory)!r} has {names}; --force overwrites")
     _check_files(taken)
     path = directory
     try:
@@ -120,28 +118,28 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
                     path.open("x").close()
                 Path(unfinished, f"{path.name}.tmp").replace(path)
     except OSError as error:
-        raise ExportError(
+        raise CommandError(
             f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can write to "
             "with --to"
         ) from error
     for path in paths:
-        print(f"{path}{note}")  # noqa: T201 - a command's output
+        say(f"{path}{note}")
 
 
 def _check_files(paths: Iterable[Path]) -> None:
     """Check that what is to be overwritten are files.
 
     Raises:
-        ExportError: One of them is none.
+        CommandError: One of them is none.
     """
     for path in paths:
         if path.is_symlink():
-            raise ExportError(
+            raise CommandError(
                 f"cannot overwrite {str(path)!r}: it is a symbolic link, and what it leads to is "
                 "left alone; remove it, or name another directory with --to"
             )
         if not path.is_file():
-            raise ExportError(f"cannot overwrite {str(path)!r}: it is no file")
+            raise CommandError(f"cannot overwrite {str(path)!r}: it is no file")
 
 
 def _keep_access(old: Path, new: Path) -> None:

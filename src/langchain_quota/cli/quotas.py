@@ -2,12 +2,13 @@
 
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from langchain_quota.cli.command import CommandError, complain, say
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.stores import KeyUse
+from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import CountKey, is_of_run
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
@@ -24,86 +25,62 @@ _NAMED = 20
 _SHOWN = 200
 
 
-class QuotasError(Exception):
-    """The command cannot do what was asked; the message says why, in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user asked for; the fields are the command's options."""
-
-    redis: str | None = None
-    prefix: str = PREFIX
-    keys: Sequence[str] = ()
-    yes: bool = False
-
-
-def show(options: Options) -> int:
-    """Print what is kept, and name what is no count.
+def run(arguments: Namespace) -> int:
+    """Show what is kept, or set it to 0.
 
     Raises:
-        QuotasError: Redis cannot be asked.
+        CommandError: Redis cannot be asked, or nobody can be asked whether to reset.
     """
-    found, odd = _found(_store(options), options)
-    _print_table(found)
-    return _name(odd)
-
-
-def reset(options: Options) -> int:
-    """Print what is kept, ask, and set it to 0; what is no count is left as it is, and named.
-
-    Raises:
-        QuotasError: Redis cannot be asked, or nobody can be asked whether to reset.
-    """
-    store = _store(options)
-    found, odd = _found(store, options)
+    store = _store(arguments)
+    found, odd = _found(store, arguments.keys or ("*",))
     _print_table(found)
     code = _name(odd)
-    if not found:
+    if arguments.action == "show" or not found:
         return code
-    if not options.yes:
+    if not arguments.yes:
         if not sys.stdin.isatty():
-            raise QuotasError("reset asks first, and there is no terminal: pass --yes")
+            raise CommandError("reset asks first, and there is no terminal: pass --yes")
         if not _agreed(f"Reset {len(found)} to 0? [y/N] "):
-            _say("nothing was reset")
+            say("nothing was reset")
             return _DECLINED
     try:
         for first in range(0, len(found), _AT_ONCE):
             store.reset([use.key for use in found[first : first + _AT_ONCE]])
     except QuotaStoreError as error:
-        raise QuotasError(_line(error)) from error
-    _say(f"{len(found)} reset to 0")
+        raise CommandError(_line(error)) from error
+    say(f"{len(found)} reset to 0")
     return code
 
 
-def _store(options: Options) -> RedisStore:
-    if options.redis is not None and _PASSWORD.search(options.redis):
-        raise QuotasError(
+def _store(arguments: Namespace) -> RedisStore:
+    url, prefix = arguments.redis, arguments.prefix
+    if url is not None and _PASSWORD.search(url):
+        raise CommandError(
             "--redis has a password, which others on this machine can see: set "
             f"{URL_VARIABLE} instead"
         )
     try:
-        return RedisStore(options.redis, prefix=options.prefix, timeout=_TIMEOUT)
+        return RedisStore(url, prefix=PREFIX if prefix is None else prefix, timeout=_TIMEOUT)
     except ValueError as error:
-        raise QuotasError(_line(error)) from error
+        raise CommandError(_line(error)) from error
 
 
-def _found(store: RedisStore, options: Options) -> tuple[list[KeyUse], list[bytes]]:
+def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage], list[bytes]]:
     """The counts, and the names of what is none.
 
     Raises:
-        QuotasError: Redis cannot be asked.
+        CommandError: Redis cannot be asked.
     """
-    uses: dict[str, KeyUse] = {}
+    uses: dict[str, QuotaUsage] = {}
     odd: set[bytes] = set()
     try:
-        for pattern in options.keys or ("*",):
+        for pattern in patterns:
             found, others = store.listing(pattern)
             # Each run of the last day has counts, under a name that says nothing to anybody.
             uses |= {use.key: use for use in found if _RUNS in pattern or not is_of_run(use.key)}
             odd.update(others)
     except QuotaStoreError as error:
-        raise QuotasError(_line(error)) from error
+        raise CommandError(_line(error)) from error
     return [uses[key] for key in sorted(uses)], sorted(odd)
 
 
@@ -111,15 +88,15 @@ def _name(odd: Sequence[bytes]) -> int:
     """Name what is no count, on stderr; the exit code."""
     for name in odd[:_NAMED]:
         more = "..." if len(name) > _SHOWN else ""
-        _complain(f"{name[:_SHOWN]!r}{more} holds no count, and is left as it is")
+        complain("quotas", f"{name[:_SHOWN]!r}{more} holds no count, and is left as it is")
     if len(odd) > _NAMED:
-        _complain(f"{len(odd) - _NAMED} more hold no count, and are left as they are")
+        complain("quotas", f"{len(odd) - _NAMED} more hold no count, and are left as they are")
     return _ODD if odd else 0
 
 
-def _print_table(uses: Sequence[KeyUse]) -> None:
+def _print_table(uses: Sequence[QuotaUsage]) -> None:
     if not uses:
-        _say("no counts")
+        say("no counts")
         return
     rows = [_HEADINGS, *map(_row, uses)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -128,10 +105,10 @@ def _print_table(uses: Sequence[KeyUse]) -> None:
             cell.rjust(width) if heading in {"used", "of"} else cell.ljust(width)
             for heading, cell, width in zip(_HEADINGS, row, widths, strict=True)
         ]
-        _say("  ".join(cells).rstrip())
+        say("  ".join(cells).rstrip())
 
 
-def _row(use: KeyUse) -> tuple[str, ...]:
+def _row(use: QuotaUsage) -> tuple[str, ...]:
     try:
         key = CountKey.parse(use.key)
         names = (_escaped(key.counter), _escaped(key.dimension), repr(key.subject))
@@ -165,16 +142,5 @@ def _agreed(question: str) -> bool:
     try:
         return input(question).strip().lower() in {"y", "yes"}
     except EOFError:
-        _say()
+        say()
         return False
-
-
-def _say(text: str = "") -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    # A terminal need not know the characters of all subjects.
-    shown = text.encode(encoding, "backslashreplace").decode(encoding)
-    print(shown, flush=True)  # noqa: T201 - a command's output
-
-
-def _complain(text: str) -> None:
-    print(f"langchain-quota quotas: {text}", file=sys.stderr)  # noqa: T201 - the same

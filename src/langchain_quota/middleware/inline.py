@@ -8,22 +8,25 @@ from typing import Any
 from uuid import uuid4
 
 from langchain.agents.middleware.types import (
+    AgentMiddleware,
     ExtendedModelResponse,
     ModelRequest,
     ModelResponse,
     ResponseT,
 )
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
-from langgraph.types import Command, PregelTask
+from langgraph.types import Command
 
-from langchain_quota.engine import Limits
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.middleware.history import identified, since
-from langchain_quota.middleware.model_case import ModelCase
-from langchain_quota.middleware.quotas import Quotas
-from langchain_quota.middleware.rulings import Update
-from langchain_quota.middleware.tool_case import ToolCase, tool_case
-from langchain_quota.middleware.typevars import ContextT
+from langchain_quota.limits import Limit
+from langchain_quota.middleware import _model_calls as model_calls
+from langchain_quota.middleware import _tool_calls as tool_calls
+from langchain_quota.middleware._base import ContextT
+from langchain_quota.middleware._calls import Request, Update
+from langchain_quota.middleware._history import identified, since
+from langchain_quota.middleware._observers import Observer
+from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.state import (
     LEDGER,
     ledger,
@@ -33,12 +36,14 @@ from langchain_quota.state import (
     thread_model,
     thread_tools,
 )
+from langchain_quota.stores import QuotaStore
+from langchain_quota.telemetry import Telemetry
 
 OLDEST_LANGCHAIN = (1, 4)
 """Before it, a graph without `after_model` hooks has no way from the model back to the model."""
 
 
-class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
+class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     """`QuotaMiddleware` without a node of the graph in a step; experimental.
 
     It judges around the model call, inside the model's own step. Whatever the number of limits, it
@@ -70,7 +75,34 @@ class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
         >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
     """
 
-    def wrap_model_call(
+    def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
+        self,
+        limits: Sequence[Limit],
+        *,
+        tell_model: bool = False,
+        hide_exhausted: bool = False,
+        on_decision: Observer | Sequence[Observer] = (),
+        store: QuotaStore | None = None,
+        on_store_error: Outage = "deny",
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        super().__init__(
+            limits,
+            tell_model=tell_model,
+            hide_exhausted=hide_exhausted,
+            on_decision=on_decision,
+            store=store,
+            on_store_error=on_store_error,
+            telemetry=telemetry,
+        )
+
+    # LangChain makes no node for a hook that is its own base class's.
+    before_model = AgentMiddleware.before_model
+    abefore_model = AgentMiddleware.abefore_model
+    after_model = AgentMiddleware.after_model
+    aafter_model = AgentMiddleware.aafter_model
+
+    def wrap_model_call(  # type: ignore[override]  # it writes to the state, too
         self,
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
@@ -89,19 +121,20 @@ class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
             ValueError: It is out of bounds or missing.
         """
         step = _Step(self.name, request)
-        limits = self._terms_now("model", step.state, request.runtime)
-        step.write(self._conclude(self._judge(step.model_case(limits))))
+        call = step.model_call(self._resolve("model", step.state, request.runtime))
+        conclusion = model_calls.conclude(call, self._acquire(call))
+        step.write(self._take_effect(call, conclusion))
         if not step.ended:
             self._learn_tools(request)
             given = step.request
             step.answer(handler(self._shape(given) if self._shapes_requests else given))
-            limits = self._terms_now("tool", step.state, request.runtime)
-            case = step.tool_case(limits)
-            if case is not None:
-                step.write(self._conclude(self._judge(case)))
+            calls = step.tool_calls(self._resolve("tool", step.state, request.runtime))
+            if calls is not None:
+                conclusion = tool_calls.conclude(calls, self._acquire(calls))
+                step.write(self._take_effect(calls, conclusion))
         return step.response()
 
-    async def awrap_model_call(
+    async def awrap_model_call(  # type: ignore[override]  # the same
         self,
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
@@ -119,17 +152,18 @@ class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
             ValueError: It is out of bounds or missing.
         """
         step = _Step(self.name, request)
-        limits = await self._aterms_now("model", step.state, request.runtime)
-        step.write(await self._aconclude(await self._ajudge(step.model_case(limits))))
+        call = step.model_call(await self._aresolve("model", step.state, request.runtime))
+        conclusion = model_calls.conclude(call, await self._aacquire(call))
+        step.write(await self._atake_effect(call, conclusion))
         if not step.ended:
             self._learn_tools(request)
             given = step.request
             given = await self._ashape(given) if self._shapes_requests else given
             step.answer(await handler(given))
-            limits = await self._aterms_now("tool", step.state, request.runtime)
-            case = step.tool_case(limits)
-            if case is not None:
-                step.write(await self._aconclude(await self._ajudge(case)))
+            calls = step.tool_calls(await self._aresolve("tool", step.state, request.runtime))
+            if calls is not None:
+                conclusion = tool_calls.conclude(calls, await self._aacquire(calls))
+                step.write(await self._atake_effect(calls, conclusion))
         return step.response()
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:
@@ -137,9 +171,9 @@ class InlineQuotaMiddleware(Quotas[ContextT, ResponseT]):
             raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
         return super()._begin_run(state, runtime)
 
-    def _stopped_at_a_limit(self, task: PregelTask) -> bool:
-        """Whether a task failed because a limit ended the run with an exception."""
-        return task.name == "model" and "CallLimitExceededError" in repr(task.error)
+    def _judging_nodes(self) -> tuple[str, ...]:
+        """The nodes of the graph in which this middleware judges."""
+        return ("model",)
 
 
 @cache
@@ -231,29 +265,28 @@ class _Step:
         self._messages += [_chargeable(message, answered) for message in response.result]
         self._structured = response.structured_response
 
-    def model_case(self, limits: Limits) -> ModelCase:
+    def model_call(self, limits: ResolvedLimits) -> Request:
         """The model call that is about to be made."""
-        judge = f"{self._middleware}.model"
-        return ModelCase(self.state, self._given.runtime, limits, judge=judge)
+        task = f"{self._middleware}.model"
+        return model_calls.pending(self.state, self._given.runtime, limits, task=task)
 
-    def tool_case(self, limits: Limits) -> ToolCase | None:
+    def tool_calls(self, limits: ResolvedLimits) -> tool_calls.BatchRequest | None:
         """The tool calls that the model has made."""
-        calls = [
+        made = [
             f"{call['id']}/{call['name']}"
             for message in self._messages
             if isinstance(message, AIMessage)
             for call in message.tool_calls
         ]
         # When the step runs again, the model may call other tools.
-        digest = sha256("\n".join(calls).encode(errors="backslashreplace")).hexdigest()
-        judge = f"{self._middleware}.tools.{digest}"
-        return tool_case(
+        digest = sha256("\n".join(made).encode(errors="backslashreplace")).hexdigest()
+        return tool_calls.pending(
             self.state,
             self._given.runtime,
             limits,
-            judge=judge,
-            every_call=True,
             middleware=self._middleware,
+            every_call=True,
+            task=f"{self._middleware}.tools.{digest}",
         )
 
     def response(self) -> ExtendedModelResponse[Any]:
@@ -310,7 +343,7 @@ def _chargeable(message: BaseMessage, answered: set[str]) -> BaseMessage:
 
 
 def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
-    """The refusals among the newest answers that a reviewer has answered, too."""
+    """The ids of our refusals of calls that a reviewer has answered, too."""
     overruled: dict[str, str] = {}
     answered: set[str] = set()
     for message in reversed(messages):

@@ -1,4 +1,4 @@
-"""Ledgers that runs share: in one process (memory), or on all machines (redis)."""
+"""Counts that runs share: in one process (memory), or on all machines (redis)."""
 
 import math
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.reservation import Grant, Reservation
 from langchain_quota.stores.keys import CountKey, is_of_run
 
 REMEMBERED = 3600
-"""How long answers and refused attempts are remembered, in seconds."""
+"""How long results and refused attempts are remembered, in seconds."""
 
-SETTLED = 7 * 24 * 3600
-"""How long settlements are remembered: a caller that fails sends them again, in seconds."""
+COMPENSATED = 7 * 24 * 3600
+"""How long compensations are remembered: a caller that fails sends them again, in seconds."""
 
 GRACE = 3600
 """How long a count is kept when its window is over: the clocks of workers differ, in seconds."""
@@ -27,7 +27,7 @@ RUN_IDLE = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
-class KeyUse:
+class QuotaUsage:
     """What a store keeps under a key.
 
     Attributes:
@@ -41,7 +41,7 @@ class KeyUse:
         >>> store = MemoryStore()
         >>> store.reset(["search:user_id:ada"])
         >>> store.usages()
-        [KeyUse(key='search:user_id:ada', used=0, limit=None, expires_at=None)]
+        [QuotaUsage(key='search:user_id:ada', used=0, limit=None, expires_at=None)]
     """
 
     key: str
@@ -84,8 +84,8 @@ class QuotaStore(Protocol):
     none happens in part. The async forms do the same.
 
     What is over expires: a count an hour after its window; one without a window when nobody has
-    charged it for long (by default a year, a run's for a day). Answers and refused attempts are
-    remembered for an hour, settlements for a week.
+    charged it for long (by default a year, a run's for a day). Results and refused attempts are
+    remembered for an hour, compensations for a week.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. What was asked may have
@@ -94,41 +94,44 @@ class QuotaStore(Protocol):
 
     Examples:
         >>> from langchain_quota import MemoryStore, QuotaStore
-        >>> from langchain_quota.reservation import Cap, Reservation, Slot
+        >>> from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
         >>> store: QuotaStore = MemoryStore()
-        >>> slot = Slot("search:user_id:ada", caps=(Cap("one search", 1),))
-        >>> store.reserve(Reservation("batch", "first try", (slot,), ({0: 1}, {0: 1}))).admitted
-        (True, False)
+        >>> searches = Counter("search:user_id:ada")
+        >>> call = Hits({"searches": 1}, (Threshold("one", "user_id", "searches", 1),))
+        >>> request = AcquireRequest("batch", "first try", {"searches": searches}, (call, call))
+        >>> store.acquire(request).refused
+        ({}, {'one': 'user_id'})
     """
 
-    def reserve(self, reservation: Reservation) -> Grant:
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits, or refuse it.
 
         In this order:
 
-        1. The settlements are made, each once by its id, however often it is sent. One with an
-           attempt undoes exactly what that attempt charged, forgets its answer, and has the
-           attempt refused if it arrives later. Amounts are added to counts, unless the
-           reservation was granted to another attempt: negative ones down to 0, and never to a key
-           that does not exist; positive ones to where such a key starts.
-        2. An attempt that was settled before it arrived charges nothing: `QuotaStoreError`.
-        3. A reservation whose id (if it has one) was granted before is answered as it was then,
-           with `known`, and not charged again.
+        1. The compensations are made, each once by its id, however often it is sent. One with an
+           attempt undoes exactly what that attempt charged, forgets its result, and has the
+           attempt refused if it arrives later. Amounts are added to counts, unless another
+           attempt of the request is answered: negative ones down to 0, and never to a key that
+           does not exist; positive ones to where such a key starts.
+        2. An attempt that was compensated before it arrived charges nothing: `QuotaStoreError`.
+        3. A request whose idempotency key (if it has one) was answered before gets the same
+           answer, with `replayed`, and is not charged again. Its counters are told by position.
         4. The calls are judged as by `admit`, on the counts that are kept; where none is, on the
-           slot's own. A refused call is charged nowhere. If refusals stop the batch, nothing of
-           it is charged.
-        5. The keys are charged; one that did not exist begins at the slot's own count. The answer
-           is remembered if it charged a key, else the next try is judged anew.
+           counter's own. A refused call is charged nowhere. If refusals stop the batch, nothing
+           of it is charged.
+        5. The keys are charged; one that did not exist begins at the count of the first counter
+           that is charged to it. The result is remembered if it charged a key, else the next try
+           is judged anew.
 
         Args:
-            reservation: The batch; its counts without a key are the caller's, and stay so.
+            request: The batch; its counts without a key are the caller's, and stay so.
         """
 
-    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` where nothing is.
 
         Args:
-            keys: The keys, as `KeyUse` and `Slot` have them.
+            keys: The keys, as `QuotaUsage` and `Counter` have them.
         """
 
     def reset(self, keys: Sequence[str]) -> None:
@@ -137,13 +140,13 @@ class QuotaStore(Protocol):
         The keys are kept, or made, so that a caller's own count does not fill them again.
 
         Args:
-            keys: The keys, as `KeyUse` and `Slot` have them.
+            keys: The keys, as `QuotaUsage` and `Counter` have them.
         """
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        """`reserve`, without blocking the event loop."""
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        """`acquire`, without blocking the event loop."""
 
-    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`, without blocking the event loop."""
 
     async def areset(self, keys: Sequence[str]) -> None:
@@ -151,13 +154,13 @@ class QuotaStore(Protocol):
 
 
 @dataclass(slots=True)
-class Charging:
-    """What a charge writes beside a key's count.
+class Metadata:
+    """What is kept beside a count.
 
     Attributes:
-        limit: The smallest enforced limit, for show.
-        ends: When the key's window ends.
-        mirrored: Whether every slot of the key is.
+        limit: The smallest enforced limit over it, for show; `None` for none.
+        ends: When its window ends, in seconds since the Unix epoch; `None` for none.
+        mirrored: Whether every counter of the key is.
     """
 
     limit: int | None = None
@@ -165,20 +168,21 @@ class Charging:
     mirrored: bool = True
 
 
-def chargings(reservation: Reservation) -> dict[str, Charging]:
+def metadata(request: AcquireRequest) -> dict[str, Metadata]:
     """What a charge writes beside the counts, by key."""
-    found: dict[str, Charging] = {}
-    for slot in reservation.slots:
-        if slot.key is None:
-            continue
-        charging = found.setdefault(slot.key, Charging())
-        limits = [cap.limit for cap in slot.caps if cap.enforced and cap.limit >= 0]
-        if charging.limit is not None:
-            limits.append(charging.limit)
-        charging.limit = min(limits, default=None)
-        charging.mirrored = charging.mirrored and slot.mirrored
-        if slot.expires_at is not None:
-            charging.ends = max(math.ceil(slot.expires_at), charging.ends or 0)
+    found: dict[str, Metadata] = {}
+    for counter in request.counters.values():
+        if counter.key is not None:
+            beside = found.setdefault(counter.key, Metadata())
+            beside.mirrored = beside.mirrored and counter.mirrored
+            if counter.expires_at is not None:
+                beside.ends = max(math.ceil(counter.expires_at), beside.ends or 0)
+    for threshold in {each for hits in request.hits for each in hits.thresholds}:
+        key = request.counters[threshold.counter].key
+        if key is not None and threshold.enforced and threshold.most >= 0:
+            beside = found[key]
+            limits = [threshold.most] if beside.limit is None else [threshold.most, beside.limit]
+            beside.limit = min(limits)
     return found
 
 
@@ -200,24 +204,24 @@ def idle_time(key: str, idle: int) -> int:
     return min(idle, RUN_IDLE) if is_of_run(key) else idle
 
 
-def check_reservation(reservation: object) -> None:
-    """Check that a store is asked for a reservation.
+def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
+    """Check that a remembered result, of so many counters and calls, is one to a request.
+
+    Raises:
+        QuotaStoreError: It is not.
+    """
+    if (counters, calls) != (len(request.counters), len(request.hits)):
+        raise QuotaStoreError("the idempotency key was given to a batch of another form before")
+
+
+def check_request(request: object) -> None:
+    """Check that a store is asked with a request.
 
     Raises:
         TypeError: It is none.
     """
-    if not isinstance(reservation, Reservation):
-        raise TypeError(f"reservation must be a Reservation, not {reservation!r}")
-
-
-def check_fits(grant: Grant, reservation: Reservation) -> None:
-    """Check that a remembered answer is one to this batch.
-
-    Raises:
-        QuotaStoreError: It has other slots or calls.
-    """
-    if (len(grant.used), len(grant.admitted)) != (len(reservation.slots), len(reservation.charges)):
-        raise QuotaStoreError("the reservation's id was given to a batch of another form before")
+    if not isinstance(request, AcquireRequest):
+        raise TypeError(f"request must be an AcquireRequest, not {request!r}")
 
 
 def check_keys(keys: object) -> None:

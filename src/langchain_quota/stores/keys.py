@@ -7,7 +7,7 @@ from functools import lru_cache
 from hashlib import sha256
 from urllib.parse import quote, unquote
 
-from langchain_quota.limits import RUN
+from langchain_quota.decision import RUN
 
 MAX_LENGTH = 64
 """The longest value that stands in a key as it is, in characters after encoding."""
@@ -15,6 +15,8 @@ MAX_LENGTH = 64
 _SHORTENED = 40
 _SAFE = ",@"  # beside letters, digits and _.-~: tools that share a count, and addresses
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_PLAIN = re.compile(r"[A-Za-z0-9_.~,@-]{0,64}(:[A-Za-z0-9_.~,@-]{0,64}){2}")
+"""Three values that stand in a key as they are."""
 _VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
 _TEXT = re.compile(rf"{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?")
 
@@ -110,7 +112,9 @@ class CountKey:
             return datetime.max.replace(tzinfo=UTC)
 
     def __str__(self) -> str:
-        values = [_encoded(each) for each in (self.counter, self.dimension, self.subject)]
+        values = [self.counter, self.dimension, self.subject]
+        if not _PLAIN.fullmatch(":".join(values)):
+            values = [*map(_encoded, values)]
         numbers = [] if self.window is None else [str(self.window), str(self.index)]
         return ":".join([*values, *numbers])
 

@@ -9,23 +9,23 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter, admit
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.reservation import Grant, Reservation, Settlement, Slot, admit
 from langchain_quota.stores import (
+    COMPENSATED,
     GRACE,
     IDLE_TTL,
     REMEMBERED,
-    SETTLED,
-    Charging,
-    KeyUse,
+    Metadata,
     Occupancy,
-    chargings,
+    QuotaUsage,
     check_fits,
     check_keys,
-    check_reservation,
+    check_request,
     idle_seconds,
     idle_time,
+    metadata,
     window_end,
 )
 from langchain_quota.stores.keys import is_of_run
@@ -34,7 +34,7 @@ _PURGED_AT_ONCE = 100
 """Each operation makes so much room at most, so that none of them has to pay for all."""
 
 _REMEMBERED_AT_MOST = 100_000
-"""An answer takes about three times the memory of a count."""
+"""A result takes about three times the memory of a count."""
 
 V = TypeVar("V")
 
@@ -51,7 +51,7 @@ class MemoryStore:
             from there with the thread's next call. Counts of users and windows, and others that
             only the store has, are never forgotten: where only such are left, a charge that needs
             another is refused with a `QuotaStoreError`. Only what ran in an outage is counted
-            beyond that. Of what is remembered (answers, settlements, refused attempts) the latest
+            beyond that. Of what is remembered (results, compensations, refused attempts) the latest
             so many are kept, and 100,000 at most.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
         clock: The time, in seconds since the Unix epoch.
@@ -81,10 +81,10 @@ class MemoryStore:
             raise ValueError(f"max_keys must be 1 or more, not {max_keys!r}")
         self._counts = _Counts(max_keys, idle_seconds(idle_ttl))
         remembered = min(max_keys, _REMEMBERED_AT_MOST)
-        self._answers: _Recent[_Answer] = _Recent(remembered)
-        self._attempts: _Recent[_Answer] = _Recent(remembered)
+        self._results: _Recent[_Acquired] = _Recent(remembered)
+        self._attempts: _Recent[_Acquired] = _Recent(remembered)
         self._refused: _Recent[bool] = _Recent(remembered)
-        self._settled: _Recent[bool] = _Recent(remembered, SETTLED)
+        self._compensated: _Recent[bool] = _Recent(remembered, COMPENSATED)
         self._clock = clock
         self._lock = fork_safe_lock()
 
@@ -96,28 +96,29 @@ class MemoryStore:
         """How full it is."""
         return self._counts.occupancy
 
-    def reserve(self, reservation: Reservation) -> Grant:
-        """Admit each call of a batch against all of its limits; see `QuotaStore.reserve`.
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`.
 
         Raises:
-            QuotaStoreError: The store is full, the attempt was settled before it arrived, or the
-                reservation's id was given to a batch of another form.
-            TypeError: It is no `Reservation`.
+            QuotaStoreError: The store is full, the attempt was compensated before it arrived, or
+                the idempotency key was given to a batch of another form.
+            TypeError: It is no `AcquireRequest`.
         """
-        check_reservation(reservation)
+        check_request(request)
         with self._lock:
             now = self._clock()
-            for settlement in reservation.settlements:
-                self._settle(settlement, now)
-            if reservation.attempt and self._refused.get(reservation.attempt, now):
-                raise QuotaStoreError("the attempt was settled before it arrived")
-            known = self._answers.get(reservation.id, now) if reservation.id else None
-            if known is not None:
-                check_fits(known.grant, reservation)
-                return replace(known.grant, known=True)
-            return self._judge(reservation, now)
+            for compensation in request.compensations:
+                self._compensate(compensation, now)
+            if request.attempt_id and self._refused.get(request.attempt_id, now):
+                raise QuotaStoreError("the attempt was compensated before it arrived")
+            made = self._results.get(request.idempotency_key, now)
+            if made is None:
+                return self._admit(request, now)
+            check_fits(len(made.result.used), len(made.result.admitted), request)
+            used = dict(zip(request.counters, made.result.used.values(), strict=True))
+            return replace(made.result, used=used, replayed=True)
 
-    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` where nothing is.
 
         Raises:
@@ -142,7 +143,7 @@ class MemoryStore:
             for key in keys:
                 self._counts.put(key, 0, window_end(key), now)
 
-    def usages(self, pattern: str = "*") -> list[KeyUse]:
+    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
 
         Args:
@@ -153,11 +154,11 @@ class MemoryStore:
             uses = [self._counts.use(key, now) for key in self._counts.matching(pattern)]
         return [use for use in uses if use is not None]
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        """`reserve`; it does not block."""
-        return self.reserve(reservation)
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        """`acquire`; it does not block."""
+        return self.acquire(request)
 
-    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`; it does not block."""
         return self.peek(keys)
 
@@ -165,26 +166,25 @@ class MemoryStore:
         """`reset`; it does not block."""
         self.reset(keys)
 
-    def _settle(self, settlement: Settlement, now: float) -> None:
-        if self._settled.get(settlement.id, now):
+    def _compensate(self, compensation: Compensation, now: float) -> None:
+        if self._compensated.get(compensation.id, now):
             return
-        self._settled.put(settlement.id, True, now)
-        if settlement.attempt:
-            self._undo(settlement.attempt, now)
-            self._refused.put(settlement.attempt, True, now)
-        if settlement.reservation and self._answers.get(settlement.reservation, now):
-            return
-        for key, amount in settlement.amounts.items():
-            self._add(key, amount, now, start=settlement.starts.get(key, 0))
+        self._compensated.put(compensation.id, True, now)
+        if compensation.attempt_id:
+            self._undo(compensation.attempt_id, now)
+            self._refused.put(compensation.attempt_id, True, now)
+        if self._results.get(compensation.idempotency_key, now) is None:
+            for key, amount in compensation.amounts.items():
+                self._add(key, amount, now, start=compensation.starts.get(key, 0))
 
-    def _undo(self, attempt: str, now: float) -> None:
-        answer = self._attempts.get(attempt, now)
-        if answer is None:
+    def _undo(self, attempt_id: str, now: float) -> None:
+        made = self._attempts.get(attempt_id, now)
+        if made is None:
             return
-        self._attempts.forget(attempt)
-        if self._answers.get(answer.id, now) is answer:
-            self._answers.forget(answer.id)
-        for key, amount in answer.charged.items():
+        self._attempts.forget(attempt_id)
+        if self._results.get(made.idempotency_key, now) is made:
+            self._results.forget(made.idempotency_key)
+        for key, amount in made.amounts.items():
             self._add(key, -amount, now)
 
     def _add(self, key: str, amount: int, now: float, *, start: int = 0) -> None:
@@ -197,32 +197,30 @@ class MemoryStore:
         elif count is not None:
             count.used = max(0, count.used + amount)
 
-    def _used(self, slot: Slot, now: float) -> int:
-        count = None if slot.key is None else self._counts.get(slot.key, now)
-        return slot.used if count is None else count.used
+    def _used(self, counter: Counter, now: float) -> int:
+        count = None if counter.key is None else self._counts.get(counter.key, now)
+        return counter.used if count is None else count.used
 
-    def _judge(self, reservation: Reservation, now: float) -> Grant:
-        grant = admit(reservation, [self._used(slot, now) for slot in reservation.slots])
-        before: dict[str, int] = {}
-        charged: dict[str, int] = {}
-        for slot, count, amount in zip(
-            reservation.slots, grant.used, grant.charged(reservation), strict=True
-        ):
-            if slot.key is not None and amount:
-                before.setdefault(slot.key, count)
-                charged[slot.key] = charged.get(slot.key, 0) + amount
-        if charged:
-            self._make_room(charged, now)
-            charging = chargings(reservation)
-            for key, amount in charged.items():
-                ends = charging[key].ends
-                self._counts.put(key, before[key] + amount, ends, now, charging[key])
-            answer = _Answer(reservation.id, grant, charged)
-            if reservation.id:
-                self._answers.put(reservation.id, answer, now)
-            if reservation.attempt:
-                self._attempts.put(reservation.attempt, answer, now)
-        return grant
+    def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
+        used = {name: self._used(counter, now) for name, counter in request.counters.items()}
+        result = admit(request.hits, used, request.stops)
+        charged = result.charged(request.hits)
+        amounts = {key: amount for key, amount in request.keyed(charged).items() if amount}
+        if amounts:
+            self._make_room(amounts, now)
+            beside = metadata(request)
+            for name, counter in request.counters.items():
+                if counter.key is not None and charged[name]:
+                    # Another counter with this key may have been charged just now.
+                    count = self._used(counter, now) + charged[name]
+                    ends = beside[counter.key].ends
+                    self._counts.put(counter.key, count, ends, now, beside[counter.key])
+            made = _Acquired(request.idempotency_key, result, amounts)
+            if request.idempotency_key:
+                self._results.put(request.idempotency_key, made, now)
+            if request.attempt_id:
+                self._attempts.put(request.attempt_id, made, now)
+        return result
 
     def _make_room(self, keys: Collection[str], now: float) -> None:
         """Make room for counts.
@@ -236,10 +234,12 @@ class MemoryStore:
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
-    id: str
-    grant: Grant
-    charged: dict[str, int]
+class _Acquired:
+    """What a request charged, by key, and the result with which it was answered."""
+
+    idempotency_key: str
+    result: AcquireResult
+    amounts: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -276,32 +276,32 @@ class _Counts:
         count = self._counts.get(key)
         return None if count is None or count.expires <= now else count
 
-    def use(self, key: str, now: float) -> KeyUse | None:
+    def use(self, key: str, now: float) -> QuotaUsage | None:
         count = self.get(key, now)
-        return None if count is None else KeyUse(key, count.used, count.limit, count.ends)
+        return None if count is None else QuotaUsage(key, count.used, count.limit, count.ends)
 
     def matching(self, pattern: str) -> list[str]:
         return sorted(key for key in self._counts if fnmatchcase(key, pattern))
 
     def put(
-        self, key: str, used: int, ends: int | None, now: float, charging: Charging | None = None
+        self, key: str, used: int, ends: int | None, now: float, beside: Metadata | None = None
     ) -> None:
         """Write a count; only a charge changes its limit, and whether it is mirrored."""
-        known, live = self._counts.get(key), self.get(key, now)
+        kept, live = self._counts.get(key), self.get(key, now)
         limit = None if live is None else live.limit
         mirrored = key in self._mirrored
-        if charging is not None:
-            limit, mirrored = charging.limit, charging.mirrored
+        if beside is not None:
+            limit, mirrored = beside.limit, beside.mirrored
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
-        if known is not None:
+        if kept is not None:
             # Never earlier, so that the entry that is there stays right.
-            expires = max(expires, known.expires)
-        if known is None and ends is not None:
+            expires = max(expires, kept.expires)
+        if kept is None and ends is not None:
             heapq.heappush(self._windows, (expires, key))
         elif is_of_run(key):
             self._runs[key] = None
             self._runs.move_to_end(key)
-        elif known is None or key in self._lasting or key in self._mirrored:
+        elif kept is None or key in self._lasting or key in self._mirrored:
             self._lasting.pop(key, None)
             self._mirrored.pop(key, None)
             (self._mirrored if mirrored else self._lasting)[key] = None

@@ -8,13 +8,13 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
 
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-from langchain_quota.reservation import Grant, Reservation
 from langchain_quota.stores import (
     IDLE_TTL,
-    KeyUse,
+    QuotaUsage,
     check_keys,
-    check_reservation,
+    check_request,
     idle_seconds,
 )
 from langchain_quota.stores.deadline import Deadline
@@ -29,7 +29,7 @@ from langchain_quota.stores.redis_clients import (
     clients,
     scrub,
 )
-from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, Question, done, grant, uses
+from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, ScriptCall, done, result, uses
 
 PREFIX = "langchain_quota"
 """What all keys begin with, unless told otherwise."""
@@ -49,9 +49,9 @@ logger = logging.getLogger("langchain_quota")
 class RedisStore:
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
-    Each operation is one run of one script, in one round trip; a settlement that has something to
+    Each operation is one run of one script, in one round trip; a compensation that has something to
     undo takes a second one. All keys of a prefix have one hash tag: in Redis Cluster a prefix
-    lives in one slot, on one node. Every key expires. Counts are exact up to 2^53 - 1, and as
+    lives in one hash slot, on one node. Every key expires. Counts are exact up to 2^53 - 1, and as
     durable as Redis is: its `maxmemory-policy` must be `noeviction`, and counts survive its
     restart only if it persists them.
 
@@ -106,43 +106,41 @@ class RedisStore:
     def __repr__(self) -> str:
         return f"RedisStore({self._clients.name}, prefix={self._prefix!r})"
 
-    def reserve(self, reservation: Reservation) -> Grant:
-        """Admit each call of a batch against all of its limits; see `QuotaStore.reserve`."""
-        question = self._reservation(reservation)
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
+        call = self._acquiring(request)
         client = self._clients.sync()
         with self._failing():
-            answer = _ask(client, question)
-            while question.again(answer):
-                answer = _ask(client, question)
-            return grant(answer, reservation)
+            reply = _call(client, call)
+            while call.again(reply):
+                reply = _call(client, call)
+            return result(reply, request)
 
-    async def areserve(self, reservation: Reservation) -> Grant:
-        """`reserve`, without blocking the event loop."""
-        question = self._reservation(reservation)
-        async with self._turn() as client:
-            answer = await _aask(client, question)
-            while question.again(answer):
-                answer = await _aask(client, question)
-            return grant(answer, reservation)
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        """`acquire`, without blocking the event loop."""
+        call = self._acquiring(request)
+        async with self._operation() as client:
+            reply = await _acall(client, call)
+            while call.again(reply):
+                reply = await _acall(client, call)
+            return result(reply, request)
 
-    def peek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` where nothing is."""
         check_keys(keys)
         if not keys:
             return ()
         client = self._clients.sync()
         with self._failing():
-            answer = _ask(client, Question.peek(self._names, keys))
-            return _peeked(keys, answer)
+            return _peeked(keys, _call(client, ScriptCall.peek(self._names, keys)))
 
-    async def apeek(self, keys: Sequence[str]) -> tuple[KeyUse | None, ...]:
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`, without blocking the event loop."""
         check_keys(keys)
         if not keys:
             return ()
-        async with self._turn() as client:
-            answer = await _aask(client, Question.peek(self._names, keys))
-            return _peeked(keys, answer)
+        async with self._operation() as client:
+            return _peeked(keys, await _acall(client, ScriptCall.peek(self._names, keys)))
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
@@ -150,16 +148,16 @@ class RedisStore:
         if keys:
             client = self._clients.sync()
             with self._failing():
-                done(_ask(client, Question.reset(self._names, keys, self._idle)))
+                done(_call(client, ScriptCall.reset(self._names, keys, self._idle)))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
         check_keys(keys)
         if keys:
-            async with self._turn() as client:
-                done(await _aask(client, Question.reset(self._names, keys, self._idle)))
+            async with self._operation() as client:
+                done(await _acall(client, ScriptCall.reset(self._names, keys, self._idle)))
 
-    def usages(self, pattern: str = "*") -> list[KeyUse]:
+    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
 
         Redis is asked for some at a time, and works for others in between: a count that is made
@@ -179,7 +177,7 @@ class RedisStore:
             logger.warning("%r: keys that hold no count: %d, such as %r", self, len(odd), first)
         return found
 
-    def listing(self, pattern: str = "*") -> tuple[list[KeyUse], list[bytes]]:
+    def listing(self, pattern: str = "*") -> tuple[list[QuotaUsage], list[bytes]]:
         """As `usages`, and the names in Redis of what matches and is no count, sorted.
 
         Args:
@@ -191,7 +189,7 @@ class RedisStore:
         """
         # Redis reads classes and escapes in a way of its own.
         simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
-        found: dict[str, KeyUse] = {}
+        found: dict[str, QuotaUsage] = {}
         odd: set[bytes] = set()
         client = self._clients.sync()
         with self._failing():
@@ -209,7 +207,7 @@ class RedisStore:
                         if fnmatchcase(key, pattern):
                             keys.append(key)
                 if keys:
-                    counts, others = uses(keys, _ask(client, Question.peek(self._names, keys)))
+                    counts, others = uses(keys, _call(client, ScriptCall.peek(self._names, keys)))
                     found |= counts
                     odd.update(map(self._names.count, others))
         return [found[key] for key in sorted(found)], sorted(odd)
@@ -226,17 +224,17 @@ class RedisStore:
         self._clients.close()
         await self._clients.aclose()
 
-    def _reservation(self, reservation: Reservation) -> Question:
-        check_reservation(reservation)
-        return Question.reserve(self._names, reservation, self._idle)
+    def _acquiring(self, request: AcquireRequest) -> ScriptCall:
+        check_request(request)
+        return ScriptCall.acquire(self._names, request, self._idle)
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncGenerator[AsyncClient]:
+    async def _operation(self) -> AsyncGenerator[AsyncClient]:
         """The running event loop's client, for one operation within the timeout."""
-        client, turn = await self._clients.running()
+        client, permit = await self._clients.running()
         deadline = Deadline(self._timeout)
         with self._failing(deadline):
-            async with deadline, turn:
+            async with deadline, permit:
                 yield client
 
     @contextmanager
@@ -270,27 +268,27 @@ class RedisStore:
             raise failure(f"{self!r}: {reason}", timed_out=timed_out) from error
 
 
-def _peeked(keys: Sequence[str], answer: object) -> tuple[KeyUse | None, ...]:
+def _peeked(keys: Sequence[str], reply: object) -> tuple[QuotaUsage | None, ...]:
     """What is kept under keys, in their order.
 
     Raises:
         QuotaStoreError: Under one of them something else is kept.
     """
-    found, odd = uses(keys, answer)
+    found, odd = uses(keys, reply)
     if odd:
         raise QuotaStoreError(f"no count is kept under {odd[0]!r}")
     return tuple(map(found.get, keys))
 
 
-def _ask(client: SyncClient, question: Question) -> object:
+def _call(client: SyncClient, call: ScriptCall) -> object:
     try:
-        return client.evalsha(SHA, *question.arguments())
+        return client.evalsha(SHA, *call.arguments())
     except NoScriptError:
-        return client.eval(SCRIPT, *question.arguments())
+        return client.eval(SCRIPT, *call.arguments())
 
 
-async def _aask(client: AsyncClient, question: Question) -> object:
+async def _acall(client: AsyncClient, call: ScriptCall) -> object:
     try:
-        return await client.evalsha(SHA, *question.arguments())
+        return await client.evalsha(SHA, *call.arguments())
     except NoScriptError:
-        return await client.eval(SCRIPT, *question.arguments())
+        return await client.eval(SCRIPT, *call.arguments())

@@ -46,7 +46,7 @@ UNREADABLE = (
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
-Turn = AbstractAsyncContextManager[Any]
+Permit = AbstractAsyncContextManager[Any]
 """What an operation waits for before it may use the client."""
 
 
@@ -64,7 +64,7 @@ class Clients(Protocol):
     def sync(self) -> SyncClient:
         """The client for threads."""
 
-    async def running(self) -> tuple[AsyncClient, Turn]:
+    async def running(self) -> tuple[AsyncClient, Permit]:
         """The client for the running event loop."""
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class _Given:
             "or a client of redis"
         )
 
-    async def running(self) -> tuple[AsyncClient, Turn]:
+    async def running(self) -> tuple[AsyncClient, Permit]:
         if isinstance(self._client, AsyncClient):
             return self._client, nullcontext()
         raise TypeError(
@@ -137,7 +137,7 @@ class _Given:
 @dataclass(frozen=True, slots=True)
 class _OfLoop:
     client: redis.asyncio.Redis
-    turn: asyncio.Semaphore
+    permits: asyncio.Semaphore
     end: AsyncGenerator[None]
 
 
@@ -181,7 +181,7 @@ class _Own:
     def sync(self) -> SyncClient:
         return self._sync
 
-    async def running(self) -> tuple[AsyncClient, Turn]:
+    async def running(self) -> tuple[AsyncClient, Permit]:
         loop = asyncio.get_running_loop()
         with self._lock:
             found = self._loops.get(loop)
@@ -190,7 +190,7 @@ class _Own:
             with self._lock:
                 self._loops[loop] = found
             await anext(found.end)
-        return found.client, found.turn
+        return found.client, found.permits
 
     def close(self) -> None:
         self._sync.close()
@@ -203,7 +203,7 @@ class _Own:
             await found.end.aclose()
 
     def _of_loop(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
-        # Turns, and not the pool, bound the connections: a pool loses one for good when a task is
+        # Permits, and not the pool, bound the connections: a pool loses one for good when a task is
         # cancelled while it waits to give it back.
         pool = redis.asyncio.ConnectionPool.from_url(
             self._url, max_connections=2**31, protocol=_PROTOCOL

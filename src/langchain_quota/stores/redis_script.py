@@ -5,21 +5,22 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha1, sha256
 from importlib.resources import files
 from typing import Any
+from urllib.parse import quote, unquote
 
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Threshold
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.reservation import Grant, Reservation, Settlement
 from langchain_quota.stores import (
+    COMPENSATED,
     GRACE,
     REMEMBERED,
-    SETTLED,
-    KeyUse,
-    chargings,
+    QuotaUsage,
     check_fits,
     idle_time,
+    metadata,
     window_end,
 )
 
-SCRIPT = (files("langchain_quota.stores") / "reserve.lua").read_text("utf-8")
+SCRIPT = (files("langchain_quota.stores") / "acquire.lua").read_text("utf-8")
 SHA = sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 MAX_COUNT = 2**53 - 1
@@ -59,8 +60,8 @@ class Names:
         return f"{self._prefix}{kind}:{digest}".encode()
 
 
-class Question:
-    """What the script is asked.
+class ScriptCall:
+    """One call of the script: what it is asked, and which keys it may touch.
 
     Args:
         names: The names of keys.
@@ -77,72 +78,75 @@ class Question:
             "op": op,
             "grace": GRACE,
             "remembered": REMEMBERED,
-            "settled": SETTLED,
+            "compensated": COMPENSATED,
         }
 
     @classmethod
-    def peek(cls, names: Names, keys: Iterable[str]) -> "Question":
+    def peek(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
         """What is kept under keys."""
-        question = cls(names, "peek", 0)
+        call = cls(names, "peek", 0)
         for key in keys:
-            question._count(key)
-        return question
+            call._index(names.count(key))
+        return call
 
     @classmethod
-    def reset(cls, names: Names, keys: Sequence[str], idle: int) -> "Question":
+    def reset(cls, names: Names, keys: Sequence[str], idle: int) -> "ScriptCall":
         """That counts become 0."""
-        question = cls(names, "reset", idle)
-        for key in keys:
-            question._count(key)
-        question._values["keeps"] = [
-            question._keep(key, window_end(key)) for key in dict.fromkeys(keys)
+        call = cls(names, "reset", idle)
+        call._values["counters"] = [
+            [call._count(key, window_end(key), 0)] for key in dict.fromkeys(keys)
         ]
-        return question
+        return call
 
     @classmethod
-    def reserve(cls, names: Names, reservation: Reservation, idle: int) -> "Question":
-        """A reservation."""
-        question = cls(names, "reserve", idle)
-        stops = {name: number for number, name in enumerate(reservation.stops, 1)}
-        question._values |= {
-            "settlements": [question._settlement(each) for each in reservation.settlements],
-            "attempt": question._marker("attempt", reservation.attempt),
-            "answer": question._marker("answer", reservation.id),
-            "slots": [
-                {
-                    "key": 0 if slot.key is None else question._count(slot.key),
-                    "used": _exact(slot.used),
-                    "caps": [
-                        [_limit(cap.limit), stops.get(cap.name, 0)]
-                        for cap in slot.caps
-                        if cap.enforced
-                    ],
-                }
-                for slot in reservation.slots
+    def acquire(cls, names: Names, request: AcquireRequest, idle: int) -> "ScriptCall":
+        """That a batch is admitted.
+
+        Raises:
+            QuotaStoreError: A number is larger than Redis counts.
+        """
+        call = cls(names, "acquire", idle)
+        beside = metadata(request)
+        counters = []
+        for counter in request.counters.values():
+            ends, limit = None, None
+            if counter.key is not None:
+                ends, limit = beside[counter.key].ends, beside[counter.key].limit
+            counters.append([call._count(counter.key, ends, counter.used), _clamped(limit)])
+        number = {name: number for number, name in enumerate(request.counters, 1)}
+        thresholds: dict[Threshold, int] = {}
+        hits = [
+            [
+                [[number[name], _exact(amount)] for name, amount in each.amounts.items()],
+                [thresholds.setdefault(over, len(thresholds) + 1) for over in each.thresholds],
+            ]
+            for each in request.hits
+        ]
+        call._values |= {
+            "compensations": [call._compensation(each) for each in request.compensations],
+            "attempt": call._marker("attempt", request.attempt_id),
+            "result": call._marker("result", request.idempotency_key),
+            "counters": counters,
+            "hits": hits,
+            "thresholds": [
+                [_quoted(limit), _quoted(scope), number[counter], _clamped(most), enforced]
+                for limit, scope, counter, most, enforced in thresholds
             ],
-            "charges": [
-                [[index + 1, _exact(amount)] for index, amount in charge.items()]
-                for charge in reservation.charges
-            ],
-            "stops": [*reservation.stops.values()],
-            "keeps": [
-                [*question._keep(key, charging.ends), _limit(charging.limit)]
-                for key, charging in chargings(reservation).items()
-            ],
+            "stops": {_quoted(limit): after for limit, after in request.stops.items()},
         }
-        return question
+        return call
 
     def arguments(self) -> tuple[int, *tuple[bytes, ...], str]:
         """The arguments of `EVALSHA` behind the script: number of keys, keys, values."""
         return (len(self._keys), *self._keys, json.dumps(self._values))
 
-    def again(self, answer: object) -> bool:
-        """Whether the script must be asked again: there were keys that nobody knew of.
+    def again(self, reply: object) -> bool:
+        """Whether the script must be called again: there were keys that nobody knew of.
 
         Raises:
             ValueError: The reply is none of the script's, or asks once too often.
         """
-        word, *names = _list(answer)
+        word, *names = _list(reply)
         if _text(word) != "again":
             return False
         # What an attempt charged is found once.
@@ -153,27 +157,26 @@ class Question:
             self._index(name if isinstance(name, bytes) else _text(name).encode())
         return True
 
-    def _settlement(self, settlement: Settlement) -> dict[str, Any]:
-        self._attempts += settlement.attempt is not None
+    def _compensation(self, compensation: Compensation) -> dict[str, Any]:
+        self._attempts += compensation.attempt_id is not None
         return {
-            "marker": self._index(self._names.marker("settled", settlement.id)),
-            "attempt": self._marker("attempt", settlement.attempt),
-            "answer": self._marker("answer", settlement.reservation),
+            "marker": self._index(self._names.marker("compensated", compensation.id)),
+            "attempt": self._marker("attempt", compensation.attempt_id),
+            "result": self._marker("result", compensation.idempotency_key),
             "amounts": [
                 [
-                    *self._keep(key, window_end(key)),
+                    self._count(key, window_end(key), compensation.starts.get(key, 0)),
                     _exact(amount),
-                    _exact(settlement.starts.get(key, 0)),
                 ]
-                for key, amount in settlement.amounts.items()
+                for key, amount in compensation.amounts.items()
             ],
         }
 
-    def _keep(self, key: str, ends: int | None) -> tuple[int, int, int]:
-        return self._count(key), _ends(ends), idle_time(key, self._idle)
-
-    def _count(self, key: str) -> int:
-        return self._index(self._names.count(key))
+    def _count(self, key: str | None, ends: int | None, start: int) -> list[int]:
+        if key is None:
+            return [0, _NONE, 0, _exact(start)]
+        index = self._index(self._names.count(key))
+        return [index, _clamped(ends), idle_time(key, self._idle), _exact(start)]
 
     def _marker(self, kind: str, name: str | None) -> int:
         return self._index(self._names.marker(kind, name)) if name else 0
@@ -182,30 +185,40 @@ class Question:
         return self._keys.setdefault(name, len(self._keys) + 1)
 
 
-def grant(answer: object, reservation: Reservation) -> Grant:
-    """The answer to a reservation.
+def result(reply: object, request: AcquireRequest) -> AcquireResult:
+    """The answer to a request.
 
     Raises:
-        QuotaStoreError: It was refused in advance, or was granted to a batch of another form.
+        QuotaStoreError: The attempt was refused in advance, or the request's idempotency key was
+            given to a batch of another form.
         ValueError: The reply is none of the script's.
     """
-    word, *rest = _list(answer)
+    word, *rest = _list(reply)
     if _text(word) == "refused":
-        raise QuotaStoreError("the attempt was settled before it arrived")
-    known, stopped, slots, *numbers = _numbers(rest)
-    used, admitted = numbers[:slots], numbers[slots:]
-    if _text(word) != "granted" or len(used) != slots or {known, stopped, *admitted} - {0, 1}:
-        raise ValueError("it is no grant")
-    granted = Grant(
-        tuple(used), tuple(each == 1 for each in admitted), stopped=stopped == 1, known=known == 1
+        raise QuotaStoreError("the attempt was compensated before it arrived")
+    is_replayed, is_stopped, counts, calls = rest
+    used = _numbers(counts)
+    admitted, refused = [], []
+    for call in _list(calls):
+        runs, *names = _list(call)
+        texts = [unquote(_text(name), errors="surrogatepass") for name in names]
+        admitted.append(_flag(runs))
+        refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
+    replayed = _flag(is_replayed)
+    if replayed:
+        check_fits(len(used), len(admitted), request)
+    if _text(word) != "acquired" or min(used, default=0) < 0 or len(admitted) != len(request.hits):
+        raise ValueError("it is no result of this request")
+    return AcquireResult(
+        dict(zip(request.counters, used, strict=True)),
+        tuple(refused),
+        tuple(admitted),
+        stopped=_flag(is_stopped),
+        replayed=replayed,
     )
-    if not granted.known and len(numbers) != len(reservation.slots) + len(reservation.charges):
-        raise ValueError("it is cut short, or too long")
-    check_fits(granted, reservation)
-    return granted
 
 
-def uses(keys: Iterable[str], answer: object) -> tuple[dict[str, KeyUse], list[str]]:
+def uses(keys: Iterable[str], reply: object) -> tuple[dict[str, QuotaUsage], list[str]]:
     """The answer to a peek, by key; without those under which nothing is kept.
 
     Returns:
@@ -215,31 +228,31 @@ def uses(keys: Iterable[str], answer: object) -> tuple[dict[str, KeyUse], list[s
         ValueError: The reply is none of the script's.
     """
     names = [*dict.fromkeys(keys)]
-    numbers = _numbers(answer)
+    numbers = _numbers(reply)
     found, odd = {}, []
     for key, *kept in zip(names, *[iter(numbers)] * 3, strict=True):
         used, limit, ends = (None if each == _NONE else each for each in kept)
         if used == _ODD:
             odd.append(key)
         elif used is not None:
-            found[key] = KeyUse(key, used, limit, ends)
+            found[key] = QuotaUsage(key, used, limit, ends)
     return found, odd
 
 
-def done(answer: object) -> None:
+def done(reply: object) -> None:
     """The answer to a reset.
 
     Raises:
         ValueError: The reply is none of the script's.
     """
-    if _list(answer):
+    if _list(reply):
         raise ValueError("it is not empty")
 
 
-def _list(answer: object) -> list[Any]:
-    if not isinstance(answer, list):
-        raise ValueError(f"it is a {type(answer).__name__}, not a list")  # noqa: TRY004 - no caller's mistake
-    return answer
+def _list(reply: object) -> list[Any]:
+    if not isinstance(reply, list):
+        raise ValueError(f"it is a {type(reply).__name__}, not a list")  # noqa: TRY004 - no caller's mistake
+    return reply
 
 
 def _text(word: object) -> str:
@@ -248,11 +261,17 @@ def _text(word: object) -> str:
     return word if isinstance(word, str) else word.decode()
 
 
-def _numbers(answer: object) -> list[int]:
-    numbers = _list(answer)
+def _numbers(reply: object) -> list[int]:
+    numbers = _list(reply)
     if not all(type(each) is int for each in numbers):
         raise ValueError("there is something else than a number in it")
     return numbers
+
+
+def _flag(number: object) -> bool:
+    if number not in (0, 1):
+        raise ValueError(f"{number!r:.20} stands where 0 or 1 should")
+    return number == 1
 
 
 def _exact(number: int) -> int:
@@ -261,10 +280,11 @@ def _exact(number: int) -> int:
     return number
 
 
-def _limit(limit: int | None) -> int:
-    """A limit that no count reaches is one all the same."""
-    return _NONE if limit is None else max(-1, min(limit, MAX_COUNT))
+def _clamped(number: int | None) -> int:
+    """A number that no count reaches is one all the same."""
+    return _NONE if number is None else max(_NONE, min(number, MAX_COUNT))
 
 
-def _ends(ends: int | None) -> int:
-    return _NONE if ends is None else min(ends, MAX_COUNT)
+def _quoted(name: str) -> str:
+    """A name of any characters, for JSON in Lua."""
+    return quote(name, errors="surrogatepass")

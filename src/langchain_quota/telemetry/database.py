@@ -10,8 +10,7 @@ from sqlite3 import Connection
 from sqlite3 import connect as _connect
 from typing import NamedTuple, Self
 
-from langchain_quota.decision import Level, level
-from langchain_quota.limits import THREAD
+from langchain_quota.decision import THREAD, Level, level
 from langchain_quota.stores import Occupancy
 
 _VERSION = 1

@@ -5,6 +5,7 @@ import hmac
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
 from langchain_quota.locks import fork_safe_lock
@@ -18,6 +19,8 @@ _KEPT = 40
 _LOOKED_AT = 256
 """What is not printable is sought in so many characters: callers may send a megabyte."""
 _DIGITS = 12
+ThreadLabel = Callable[[object], str]
+
 _TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 UNNAMED = "unnamed"
@@ -39,6 +42,10 @@ def label(value: object) -> str:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{_printable(text, _KEPT)}~{digest[:_DIGITS]}"
+
+
+limit_label = lru_cache(maxsize=1024)(label)
+"""`label` of a limit's name: there are few, and each is needed at every call."""
 
 
 def described(error: BaseException) -> str:
@@ -65,7 +72,7 @@ class _HmacLabel:
         return hmac.new(self.key, message, hashlib.sha256).hexdigest()[:20]
 
 
-def hmac_label(key: str | bytes) -> Callable[[object], str]:
+def hmac_label(key: str | bytes) -> ThreadLabel:
     """A `thread_label` that hides thread ids: 20 hex digits of HMAC-SHA256 under a secret key.
 
     Thread ids are often e-mail addresses or phone numbers; a plain hash of those is guessed in
@@ -102,14 +109,14 @@ class ToolLabels:
 
     def __init__(self, max_tools: int) -> None:
         self._max_tools = max_tools
-        self._kept: set[str] = set()
+        self._kept: dict[str, str] = {}
         self._seen: dict[str, set[str]] = {}
         self._lock = fork_safe_lock()
 
     def keep(self, names: tuple[str, ...]) -> None:
         """Always label these tools by their names."""
         with self._lock:
-            self._kept.update(names)
+            self._kept.update((name, label(name)) for name in names)
 
     def offer(self, agent: str, names: Iterable[str]) -> None:
         """Label the tools that an agent really has before any that its model invents."""
@@ -130,7 +137,7 @@ class ToolLabels:
         if name is None:
             return NONE
         if name in self._kept:
-            return label(name)
+            return self._kept[name]
         if name in self._seen.get(agent, ()):
             return name
         if not _TOOL.fullmatch(name):

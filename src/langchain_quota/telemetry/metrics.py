@@ -1,61 +1,55 @@
-"""The Prometheus counters and gauges of decisions, made once per registry."""
+"""The Prometheus counters, gauges and histogram of decisions, made once per registry."""
+
+from collections.abc import Iterable
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import Decision, Level, Outcome, Standing
-from langchain_quota.limits import STORE
+from langchain_quota.decision import STORE, Decision, Level, LimitStatus, Outcome
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.telemetry.labels import NONE, label
+from langchain_quota.telemetry import names
+from langchain_quota.telemetry.labels import NONE, limit_label
+from langchain_quota.telemetry.names import MetricSpec
 
 _REFUNDED = "refunded"
 
 STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 """The bounds of `langchain_quota_store_seconds`, in seconds."""
 
-_STORE_OUTCOMES = ("ok", "error", "timeout")
-_FALLBACKS = ("deny", "allow")
-
 Exemplar = dict[str, str] | None
+_Metric = TypeVar("_Metric", Counter, Histogram)
 
 
-class _LimitSeries:
-    """The series of one limit of one agent, all created together at 0."""
+class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
+    """The series of a metric, by all labels but the last; siblings begin together, at 0.
 
-    def __init__(self, metrics: "Metrics", agent: str, standing: Standing) -> None:
-        self._configured = _configured(standing)
-        limit = label(standing.limit)
+    So `increase()` sees the first of each: it was 0 before.
 
-        def decisions(scope: str, decision: str) -> Counter:
-            return metrics.limit_decisions.labels(agent, limit, scope, decision)
+    Args:
+        metric: The metric.
+        values: The values of its last label.
+    """
 
-        self.allowed = decisions(NONE, Outcome.ALLOWED)
-        self.refunded = decisions(NONE, _REFUNDED)
-        self.refusals: dict[tuple[str, Outcome], Counter] = {}
-        self.crossings: dict[tuple[str, Level], Counter] = {}
-        # A store that cannot be asked refuses, too, but is no limit to come near to.
-        for scope in (*standing.scopes, *((STORE,) if standing.shared else ())):
-            for outcome in (Outcome.BLOCKED, Outcome.WOULD_BLOCK):
-                self.refusals[scope, outcome] = decisions(scope, outcome)
-        for scope in standing.scopes:
-            labels = (agent, limit, scope)
-            self.crossings[scope, Level.NEAR] = metrics.near.labels(*labels)
-            self.crossings[scope, Level.EXHAUSTED] = metrics.exhausted.labels(*labels)
+    def __init__(self, metric: _Metric, values: Iterable[str]) -> None:
+        self._metric: _Metric = metric
+        self._values = tuple(values)
 
-    def fits(self, standing: Standing) -> bool:
-        """Whether a limit has the scopes and the fixed numbers that it had."""
-        return self._configured == _configured(standing)
+    def __missing__(self, labels: tuple[str, ...]) -> dict[str, _Metric]:
+        made = {value: self._metric.labels(*labels, value) for value in self._values}
+        self[labels] = made
+        return made
 
 
-def _configured(standing: Standing) -> tuple[object, ...]:
+def _configured(status: LimitStatus) -> tuple[object, ...]:
     """What a limit's series are made by; of a quota not whose it is."""
-    if standing.computed or standing.quotas:
+    if status.computed or status.quotas:
         numbers = [
-            (scope, None if scope in standing.computed else standing.threshold(scope))
-            for scope in standing.scopes
+            (scope, None if scope in status.computed else status.threshold(scope))
+            for scope in status.scopes
         ]
-        return standing.shared, *numbers
-    return standing.shared, standing.thread_limit, standing.run_limit
+        return status.shared, *numbers
+    return status.shared, status.thread_limit, status.run_limit
 
 
 class Metrics:
@@ -65,136 +59,100 @@ class Metrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.calls = Counter(
-            "langchain_quota_calls",
-            "Judged calls, by what was decided.",
-            ["agent", "kind", "tool", "decision"],
-            registry=registry,
-        )
-        self.limit_decisions = Counter(
-            "langchain_quota_limit_decisions",
-            "What each limit did with the calls that it matches.",
-            ["agent", "limit", "scope", "decision"],
-            registry=registry,
-        )
-        self.near = Counter(
-            "langchain_quota_near_limit",
-            "Calls that brought a count near its limit.",
-            ["agent", "limit", "scope"],
-            registry=registry,
-        )
-        self.exhausted = Counter(
-            "langchain_quota_exhausted",
-            "Calls that used up a limit.",
-            ["agent", "limit", "scope"],
-            registry=registry,
-        )
-        self.limit = Gauge(
-            "langchain_quota_limit",
-            "The configured limit, in calls.",
-            ["agent", "limit", "scope"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
-        )
-        self.errors = Counter(
-            "langchain_quota_errors",
-            "Failures of telemetry, observers and stores.",
-            ["component", "error_type"],
-            registry=registry,
-        )
+        def counter(spec: MetricSpec) -> Counter:
+            return Counter(spec.name, spec.help, spec.labels, registry=registry)
+
+        def gauge(spec: MetricSpec, mode: Literal["max", "mostrecent"]) -> Gauge:
+            return Gauge(
+                spec.name, spec.help, spec.labels, registry=registry, multiprocess_mode=mode
+            )
+
+        self.calls = counter(names.CALLS)
+        self.limit_decisions = counter(names.LIMIT_DECISIONS)
+        self.near = counter(names.NEAR)
+        self.exhausted = counter(names.EXHAUSTED)
+        self.errors = counter(names.ERRORS)
+        self.store_fallbacks = counter(names.STORE_FALLBACKS)
+        self.limit = gauge(names.LIMIT, "mostrecent")
+        gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
+        spec = names.STORE_SECONDS
         self.store_seconds = Histogram(
-            "langchain_quota_store_seconds",
-            "How long the shared store took.",
-            ["operation", "outcome"],
-            registry=registry,
-            buckets=STORE_BUCKETS,
+            spec.name, spec.help, spec.labels, registry=registry, buckets=STORE_BUCKETS
         )
-        self.store_fallbacks = Counter(
-            "langchain_quota_store_fallbacks",
-            "Decisions taken without the shared store.",
-            ["agent", "action"],
-            registry=registry,
-        )
-        build_info = Gauge(
-            "langchain_quota_build_info",
-            "1, with the version of langchain-quota.",
-            ["version"],
-            registry=registry,
-            multiprocess_mode="max",
-        )
-        build_info.labels(__version__).set(1)
-        self._calls: dict[tuple[str, str, str], dict[Outcome, Counter]] = {}
-        self._limits: dict[tuple[str, str], _LimitSeries] = {}
-        self._store_seconds: dict[str, dict[str, Histogram]] = {}
+        self._calls = _Siblings(self.calls, Outcome)
+        self._charges = _Siblings(self.limit_decisions, (Outcome.ALLOWED, _REFUNDED))
+        self._refusals = _Siblings(self.limit_decisions, (Outcome.BLOCKED, Outcome.WOULD_BLOCK))
+        self._store_seconds = _Siblings(self.store_seconds, ("ok", "error", "timeout"))
+        self._fallbacks = _Siblings(self.store_fallbacks, ("deny", "allow"))
+        # The label of each limit of an agent, and what it looked like when it was last met.
+        self._limits: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
         # While a fork holds it no thread is inside of prometheus_client, whose own locks a child
         # would find held.
         self._lock = fork_safe_lock()
 
     def record(self, decision: Decision, agent: str, tool: str, exemplar: Exemplar) -> None:
         """Count a decision for the call and for each limit that matches it."""
-        kind = decision.call.kind
+        call = decision.call
         with self._lock:
-            calls = self._calls.get((agent, kind, tool))
-            if calls is None:
-                calls = {each: self.calls.labels(agent, kind, tool, each) for each in Outcome}
-                self._calls[agent, kind, tool] = calls
-            calls[decision.outcome].inc(exemplar=exemplar)
-            for standing in decision.standings:
-                series = self._series(agent, standing)
-                if standing.charged:
-                    series.allowed.inc(decision.call.amount, exemplar)
-                elif standing.scope is not None:
-                    outcome = Outcome.BLOCKED if standing.enforced else Outcome.WOULD_BLOCK
-                    series.refusals[standing.scope, outcome].inc(exemplar=exemplar)
+            self._calls[agent, call.kind, tool][decision.outcome].inc(exemplar=exemplar)
+            for status in decision.limits:
+                limit = self._meet(agent, status)
+                if status.charged:
+                    self._charges[agent, limit, NONE][Outcome.ALLOWED].inc(call.amount, exemplar)
+                elif status.refusal_scope is not None:
+                    outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
+                    self._refusals[agent, limit, status.refusal_scope][outcome].inc(
+                        exemplar=exemplar
+                    )
 
-    def charged(self, agent: str, standing: Standing, amount: int, exemplar: Exemplar) -> None:
+    def charged(self, agent: str, status: LimitStatus, amount: int, exemplar: Exemplar) -> None:
         """Count a charge."""
         with self._lock:
-            self._series(agent, standing).allowed.inc(amount, exemplar)
+            limit = self._meet(agent, status)
+            self._charges[agent, limit, NONE][Outcome.ALLOWED].inc(amount, exemplar)
 
-    def crossed(self, agent: str, standing: Standing, scope: str, reached: Level) -> None:
-        """Count a crossing of a threshold."""
+    def crossed(self, agent: str, limit: str, scope: str, reached: Level) -> None:
+        """Count a crossing of a limit's threshold."""
+        threshold_events = self.near if reached is Level.NEAR else self.exhausted
         with self._lock:
-            self._series(agent, standing).crossings[scope, reached].inc()
+            threshold_events.labels(agent, limit_label(limit), scope).inc()
 
     def refunded(self, agent: str, limit: str, amount: int) -> None:
         """Count a charge taken back."""
         with self._lock:
-            charges = {
-                decision: self.limit_decisions.labels(agent, label(limit), NONE, decision)
-                for decision in (Outcome.ALLOWED, _REFUNDED)
-            }
-            charges[_REFUNDED].inc(amount)
+            self._charges[agent, limit_label(limit), NONE][_REFUNDED].inc(amount)
 
     def failed(self, component: str, error_type: str) -> None:
         """Count a failure."""
         with self._lock:
             self.errors.labels(component, error_type).inc()
 
-    def stored(self, operation: str, outcome: str, seconds: float) -> None:
+    def observe_store(self, operation: str, outcome: str, seconds: float) -> None:
         """Time a request to the shared store."""
         with self._lock:
-            times = self._store_seconds.get(operation)
-            if times is None:
-                times = {
-                    each: self.store_seconds.labels(operation, each) for each in _STORE_OUTCOMES
-                }
-                self._store_seconds[operation] = times
-            times[outcome].observe(seconds)
+            self._store_seconds[operation,][outcome].observe(seconds)
 
-    def fell_back(self, agent: str, action: str, calls: int) -> None:
+    def fallback(self, agent: str, action: str, calls: int) -> None:
         """Count decisions that were taken without the shared store."""
         with self._lock:
-            fallbacks = {each: self.store_fallbacks.labels(agent, each) for each in _FALLBACKS}
-            fallbacks[action].inc(calls)
+            self._fallbacks[agent,][action].inc(calls)
 
-    def _series(self, agent: str, standing: Standing) -> _LimitSeries:
-        """The series of a limit, created at first touch."""
-        series = self._limits.get((agent, standing.limit))
-        if series is None or not series.fits(standing):
-            series = self._limits[agent, standing.limit] = _LimitSeries(self, agent, standing)
-            for scope in standing.scopes:
-                if scope not in standing.computed:
-                    limit = standing.threshold(scope)
-                    self.limit.labels(agent, label(standing.limit), scope).set(limit or 0)
-        return series
+    def _meet(self, agent: str, status: LimitStatus) -> str:
+        """The label of a limit; all its series begin when it is met, first or with new numbers."""
+        configured = _configured(status)
+        known = self._limits.get((agent, status.limit))
+        if known is not None and known[1] == configured:
+            return known[0]
+        limit = limit_label(status.limit)
+        _ = self._charges[agent, limit, NONE]
+        # A store that cannot be asked refuses, too, but is no limit to come near to.
+        for scope in (*status.scopes, *((STORE,) if status.shared else ())):
+            _ = self._refusals[agent, limit, scope]
+        for scope in status.scopes:
+            self.near.labels(agent, limit, scope)
+            self.exhausted.labels(agent, limit, scope)
+        self._limits[agent, status.limit] = (limit, configured)
+        for scope in status.scopes:
+            if scope not in status.computed:
+                self.limit.labels(agent, limit, scope).set(status.threshold(scope) or 0)
+        return limit

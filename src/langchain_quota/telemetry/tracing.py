@@ -11,9 +11,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import Decision, Outcome
-from langchain_quota.limits import STORE
-from langchain_quota.telemetry.labels import described, label
+from langchain_quota.decision import STORE, Decision, Outcome
+from langchain_quota.telemetry.labels import described, label, limit_label
 
 Spans = Literal["all", "refused", "off"]
 
@@ -53,29 +52,28 @@ class LazyAttributes(Mapping[str, AttributeValue]):
 
     def __init__(self, build: Callable[[], Attributes]) -> None:
         self._build = build
-        self._built: Attributes | None = None
+        self._built: Attributes = {}
 
-    def _attributes(self) -> Attributes:
-        if self._built is None:
-            self._built = self._build()
+    def _now(self) -> Attributes:
+        self._built = self._build()
         return self._built
 
     def __getitem__(self, key: str) -> AttributeValue:
-        return self._attributes()[key]
+        return (self._built or self._now())[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._attributes())
+        return iter(self._built or self._now())
 
     def __len__(self) -> int:
-        return len(self._attributes())
+        return len(self._built or self._now())
 
     def items(self) -> ItemsView[str, AttributeValue]:
         """All of them at once, as the SDK takes them."""
-        return self._attributes().items()
+        return (self._built or self._now()).items()
 
     def copy(self) -> Attributes:
         """A plain copy, as samplers that add attributes take one."""
-        return dict(self._attributes())
+        return dict(self._built or self._now())
 
 
 class Place(NamedTuple):
@@ -135,6 +133,7 @@ class Tracing:
         self,
         decision: Decision,
         *,
+        agent: str,
         tool: str,
         thread: str | None,
         started: int,
@@ -145,13 +144,16 @@ class Tracing:
 
         Args:
             decision: What was decided.
+            agent: The label of the agent.
             tool: The label of the tool.
             thread: The label of the thread, if there is one.
             started: When judging began, in nanoseconds since the Unix epoch.
             error: The exception by which the refusal reaches the caller, if it does.
             place: Where it belongs.
         """
-        if not self._wants(decision.outcome):
+        if self._spans == "off" or (
+            self._spans == "refused" and decision.outcome is Outcome.ALLOWED
+        ):
             return None
         kind = decision.call.kind
         raised = error if decision.outcome is Outcome.BLOCKED else None
@@ -160,7 +162,9 @@ class Tracing:
             f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
             context=place.parent,
             kind=trace.SpanKind.INTERNAL,
-            attributes=LazyAttributes(lambda: self._attributes(decision, tool, thread, raised)),
+            attributes=LazyAttributes(
+                lambda: self._attributes(decision, agent, tool, thread, raised)
+            ),
             start_time=started,
         )
         if raised is not None:
@@ -168,18 +172,20 @@ class Tracing:
         span.end()
         return span
 
-    def _wants(self, outcome: Outcome) -> bool:
-        return self._spans == "all" or (self._spans == "refused" and outcome is not Outcome.ALLOWED)
-
     def _attributes(
-        self, decision: Decision, tool: str, thread: str | None, raised: BaseException | None
+        self,
+        decision: Decision,
+        agent: str,
+        tool: str,
+        thread: str | None,
+        raised: BaseException | None,
     ) -> Attributes:
         call = decision.call
         attributes: dict[str, AttributeValue | None] = {
             DECISION: decision.outcome.value,
             KIND: call.kind,
-            LIMITS: tuple(label(standing.limit) for standing in decision.standings),
-            AGENT_NAME: label(call.agent) if call.agent else None,
+            LIMITS: tuple(limit_label(status.limit) for status in decision.limits),
+            AGENT_NAME: agent if call.agent else None,
             self._thread_key: thread,
         }
         if call.kind == "tool":
@@ -188,21 +194,21 @@ class Tracing:
         leading = decision.leading
         if leading is not None:
             attributes |= {
-                LIMIT: label(leading.limit),
-                SCOPE: leading.scope or "none",
+                LIMIT: limit_label(leading.limit),
+                SCOPE: leading.refusal_scope or "none",
                 EXIT_BEHAVIOR: leading.exit_behavior,
                 THREAD_USED: leading.thread_used,
                 THREAD_LIMIT: leading.thread_limit,
                 RUN_USED: leading.run_used,
                 RUN_LIMIT: leading.run_limit,
             }
-            if leading.scope == STORE:
+            if leading.refusal_scope == STORE:
                 # What other runs have used is not known.
                 attributes[THREAD_USED] = None
             for quota in leading.quotas:
                 attributes[QUOTA_USED.format(scope=quota.scope)] = quota.used
                 attributes[QUOTA_LIMIT.format(scope=quota.scope)] = quota.limit
-        if decision.resets_at is not None:
+        if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
             attributes[RESETS_AT] = decision.resets_at.isoformat()
         if raised is not None:
             attributes[ERROR_TYPE] = label(type(raised).__qualname__)

@@ -1,0 +1,184 @@
+"""The one rule by which calls are admitted, and what is asked and answered by it.
+
+A count has a name. A threshold is a number that a count must not exceed. `admit` says for each call
+which limits refuse it, and at which scope. Only `admit`, and a store's copy of it, admits calls.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from langchain_quota.decision import Scope
+
+
+class Threshold(NamedTuple):
+    """A number that a count must not exceed.
+
+    Attributes:
+        limit: The name of the limit that it belongs to.
+        scope: What the count is kept for.
+        counter: The name of the counter.
+        most: The most that the count may be, a whole number; a negative one refuses every call.
+        enforced: Whether it refuses calls; if not, it only says that it would.
+    """
+
+    limit: str
+    scope: Scope
+    counter: str
+    most: int
+    enforced: bool = True
+
+
+class Hits(NamedTuple):
+    """What one call, or several under one id, would add to which counts.
+
+    Attributes:
+        amounts: What is added, by the name of the count; whole numbers from 0.
+        thresholds: The thresholds over these counts, in the order in which a refusal is attributed.
+    """
+
+    amounts: Mapping[str, int]
+    thresholds: tuple[Threshold, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """One count, and where it is kept.
+
+    Attributes:
+        key: Where a store keeps it; `None` for one that the caller keeps.
+        used: The caller's count. A store starts from it if the key is new.
+        expires_at: When the key's window ends, in seconds since the Unix epoch; `None` for one
+            that lasts until it is reset.
+        mirrored: Whether the caller keeps a key's count, too, and brings it back as `used`: a
+            store that is full may drop it.
+    """
+
+    key: str | None = None
+    used: int = 0
+    expires_at: float | None = None
+    mirrored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compensation:
+    """A correction of counts, made once however often it is sent.
+
+    Attributes:
+        id: Names the correction.
+        amounts: What is added to the counts under keys; negative to take back.
+        attempt_id: An attempt to acquire whose fate is unknown: what it charged is undone, and it
+            is refused if it arrives later.
+        idempotency_key: The request that it was an attempt for: if another attempt was answered,
+            the amounts are counted already.
+        starts: The caller's counts, by key: where a key begins if nothing is kept under it.
+    """
+
+    id: str
+    amounts: Mapping[str, int] = field(default_factory=dict)
+    attempt_id: str | None = None
+    idempotency_key: str = ""
+    starts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireRequest:
+    """A batch of calls that is admitted, call by call, in one atomic step.
+
+    Attributes:
+        idempotency_key: Names the request: one that was answered before is not charged again.
+        attempt_id: Names this attempt to make it.
+        counters: The counts, by name.
+        hits: What each call, in order, would add to them.
+        stops: The limits whose refusals stop the batch, and after how many refused calls. What is
+            stopped charges nothing.
+        compensations: Corrections that are made first.
+    """
+
+    idempotency_key: str
+    attempt_id: str
+    counters: Mapping[str, Counter] = field(default_factory=dict)
+    hits: tuple[Hits, ...] = ()
+    stops: Mapping[str, int] = field(default_factory=dict)
+    compensations: tuple[Compensation, ...] = ()
+
+    def keyed(self, amounts: Mapping[str, int]) -> dict[str, int]:
+        """The amounts of those counts that a store keeps, by key.
+
+        Args:
+            amounts: By the name of the count.
+        """
+        found: dict[str, int] = {}
+        for name, amount in amounts.items():
+            key = self.counters[name].key
+            if key is not None:
+                found[key] = found.get(key, 0) + amount
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireResult:
+    """The answer to a request.
+
+    Attributes:
+        used: The counts before the batch, by name.
+        refused: For each of the hits the limits that refuse it, or would if they were enforced,
+            each with the scope that is exhausted.
+        admitted: For each of the hits, whether no enforced limit refuses it.
+        stopped: Whether refusals stopped the batch: nothing of it is charged.
+        replayed: Whether the request was answered before, and is not charged again.
+    """
+
+    used: Mapping[str, int]
+    refused: tuple[Mapping[str, Scope], ...] = ()
+    admitted: tuple[bool, ...] = ()
+    stopped: bool = False
+    replayed: bool = False
+
+    def charged(self, hits: Iterable[Hits]) -> dict[str, int]:
+        """What is added to each count.
+
+        Args:
+            hits: What was asked.
+        """
+        amounts = dict.fromkeys(self.used, 0)
+        if not self.stopped:
+            for (added, _), admitted in zip(hits, self.admitted, strict=True):
+                if admitted:
+                    for name, amount in added.items():
+                        amounts[name] += amount
+        return amounts
+
+
+def admit(hits: Sequence[Hits], used: Mapping[str, int], stops: Mapping[str, int]) -> AcquireResult:
+    """Admit each call against the thresholds over the counts that it would hit.
+
+    Calls are judged in order, each on what the ones before it left. A refused call is charged
+    nowhere. If refusals stop the batch, nothing of it is charged.
+
+    Args:
+        hits: What each call would add to which counts.
+        used: The counts before the batch, by name.
+        stops: The limits whose refusals stop the batch, and after how many refused calls.
+    """
+    counts = dict(used)
+    refusals = dict.fromkeys(stops, 0)
+    refused: list[Mapping[str, Scope]] = []
+    admitted = []
+    for amounts, thresholds in hits:
+        refusing: dict[str, Scope] = {}
+        runs = True
+        for limit, scope, counter, most, enforced in thresholds:
+            if counts[counter] + amounts[counter] > most:
+                refusing.setdefault(limit, scope)
+                runs = runs and not enforced
+        if runs:
+            for counter, amount in amounts.items():
+                counts[counter] += amount
+        for limit in refusing:
+            if limit in refusals:
+                refusals[limit] += 1
+        refused.append(refusing)
+        admitted.append(runs)
+    stopped = any(refusals[limit] >= after for limit, after in stops.items())
+    return AcquireResult(used, tuple(refused), tuple(admitted), stopped)

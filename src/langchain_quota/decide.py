@@ -1,0 +1,210 @@
+"""What an answer says of each call: the decisions, and the limits whose refusals hold."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from langchain_quota.admission import AcquireResult
+from langchain_quota.decision import (
+    STORE,
+    Call,
+    Decision,
+    Exit,
+    LimitStatus,
+    Outcome,
+    QuotaStatus,
+    Reason,
+    Scope,
+)
+from langchain_quota.resolved import Asked, ResolvedLimit, ResolvedLimits, Row
+
+
+def status(  # noqa: PLR0913 - keyword-only, with defaults
+    limit: ResolvedLimit,
+    rows: Sequence[Row],
+    counts: Mapping[str, int],
+    amount: int,
+    *,
+    refused_at: Scope | None = None,
+    charging: bool = True,
+    ends: bool = False,
+) -> LimitStatus:
+    """How a limit stands at one call.
+
+    Args:
+        limit: The limit.
+        rows: Its counts.
+        counts: The counts before the call, by name.
+        amount: What the call adds to each; 0 if it does not run.
+        refused_at: The scope at which the limit refuses the call, if it does.
+        charging: Whether a call that it admits is charged to it now; if not, it is counted when it
+            has returned.
+        ends: Whether the limit gives up with this batch, and ends the run.
+    """
+    of_thread, of_run, *of_quotas = rows
+    thread, run = counts[of_thread.counter], counts[of_run.counter]
+    reason: Reason | None = None
+    if refused_at is not None:
+        reason = "store" if refused_at == STORE else "exhausted"
+    return LimitStatus(
+        limit=limit.limit.name,
+        exit_behavior="end" if ends else limit.limit.exit_behavior,
+        thread_before=thread,
+        thread_used=thread + amount,
+        thread_limit=limit.thread_limit,
+        run_before=run,
+        run_used=run + amount,
+        run_limit=limit.run_limit,
+        reason=reason,
+        scope=refused_at if reason == "exhausted" else None,
+        charged=charging and amount > 0 and reason is None,
+        deferred=amount > 0 and not charging,
+        enforced=limit.limit.enforce,
+        near=limit.limit.near,
+        computed=limit.computed,
+        quotas=tuple(
+            QuotaStatus(
+                row.quota.scope,
+                row.quota.subject,
+                counts[row.counter],
+                counts[row.counter] + amount,
+                row.quota.limit,
+                row.quota.resets_at,
+                row.quota.per_thread,
+            )
+            for row in of_quotas
+            if row.quota is not None
+        ),
+        shared=limit.shared,
+    )
+
+
+def decide(  # noqa: PLR0913 - keyword-only, with defaults
+    calls: Sequence[Call],
+    asked: Sequence[Asked],
+    index_of: Sequence[int],
+    result: AcquireResult,
+    *,
+    charging: bool = True,
+    ending: Iterable[str] = (),
+) -> list[Decision]:
+    """The decision about each call.
+
+    A call runs only if every limit that matches it admits it; a refused call is charged to none. If
+    refusals stop the batch, what was not refused is skipped. A limit that is not enforced refuses
+    nothing: the call runs, and is counted.
+
+    Args:
+        calls: The calls.
+        asked: For each call what it asked.
+        index_of: For each call the index of its hits.
+        result: The answer.
+        charging: Whether admitted calls are charged now; a limiter that counts a call only when it
+            has returned charges it then.
+        ending: The names of limits that give up with this batch.
+    """
+    counts = dict(result.used)
+    decisions = []
+    for call, (limits, hits, _), index in zip(calls, asked, index_of, strict=True):
+        refused, admitted = result.refused[index], result.admitted[index]
+        amount = call.amount if admitted and not result.stopped else 0
+        statuses = tuple(
+            status(
+                limit,
+                rows,
+                counts,
+                amount,
+                refused_at=refused.get(limit.limit.name),
+                charging=charging,
+                ends=limit.limit.name in ending,
+            )
+            for limit, rows in limits
+        )
+        for count in hits.amounts if amount else ():
+            counts[count] += amount
+        if not admitted:
+            outcome = Outcome.BLOCKED
+        elif result.stopped:
+            outcome = Outcome.SKIPPED
+        # Calls can share an id. The refusal may belong to the other call.
+        elif refused and any(each.refused for each in statuses):
+            outcome = Outcome.WOULD_BLOCK
+        else:
+            outcome = Outcome.ALLOWED
+        decisions.append(Decision(call, outcome, statuses))
+    return decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """An enforced limit that refuses calls of this batch.
+
+    Attributes:
+        limit: The limit.
+        exit_behavior: What its refusals ask for.
+        decision: The first refusal.
+        refusals: How many calls it refuses; calls that share an id are one.
+        unchecked: Whether it refuses because the store could not be asked.
+        thread_count, run_count: The counts as if all calls of the batch that it matches had run.
+        exceeded: The thresholds that those counts exceed: scope, count, limit, and when it resets.
+    """
+
+    limit: ResolvedLimit
+    exit_behavior: Exit
+    decision: Decision
+    refusals: int
+    unchecked: bool
+    thread_count: int
+    run_count: int
+    exceeded: tuple[tuple[Scope, int, int, datetime | None], ...]
+
+
+def breaches(
+    limits: ResolvedLimits,
+    asked: Sequence[Asked],
+    index_of: Sequence[int],
+    decisions: Sequence[Decision],
+    result: AcquireResult,
+) -> list[Breach]:
+    """The limits whose refusals hold, in their order.
+
+    Args:
+        limits: The limits.
+        asked: For each call what it asked.
+        index_of: For each call the index of its hits.
+        decisions: The decision about each call.
+        result: The answer.
+    """
+    found = []
+    for each in limits.limits:
+        refused: dict[int, tuple[Decision, LimitStatus]] = {}
+        rows: Sequence[Row] = ()
+        amount = 0
+        for decision, (matching, _, _), index in zip(decisions, asked, index_of, strict=True):
+            for state, (limit, counted) in zip(decision.limits, matching, strict=True):
+                if limit is each:
+                    rows = counted
+                    amount += decision.call.amount
+                    if state.refused and state.enforced:
+                        refused.setdefault(index, (decision, state))
+        if not refused:
+            continue
+        decision, first = next(iter(refused.values()))
+        counts = [(row, result.used[row.counter] + amount) for row in rows]
+        found.append(
+            Breach(
+                each,
+                first.exit_behavior,
+                decision,
+                len(refused),
+                first.reason == "store",
+                counts[0][1],
+                counts[1][1],
+                tuple(
+                    (row.scope, count, row.most, row.quota.resets_at if row.quota else None)
+                    for row, count in counts
+                    if row.most is not None and count > row.most
+                ),
+            )
+        )
+    return found

@@ -1,0 +1,314 @@
+"""What every limiting middleware shares: its name, the beginning of a run, subclassing."""
+
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
+
+from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
+from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from langgraph.runtime import Runtime
+from langsmith.utils import tracing_is_enabled
+
+from langchain_quota import messages
+from langchain_quota.decision import Call, Refund
+from langchain_quota.errors import QuotaWarning
+from langchain_quota.limits import Limit
+from langchain_quota.middleware._calls import Conclusion, Request, Update
+from langchain_quota.middleware._context import CallContext, call_context, running_agent
+from langchain_quota.middleware._history import (
+    answered_history,
+    dangling_calls,
+    since,
+    unfinished_calls,
+)
+from langchain_quota.middleware._model_request import tool_name, unknown_tools
+from langchain_quota.middleware._subclassing import begins_runs, complete
+from langchain_quota.state import (
+    LEDGER,
+    NEW_RUN,
+    THREAD_TOOLS,
+    Abandoned,
+    Ledger,
+    ToolCounts,
+    ledger,
+    thread_tools,
+)
+from langchain_quota.telemetry import Telemetry, recorder_of
+
+if TYPE_CHECKING:
+    from langgraph._internal._typing import StateLike
+    from typing_extensions import TypeVar
+
+    # `AgentMiddleware` is invariant in state and context, and a list of middlewares has one type of
+    # each. So ours say `Any` for the state, and for a context that is not given.
+    ContextT = TypeVar("ContextT", bound=StateLike | None, default=Any)
+else:
+    from langgraph.typing import ContextT
+
+ModelMode = Literal["admitted", "returned"]
+
+_REMEDY = (
+    "Give create_agent a checkpointer; for a sub-agent, limit the calls of its parent, or use "
+    "run_limit"
+)
+"""What to do where a thread's counts do not outlive the run."""
+
+
+class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
+    """A middleware that holds agents to limits.
+
+    Args:
+        limits: The limits, judged together.
+        limit_name: The name that the user gave, if any.
+        telemetry: Where decisions are made visible; `None` for the process's default.
+
+    Raises:
+        TypeError: `telemetry` has the wrong type.
+    """
+
+    def __init__(
+        self, limits: tuple[Limit, ...], *, limit_name: str | None, telemetry: Telemetry | None
+    ) -> None:
+        super().__init__()
+        self._limits = limits
+        self._limit_name = limit_name
+        self._recorder = recorder_of(telemetry)
+        self._recorder.watch_limits(limits)
+        if not tracing_is_enabled():
+            vars(self)["awrap_model_call"] = self._untraced_model_call
+        self._model_mode: ModelMode | None = None
+        self._warned = False
+        self._remedy = _REMEDY
+        # The tools by agent.
+        self._offered: dict[str | None, list[str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Honour a subclass's hook in both forms, and begin its runs whatever it overrides.
+
+        Raises:
+            TypeError: It overrides `wrap_model_call`, and not `awrap_model_call`.
+        """
+        super().__init_subclass__(**kwargs)
+        complete(cls)
+
+    @property
+    def name(self) -> str:
+        """The middleware's name in the graph: the class, and what it limits as far as given."""
+        parts = [*self._limits[0].tools, *([self._limit_name] if self._limit_name else [])]
+        if not parts:
+            return type(self).__name__
+        # LangGraph reserves these two in the names of nodes.
+        inner = "/".join(parts).replace(":", "_").replace("|", "_")
+        return f"{type(self).__name__}[{inner}]"
+
+    @begins_runs
+    def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
+        """Begin a new run: a new budget, and an answer for every call that was left without one.
+
+        LangGraph does not call this when a run is resumed.
+
+        Raises:
+            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
+                is older than `InlineQuotaMiddleware` needs.
+        """
+        return self._begin_run(state, runtime)
+
+    @begins_runs
+    async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
+        """Begin a new run: a new budget, and an answer for every call that was left without one.
+
+        LangGraph does not call this when a run is resumed.
+
+        Raises:
+            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
+                is older than `InlineQuotaMiddleware` needs.
+        """
+        return self._begin_run(state, runtime)
+
+    def _untraced_model_call(
+        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[Any]]
+    ) -> Awaitable[Any]:
+        """A stand-in for `awrap_model_call` that is not `async`, while LangSmith is switched off.
+
+        LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
+        """
+        return type(self).awrap_model_call(self, request, handler)
+
+    def _learn_tools(self, request: ModelRequest[Any]) -> None:
+        """Tell the telemetry which tools there really are, before the model invents others."""
+        names = [tool.name for tool in request.tools if not isinstance(tool, dict)]
+        agent = running_agent()
+        known = self._offered.get(agent)
+        if names == known:
+            return
+        self._offered[agent] = names
+        self._recorder.learn_tools(agent, names)
+        if known is None:
+            offered = {tool_name(tool) for tool in request.tools}
+            # Logged, and no QuotaWarning, which can be an error: a tool may be offered later.
+            for limit, tool, hint in unknown_tools(self._limits, offered):
+                self._recorder.warn_unknown_tool(agent, limit, tool, hint)
+
+    def _begin_run(self, state: Mapping[str, Any], runtime: Runtime[ContextT]) -> Update:
+        context = call_context(runtime, model_name=None)
+        self._warn_if_forgetful(context)
+        update: Update = {}
+        history = state.get("messages") or ()
+        known = ledger(state)
+        begun = _has_begun(state) and self.name not in known.get("begun_by", ())
+        abandoned = known.get("abandoned") if begun else _abandoned(state)
+        dangling = dangling_calls(state)
+        pending_refunds = known.get("pending_refunds") or {}
+        if dangling:
+            repaired = answered_history(history, dangling, messages.ABANDONED)
+            update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
+            history = repaired
+        if abandoned is not None and self._held(abandoned):
+            counts, refunds = _take_back(state, abandoned, context)
+            self._recorder.record_refunds(refunds)
+            update[THREAD_TOOLS] = counts.thread
+            pending_refunds = counts.pending_refunds
+            abandoned = None
+        if state.get("structured_response") is not None:
+            # Older versions of LangChain keep that of an earlier turn.
+            update["structured_response"] = None
+        before: Ledger = known if begun else {}
+        update[LEDGER] = {
+            **NEW_RUN,
+            "run": before.get("run") or context.run(),
+            "turn": known.get("turn") if begun else _turn(history),
+            "begun_by": [*before.get("begun_by", ()), self.name],
+            "model_mode": self._checked_mode(before.get("model_mode")),
+            "abandoned": abandoned,
+            "pending_refunds": pending_refunds,
+        }
+        return update
+
+    def _checked_mode(self, begun: str | None) -> str | None:
+        """How this run counts model calls, by all middlewares that have begun it.
+
+        Raises:
+            RuntimeError: Two middlewares would count each call twice.
+        """
+        own = self._model_mode
+        if begun is None or own is None:
+            return own or begun
+        if begun == own == "returned":
+            return own
+        raise RuntimeError(
+            f"{self.name} and another middleware of this agent both count its model calls: put "
+            "all model limits into one QuotaMiddleware"
+        )
+
+    def _held(self, abandoned: Abandoned) -> bool:
+        """Whether the abandoned calls did not get past these limits, so that none started.
+
+        A limit that raised, or that a review kept the calls from, has not let them pass.
+        """
+        calls = [(Call("tool", name), Call("tool", old)) for name, _, old in abandoned["calls"]]
+        return self.name in abandoned["held_by"] and any(
+            limit.matches(call) and limit.matches(original)
+            for limit in self._limits
+            for call, original in calls
+        )
+
+    def _record(self, request: Request, conclusion: Conclusion) -> Conclusion:
+        """Make a conclusion visible, unless it is that of a hook that runs again."""
+        known = request.known.get("trace")
+        recorded = self._recorder.record(
+            conclusion.decisions,
+            started=request.started,
+            error=conclusion.error,
+            task_id=request.task_id,
+            trace=known,
+        )
+        if recorded.is_new and conclusion.refunds:
+            self._recorder.record_refunds(conclusion.refunds)
+        if recorded.trace is None or recorded.trace == known:
+            return conclusion
+        # Later steps of the run belong to this trace.
+        update = conclusion.update or {}
+        written = {**update.get(LEDGER, {}), "trace": dict(recorded.trace)}
+        return conclusion._replace(update={**update, LEDGER: written})
+
+    def _take_effect(self, request: Request, conclusion: Conclusion) -> Update | None:
+        """Make a conclusion visible, and then let it take effect."""
+        return effect(self._record(request, conclusion))
+
+    def _counts_last(self, context: CallContext) -> bool:
+        """Whether the counts of threads outlive the run."""
+        return context.remembers
+
+    def _warn_if_forgetful(self, context: CallContext) -> None:
+        if self._warned or self._counts_last(context):
+            return
+        for limit in self._limits:
+            if limit.thread_limit is not None:
+                self._warned = True
+                warnings.warn(
+                    f"{self.name} has a thread limit, but this agent's state does not outlive the "
+                    f"run: the limit holds within one run only. {self._remedy}",
+                    QuotaWarning,
+                    stacklevel=2,
+                )
+                return
+
+
+def effect(conclusion: Conclusion) -> Update | None:
+    """What a hook returns, or raises."""
+    if conclusion.error is not None:
+        raise conclusion.error
+    return conclusion.update
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether another limiter has begun this run: the model has not answered since."""
+    messages = since(state.get("messages") or (), ledger(state).get("turn"))
+    return messages is not None and not any(isinstance(each, AIMessage) for each in messages)
+
+
+def _turn(history: Sequence[AnyMessage]) -> str | int | None:
+    """What the newest message is known by, before the run adds others."""
+    if not history:
+        return None
+    # Not every reducer gives messages an id.
+    return len(history) if history[-1].id is None else history[-1].id
+
+
+def _abandoned(state: Mapping[str, Any]) -> Abandoned | None:
+    """What the run before left of its last batch, by what its limiters knew of it."""
+    known = ledger(state)
+    batch = known.get("batch")
+    found = unfinished_calls(state, batch["message"]) if batch else None
+    if batch is None or found is None:
+        return None
+    message, calls = found
+    original = {call["id"]: call["name"] for call in message.tool_calls}
+    return Abandoned(
+        calls=[[call["name"], str(call["id"]), original[call["id"]]] for call in calls],
+        charges=batch["charges"],
+        acquired=batch.get("acquired", {}),
+        held_by=[each for each in known.get("begun_by", ()) if each not in batch["passed"]],
+    )
+
+
+def _take_back(
+    state: Mapping[str, Any], abandoned: Abandoned, context: CallContext
+) -> tuple[ToolCounts, list[Refund]]:
+    """The counts without the charges for abandoned calls, and what was taken back."""
+    counts = ToolCounts(
+        thread_tools(state),
+        {},
+        deepcopy(abandoned["charges"]),
+        dict(abandoned.get("acquired") or {}),
+        dict(ledger(state).get("pending_refunds") or {}),
+    )
+    refunds = [
+        Refund(Call("tool", name, call_id, amount, context.agent, context.thread_id), limit)
+        for name, call_id, _ in abandoned["calls"]
+        for limit, amount in counts.take_back(call_id)
+        if limit
+    ]
+    return counts, refunds

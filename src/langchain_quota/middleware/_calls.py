@@ -1,0 +1,142 @@
+"""What a hook judges and what becomes of it: the same for tool calls and model calls."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Hits, admit
+from langchain_quota.decide import Breach, breaches, decide
+from langchain_quota.decision import Call, Decision, Refund
+from langchain_quota.middleware._context import CallContext
+from langchain_quota.resolved import Asked, Outage, ResolvedLimits, counters_of, hits_of
+from langchain_quota.state import Amounts, Ledger
+
+Update = dict[str, Any]
+"""What a hook writes to the state."""
+
+
+class Conclusion(NamedTuple):
+    """What a hook decided, and what becomes of it.
+
+    Attributes:
+        decisions: The decisions, in the order of the calls.
+        update: What is written to the state; `None` for nothing.
+        refunds: Charges of other middlewares that were taken back.
+        error: Raised instead of writing the update.
+    """
+
+    decisions: Sequence[Decision]
+    update: Update | None = None
+    refunds: Sequence[Refund] = ()
+    error: Exception | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """Calls that wait to be judged, and what they ask of which counters.
+
+    Attributes:
+        state: The agent's state.
+        known: Our own part of it.
+        context: The agent and thread.
+        task: The name of what the middleware does here, among all that it does in a step.
+        limits: The limits.
+        calls: The calls.
+        used: The state's counts, by the name of the counter.
+        stops: The limits whose refusals stop the batch, and after how many.
+        started: When judging began, in nanoseconds since the Unix epoch.
+        asked: For each call what it asks.
+        hits: One for each distinct call id, in order.
+        index_of: For each call the index of its hits.
+        sent: What a store was asked, if one was.
+        answered: Whether it answered.
+    """
+
+    state: Mapping[str, Any]
+    known: Ledger
+    context: CallContext
+    task: str
+    limits: ResolvedLimits
+    calls: Sequence[Call]
+    asked: Sequence[Asked]
+    used: Mapping[str, int]
+    stops: Mapping[str, int] = field(default_factory=dict)
+    started: int = field(default_factory=time.time_ns)
+    hits: Sequence[Hits] = field(init=False)
+    index_of: Sequence[int] = field(init=False)
+    sent: AcquireRequest | None = None
+    answered: bool = False
+
+    def __post_init__(self) -> None:
+        self.hits, self.index_of = hits_of(self.calls, self.asked)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a store keeps one of the counts."""
+        return any(asked.shared for asked in self.asked)
+
+    @property
+    def task_id(self) -> str | None:
+        """Names this work: the same when LangGraph runs the task again."""
+        return self.context.task(self.task)
+
+    def refunds_due(self) -> dict[str, Amounts]:
+        """What a store charged and is to take back with this request, by a name of the refund."""
+        return self.known.get("pending_refunds") or {}
+
+    def by_state(self) -> AcquireResult:
+        """The answer by the state's counts."""
+        return admit(self.hits, self.used, self.stops)
+
+    def to_store(self) -> AcquireRequest:
+        """What a store is asked."""
+        name = self.context.step(self.task)
+        counters = counters_of(self.asked, self.used)
+        self.sent = AcquireRequest(
+            # An answer that is remembered is matched by position.
+            idempotency_key=f"{name}/{len(counters)}/{len(self.hits)}",
+            attempt_id=uuid4().hex,
+            counters=counters,
+            hits=tuple(self.hits),
+            stops=self.stops,
+            compensations=tuple(
+                Compensation(refund, {key: -amount for key, amount in amounts.items()})
+                for refund, amounts in self.refunds_due().items()
+            ),
+        )
+        return self.sent
+
+    def without_store(self, outage: Outage) -> AcquireResult:
+        """The answer while the store cannot be asked: what the state alone knows.
+
+        Args:
+            outage: What becomes of calls that need the store.
+        """
+        self.limits = self.limits.without_store(outage)
+        self.asked = [self.limits.asked(call) for call in self.calls]
+        self.hits, self.index_of = hits_of(self.calls, self.asked)
+        return self.by_state()
+
+    def decided(
+        self, result: AcquireResult, *, charging: bool = True
+    ) -> tuple[list[Decision], list[Breach]]:
+        """The decision about each call, and the limits whose refusals hold.
+
+        Args:
+            result: The answer.
+            charging: Whether admitted calls are charged now.
+        """
+        ending = {
+            name
+            for name, after in self.stops.items()
+            if self.limits.by_name[name].exit_behavior == "continue"
+            and sum(name in each for each in result.refused) >= after
+        }
+        decisions = decide(
+            self.calls, self.asked, self.index_of, result, charging=charging, ending=ending
+        )
+        if not any(result.refused):
+            return decisions, []
+        return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)

@@ -1,0 +1,320 @@
+"""Who calls, and what holds for them: agent, thread, run, and limits that depend on them."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from uuid import UUID, uuid4
+
+from langgraph.config import get_config
+
+from langchain_quota.arguments import check_count
+from langchain_quota.decision import RUN, THREAD
+from langchain_quota.limits import Limit
+from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
+from langchain_quota.state import ledger
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.telemetry.recorder import Recorder
+
+_ARGUMENTS = ("thread_limit", "run_limit")
+
+_Values = dict[tuple[str, int], Any]
+"""What the functions of a limit gave, by argument and, for quotas, the quota's index."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """The agent and thread of a hook's call.
+
+    Attributes:
+        agent: The agent's name, if it has one.
+        thread_id: The thread's id as the caller gave it; `None` without one, and inside another
+            agent's tool unless the agent is known to have a name of its own: without one it
+            carries its parent's name and thread.
+        task_id: The running task's id: the same when LangGraph runs the task again.
+        run_thread_id: The thread that the run belongs to, whichever agent in it this is.
+        checkpoint_ns: Where in the run's graphs the hook is.
+        remembers: Whether the state outlives the run: the agent has a checkpointer, and is no
+            sub-agent whose state begins anew at each call.
+        invocation: Where a checkpointer keeps what one call of a sub-agent does; empty where none
+            does, and where one place is that of all its calls.
+    """
+
+    agent: str | None = None
+    thread_id: object = None
+    task_id: str | None = None
+    run_thread_id: object = None
+    checkpoint_ns: str = ""
+    remembers: bool = True
+    invocation: str = ""
+
+    def task(self, middleware: str) -> str | None:
+        """The name of one piece of work inside a task of the graph."""
+        return None if self.task_id is None else f"{self.task_id}/{middleware}"
+
+    def step(self, middleware: str) -> str:
+        """Names what a middleware does in this task, and in no other; the same when it runs again.
+
+        Outside of a graph every call is a step of its own.
+        """
+        if self.task_id is None:
+            return uuid4().hex
+        return _digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
+
+    def run(self) -> str:
+        """Names the run that begins in this task; the same when it begins again after a crash.
+
+        LangGraph runs the task again from its checkpoint, under the same id. Of a call of a
+        sub-agent that checkpoint may be lost: then it is made again where the first one was.
+        """
+        if self.invocation:
+            return _digest(str(self.run_thread_id), self.invocation)
+        return self.step("run")
+
+
+def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
+    """Read the context from what LangGraph gives a running hook; outside of a graph, nothing.
+
+    Args:
+        runtime: The hook's runtime; may be `None` where a hook is called directly.
+        model_name: The name on the newest AIMessage that this agent's model made in this run, if
+            any: LangChain stamps a named agent's messages, and only that tells a named agent
+            inside a tool from one that merely carries its parent's name.
+    """
+    config = _running_config()
+    agent = _agent(config)
+    info = getattr(runtime, "execution_info", None)
+    if info is None:
+        return CallContext(agent)
+    enclosing = info.checkpoint_ns.split("|")[:-1]
+    in_a_tool = any(each.startswith("tools:") for each in enclosing)
+    unnamed_inside = in_a_tool and (agent is None or model_name != agent)
+    checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
+    # A namespace with a task id in it is that of one invocation.
+    is_one_call = any(":" in each for each in enclosing)
+    return CallContext(
+        agent,
+        None if unnamed_inside else info.thread_id,
+        info.task_id,
+        info.thread_id,
+        info.checkpoint_ns,
+        remembers=checkpointer is not None and not is_one_call,
+        invocation="|".join(enclosing) if checkpointer is not None and is_one_call else "",
+    )
+
+
+def running_agent() -> str | None:
+    """The name of the agent that runs, if it has one."""
+    return _agent(_running_config())
+
+
+def _digest(*parts: str) -> str:
+    return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
+
+
+def _agent(config: Mapping[str, Any]) -> str | None:
+    name: str | None = (config.get("metadata") or {}).get("lc_agent_name")
+    return name
+
+
+def _running_config() -> Mapping[str, Any]:
+    try:
+        return get_config()
+    except RuntimeError:
+        return {}
+
+
+def resolve(
+    limits: Sequence[Limit],
+    state: Any,
+    runtime: Any,
+    recorder: Recorder,
+    *,
+    now: float | None = None,
+) -> list[ResolvedLimit]:
+    """Limits as they are for this state and runtime.
+
+    Args:
+        limits: The limits.
+        state: The hook's state.
+        runtime: The hook's runtime.
+        recorder: Counts what functions raise.
+        now: The time in seconds since the Unix epoch, if a store keeps counts.
+
+    Raises:
+        RuntimeError: A function is async; only the agent's async methods can wait for it.
+        TypeError: A number or subject has the wrong type.
+        ValueError: A number is negative, or a subject is missing.
+        Exception: Whatever a function raises; it is counted.
+    """
+    found = []
+    caller = call_context(runtime, model_name=None)
+    for limit in limits:
+        values: _Values = {}
+        for key, function in _functions(limit):
+            try:
+                value = function(state, runtime)
+            except Exception as error:
+                recorder.record_error("dynamic_limit", error)
+                raise
+            if inspect.iscoroutine(value):
+                value.close()
+            if inspect.isawaitable(value):
+                raise RuntimeError(
+                    f"{key[0]} of limit {limit.name!r} is async: call the agent with ainvoke or "
+                    "astream"
+                )
+            values[key] = value
+        found.append(_resolved(limit, values, state, runtime, caller=caller, now=now))
+    return found
+
+
+async def aresolve(
+    limits: Sequence[Limit],
+    state: Any,
+    runtime: Any,
+    recorder: Recorder,
+    *,
+    now: float | None = None,
+) -> list[ResolvedLimit]:
+    """Limits as they are for this state and runtime; async functions are awaited.
+
+    Args:
+        limits: The limits.
+        state: The hook's state.
+        runtime: The hook's runtime.
+        recorder: Counts what functions raise.
+        now: The time in seconds since the Unix epoch, if a store keeps counts.
+
+    Raises:
+        TypeError: A number or subject has the wrong type.
+        ValueError: A number is negative, or a subject is missing.
+        Exception: Whatever a function raises; it is counted.
+    """
+    found = []
+    caller = call_context(runtime, model_name=None)
+    for limit in limits:
+        values: _Values = {}
+        for key, function in _functions(limit):
+            try:
+                value = function(state, runtime)
+                values[key] = await value if inspect.isawaitable(value) else value
+            except Exception as error:
+                recorder.record_error("dynamic_limit", error)
+                raise
+        found.append(_resolved(limit, values, state, runtime, caller=caller, now=now))
+    return found
+
+
+def _functions(
+    limit: Limit,
+) -> Iterator[tuple[tuple[str, int], Callable[[Any, Any], Awaitable[Any] | Any]]]:
+    for argument in _ARGUMENTS:
+        if callable(function := getattr(limit, argument)):
+            yield (argument, 0), function
+    for index, quota in enumerate(limit.quotas):
+        if callable(quota.limit):
+            yield ("limit", index), quota.limit
+        if callable(quota.per):
+            yield ("per", index), quota.per
+
+
+def _resolved(  # noqa: PLR0913 - what a hook knows
+    limit: Limit,
+    values: _Values,
+    state: Any,
+    runtime: Any,
+    *,
+    caller: CallContext,
+    now: float | None,
+) -> ResolvedLimit:
+    computed = {argument: values[argument, 0] for argument in _ARGUMENTS if (argument, 0) in values}
+    if now is None:
+        return ResolvedLimit.of(limit, **computed)
+    counter = stored_as(limit)
+    thread, run = caller.run_thread_id, ledger(state).get("run")
+    quotas = []
+    for index, quota in enumerate(limit.quotas):
+        number = values.get(("limit", index), quota.limit)
+        if number is None:
+            continue
+        what = f"quota {quota.name!r} of limit {limit.name!r}"
+        check_count(f"limit of {what}", number)
+        if ("per", index) in values:
+            subject = checked_subject(what, values["per", index])
+        else:
+            subject = subject_of(what, str(quota.per), runtime, caller)
+        key = CountKey.at(counter, quota.dimension, subject, quota.window, now)
+        quotas.append(
+            ResolvedQuota(
+                scope=quota.name,
+                limit=number,
+                subject=subject,
+                key=str(key),
+                resets_at=key.resets_at,
+                per_thread=quota.per == THREAD,
+                computed=callable(quota.limit),
+            )
+        )
+    return ResolvedLimit.of(
+        limit,
+        thread_key=None if thread is None else str(CountKey(counter, THREAD, str(thread))),
+        run_key=None if run is None else str(CountKey(counter, RUN, run)),
+        quotas=tuple(quotas),
+        remembers=caller.remembers,
+        **computed,
+    )
+
+
+def subject_of(what: str, per: str, runtime: Any, caller: CallContext) -> str:
+    """The subject of a quota that names what it is per.
+
+    Args:
+        what: The quota, for messages.
+        per: `"thread"`, `"agent"`, `"global"`, or a name in `runtime.context`.
+        runtime: The hook's runtime.
+        caller: The agent and thread.
+
+    Raises:
+        ValueError: There is none.
+        TypeError: It is no string, whole number or UUID.
+    """
+    if per == "global":
+        return ""
+    if per == THREAD:
+        if caller.run_thread_id is None:
+            raise ValueError(
+                f"{what} is per thread, and this run has none: call the agent with "
+                '{"configurable": {"thread_id": …}}'
+            )
+        return str(caller.run_thread_id)
+    if per == "agent":
+        if not caller.agent:
+            raise ValueError(f"{what} is per agent, and this one has no name: create_agent(name=…)")
+        return caller.agent
+    context = getattr(runtime, "context", None)
+    value = context.get(per) if isinstance(context, Mapping) else getattr(context, per, None)
+    if value is None:
+        raise ValueError(
+            f"{what} needs {per!r} in runtime.context: call the agent with "
+            f'context={{"{per}": …}}, or an object that has it'
+        )
+    return checked_subject(what, value)
+
+
+def checked_subject(what: str, value: object) -> str:
+    """The text of a subject.
+
+    Raises:
+        TypeError: It is no string, whole number or UUID, of which equal ones have one text.
+        ValueError: It is empty.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | UUID):
+        raise TypeError(
+            f"the subject of {what} must be a string, a whole number or a UUID, not "
+            f"{type(value).__name__}"
+        )
+    if not str(value):
+        raise ValueError(f"the subject of {what} must not be empty")
+    return str(value)

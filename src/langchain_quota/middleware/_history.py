@@ -1,0 +1,227 @@
+"""Tool calls in a message history: pending, answered and dangling ones."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
+
+_ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
+"""Where a block of a message's content has the id of the tool call that it stands for, by type."""
+
+
+def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
+    """The message with an id for every tool call; itself, if none lacks one.
+
+    Without an id a call cannot be answered: some providers and parsers give none, or an empty one.
+    The ids follow from the message's id, so that a hook that runs again gives the same ones. Every
+    provider takes them: they are short, and have letters, digits and `_` only.
+
+    Args:
+        message: The message. Only its own id is changed in place, if it has none.
+        answered: The ids that are answered. An empty one among them is an id like any other.
+    """
+    missing = [
+        index
+        for index, call in enumerate(message.tool_calls)
+        if not call["id"] and call["id"] not in answered
+    ]
+    if not missing:
+        return message
+    if message.id is None:
+        # As LangGraph's reducer does. Else what we return would not replace it, but follow it.
+        message.id = str(uuid4())
+    taken = {call["id"] for call in message.tool_calls}
+    calls = list(message.tool_calls)
+    for index in missing:
+        call_id = next(each for each in _ids(message.id, index) if each not in taken)
+        calls[index] = {**calls[index], "id": call_id}
+    content: Any = message.content
+    if isinstance(content, list):
+        given = [calls[index] for index in missing]
+        content = [_identified_block(block, given) for block in content]
+    return message.model_copy(update={"tool_calls": calls, "content": content})
+
+
+def _ids(message_id: str, index: int) -> Iterator[str]:
+    """The ids for a call of a message, the first choice first."""
+    for choice in count():
+        source = f"{message_id}/{index}/{choice}".encode(errors="backslashreplace")
+        yield f"call_{sha256(source).hexdigest()[:24]}"
+
+
+def _identified_block(block: Any, given: list[ToolCall]) -> Any:
+    """A block of content with the id of the call that it stands for, which is used up."""
+    key = _ID_OF_BLOCK.get(str(block.get("type"))) if isinstance(block, dict) else None
+    if key is None or block.get(key):
+        return block
+    for index, call in enumerate(given):
+        if call["name"] == block.get("name"):
+            return {**block, key: given.pop(index)["id"]}
+    return block
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCalls:
+    """The tool calls of the newest AIMessage that wait for an answer.
+
+    Attributes:
+        message: The AIMessage, with an id for every call.
+        calls: Its calls without an answer, under the name of the tool that will run.
+        structured: Whether another call of the message has delivered the structured response.
+        replaces: Whether calls got their id here: `message` replaces the one in the history.
+    """
+
+    message: AIMessage
+    calls: tuple[ToolCall, ...]
+    structured: bool
+    replaces: bool = False
+
+
+def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
+    """The calls that are about to run; `None` if the newest AIMessage made none.
+
+    A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
+    is given as what it became.
+    """
+    messages: Sequence[AnyMessage] = state.get("messages") or ()
+    answers = []
+    for message in reversed(messages):
+        if isinstance(message, AIMessage):
+            break
+        if isinstance(message, ToolMessage):
+            answers.append(message)
+    else:
+        return None
+    if not message.tool_calls:
+        return None
+    answered = {each.tool_call_id for each in answers}
+    structured = state.get("structured_response") is not None and any(
+        each.status != "error" for each in answers
+    )
+    named = identified(message, answered)
+    calls = _unanswered(named, answered, state)
+    return PendingCalls(named, calls, structured, replaces=named is not message)
+
+
+@dataclass(frozen=True, slots=True)
+class DanglingCalls:
+    """The calls of one AIMessage that were left without an answer.
+
+    Attributes:
+        message: The AIMessage, with an id for every call.
+        calls: Its calls without an answer, under the name of the tool that would have run.
+        start: The index of the message.
+        end: The index behind the answers that it has: where theirs belong.
+    """
+
+    message: AIMessage
+    calls: tuple[ToolCall, ...]
+    start: int
+    end: int
+
+
+def dangling_calls(state: Mapping[str, Any]) -> list[DanglingCalls]:
+    """The calls that runs before this one left without an answer, in order."""
+    messages: Sequence[AnyMessage] = state.get("messages") or ()
+    found = []
+    answered: set[str] = set()
+    for index in range(len(messages) - 1, -1, -1):
+        message = messages[index]
+        if isinstance(message, ToolMessage):
+            answered.add(message.tool_call_id)
+        elif isinstance(message, AIMessage):
+            named = identified(message, answered)
+            unanswered = _unanswered(named, answered, state) if named.tool_calls else ()
+            if unanswered:
+                end = index + 1
+                while end < len(messages) and isinstance(messages[end], ToolMessage):
+                    end += 1
+                found.append(DanglingCalls(named, unanswered, index, end))
+            answered = set()
+    return found[::-1]
+
+
+def unfinished_calls(
+    state: Mapping[str, Any], message_id: str
+) -> tuple[AIMessage, tuple[ToolCall, ...]] | None:
+    """The calls of a message that no tool is known to have finished, and the message.
+
+    They have no answer; or an error only, and the model has not answered since: another middleware
+    may have put it where there was none.
+    """
+    messages: Sequence[AnyMessage] = state.get("messages") or ()
+    answers: list[ToolMessage] = []
+    is_newest = True
+    for message in reversed(messages):
+        if isinstance(message, ToolMessage):
+            answers.append(message)
+        elif isinstance(message, AIMessage):
+            if message.id == message_id:
+                finished = {
+                    each.tool_call_id for each in answers if not is_newest or each.status != "error"
+                }
+                named = identified(message, finished)
+                return named, _unanswered(named, finished, state)
+            answers, is_newest = [], False
+    return None
+
+
+def answered_history(
+    messages: Sequence[AnyMessage], dangling: Sequence[DanglingCalls], content: str
+) -> list[AnyMessage]:
+    """The messages with an answer for each dangling call, behind the message that made it."""
+    history = list(messages)
+    for each in reversed(dangling):
+        names = {str(call["id"]): call["name"] for call in each.calls}
+        history[each.end : each.end] = [
+            answer(call_id, name, content) for call_id, name in names.items()
+        ]
+        history[each.start] = each.message
+    return history
+
+
+def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
+    """The error message that answers a call which does not run."""
+    return ToolMessage(content=content, tool_call_id=call_id, name=tool, status="error")
+
+
+def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[AnyMessage] | None:
+    """The messages behind the one that was the newest when a run began; `None` if it is unknown.
+
+    Args:
+        messages: The history.
+        turn: The id of that message or, where it has none, how many there were.
+    """
+    if isinstance(turn, int):
+        return messages[turn:]
+    for index in range(len(messages) - 1, -1, -1):
+        if turn is not None and messages[index].id == turn:
+            return messages[index + 1 :]
+    return None
+
+
+def newest_name(messages: Sequence[BaseMessage]) -> str | None:
+    """The name on the newest AIMessage."""
+    for message in reversed(messages):
+        if isinstance(message, AIMessage):
+            return message.name
+    return None
+
+
+def _unanswered(
+    message: AIMessage, answered: set[str], state: Mapping[str, Any]
+) -> tuple[ToolCall, ...]:
+    edited: Mapping[str, Any] = state.get("hitl_edited_tool_calls") or {}
+    return tuple(
+        _as_edited(call, edited[str(call["id"])]) if str(call["id"]) in edited else call
+        for call in message.tool_calls
+        if call["id"] not in answered
+    )
+
+
+def _as_edited(call: ToolCall, action: Mapping[str, Any]) -> ToolCall:
+    return {**call, "name": action["name"], "args": action["args"]}

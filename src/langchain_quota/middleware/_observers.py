@@ -1,0 +1,129 @@
+"""What a user hangs in to see every decision: for billing, audit, alerts of their own."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self
+
+from langchain_quota.decision import Decision, Outcome
+from langchain_quota.locks import fork_safe_lock
+from langchain_quota.telemetry.recorder import Recorder
+
+MAX_TASKS = 10_000
+"""How many tasks are remembered, so that nobody is notified twice."""
+
+Observer = Callable[[Decision], Awaitable[None] | None]
+
+
+class Observers:
+    """Functions that are called with every decision; what one raises is counted and logged.
+
+    Args:
+        on_decision: One function or several, sync or async.
+        recorder: Counts what they raise.
+
+    Raises:
+        TypeError: It is neither a function nor several.
+    """
+
+    def __init__(self, on_decision: Observer | Sequence[Observer], recorder: Recorder) -> None:
+        observers = (on_decision,) if callable(on_decision) else on_decision
+        if not isinstance(observers, Sequence) or not all(map(callable, observers)):
+            raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
+        self._observers: tuple[Observer, ...] = tuple(observers)
+        self.present = bool(self._observers)
+        """Whether there is anybody to notify."""
+        self._recorder = recorder
+        self._notified: OrderedDict[str, tuple[tuple[Outcome, ...], int]] = OrderedDict()
+        self._lock = fork_safe_lock()
+
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Itself: a copy of the middleware notifies the same observers."""
+        return self
+
+    def refuse_async(self) -> None:
+        """Refuse to go on where nobody can wait for an async observer.
+
+        Raises:
+            RuntimeError: One of the observers is async.
+        """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
+        for observer in self._observers:
+            if _is_async(observer):
+                raise _async_error(observer)
+
+    def notify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
+        """Call each observer with each decision.
+
+        Args:
+            decisions: The decisions.
+            task_id: The task that decided. In one that runs again, each observer is notified only
+                what it was not notified before.
+
+        Raises:
+            RuntimeError: One returns an awaitable.
+        """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
+        for decision, observer in self._pending(decisions, task_id):
+            result: Any = None
+            try:
+                result = observer(decision)
+            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
+                self._recorder.record_error("observer", error)
+            self._count_one(task_id)
+            if inspect.iscoroutine(result):
+                result.close()
+            if inspect.isawaitable(result):
+                raise _async_error(observer)
+
+    async def anotify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
+        """Call each observer with each decision, and wait for those that are async.
+
+        Args:
+            decisions: The decisions.
+            task_id: The task that decided. In one that runs again (it was cancelled, say), each
+                observer is notified only what it was not notified before.
+        """
+        for decision, observer in self._pending(decisions, task_id):
+            try:
+                result = observer(decision)
+                if inspect.isawaitable(result):
+                    await result
+            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
+                self._recorder.record_error("observer", error)
+            self._count_one(task_id)
+
+    def _pending(
+        self, decisions: Sequence[Decision], task_id: str | None
+    ) -> list[tuple[Decision, Observer]]:
+        pairs = [(decision, observer) for decision in decisions for observer in self._observers]
+        if task_id is None or not pairs:
+            return pairs
+        outcomes = tuple(decision.outcome for decision in decisions)
+        with self._lock:
+            known, notified = self._notified.get(task_id, (outcomes, 0))
+            if known != outcomes:
+                notified = 0
+            self._notified[task_id] = (outcomes, notified)
+            if len(self._notified) > MAX_TASKS:
+                self._notified.popitem(last=False)
+        return pairs[notified:]
+
+    def _count_one(self, task_id: str | None) -> None:
+        if task_id is None:
+            return
+        with self._lock:
+            if task_id in self._notified:
+                outcomes, notified = self._notified[task_id]
+                self._notified[task_id] = (outcomes, notified + 1)
+
+
+def _async_error(observer: Observer) -> RuntimeError:
+    return RuntimeError(
+        f"on_decision={observer!r} is async: call the agent with ainvoke or astream, "
+        "and override its async hooks where you override a hook"
+    )
+
+
+def _is_async(observer: Observer) -> bool:
+    return inspect.iscoroutinefunction(observer) or inspect.iscoroutinefunction(
+        getattr(observer, "__call__", None)  # noqa: B004 - its own type is asked for, not whether
+    )

@@ -1,0 +1,91 @@
+"""The checks and names that `reset` needs."""
+
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.pregel import Pregel
+from langgraph.types import PregelTask, StateSnapshot
+
+from langchain_quota.decision import THREAD
+from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.limits import Limit
+from langchain_quota.resolved import stored_as
+from langchain_quota.stores.keys import CountKey
+
+_LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
+
+
+def own_node(agent: Pregel[Any, Any, Any, Any], middleware: str) -> str:
+    """The node as which a middleware of an agent writes.
+
+    Raises:
+        TypeError: The agent runs elsewhere.
+        ValueError: It does not have the middleware.
+    """
+    if not isinstance(agent, Pregel):
+        raise TypeError(
+            f"agent must be what create_agent made, not a {type(agent).__name__}: reset where "
+            "the agent runs"
+        )
+    node = f"{middleware}.before_agent"
+    if node not in agent.nodes:
+        raise ValueError(f"the agent does not have the middleware {middleware}")
+    return node
+
+
+def check_at_rest(snapshot: StateSnapshot, config: RunnableConfig, nodes: Collection[str]) -> None:
+    """Check that no run of a thread is to go on.
+
+    Args:
+        snapshot: The thread's state.
+        config: Names the thread.
+        nodes: The nodes in which the middleware judges.
+
+    Raises:
+        RuntimeError: The thread has no state, or waits in mid-run.
+    """
+    thread_id = config.get("configurable", {}).get("thread_id")
+    if not snapshot.values:
+        raise RuntimeError(f"thread {thread_id!r} has no state: there is nothing to reset")
+    if not all(stopped_at_a_limit(task, nodes) for task in snapshot.tasks):
+        raise RuntimeError(
+            f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
+            "the run end, or begin a new one, before resetting its use"
+        )
+
+
+def stopped_at_a_limit(task: PregelTask, nodes: Collection[str]) -> bool:
+    """Whether a task failed because a limit ended the run with an exception.
+
+    Args:
+        task: The task.
+        nodes: The nodes in which the middleware judges.
+    """
+    # Of an exception a checkpoint keeps the `repr`, which begins with the name of its class.
+    error = task.error if isinstance(task.error, str) else repr(task.error)
+    return task.name in nodes and error.startswith(_LIMIT_ERRORS)
+
+
+def thread_keys(limits: Sequence[Limit], config: RunnableConfig, now: float) -> list[str]:
+    """Where a store counts a thread's calls.
+
+    Args:
+        limits: The limits.
+        config: Names the thread.
+        now: The time in seconds since the Unix epoch.
+    """
+    thread = str(config.get("configurable", {}).get("thread_id"))
+    counts: set[tuple[str, timedelta | None]] = {
+        (stored_as(limit), None) for limit in limits if limit.thread_limit is not None
+    }
+    counts |= {
+        (stored_as(limit), quota.window)
+        for limit in limits
+        for quota in limit.quotas
+        if quota.per == THREAD
+    }
+    return sorted(
+        str(CountKey.at(counter, THREAD, thread, window, now)) for counter, window in counts
+    )

@@ -1,0 +1,311 @@
+"""Drop-ins for LangChain's two limiters, with exact counts and telemetry."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, Literal
+
+from langchain.agents.middleware.types import (
+    ExtendedModelResponse,
+    ModelRequest,
+    ModelResponse,
+    ResponseT,
+    hook_config,
+)
+from langgraph.runtime import Runtime
+from langgraph.types import Command
+
+from langchain_quota.arguments import check_choice
+from langchain_quota.decide import status
+from langchain_quota.decision import Call, Decision
+from langchain_quota.limits import ModelCallLimit, ToolCallLimit, ToolExitBehavior
+from langchain_quota.middleware import _model_calls as model_calls
+from langchain_quota.middleware import _tool_calls as tool_calls
+from langchain_quota.middleware._base import ContextT, Limiter
+from langchain_quota.middleware._calls import Update
+from langchain_quota.middleware._context import call_context
+from langchain_quota.middleware._history import newest_name
+from langchain_quota.middleware._model_calls import model_counts
+from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
+from langchain_quota.state import (
+    LEDGER,
+    RUN_MODEL,
+    THREAD_MODEL,
+    Ledger,
+    ModelCallLimitState,
+    ToolCallLimitState,
+    ledger,
+    run_model,
+)
+from langchain_quota.telemetry import Telemetry
+
+OnPending = Literal["skip", "raise"]
+
+
+class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
+    """Limits how many tool calls an agent's thread and run may make, and makes each visible.
+
+    A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
+    messages and exceptions; `limit_name`, `message`, `on_pending` and `telemetry` are ours.
+
+    Args:
+        tool_name: The tool that is limited; `None` limits all tools together.
+        thread_limit: Most calls over the life of a thread, a whole number from 0 (which forbids
+            the tool); `None` for no limit. It needs a checkpointer, which keeps the count.
+        run_limit: Most calls in one run (one invocation), likewise; at most `thread_limit`.
+        exit_behavior: What a call over the limit does. `"continue"` answers it with an error
+            message and lets the agent go on; `"end"` ends the run with a message, and answers
+            every call that is still pending; `"error"` raises `ToolCallLimitExceededError`.
+        limit_name: The limit's name in metrics and spans, 1 to 64 printable characters; by
+            default `tool:<tool_name>`, or `tool:*`. Give names to put two limits on one tool.
+        message: What the model reads as the answer of a refused call (and, with `"end"`, the
+            user as the final message) instead of the default text: a text, or a function from
+            the `Decision` to a text.
+        on_pending: What `"end"` does when calls of other tools are pending in the same message:
+            `"skip"` answers them as not run, `"raise"` raises `NotImplementedError`, as LangChain
+            up to 1.3.14 did.
+        telemetry: Where decisions are made visible; by default shared by the process, on
+            Prometheus' global registry and OpenTelemetry's global tracer provider.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No limit is given, `run_limit` exceeds `thread_limit`, or an argument is out
+            of bounds. The message names the argument and the value.
+
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import ToolCallLimitMiddleware
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
+        >>> limiter = ToolCallLimitMiddleware(tool_name="search", run_limit=1)
+        >>> agent = create_agent(model, [search], middleware=[limiter])
+        >>> result = agent.invoke({"messages": [("user", "Find it!")]})
+        >>> sorted(message.content for message in result["messages"] if message.type == "tool")
+        ["Tool call limit exceeded. Do not call 'search' again.", 'nothing found']
+    """
+
+    state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
+
+    def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
+        self,
+        *,
+        tool_name: str | None = None,
+        thread_limit: int | None = None,
+        run_limit: int | None = None,
+        exit_behavior: ToolExitBehavior = "continue",
+        limit_name: str | None = None,
+        message: str | Callable[[Decision], str] | None = None,
+        on_pending: OnPending = "skip",
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        check_choice("on_pending", on_pending, ("skip", "raise"))
+        if tool_name is not None and not isinstance(tool_name, str):
+            raise TypeError(f"tool_name must be a string or None, not {tool_name!r}")
+        limit = ToolCallLimit(
+            tool_name,
+            thread_limit=thread_limit,
+            run_limit=run_limit,
+            exit_behavior=exit_behavior,
+            message=message,
+            name="" if limit_name is None else limit_name,
+        )
+        super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
+        self._resolved = ResolvedLimits([ResolvedLimit.of(limit)])
+        self.tool_name = tool_name
+        self.thread_limit = thread_limit
+        self.run_limit = run_limit
+        self.exit_behavior = exit_behavior
+        self._on_pending = on_pending
+
+    @hook_config(can_jump_to=["end"])
+    def after_model(
+        self, state: ToolCallLimitState[ResponseT], runtime: Runtime[ContextT]
+    ) -> Update | None:
+        """Judge the tool calls that the model just made.
+
+        Raises:
+            ToolCallLimitExceededError: A call is over the limit and `exit_behavior` is `"error"`.
+            NotImplementedError: Calls of other tools are pending and `on_pending` is `"raise"`.
+        """
+        return self._judge(state, runtime)
+
+    @hook_config(can_jump_to=["end"])
+    async def aafter_model(
+        self, state: ToolCallLimitState[ResponseT], runtime: Runtime[ContextT]
+    ) -> Update | None:
+        """Judge the tool calls that the model just made; nothing in it waits or blocks.
+
+        Raises:
+            ToolCallLimitExceededError: A call is over the limit and `exit_behavior` is `"error"`.
+            NotImplementedError: Calls of other tools are pending and `on_pending` is `"raise"`.
+        """
+        return self._judge(state, runtime)
+
+    def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
+        request = tool_calls.pending(
+            state, runtime, self._resolved, middleware=self.name, every_call=False
+        )
+        if request is None:
+            return None
+        raises = self._on_pending == "raise"
+        conclusion = tool_calls.conclude(request, request.by_state(), pending_error=raises)
+        return self._take_effect(request, conclusion)
+
+
+class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
+    """Limits how many model calls an agent's thread and run may make, and makes each visible.
+
+    A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
+    messages and exceptions; `limit_name`, `message` and `telemetry` are ours. A call is judged
+    before the model is called, and counted when the model has returned: a call that raises is not
+    counted, a call retried within one step counts once.
+
+    Args:
+        thread_limit: Most calls over the life of a thread, a whole number from 0; `None` for no
+            limit. It needs a checkpointer, which keeps the count.
+        run_limit: Most calls in one run (one invocation), likewise.
+        exit_behavior: What a call over the limit does: `"end"` ends the run with a message,
+            `"error"` raises `ModelCallLimitExceededError`.
+        limit_name: The limit's name in metrics and spans, 1 to 64 printable characters; by
+            default `model`. Give names to put two model limits on one agent.
+        message: The final message instead of the default text: a text, or a function from the
+            `Decision` to a text.
+        telemetry: Where decisions are made visible; by default shared by the process, on
+            Prometheus' global registry and OpenTelemetry's global tracer provider.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No limit is given, or an argument is out of bounds. The message names the
+            argument and the value.
+
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import ModelCallLimitMiddleware
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=lambda messages: ["search"])
+        >>> limiter = ModelCallLimitMiddleware(run_limit=3)
+        >>> agent = create_agent(model, [search], middleware=[limiter])
+        >>> agent.invoke({"messages": [("user", "Find it!")]})["messages"][-1].content
+        'Model call limits exceeded: run limit (3/3)'
+    """
+
+    state_schema: type[ModelCallLimitState[Any]] = ModelCallLimitState
+
+    def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
+        self,
+        *,
+        thread_limit: int | None = None,
+        run_limit: int | None = None,
+        exit_behavior: Literal["end", "error"] = "end",
+        limit_name: str | None = None,
+        message: str | Callable[[Decision], str] | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        check_choice("exit_behavior", exit_behavior, ("end", "error"))
+        limit = ModelCallLimit(
+            thread_limit=thread_limit,
+            run_limit=run_limit,
+            exit_behavior=exit_behavior,
+            message=message,
+            name="" if limit_name is None else limit_name,
+        )
+        super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
+        self._resolved = ResolvedLimits([ResolvedLimit.of(limit)])
+        self._model_mode = "returned"
+        self.thread_limit = thread_limit
+        self.run_limit = run_limit
+        self.exit_behavior = exit_behavior
+
+    @hook_config(can_jump_to=["end"])
+    def before_model(
+        self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
+    ) -> Update | None:
+        """Judge the model call that is about to be made.
+
+        Raises:
+            ModelCallLimitExceededError: The limit is reached and `exit_behavior` is `"error"`.
+        """
+        return self._judge_next(state, runtime)
+
+    @hook_config(can_jump_to=["end"])
+    async def abefore_model(
+        self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
+    ) -> Update | None:
+        """Judge the model call that is about to be made; nothing in it waits or blocks.
+
+        Raises:
+            ModelCallLimitExceededError: The limit is reached and `exit_behavior` is `"error"`.
+        """
+        return self._judge_next(state, runtime)
+
+    def wrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
+    ) -> ExtendedModelResponse[ResponseT]:
+        """Count the call in the model's own step, so that no jump can skip it."""
+        self._learn_tools(request)
+        return self._counted(request, handler(request))
+
+    async def awrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+    ) -> ExtendedModelResponse[ResponseT]:
+        """Count the call in the model's own step, so that no jump can skip it."""
+        self._learn_tools(request)
+        return self._counted(request, await handler(request))
+
+    def after_model(
+        self,
+        state: ModelCallLimitState[ResponseT],
+        runtime: Runtime[ContextT],
+    ) -> Update | None:
+        """Count the call, unless it was counted in the model's step."""
+        return self._count_uncounted(state, runtime)
+
+    async def aafter_model(
+        self,
+        state: ModelCallLimitState[ResponseT],
+        runtime: Runtime[ContextT],
+    ) -> Update | None:
+        """Count the call, unless it was counted in the model's step."""
+        return self._count_uncounted(state, runtime)
+
+    def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
+        request = model_calls.pending(state, runtime, self._resolved, task=self.name)
+        conclusion = model_calls.conclude(request, request.by_state(), charging=False)
+        update = self._take_effect(request, conclusion) or {}
+        if "jump_to" not in update and ledger(state).get("model_counted"):
+            update[LEDGER] = {**update.get(LEDGER, {}), "model_counted": False}
+        return update or None
+
+    def _counted(
+        self, request: ModelRequest[ContextT], response: ModelResponse[ResponseT]
+    ) -> ExtendedModelResponse[ResponseT]:
+        name = newest_name(response.result)
+        update = self._count(request.state, request.runtime, name)
+        return ExtendedModelResponse(model_response=response, command=Command(update=update))
+
+    def _count_uncounted(
+        self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
+    ) -> Update:
+        if ledger(state).get("model_counted"):
+            return {RUN_MODEL: run_model(state)}
+        attempted = int(state.get("run_model_call_count") or 0) + 1
+        name = newest_name(state.get("messages") or ())
+        return {**self._count(state, runtime, name), RUN_MODEL: attempted}
+
+    def _count(self, state: Mapping[str, Any], runtime: Any, name: str | None) -> Update:
+        context = call_context(runtime, model_name=name)
+        call = Call("model", agent=context.agent, thread_id=context.thread_id)
+        ((limit, rows),) = self._resolved.asked(call).limits
+        charged = status(limit, rows, model_counts(state), call.amount)
+        # Two limiters count one call in one task.
+        self._recorder.record_charge(call, charged, task_id=context.task(self.name))
+        written = Ledger(run_model=charged.run_used, model_counted=True)
+        return {THREAD_MODEL: charged.thread_used, LEDGER: written}

@@ -1,0 +1,197 @@
+-- Acquires, peeks at or resets counts, in one atomic step.
+--
+-- KEYS     Every key that is used. A key in ARGV is an index into it, 0 for none.
+-- ARGV[1]  JSON. Numbers are whole, exact up to 2^53 - 1; -1 stands for none.
+--   op               "acquire", "peek" or "reset"
+--   remembered       how long results and attempts are remembered, in seconds
+--   compensated      how long compensations are
+--   grace            how long counts are kept after their window, in seconds
+--   compensations    {marker, attempt, result, amounts = {{count, amount}}}
+--   attempt, result  keys under which the attempt and its result are remembered
+--   counters         {{count, limit for show}}; reset: without the limit
+--   hits             {{counter, amount}}, {threshold} of each call, by index
+--   thresholds       {limit, scope, counter, most, enforced}
+--   stops            by limit, after how many refused calls it stops the batch
+--   A count is {key, end of window, idle, start}; idle: how long one without a window is kept, in
+--   seconds; start: where a new one begins.
+-- Answers
+--   peek     used, limit, end of window for each key; used is -2 where something else is kept
+--   reset    nothing
+--   acquire  "acquired", replayed, stopped, {used of each counter},
+--            {{admitted, limit that refuses, scope, next limit, scope ...} of each call}
+--            "refused": the attempt was compensated before it arrived
+--            "again", keys ...: nothing was done; ask the same with these in KEYS
+-- A count is kept as a hash (used, limit, ends), an attempt as what it charged or "refused". What
+-- is kept where a count should be, and is none, is an error: others can write there, too.
+
+local ask = cjson.decode(ARGV[1])
+local now = tonumber(redis.call('TIME')[1])
+
+-- tonumber() alone would take 'nan', which no limit refuses.
+local function whole(text)
+  return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text)
+end
+
+local function get(key)
+  local text = redis.call('HGET', key, 'used')
+  local used = whole(text)
+  if text and not (used and used >= 0) then error('no count is kept under ' .. key) end
+  return used
+end
+
+local function peek(key)
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends')
+  if kept.err then
+    if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
+    return -2, -1, -1
+  end
+  local used, limit, ends = whole(kept[1]), whole(kept[2]), whole(kept[3])
+  if not (kept[1] or kept[2] or kept[3]) and redis.call('EXISTS', key) == 0 then
+    return -1, -1, -1
+  end
+  if not used or used < 0 or (kept[2] and not limit) or (kept[3] and not ends) then
+    return -2, -1, -1
+  end
+  return used, limit or -1, ends or -1
+end
+
+-- The last arguments are further fields, and their values.
+local function put(key, used, ends, idle, ...)
+  local expires = ends < 0 and now + idle or math.max(ends, now) + ask.grace
+  redis.call('HSET', key, 'used', used, 'ends', ends, ...)
+  redis.call('EXPIREAT', key, expires)
+end
+
+local function add(count, amount, ...)
+  local index, ends, idle, start = unpack(count)
+  put(KEYS[index], (get(KEYS[index]) or start) + amount, ends, idle, ...)
+end
+
+local function take(key, amount)
+  local used = get(key)
+  if used then redis.call('HSET', key, 'used', math.max(0, used - amount)) end
+end
+
+local function remember(key, value)
+  if key > 0 then redis.call('SET', KEYS[key], value, 'EX', ask.remembered) end
+end
+
+local function remembered(key)
+  return key > 0 and redis.call('GET', KEYS[key])
+end
+
+-- What an attempt charged, as {key, amount}; 0 is charged to the key of its result.
+local function charged_by(attempt)
+  local record = remembered(attempt)
+  return record and record ~= 'refused' and cmsgpack.unpack(record) or {}
+end
+
+local function undeclared()
+  local declared, found = {}, {'again'}
+  for _, key in ipairs(KEYS) do declared[key] = true end
+  for _, compensation in ipairs(ask.compensations) do
+    if redis.call('EXISTS', KEYS[compensation.marker]) == 0 then
+      for _, charged in ipairs(charged_by(compensation.attempt)) do
+        if not declared[charged[1]] then table.insert(found, charged[1]) end
+      end
+    end
+  end
+  return found
+end
+
+local function compensate(compensation)
+  if redis.call('EXISTS', KEYS[compensation.marker]) == 1 then return end
+  for _, charged in ipairs(charged_by(compensation.attempt)) do
+    local key, amount = unpack(charged)
+    if amount == 0 then redis.call('DEL', key) else take(key, amount) end
+  end
+  remember(compensation.attempt, 'refused')
+  redis.call('SET', KEYS[compensation.marker], 1, 'EX', ask.compensated)
+  if remembered(compensation.result) then return end
+  for _, part in ipairs(compensation.amounts) do
+    local count, amount = unpack(part)
+    if amount > 0 then add(count, amount) else take(KEYS[count[1]], -amount) end
+  end
+end
+
+-- As admit() in admission.py: judges each call on what the ones before it left in counts.
+local function admit(counts)
+  local calls, refusals, stopped = {}, {}, 0
+  for i, hits in ipairs(ask.hits) do
+    local amounts, refusing, call = {}, {}, {1}
+    for _, part in ipairs(hits[1]) do amounts[part[1]] = part[2] end
+    for _, index in ipairs(hits[2]) do
+      local limit, scope, counter, most, enforced = unpack(ask.thresholds[index])
+      if counts[counter] + amounts[counter] > most then
+        if enforced then call[1] = 0 end
+        if not refusing[limit] then
+          refusing[limit] = true
+          refusals[limit] = (refusals[limit] or 0) + 1
+          table.insert(call, limit)
+          table.insert(call, scope)
+        end
+      end
+    end
+    if call[1] == 1 then
+      for counter, amount in pairs(amounts) do counts[counter] = counts[counter] + amount end
+    end
+    calls[i] = call
+  end
+  for limit, after in pairs(ask.stops) do
+    if (refusals[limit] or 0) >= after then stopped = 1 end
+  end
+  return calls, stopped
+end
+
+local function charge(counts, used, result)
+  local record = {}
+  for i, counter in ipairs(ask.counters) do
+    local count, limit = unpack(counter)
+    local key, amount = KEYS[count[1]], counts[i] - used[i]
+    if key and amount > 0 then
+      add(count, amount, 'limit', limit)
+      table.insert(record, {key, amount})
+    end
+  end
+  if #record == 0 then return end
+  if ask.result > 0 then table.insert(record, {KEYS[ask.result], 0}) end
+  remember(ask.attempt, cmsgpack.pack(record))
+  remember(ask.result, cmsgpack.pack(result))
+end
+
+local function acquire()
+  local again = undeclared()
+  if #again > 1 then return again end
+  for _, compensation in ipairs(ask.compensations) do compensate(compensation) end
+  if remembered(ask.attempt) == 'refused' then return {'refused'} end
+  local result = remembered(ask.result)
+  if result then
+    result = cmsgpack.unpack(result)
+    result[2] = 1
+    return result
+  end
+  local used, counts = {}, {}
+  for i, counter in ipairs(ask.counters) do
+    local index, _, _, start = unpack(counter[1])
+    used[i] = index > 0 and get(KEYS[index]) or start
+    counts[i] = used[i]
+  end
+  local calls, stopped = admit(counts)
+  result = {'acquired', 0, stopped, used, calls}
+  if stopped == 0 then charge(counts, used, result) end
+  return result
+end
+
+if ask.op == 'acquire' then return acquire() end
+local answer = {}
+if ask.op == 'reset' then
+  for _, counter in ipairs(ask.counters) do
+    local index, ends, idle = unpack(counter[1])
+    put(KEYS[index], 0, ends, idle)
+  end
+else
+  for _, key in ipairs(KEYS) do
+    for _, number in ipairs({peek(key)}) do table.insert(answer, number) end
+  end
+end
+return answer

@@ -1,0 +1,77 @@
+"""What is made once per registry, and shared by every `Telemetry` on it."""
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CollectorRegistry
+
+from langchain_quota.locks import fork_safe_lock
+from langchain_quota.telemetry.failures import Failures
+from langchain_quota.telemetry.labels import ThreadLabel, ToolLabels
+from langchain_quota.telemetry.metrics import Metrics
+from langchain_quota.telemetry.multiprocess import FILE, checked_directory
+from langchain_quota.telemetry.stores import StoreTable
+from langchain_quota.telemetry.usage import UsageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every `Telemetry` of one registry must agree on."""
+
+    near: float
+    thread_label: ThreadLabel | None
+    max_exported_threads: int
+    thread_ttl: timedelta
+    max_tools: int
+
+
+class Instruments:
+    """The metrics of a registry, and what they are made from."""
+
+    def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
+        self.settings = settings
+        directory = checked_directory()
+        self.metrics = Metrics(registry)
+        self.failures = Failures(self.metrics)
+        self.tools = ToolLabels(settings.max_tools)
+        self.stores = StoreTable()
+        self.usage = UsageTable(
+            near=settings.near,
+            max_exported=settings.max_exported_threads,
+            ttl=settings.thread_ttl.total_seconds(),
+            fullest_store=self.stores.fullest,
+            on_error=lambda error: self.failures.record("threads", error),
+            path=None if directory is None else directory / FILE,
+        )
+        registry.register(self.usage)
+
+
+_instruments: WeakKeyDictionary[CollectorRegistry, Instruments] = WeakKeyDictionary()
+_lock = fork_safe_lock()
+
+
+def instruments_of(registry: CollectorRegistry, settings: Settings) -> Instruments:
+    """The instruments of a registry, made if it has none.
+
+    Raises:
+        ValueError: Those that it has were made with other settings.
+    """
+    with _lock:
+        found = _instruments.get(registry)
+        if found is None:
+            found = _instruments[registry] = Instruments(registry, settings)
+    for name in (each.name for each in fields(Settings)):
+        ours, theirs = getattr(settings, name), getattr(found.settings, name)
+        if ours != theirs:
+            raise ValueError(
+                f"{name}={ours!r} conflicts with {name}={theirs!r} of another Telemetry on the "
+                "same registry: make one Telemetry, and give it to all middlewares"
+            )
+    return found
+
+
+def usage_of(registry: CollectorRegistry) -> UsageTable | None:
+    """What this process decides for the metrics of a registry, if it does."""
+    found = _instruments.get(registry)
+    return None if found is None else found.usage

@@ -1,0 +1,340 @@
+"""What becomes of a decision: counters, a span, the table of threads, logs.
+
+Nothing that fails in here reaches the agent. Each part of the work stands in a `try` of its own,
+whose `except Exception` hands the failure to `Failures` with the component's name: then the other
+parts go on. A cancellation or an interrupt is no `Exception`, and passes.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Self
+
+from opentelemetry.trace import Span
+
+from langchain_quota.decision import Call, Decision, Level, LimitStatus, Outcome, Refund, Scope
+from langchain_quota.limits import Limit, named_tools
+from langchain_quota.stores import Occupancy
+from langchain_quota.telemetry.instruments import Instruments
+from langchain_quota.telemetry.labels import OTHER, UNNAMED, ThreadLabel, agent_label, label
+from langchain_quota.telemetry.logs import log_crossing, log_refusal
+from langchain_quota.telemetry.metrics import Exemplar
+from langchain_quota.telemetry.reruns import RecentTasks
+from langchain_quota.telemetry.stores import NEARLY_FULL
+from langchain_quota.telemetry.tracing import Place, Tracing, carried, exemplar
+
+logger = logging.getLogger("langchain_quota")
+
+_captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
+
+
+@contextmanager
+def capturing(decisions: list[Decision]) -> Iterator[None]:
+    """Append every decision made in this context, and in tasks started from it, to the list."""
+    token = _captures.set((*_captures.get(), decisions))
+    try:
+        yield
+    finally:
+        _captures.reset(token)
+
+
+class Recorded(NamedTuple):
+    """What became of decisions.
+
+    Attributes:
+        is_new: Whether they are new; not those of a re-run.
+        trace: The first span of the run, where there is no active one to be a child of.
+    """
+
+    is_new: bool
+    trace: Mapping[str, str] | None
+
+
+class Recorder:
+    """What middlewares tell: it becomes metrics, spans and logs, as a `Telemetry` says.
+
+    Args:
+        instruments: What decisions are counted in.
+        tracing: Makes the spans.
+
+    Attributes:
+        near: The used share from which a limit without a share of its own is near.
+    """
+
+    def __init__(self, instruments: Instruments, tracing: Tracing) -> None:
+        self.near = instruments.settings.near
+        self._thread_label = instruments.settings.thread_label
+        self._metrics = instruments.metrics
+        self._tools = instruments.tools
+        self._stores = instruments.stores
+        self._usage = instruments.usage
+        self._failed = instruments.failures.record
+        self._tracing = tracing
+        self._tasks = RecentTasks()
+
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Itself: what it counts in is shared by all."""
+        return self
+
+    def watch_limits(self, limits: Iterable[Limit]) -> None:
+        """Learn the limits of a middleware: the tools that they name keep their names."""
+        for limit in limits:
+            self._tools.keep(named_tools(limit))
+
+    def watch_store(self, store: object) -> bool:
+        """Show how full a store is; whether it says so, by a property `occupancy`."""
+        try:
+            return self._stores.add(store)
+        except Exception as error:
+            self._failed("threads", error)
+            return False
+
+    def store_nearly_full(self, store: Any) -> bool:
+        """Log that a watched store is nearly full, if it is; whether no more is to be logged."""
+        try:
+            occupancy = Occupancy(*store.occupancy)
+            is_full = occupancy.share >= NEARLY_FULL
+            if is_full:
+                logger.warning(
+                    "the store is nearly full: %d counts of at most %d make no room for others",
+                    occupancy.keys - occupancy.droppable,
+                    occupancy.max_keys,
+                )
+        except Exception as error:
+            self._failed("threads", error)
+            return True
+        return is_full
+
+    def learn_tools(self, agent: str | None, names: Iterable[str]) -> None:
+        """Learn the tools that an agent has: they are labels before any that its model invents."""
+        try:
+            self._tools.offer(agent_label(agent), names)
+        except Exception as error:
+            self._failed("metrics", error)
+
+    def record(
+        self,
+        decisions: Sequence[Decision],
+        *,
+        started: int,
+        error: BaseException | None = None,
+        task_id: str | None = None,
+        trace: Mapping[str, str] | None = None,
+    ) -> Recorded:
+        """Turn the decisions about a batch of one agent's calls into all signals.
+
+        Args:
+            decisions: In the order in which they were made.
+            started: When judging began, in nanoseconds since the Unix epoch.
+            error: The exception by which a refusal is about to reach the caller, if it is.
+            task_id: The task that judged. One that is seen again with the same outcomes is a
+                re-run (a failed node that was resumed): it was recorded before.
+            trace: What an earlier call for this run gave as its trace.
+        """
+        trace = trace or self._tasks.begun(task_id)
+        outcomes = [decision.outcome for decision in decisions]
+        if not decisions or self._tasks.seen(task_id, outcomes):
+            return Recorded(is_new=False, trace=trace)
+        for captured in _captures.get():
+            captured.extend(decisions)
+        agent, thread = self._labels(decisions[0].call.agent, decisions[0].call.thread_id)
+        place = Place(None, is_root=False)
+        try:
+            place = self._tracing.place(trace)
+        except Exception as failure:
+            self._failed("tracing", failure)
+        for decision in decisions:
+            tool, span = OTHER, None
+            try:
+                tool = self._tools.label(agent, decision.call.tool)
+            except Exception as failure:
+                self._failed("metrics", failure)
+            try:
+                span = self._tracing.record(
+                    decision,
+                    agent=agent,
+                    tool=tool,
+                    thread=thread,
+                    started=started,
+                    error=error,
+                    place=place,
+                )
+                if span is not None and place.is_root and (begun := carried(span)):
+                    # The run's other spans that find no active one belong below the first.
+                    trace = begun
+                    self._tasks.begin(task_id, begun)
+                    place = self._tracing.place(begun)
+            except Exception as failure:
+                self._failed("tracing", failure)
+            self._count(decision, agent, thread, tool, span)
+        try:
+            self._usage.record(agent, thread, decisions)
+        except Exception as failure:
+            self._failed("threads", failure)
+        return Recorded(is_new=True, trace=trace)
+
+    def record_charge(self, call: Call, status: LimitStatus, *, task_id: str | None = None) -> None:
+        """Make visible that a call which was let through before is charged to a limit now."""
+        if self._tasks.seen(task_id):
+            return
+        agent, thread = self._labels(call.agent, call.thread_id)
+        shown = self._exemplar(None)
+        try:
+            self._metrics.charged(agent, status, call.amount, shown)
+        except Exception as error:
+            self._failed("metrics", error)
+        self._tell(status, agent, thread)
+        try:
+            charged = Decision(call, Outcome.ALLOWED, (status,))
+            self._usage.record(agent, thread, [charged])
+        except Exception as error:
+            self._failed("threads", error)
+
+    def record_refunds(self, refunds: Sequence[Refund]) -> None:
+        """Take charges of one agent's calls, on one thread, back from what was counted."""
+        if not refunds:
+            return
+        agent, thread = self._labels(refunds[0].call.agent, refunds[0].call.thread_id)
+        for refund in refunds:
+            try:
+                self._metrics.refunded(agent, refund.limit, refund.call.amount)
+            except Exception as error:
+                self._failed("metrics", error)
+            try:
+                if thread is not None:
+                    self._usage.refund(agent, thread, refund.limit, refund.call.amount)
+            except Exception as error:
+                self._failed("threads", error)
+
+    def record_error(self, component: str, error: Exception, *, log: bool | None = None) -> None:
+        """Count a failure of what a user hung in, and log it.
+
+        Args:
+            component: What failed, as the metric's label has it: `"observer"`, `"store"` or
+                `"dynamic_limit"`.
+            error: What it raised.
+            log: Whether it is logged now, for who tells of its recovery; by default once per kind.
+        """
+        self._failed(component, error, log=log)
+
+    def record_recovery(self, component: str) -> None:
+        """Log that a component which failed works again."""
+        try:
+            # As loud as is needed to be seen where the failure was.
+            logger.warning("%s of langchain-quota works again", component)
+        except Exception as error:
+            self._failed("observer", error)
+
+    def observe_store(self, operation: str, outcome: str, seconds: float) -> None:
+        """Time a request to the shared store.
+
+        Args:
+            operation: `"acquire"`, `"peek"` or `"reset"`.
+            outcome: `"ok"`, `"error"` or `"timeout"`.
+            seconds: How long it took.
+        """
+        try:
+            self._metrics.observe_store(operation, outcome, seconds)
+        except Exception as error:
+            self._failed("metrics", error)
+
+    def record_fallback(self, agent: str | None, action: str, calls: int) -> None:
+        """Count the calls that were judged without the shared store: `"deny"` or `"allow"`."""
+        try:
+            self._metrics.fallback(agent_label(agent), action, calls)
+        except Exception as error:
+            self._failed("metrics", error)
+
+    def warn_unknown_tool(self, agent: str | None, limit: str, tool: str, hint: str) -> None:
+        """Log that a limit names a tool that an agent does not have, and what to do."""
+        try:
+            logger.warning(
+                "limit %r names the tool %r, which agent %r does not offer its model: %s",
+                limit,
+                tool,
+                agent_label(agent),
+                hint,
+            )
+        except Exception as error:
+            self._failed("observer", error)
+
+    def forget(self, agent: str | None, thread_id: object) -> None:
+        """Forget what a thread, if there is one, has used: its series end until its next call."""
+        name, thread = self._labels(agent, thread_id)
+        try:
+            if thread is not None:
+                self._usage.forget(name, thread)
+        except Exception as error:
+            self._failed("threads", error)
+
+    def _labels(self, agent: str | None, thread_id: object) -> tuple[str, str | None]:
+        """The labels of an agent and, if there is one, a thread."""
+        name, thread = UNNAMED, None
+        try:
+            name = agent_label(agent)
+        except Exception as error:
+            self._failed("metrics", error)
+        try:
+            if thread_id is not None:
+                own = self._thread_label
+                thread = label(thread_id if own is None else _shown(own, thread_id))
+        except Exception as error:
+            self._failed("thread_label", error)
+        return name, thread
+
+    def _exemplar(self, span: Span | None) -> Exemplar:
+        try:
+            return exemplar(span)
+        except Exception as error:
+            self._failed("tracing", error)
+            return None
+
+    def _count(
+        self, decision: Decision, agent: str, thread: str | None, tool: str, span: Span | None
+    ) -> None:
+        shown = self._exemplar(span)
+        try:
+            self._metrics.record(decision, agent, tool, shown)
+        except Exception as error:
+            self._failed("metrics", error)
+        for status in decision.limits:
+            self._tell(status, agent, thread)
+
+    def _tell(self, status: LimitStatus, agent: str, thread: str | None) -> None:
+        """Log a refusal; count and log the thresholds that a charge has crossed."""
+        if status.refusal_scope is not None:
+            try:
+                log_refusal(status, status.refusal_scope, agent, thread)
+            except Exception as error:
+                self._failed("observer", error)
+        threshold_events: Sequence[tuple[Scope, Level]] = ()
+        try:
+            threshold_events = status.threshold_events(self.near)
+        except Exception as error:
+            self._failed("metrics", error)
+        for scope, reached in threshold_events:
+            try:
+                self._metrics.crossed(agent, status.limit, scope, reached)
+            except Exception as error:
+                self._failed("metrics", error)
+            # A handler or filter that raises is somebody who looks on.
+            try:
+                log_crossing(status, scope, reached, agent, thread)
+            except Exception as error:
+                self._failed("observer", error)
+
+
+def _shown(make: ThreadLabel, thread_id: object) -> str:
+    """What the user's `thread_label` shows of a thread's id.
+
+    Raises:
+        TypeError: It returns no string.
+    """
+    made: object = make(thread_id)
+    if inspect.iscoroutine(made):
+        made.close()
+    if not isinstance(made, str):
+        raise TypeError(f"thread_label must return a string, not a {type(made).__name__}")
+    return made

@@ -1,0 +1,205 @@
+"""What decisions, refunds and wishes to be forgotten change in the database of usage."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from langchain_quota.decision import STORE, THREAD, Decision, LimitStatus, QuotaStatus
+from langchain_quota.telemetry.database import Key, Parts, UsageDatabase, Use
+
+_Timed = tuple[float, LimitStatus]
+"""When it was decided, in seconds since the Unix epoch, and how a limit stood."""
+
+
+class UsageWriter:
+    """Writes what subjects have used of their limits.
+
+    Args:
+        near: The share from which a limit is near.
+        ttl: How long, in seconds, a subject without decisions is remembered.
+    """
+
+    def __init__(self, *, near: float, ttl: float) -> None:
+        self._near = near
+        self._ttl = ttl
+
+    def decisions(
+        self,
+        database: UsageDatabase,
+        now: float,
+        agent: str,
+        thread: str | None,
+        decided: Sequence[tuple[float, Decision]],
+    ) -> None:
+        """Write the decisions about calls of one thread, each with its time; labels are given."""
+        by_limit: dict[str, list[_Timed]] = {}
+        for at, decision in decided:
+            for status in decision.limits:
+                by_limit.setdefault(status.limit, []).append((at, status))
+        if thread is not None and not _is_forgotten(database, now, agent, thread):
+            self._write_thread(database, now, (agent, THREAD, thread), by_limit)
+        digests: dict[str, bytes] = {}
+        for statuses in by_limit.values():
+            quotas = {
+                (quota.scope, quota.subject): (at, status, quota)
+                for at, status in statuses
+                for quota in status.quotas
+                if not quota.per_thread
+            }
+            for (scope, name), (at, status, quota) in quotas.items():
+                # Once for each: a caller may send a megabyte, and several quotas count by it.
+                if name not in digests:
+                    digests[name] = _digest(name)
+                key = (agent, scope, digests[name])
+                self._write_quota(database, at, key, status, quota)
+
+    def refund(  # noqa: PLR0913, PLR0917 - what a refund is of
+        self,
+        database: UsageDatabase,
+        now: float,
+        agent: str,
+        thread: str,
+        limit: str,
+        amount: int,
+    ) -> None:
+        """Take a charge back from what a thread has used of a limit."""
+        subject = database.subject((agent, THREAD, thread), now, self._ttl)
+        uses: dict[int, Parts] = dict(database.uses(subject)) if subject is not None else {}
+        series = database.series(agent, limit, THREAD)
+        if subject is None or series not in uses:
+            return
+        old = uses[series]
+        # What was decided later knows of it.
+        uses[series] = {
+            part: use._replace(used=max(0, use.used - amount)) if use.decided <= now else use
+            for part, use in old.items()
+        }
+        database.put(subject, series, uses[series], old)
+        database.rank(subject, uses, now)
+
+    def forgotten(self, database: UsageDatabase, now: float, agent: str, thread: str) -> None:
+        """Forget a thread, and what was decided of it before."""
+        key = (agent, thread)
+        query = "SELECT id FROM subject WHERE agent = ? AND scope = 'thread' AND name = ?"
+        for subject in database.execute(query, key).fetchall():
+            # Another process may know it from a later decision: that stays.
+            database.execute(
+                "DELETE FROM usage WHERE subject = ? AND decided <= ?", (*subject, now)
+            )
+            database.execute("DELETE FROM subject WHERE id = ? AND decided <= ?", (*subject, now))
+        database.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?, ?)", (*key, now))
+
+    def _write_thread(
+        self,
+        database: UsageDatabase,
+        now: float,
+        key: Key,
+        by_limit: Mapping[str, Sequence[_Timed]],
+    ) -> None:
+        subject = database.subject(key, now, self._ttl) or database.add(key, now)
+        uses: dict[int, Parts] = dict(database.uses(subject))
+        refused = 0.0
+        for limit, statuses in by_limit.items():
+            series = database.series(key[0], limit, THREAD)
+            old = uses.get(series, {})
+            uses[series] = self._decided(old, statuses)
+            database.put(subject, series, uses[series], old)
+            refused = max((at for at, each in statuses if _refuses(each)), default=refused)
+        database.rank(subject, uses, now, refused=refused)
+
+    def _decided(self, old: Parts, statuses: Sequence[_Timed]) -> Parts:
+        """What a thread has used of a limit after some decisions."""
+        known = old.get("", Use())
+        told = [each for each in statuses if not _is_unknown(each[1], old)]
+        parts = dict(old)
+        if told and known.decided <= told[-1][0]:
+            decided, newest = told[-1]
+            numbers: dict[str, tuple[int, int | None, float | None]] = {
+                "": (newest.thread_count, newest.thread_limit, None)
+            }
+            for quota in newest.quotas:
+                if quota.per_thread and quota.limit:
+                    numbers[quota.scope] = _numbers(newest, quota)
+            parts = {
+                part: self._use(decided, newest, *each, old.get(part))
+                for part, each in numbers.items()
+            }
+        elif known.decided <= statuses[-1][0]:
+            # Only whether it is enforced, and from where on it is near, is known.
+            near = self._near_of(statuses[-1][1])
+            parts = {part: use._replace(near=near) for part, use in old.items()}
+        refusals = sum(_refuses(each) for _, each in statuses)
+        parts[""] = parts.get("", known)._replace(blocked=known.blocked + refusals)
+        return parts
+
+    def _write_quota(
+        self, database: UsageDatabase, now: float, key: Key, status: LimitStatus, quota: QuotaStatus
+    ) -> None:
+        subject = database.subject(key, now, self._ttl) or database.add(key, now)
+        series = database.series(key[0], status.limit, key[1])
+        uses: dict[int, Parts] = dict(database.uses(subject))
+        old = uses.pop(series, {})
+        known = old.get("")
+        if known is not None and known.decided > now:
+            return
+        new: dict[str, Use] = {}
+        # As of threads, only limits above 0 that are enforced say how much is used.
+        if status.enforced and quota.limit:
+            used, cap, ends = _numbers(status, quota)
+            if ends is None or ends > now:
+                new[""] = self._use(now, status, used, cap, ends, known)
+        database.put(subject, series, new, old)
+        database.rank(subject, {**uses, series: new}, now)
+
+    def _use(  # noqa: PLR0913, PLR0917 - the columns of a row
+        self,
+        now: float,
+        status: LimitStatus,
+        used: int,
+        cap: int | None,
+        resets_at: float | None,
+        old: Use | None,
+    ) -> Use:
+        if resets_at is not None and resets_at <= now:
+            # Nothing is known of the new window.
+            used, resets_at = 0, None
+        use = Use(used, cap or None, self._near_of(status), resets_at, 0, now)
+        if not use.is_full:
+            return use
+        since = old.full_since if old is not None and old.is_full else now
+        return use._replace(full_since=since)
+
+    def _near_of(self, status: LimitStatus) -> float | None:
+        if not status.enforced:
+            return None
+        return self._near if status.near is None else status.near
+
+
+def _is_forgotten(database: UsageDatabase, now: float, agent: str, thread: str) -> bool:
+    """Whether a thread was forgotten since."""
+    query = "SELECT 1 FROM forgotten WHERE agent = ? AND name = ? AND at > ?"
+    return database.execute(query, (agent, thread, now)).fetchone() is not None
+
+
+def _refuses(status: LimitStatus) -> bool:
+    return status.refused and status.enforced
+
+
+def _is_unknown(status: LimitStatus, old: Parts) -> bool:
+    """Whether the thread's count is not known, because the shared store could not be asked."""
+    if status.refusal_scope == STORE:
+        return True
+    # Let through in an outage: no quota has an answer, and the state keeps no count of its own.
+    is_silent = status.shared and not status.quotas and status.thread_limit is None
+    # Of a run alone a store counts nothing of the thread.
+    return is_silent and (status.run_limit is None or any(old))
+
+
+def _numbers(status: LimitStatus, quota: QuotaStatus) -> tuple[int, int, float | None]:
+    """What is used of a quota, of how much, and until when."""
+    ends = None if quota.resets_at is None else quota.resets_at.timestamp()
+    return quota.before if status.deferred else quota.used, quota.limit, ends
+
+
+def _digest(subject: str) -> bytes:
+    """What is remembered of a subject: users are told apart, and their names not kept."""
+    return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).digest()

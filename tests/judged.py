@@ -1,0 +1,136 @@
+"""What waits in a middleware, and what is decided about it, without an agent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_quota.admission import AcquireResult
+from langchain_quota.decide import Breach
+from langchain_quota.decision import Call, Decision
+from langchain_quota.limits import Limit, ToolCallLimit
+from langchain_quota.middleware._calls import Request
+from langchain_quota.middleware._context import CallContext
+from langchain_quota.resolved import (
+    Outage,
+    ResolvedLimit,
+    ResolvedLimits,
+    run_counter,
+    thread_counter,
+)
+from langchain_quota.state import Amounts, Ledger
+
+KEY = "search:thread:7"
+"""Where a store keeps what a thread has searched."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """What is used of a limit: of the thread, the run, and its quotas in their order."""
+
+    thread: int = 0
+    run: int = 0
+    quotas: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The decision about each call, the limits whose refusals hold, and the answer behind them."""
+
+    decisions: tuple[Decision, ...]
+    breaches: list[Breach]
+    request: Request
+    result: AcquireResult
+
+    def used(self, limit: Limit) -> Used:
+        """What is used of a limit afterwards, of the thread and the run."""
+        charged = self.result.charged(self.request.hits)
+        thread, run = thread_counter(limit), run_counter(limit)
+        return Used(
+            self.result.used.get(thread, 0) + charged.get(thread, 0),
+            self.result.used.get(run, 0) + charged.get(run, 0),
+        )
+
+
+def judge(
+    limits: Sequence[Limit | ResolvedLimit],
+    usage: Mapping[str, Used],
+    calls: Sequence[Call],
+    *,
+    stops: bool = True,
+    charging: bool = True,
+    outage: Outage | None = None,
+    kept: Mapping[str, int] | None = None,
+) -> Judged:
+    """Judge calls by counts that are given by what is counted.
+
+    Args:
+        limits: The limits.
+        usage: What is used, by what a limit counts.
+        calls: The calls.
+        stops: Whether refusals may stop the batch.
+        charging: Whether admitted calls are charged now.
+        outage: What follows from a store that cannot be asked, if it is so.
+        kept: Counts by their own names, which go before.
+    """
+    resolved = ResolvedLimits(
+        [each if isinstance(each, ResolvedLimit) else ResolvedLimit.of(each) for each in limits],
+        outage,
+    )
+    counts: dict[str, int] = dict(kept or {})
+    for each in resolved.limits:
+        used = usage.get(each.limit.counter, Used())
+        rows = resolved.rows(each)
+        numbers = (used.thread, used.run, *used.quotas, *[0] * len(rows))
+        # A quota may be a further threshold over a count that is there already.
+        for row, number in zip(rows, numbers, strict=False):
+            counts.setdefault(row.counter, number)
+    request = Request(
+        state={},
+        known={},
+        context=CallContext(),
+        task="judge",
+        limits=resolved,
+        calls=calls,
+        asked=[resolved.asked(call) for call in calls],
+        used=counts,
+        stops=resolved.stops if stops else {},
+    )
+    result = request.by_state()
+    decisions, breaches = request.decided(result, charging=charging)
+    return Judged(tuple(decisions), breaches, request, result)
+
+
+def request_of(
+    *,
+    task: str | None = None,
+    own: int = 0,
+    most: int = 5,
+    calls: int = 1,
+    refunds: dict[str, Amounts] | None = None,
+    **arguments: Any,
+) -> Request:
+    """Searches of a thread, in a step of their own unless the task has a name.
+
+    Args:
+        task: Names the task.
+        own: The state's count.
+        most: The thread's limit.
+        calls: How many searches.
+        refunds: What the store is to take back.
+        **arguments: Further arguments of the limit.
+    """
+    limit = ToolCallLimit("search", thread_limit=most, **arguments)
+    limits = ResolvedLimits([ResolvedLimit.of(limit, thread_key=KEY)])
+    searches = [Call("tool", "search", f"call-{index}") for index in range(calls)]
+    asked = [limits.asked(call) for call in searches]
+    return Request(
+        state={},
+        known=Ledger(pending_refunds=refunds or {}),
+        context=CallContext(task_id=task),
+        task="QuotaMiddleware",
+        limits=limits,
+        calls=searches,
+        asked=asked,
+        used={**dict.fromkeys(asked[0].hits.amounts, 0), thread_counter(limit): own},
+        stops=limits.stops,
+    )

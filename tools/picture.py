@@ -1,0 +1,80 @@
+"""The README's picture: the demo's own view at the end of its own traffic, as SVG.
+
+`make picture` writes docs/images/demo.svg. The demo's script decides every number in it, so that it
+comes out the same each time.
+"""
+
+import argparse
+import asyncio
+import io
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from opentelemetry.sdk.trace import TracerProvider
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from langchain_quota.cli.demo import _Traffic
+from langchain_quota.cli.demo_board import Row
+from langchain_quota.cli.demo_traffic import scripted_model
+from langchain_quota.cli.demo_view import table
+
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
+TITLE = "langchain-quota demo"
+THREADS = 6
+WIDTH = 114
+"""In characters; the bars take what the names leave."""
+FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+
+
+class LastView:
+    """A display that keeps what it was last told to show."""
+
+    interval = 1.0
+
+    def __init__(self) -> None:
+        self.rows: Sequence[Row] = ()
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Keep the rows."""
+        self.rows = rows
+
+
+def rows(seconds: int) -> Sequence[Row]:
+    """The demo's threads when its traffic is over."""
+    logging.getLogger("langchain_quota").setLevel(logging.ERROR)
+    shown = LastView()
+    options = argparse.Namespace(threads=THREADS, seconds=seconds, model=None)
+    traffic = _Traffic(options, scripted_model(), TracerProvider())
+    with TemporaryDirectory() as directory:
+        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", shown))
+    return shown.rows
+
+
+def svg(shown: Sequence[Row]) -> str:
+    """A terminal with the demo's table, drawn with fonts that the reader's machine has."""
+    console = Console(
+        record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    console.print(table(shown, console))
+    drawn = console.export_svg(title=TITLE, theme=MONOKAI, unique_id="demo")
+    # Rich's own style sheet loads a font from elsewhere.
+    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+    return drawn.replace("Fira Code, monospace", FONTS) + "\n"
+
+
+def main() -> None:
+    """Write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--to", type=Path, default=PICTURE)
+    parser.add_argument("--seconds", type=int, default=10, help="how long the traffic lasts")
+    arguments = parser.parse_args()
+    arguments.to.parent.mkdir(parents=True, exist_ok=True)
+    arguments.to.write_text(svg(rows(arguments.seconds)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
