@@ -72,6 +72,16 @@ def _log(error: Exception) -> None:
     logger.error("what other workers know cannot be read", exc_info=error)
 
 
+class _WorkersMetrics(MultiProcessCollector):
+    """What all workers have counted, but for files that a worker is just making."""
+
+    def collect(self) -> Iterable[Metric]:
+        # They are empty for a moment, which prometheus_client cannot read.
+        made = [str(each) for each in Path(self._path).glob("*.db") if each.stat().st_size]
+        found: Iterable[Metric] = self.merge(made, accumulate=True)  # type: ignore[no-untyped-call]
+        return found
+
+
 class _WorkersRegistry(CollectorRegistry):
     """The metrics of all workers that share a directory.
 
@@ -84,7 +94,7 @@ class _WorkersRegistry(CollectorRegistry):
         self, usage: _WorkersUsage, directory: Path, *, auto_describe: bool = False
     ) -> None:
         super().__init__(auto_describe=auto_describe)
-        MultiProcessCollector(self, str(directory))  # type: ignore[no-untyped-call]  # so there
+        _WorkersMetrics(self, str(directory))  # type: ignore[no-untyped-call]  # so there
         self.register(usage)
         self._usage = usage
         self._directory = directory

@@ -96,6 +96,8 @@ class World:
     failed_in_run: int = 0
     cut_calls: int = 0
     """Calls that were waiting when a turn was cut off: charged or not, they did not run."""
+    edited_calls: int = 0
+    """Calls that a reviewer edited and a limit then refused with an exception: as `cut_calls`."""
     cut_models: int = 0
     """Model calls that may have been counted and not made, or the other way round."""
     queue: list[Batch | None] = field(default_factory=list)
@@ -309,8 +311,10 @@ async def _play(scenario: Scenario) -> None:
                     result = await asyncio.to_thread(agent.invoke, graph_input, config)
                 graph_input = _resume(result.get("__interrupt__", ()), people)
             finished = not result.get("__interrupt__")
-        except (ToolCallLimitExceededError, ModelCallLimitExceededError, ProviderError):
+        except (ToolCallLimitExceededError, ModelCallLimitExceededError, ProviderError) as error:
             finished = False
+            is_refused = isinstance(error, ToolCallLimitExceededError)
+            world.edited_calls += turn.people.count("edit") * is_refused
         except GraphRecursionError:
             finished = False
             world.cut_off(agent.get_state(config).values["messages"])
@@ -417,7 +421,8 @@ def _matching(limit: Limit, started: dict[str, tuple[str, str]]) -> int:
 def _astray(scenario: Scenario, limit: Limit, world: World) -> tuple[int, int]:
     """The fewest and the most calls that cut-off runs may have counted beyond those that ran."""
     if limit.kind == "tool":
-        return 0, world.cut_calls
+        # What stacked limits before the one that raised have charged for an edited call stays.
+        return 0, world.cut_calls + (world.edited_calls if scenario.stacked else 0)
     return (-world.cut_models, 0) if scenario.stacked else (0, world.cut_models)
 
 

@@ -150,7 +150,7 @@ async def test_reset_of_a_run_whose_limit_failed(form: Form, signals: Signals) -
     agent, quota = agent_and_quota(signals, ["done"], thread_limit=broken)
     with pytest.raises(ConnectionError):
         await run(agent)
-    with pytest.raises(RuntimeError, match="waits in mid-run before QuotaMiddleware"):
+    with pytest.raises(RuntimeError, match="waits in mid-run before"):
         await reset(agent, quota, form=form)
 
 

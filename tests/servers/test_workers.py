@@ -263,6 +263,14 @@ def test_a_worker_that_ends(workers: Workers) -> None:
     assert third.do("threads").count(WRITER) == 0
 
 
+def test_a_file_that_a_worker_is_making(workers: Workers) -> None:
+    """A scrape leaves it out: for a moment it is empty."""
+    (worker,) = workers.start("spawn", "one").values()
+    worker.do("search", "one", "one", 1)
+    (workers.directory / "counter_4242.db").touch()
+    assert "langchain_quota_calls_total" in worker.metrics()
+
+
 def test_scrapes_while_all_work(workers: Workers) -> None:
     """Scrapes of both, at once and while both judge and write, are whole and without errors."""
     running = workers.start("spawn", "one", "two")
