@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
 from langchain_core.tools import StructuredTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
@@ -327,3 +328,29 @@ async def test_the_same_spans(signals: Signals) -> None:
     quota, ours = told
     assert ours == quota
     assert [name for name, _, _ in ours].count("check_quota model") == 3
+
+
+class _Looking(AgentMiddleware[Any, Any]):
+    """Notes when its hooks run."""
+
+    seen: list[str]
+
+    def before_model(self, state: Any, runtime: Any) -> None:
+        self.seen.append("before")
+
+    async def aafter_model(self, state: Any, runtime: Any) -> None:
+        self.seen.append("after")
+
+
+async def test_a_class_listed_behind_it_keeps_its_hooks() -> None:
+    """What `InlineQuotaMiddleware` has no node for, another base class may have one for."""
+
+    class Both(InlineQuotaMiddleware[Any, Any], _Looking):  # type: ignore[misc]  # no hook there
+        pass
+
+    middleware = Both([ModelCallLimit(run_limit=9)])
+    middleware.seen = []
+    model = ScriptedChatModel(script=["Hello."])
+    agent: Any = create_agent(model, middleware=[middleware])
+    await agent.ainvoke({"messages": [("user", "Hi!")]})
+    assert middleware.seen == ["before", "after"]

@@ -5,6 +5,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -291,6 +292,21 @@ async def test_an_outage(
         sent.idempotency_key,
         {KEY: arguments.get("own", 0)},
     )
+
+
+@modes
+async def test_an_answer_that_says_too_little_is_none(mode: Mode, signals: Signals) -> None:
+    """A store of a user's own that leaves out what refuses the calls has not answered."""
+
+    class TerseStore(RecordingStore):
+        def answer(self, request: AcquireRequest) -> AcquireResult:
+            return replace(super().answer(request), refused=())
+
+    request = request_of()
+    result = await Asking(signals, mode, TerseStore(), outage="deny").acquire(request)
+    assert not request.answered
+    assert result.admitted == (False,)
+    assert failures(signals, "QuotaStoreError") == 1
 
 
 @modes

@@ -66,7 +66,7 @@ class StoreClient:
             while not last:
                 with self._carrying(sent) as (asked, last):
                     answer = self.store.acquire(asked)
-                result = answer if last else None
+                result = _checked(answer, sent) if last else None
         return self._or_fallback(request, sent, result)
 
     async def aacquire(self, request: Request) -> AcquireResult:
@@ -81,7 +81,7 @@ class StoreClient:
             while not last:
                 with self._carrying(sent) as (asked, last):
                     answer = await self.store.aacquire(asked)
-                result = answer if last else None
+                result = _checked(answer, sent) if last else None
         return self._or_fallback(request, sent, result)
 
     def peek(self, keys: Sequence[str]) -> dict[str, int] | None:
@@ -306,6 +306,17 @@ class _PendingCompensations:
 def _subjects(compensation: Compensation) -> set[str]:
     """What a correction is about: a request, and keys."""
     return {compensation.idempotency_key, *compensation.starts}
+
+
+def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
+    """The answer of a store, which may be a user's own.
+
+    Raises:
+        QuotaStoreError: It does not say of each call whether it is admitted, and what refuses it.
+    """
+    if {len(result.admitted), len(result.refused)} != {len(request.hits)}:
+        raise QuotaStoreError("the store's answer does not say of each call what refuses it")
+    return result
 
 
 def _about(keys: Sequence[str]) -> AcquireRequest:

@@ -102,6 +102,15 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     after_model = AgentMiddleware.after_model
     aafter_model = AgentMiddleware.aafter_model
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the hooks of a class that a subclass lists behind this one."""
+        for hook in ("before_model", "abefore_model", "after_model", "aafter_model"):
+            first, *others = (each for each in cls.__mro__ if hook in vars(each))
+            behind = next(each for each in others if not issubclass(each, QuotaMiddleware))
+            if first is InlineQuotaMiddleware and behind is not AgentMiddleware:
+                setattr(cls, hook, vars(behind)[hook])
+        super().__init_subclass__(**kwargs)
+
     def wrap_model_call(  # type: ignore[override]  # it writes to the state, too
         self,
         request: ModelRequest[ContextT],
