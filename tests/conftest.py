@@ -21,8 +21,8 @@ needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_auto_num_workers() -> int:
-    """A worker more than there are processors: many tests wait for servers."""
-    return (os.cpu_count() or 1) + 1
+    """Two workers for each processor: many tests wait for servers."""
+    return 2 * (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
