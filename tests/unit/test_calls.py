@@ -13,14 +13,18 @@ def test_a_collection_of_garbage_is_not_counted(
 ) -> None:
     """However much garbage a function leaves, no callback of the collector counts as its call."""
     collections: list[str] = []
+    during: list[str] = []
 
     def collected(phase: str, _info: dict[str, int]) -> None:
         collections.append(phase)
 
     def leave_garbage() -> None:
+        collections.clear()
         for _ in range(100_000):
             kept: list[object] = []
             kept += [kept]
+        # What is collected later is not the function's, either.
+        during.extend(collections)
 
     gc.callbacks.append(collected)
     was = gc.isenabled()
@@ -31,6 +35,6 @@ def test_a_collection_of_garbage_is_not_counted(
     finally:
         gc.callbacks.remove(collected)
         (gc.enable if was else gc.disable)()
-    assert collections == []
-    # The function, and what ends the counting.
-    assert made <= 3
+    assert during == []
+    # The function, its two calls of lists' methods, and what ends the counting.
+    assert made <= 5
