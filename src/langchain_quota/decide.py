@@ -181,12 +181,12 @@ def breaches(
         rows: Sequence[Row] = ()
         amount = 0
         for decision, (matching, _, _), index in zip(decisions, asked, index_of, strict=True):
-            for state, (limit, counted) in zip(decision.limits, matching, strict=True):
+            for how, (limit, counted) in zip(decision.limits, matching, strict=True):
                 if limit is each:
                     rows = counted
                     amount += decision.call.amount
-                    if state.refused and state.enforced:
-                        refused.setdefault(index, (decision, state))
+                    if how.refused and how.enforced:
+                        refused.setdefault(index, (decision, how))
         if not refused:
             continue
         decision, first = next(iter(refused.values()))

@@ -272,7 +272,8 @@ class ResolvedLimits:
         for each in matching:
             limit, rows = each.limit, self.rows(each)
             if self._outage == "deny" and each.shared:
-                run = run_counter(limit)
+                # Any of its counters will do: every count is above -1.
+                run = rows[1].counter
                 thresholds.append(Threshold(limit.name, STORE, run, -1, limit.enforce))
             thresholds += [
                 Threshold(limit.name, row.scope, row.counter, row.most, limit.enforce)

@@ -103,7 +103,7 @@ class StoreClient:
         return counts
 
     def reset(self, keys: Sequence[str]) -> None:
-        """Set what is used of keys to 0, when what waits to be corrected of them is.
+        """Set what is used of keys to 0. Corrections of them that wait are made first.
 
         Raises:
             QuotaStoreError: The store could not be asked.
@@ -117,7 +117,7 @@ class StoreClient:
             self.store.reset(keys)
 
     async def areset(self, keys: Sequence[str]) -> None:
-        """Set what is used of keys to 0, when what waits to be corrected of them is.
+        """Set what is used of keys to 0. Corrections of them that wait are made first.
 
         Raises:
             QuotaStoreError: The store could not be asked.
