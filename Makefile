@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test docker-test dashboards bench lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
+.PHONY: help demo up down test docker-test stack-test dashboards bench dashboard-pictures lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -22,13 +22,14 @@ demo: $(VENV)/.demo ## Watch agents being held to their limits; ARGS="--seconds 
 
 up: ## Start the whole stack in Docker: agents, dashboards, alerts, traces.
 	@$(needs_docker)
-	@$(MAKE) --no-print-directory $(ENV_FILE)
-	@$(COMPOSE) up --build --detach --wait
-	@bash docker/addresses.sh $(ENV_FILE)
+	@$(MAKE) --silent --no-print-directory $(ENV_FILE)
+	@DOCKER=$(DOCKER) bash docker/up.sh $(ENV_FILE)
 
 down: ## Stop the stack; ARGS=--volumes forgets what it has stored.
 	@$(needs_docker)
-	@$(MAKE) --no-print-directory $(ENV_FILE)
+	@$(MAKE) --silent --no-print-directory $(ENV_FILE)
+	@# Volumes without a name, which images may ask for, go with their containers.
+	@$(COMPOSE) rm --stop --force --volumes
 	@$(COMPOSE) down $(ARGS)
 
 test: $(VENV)/.develop ## Run all tests; ARGS="-k stacked" passes arguments to pytest.
@@ -43,6 +44,9 @@ langgraph-server: .venv-langgraph/.server ## Install LangGraph's own server, whi
 docker-test: ## Build the service's image and try it, if there is a Docker engine; BASE_IMAGE=….
 	@DOCKER=$(DOCKER) BASE_IMAGE=$(BASE_IMAGE) bash docker/test.sh $(ARGS)
 
+stack-test: ## Start the whole stack in every way, and break it, if there is a Docker engine.
+	@DOCKER=$(DOCKER) $(PYTHON) docker/stack_test.py
+
 dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's alert rules anew.
 	@$(BIN)/python -m dashboards.build
 	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus --force
@@ -52,6 +56,9 @@ bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/b
 
 picture: $(VENV)/.develop ## Draw the README's picture anew, from the demo's own traffic.
 	@$(BIN)/python -m tools.picture $(ARGS)
+
+dashboard-pictures: $(VENV)/.develop ## Draw the dashboards for the docs, from half an hour of traffic; RENDER=program.
+	@$(BIN)/python -m tools.dashboard_pictures $(RENDER) $(ARGS)
 
 lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check

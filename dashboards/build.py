@@ -6,6 +6,7 @@ from typing import Any
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import VariableHide
 
 from dashboards import overview, settings, thread
 
@@ -35,6 +36,7 @@ def _json(board: Dashboard, annotations: list[dict[str, object]]) -> str:
     for variable in made["templating"]["list"]:
         for name in _OF_INTERVALS:
             variable.pop(name, None)
+        variable["skipUrlSync"] = variable.get("hide") == VariableHide.HIDE_VARIABLE
     return json.dumps(made, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 

@@ -1,42 +1,58 @@
-"""The first dashboard: who eats which quota, and who is about to run out."""
+"""The first dashboard: what is wrong, who is refused, and who is about to run out."""
+
+from collections.abc import Callable
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards import settings
+from dashboards.counters import bars as grown
+from dashboards.counters import per_minute, quantile, share, total
 from dashboards.panels import (
     Column,
     Place,
     Query,
     bars,
     breaches,
-    gauge_cell,
+    count,
+    duration,
+    fixed,
+    from_one,
+    gauge,
     new_dashboard,
     row,
     stat,
+    state,
     table,
-    thresholds,
+    text,
     timeseries,
+    when,
+    words,
 )
 from dashboards.queries import (
+    AFTER_REFUSAL,
     AGENT,
-    BUILD,
     CALLS,
     CONFIGURED,
+    DECISION,
     DECISIONS,
     ERRORS,
     EXHAUSTED,
     FALLBACKS,
     HIDDEN,
     LIMIT,
+    LIMIT_ALERT,
+    LIMIT_NEAR,
     NEAR,
+    RUNS,
+    RUNS_ENDED,
     STORE,
     SUBJECTS,
+    THREAD_BLOCKED,
     TRACED,
-    Threads,
-    increase,
+    among,
+    firing_alerts,
     label_values,
-    per_minute,
-    quantile,
+    processes,
     scrape_duration,
     select,
     store_share,
@@ -44,13 +60,29 @@ from dashboards.queries import (
     traces_link,
     with_traced,
 )
-from dashboards.settings import CRITICAL, NEUTRAL, OK, RANGE, RATE, WARNING
-from dashboards.variables import common_variables, several
+from dashboards.settings import COUNT, CRITICAL, NEUTRAL, OK, RANGE, RANGE_SECONDS, WARNING
+from dashboards.usage import (
+    Usage,
+    latest_refusals,
+    of_subjects,
+    of_threads,
+    refused_since,
+    refused_threads,
+    threads_by_state,
+)
+from dashboards.variables import common_variables, found, several
+from langchain_quota.monitoring.exports import RUNBOOKS
 
 _BLOCKED = 'decision="blocked"'
-_OF_THREADS = 'scope="thread"'
-_THREADS = Threads()
-_COLOURS = {"ok": OK, "near": WARNING, "exhausted": CRITICAL}
+_OF_MODEL = 'kind="model"'
+_REFUSALS = select(DECISIONS, AGENT, LIMIT, _BLOCKED)
+_OF_THREAD = "job, agent, limit, thread_id"
+_DECIDED = {"allowed": OK, "blocked": CRITICAL, "would_block": WARNING, "skipped": NEUTRAL}
+_NEAREST, _REFUSED = "nearest", "refused"
+_LINKS = [
+    {"title": "This thread", "url": thread_link()},
+    {"title": "Its calls in Tempo", "url": traces_link(), "targetBlank": True},
+]
 
 
 def build() -> Dashboard:
@@ -58,51 +90,94 @@ def build() -> Dashboard:
     board = new_dashboard(
         settings.OVERVIEW_UID,
         settings.OVERVIEW_TITLE,
-        "Who uses how much of which limit, who is about to run out, and what was refused.",
+        "What is wrong, who is refused, who is about to run out, and how the limits themselves do.",
     )
     limit = several("limit", "Limit", label_values(select(DECISIONS, AGENT), "limit"))
-    board.variables([*common_variables(), limit])
-    _stats(board)
-    _ranked_threads(board)
-    _decisions(board)
-    _health(board)
+    board.variables(
+        [
+            *common_variables(),
+            limit,
+            found(_NEAREST, "Threads nearest to a limit", of_threads().nearest),
+            found(_REFUSED, "Threads refused last", refused_threads()),
+        ]
+    )
+    _first_look(board)
+    _refused(board)
+    _about_to_run_out(board)
+    _shared_quotas(board)
+    _limits(board)
+    _agents(board)
+    _processes(board)
     return board
 
 
 def annotations() -> list[dict[str, object]]:
-    """Where a limit refused calls."""
-    refused = select(DECISIONS, AGENT, LIMIT, _BLOCKED)
+    """Where a limit refused calls, if its refusals are worth an alert."""
     return [
         breaches(
-            increase("job, agent, limit, scope", refused, settings.BREACH_WINDOW),
+            total(
+                "job, agent, limit, scope",
+                _REFUSALS,
+                settings.BREACH_WINDOW,
+                settings.BREACH_SECONDS,
+                alerting=True,
+            ),
             title="{{limit}} refused calls ({{scope}} limit)",
             text="agent {{agent}}, job {{job}}",
         )
     ]
 
 
-def _stats(board: Dashboard) -> None:
-    calls = select(CALLS, AGENT)
-    blocked = select(CALLS, AGENT, _BLOCKED)
-    refused = increase("", blocked, RANGE)
+def _first_look(board: Dashboard) -> None:
+    runbook = {
+        "title": "Runbook",
+        "url": f"{RUNBOOKS}/${{__data.fields.alertname:percentencode}}.md",
+        "targetBlank": True,
+    }
+    board.with_panel(
+        table(
+            Place(24, 24, 8),
+            "Alerts that fire",
+            "The alerts of langchain-quota that Prometheus holds to be firing, of the chosen jobs; "
+            "the newest on top. "
+            "Click an alert for its runbook.",
+            [
+                text("Alert", "alertname", 330, links=[runbook]),
+                text("Severity", "severity", 90),
+                text("Agent", "agent", 140),
+                text("Limit", "limit", 140),
+                text("Thread", "thread_id", 290),
+                when("Since", firing_alerts(), 130),
+                text("Job", "job", 110),
+            ],
+            sort_by=firing_alerts(),
+            no_value="No alert fires.",
+            only_columns=True,
+        )
+    )
+    judged = select(DECISIONS, AGENT, LIMIT, 'decision=~"allowed|blocked|would_block"')
+    refused_of, all_of = (
+        total("", selector, RANGE, RANGE_SECONDS, alerting=True) for selector in (_REFUSALS, judged)
+    )
+    twice = "A call that two limits refuse counts for both."
     board.with_panel(
         stat(
-            Place(1, 5, 4),
+            Place(1, 6, 4),
             "Calls refused",
-            "Calls that a limit refused in the chosen time, those included with which a process "
-            "began. The choice of Limit does not narrow it.",
-            refused,
-            unit="short",
-            steps=[(None, OK), (1, WARNING)],
+            f"Calls that the chosen limits refused in the chosen time. {twice}",
+            total("", _REFUSALS, RANGE, RANGE_SECONDS),
+            unit=COUNT,
+            steps=[(None, NEUTRAL)],
         ).decimals(0)
     )
     board.with_panel(
         stat(
-            Place(2, 5, 4),
+            Place(2, 6, 4),
             "Refused share",
-            "Of all judged calls in the chosen time, the share that was refused. No data: no call "
-            "was judged. The choice of Limit does not narrow it.",
-            f"{refused} / ({increase('', calls, RANGE)} > 0)",
+            "Of the calls that the chosen limits judged in the chosen time, the share that they "
+            "refused. Limits that do not alert are left out: they are meant to be hit, or on "
+            f"trial. No data: no call was judged. {twice}",
+            f"{refused_of} / ({all_of} > 0)",
             unit="percentunit",
             steps=[
                 (None, OK),
@@ -111,158 +186,199 @@ def _stats(board: Dashboard) -> None:
             ],
         ).decimals(1)
     )
-    for number, state, title, they in (
-        (3, "exhausted", "Threads exhausted", "have used a limit up: their next call is refused"),
-        (4, "near", "Threads near a limit", "are near a limit, with calls left"),
-    ):
-        board.with_panel(
-            stat(
-                Place(number, 5, 4),
-                title,
-                f"Conversations that {they}, now. Each limit counts for itself, and a thread that "
-                "several processes serve is counted by each.",
-                f"sum({_subjects(state, _OF_THREADS)})",
-                unit="short",
-                steps=[(None, OK), (1, _COLOURS[state])],
-            )
-        )
+    threads = stat(
+        Place(27, 6, 4),
+        "Threads at their limits",
+        "Conversations that are near a limit with calls left, and those that have used one up: "
+        "their next call is refused. Each counts once, for the worst of its limits. Those "
+        "without series of their own are counted by each process, for all limits.",
+        threads_by_state(),
+        unit=COUNT,
+        steps=[(None, OK)],
+        legend="{{state}}",
+    ).decimals(0)
+    for name, colour in settings.STATES.items():
+        if name != "ok":
+            threads.override_by_name(name, from_one(colour))
+    board.with_panel(threads)
     board.with_panel(
         stat(
-            Place(5, 4, 4),
+            Place(5, 6, 4),
             "Threads hidden",
-            "Conversations that are counted but not listed below: a process lists at most "
-            "max_exported_threads, those near a limit first.",
+            "Conversations that are counted but not listed one by one: a process lists at most "
+            "max_exported_threads, those near a limit first. The choice of Agent and Limit does "
+            "not narrow it.",
             f"sum({select(HIDDEN)})",
-            unit="short",
+            unit=COUNT,
             steps=[(None, NEUTRAL)],
+        ).decimals(0)
+    )
+
+
+def _refused(board: Dashboard) -> None:
+    latest = latest_refusals()
+    of_latest = f"and on ({_OF_THREAD}) {latest}"
+    blocked = select(THREAD_BLOCKED, AGENT, LIMIT)
+    refusals = total(_OF_THREAD, blocked, RANGE, RANGE_SECONDS)
+    board.with_panel(
+        table(
+            Place(23, 24, 9),
+            "Refused now",
+            "Which conversations were refused in the chosen time, and by which limit, those of "
+            "runs and shared quotas included; the latest refusal on top. 'Refused since' says when "
+            "the refusals of the process that judged last began, without a pause of ten minutes. "
+            "It is empty if that process refused nothing, or is gone. Click a thread for more, or "
+            "for its traces.",
+            [
+                text("Thread", "thread_id", 290, links=_LINKS),
+                text("Agent", "agent", 140),
+                text("Limit", "limit", 140),
+                count("Refusals", with_traced(f"{refusals} {of_latest}"), 90),
+                when("Last refusal", f"{latest} * 1000", 150),
+                when(
+                    "Refused since", f"({refused_since(among(_REFUSED))} {of_latest}) * 1000", 150
+                ),
+                text("Job", "job", 120),
+                Column(TRACED, TRACED, {"custom.hidden": True}),
+            ],
+            sort_by=f"{latest} * 1000",
+            no_value="No thread with series of its own was refused.",
         )
     )
 
 
-def _ranked_threads(board: Dashboard) -> None:
-    rank = _THREADS.freshest(_THREADS.rank)
-    near = [(None, OK), (settings.NEAR, WARNING), (1, CRITICAL)]
-    links = [
-        {"title": "This thread", "url": thread_link()},
-        {"title": "Its calls in Tempo", "url": traces_link(), "targetBlank": True},
-    ]
-    columns = [
-        Column("Thread", "thread_id", {"links": links, "custom.width": 260}),
-        Column("Agent", "agent"),
-        Column("Limit", "limit"),
-        Column(
-            "Utilization",
-            with_traced(_THREADS.freshest(_THREADS.share)),
-            {
-                "unit": "percentunit",
-                "min": 0,
-                "max": 1,
-                "thresholds": thresholds(near),
-                "color": {"mode": "thresholds"},
-                "custom.cellOptions": gauge_cell(),
-                "custom.width": 260,
-            },
-        ),
-        Column("Used", _THREADS.freshest(_THREADS.used)),
-        Column("Allowed", _THREADS.freshest(_THREADS.limit)),
-        Column("Left", _THREADS.freshest(_THREADS.remaining)),
-        Column(
-            "Time to exhaustion",
-            _THREADS.freshest(_THREADS.seconds_left),
-            {
-                "unit": "s",
-                "decimals": 0,
-                "noValue": "-",
-                "thresholds": thresholds(
-                    [
-                        (None, CRITICAL),
-                        (settings.LITTLE_TIME_SECONDS, WARNING),
-                        (settings.SOME_TIME_SECONDS, NEUTRAL),
-                    ]
-                ),
-                "color": {"mode": "thresholds"},
-                "custom.cellOptions": {"type": "color-text"},
-            },
-        ),
-        Column("Job", "job"),
-        Column(TRACED, TRACED, {"custom.hidden": True}),
-    ]
+def _about_to_run_out(board: Dashboard) -> None:
+    threads = of_threads(among(_NEAREST))
+    rank = threads.freshest(threads.rank)
     board.with_panel(
         table(
-            Place(6, 24, 11),
+            Place(6, 24, 10),
             "Threads about to run out",
-            "Which conversation has how much of its limit left. First those near their limit, the "
-            "nearest on top; then the exhausted; then the others. Time to exhaustion goes on with "
-            f"the pace of the last {settings.PACE_WINDOW}; it is empty for a thread that used no "
-            f"call in the last {settings.ACTIVE_WINDOW}. Click a thread for more, or for its "
+            "Which conversation has how much of its limit left: the fullest with calls left on "
+            f"top, the exhausted ones last; {settings.TOP} at most. 'Time to exhaustion' goes on "
+            f"with the pace of the last {settings.PACE_WINDOW}; it is empty for a thread that used "
+            f"no call in the last {settings.ACTIVE_WINDOW}. Click a thread for more, or for its "
             "traces.",
-            columns,
+            [
+                text("Thread", "thread_id", 285, links=_LINKS),
+                text("Agent", "agent", 120),
+                text("Limit", "limit", 120),
+                *_use(threads, threads.freshest, traced=True),
+                text("Job", "job", 100),
+                Column(TRACED, TRACED, {"custom.hidden": True}),
+            ],
             exprs=[rank],
             sort_by=rank,
         )
     )
 
 
-def _decisions(board: Dashboard) -> None:
-    board.with_row(row(7, "Decisions"))
+def _shared_quotas(board: Dashboard) -> None:
+    shared = of_subjects('subject=""')
     board.with_panel(
-        timeseries(
-            Place(8, 12, 8),
-            "Calls by decision",
-            "Judged calls per minute: allowed, blocked, skipped (not run, because its batch was "
-            "stopped), would_block (a limit on trial refuses it; it ran). A dot leads to the trace "
-            "of one call.",
-            [Query(per_minute("decision", select(CALLS, AGENT)), "{{decision}}", exemplar=True)],
-            unit="cpm",
+        table(
+            Place(25, 24, 6),
+            "Shared quotas",
+            "How much is used of the quotas that an agent has, or that all share, and when they "
+            "are used up at the pace of the last " + settings.PACE_WINDOW + ". 'Resets' is empty "
+            "for a quota without a time window.",
+            [
+                text("Quota", "scope", 110),
+                text("Agent", "agent", 140),
+                text("Limit", "limit", 140),
+                *_use(shared, shared.top),
+                text("Job", "job", 110),
+            ],
+            exprs=[shared.top(shared.rank)],
+            sort_by=shared.top(shared.rank),
         )
     )
+    subjects = of_subjects('subject!=""')
+    board.with_panel(
+        table(
+            Place(26, 24, 8),
+            "Top subjects of shared quotas",
+            "Which users, tenants or other subjects have how much of their quota left, the fullest "
+            "with calls left on top. Nobody is listed by default: name the quotas in "
+            "Telemetry(subject_label=…).",
+            [
+                text("Subject", "subject", 180),
+                text("Quota", "scope", 100),
+                text("Agent", "agent", 120),
+                text("Limit", "limit", 120),
+                *_use(subjects, subjects.top),
+                text("Job", "job", 100),
+            ],
+            exprs=[subjects.top(subjects.rank)],
+            sort_by=subjects.top(subjects.rank),
+            no_value="No subject has a label: see Telemetry(subject_label=…).",
+        )
+    )
+
+
+def _use(usage: Usage, of: Callable[[str], str], *, traced: bool = False) -> list[Column]:
+    """What tables say of the use of a limit, of those that a function narrows it to."""
+    share_of = of(usage.share)
+    return [
+        state("State", of(usage.state), 90),
+        gauge("Utilization", with_traced(share_of) if traced else share_of, 140),
+        count("Used", of(usage.used), 65),
+        count("Left", of(usage.remaining), 65),
+        duration("Time to exhaustion", of(usage.seconds_left), 130),
+        when("Resets", of(usage.resets), 110),
+    ]
+
+
+def _limits(board: Dashboard) -> None:
+    board.with_row(row(7, "Limits"))
     refusals = select(DECISIONS, AGENT, LIMIT, 'decision=~"blocked|would_block"')
     board.with_panel(
         bars(
             Place(9, 12, 8),
             "Refusals by limit and scope",
             "How many calls each limit refused, or would have refused if it were more than a "
-            "trial, and by which of its thresholds.",
+            "trial, and by which of its thresholds. The bars add up to the refusals that were "
+            "counted.",
             [
                 Query(
-                    increase("limit, scope, decision", refusals, RATE),
+                    grown("limit, scope, decision", refusals),
                     "{{limit}} ({{scope}}) {{decision}}",
                     exemplar=True,
                 )
             ],
-        )
+        ).no_value("Nothing was refused.")
     )
     board.with_panel(
         bars(
             Place(10, 12, 8),
             "Near and exhausted",
             "How often a count came near its limit, and how often a call used a limit up; for the "
-            "limits of runs too.",
+            "limits of runs too. The bars add up to what was counted.",
             [
                 Query(
-                    increase("limit, scope", select(metric, AGENT, LIMIT), RATE),
+                    grown("limit, scope", select(metric, AGENT, LIMIT)),
                     f"{state} {{{{limit}}}} ({{{{scope}}}})",
                 )
                 for state, metric in (("near", NEAR), ("exhausted", EXHAUSTED))
             ],
-        )
+        ).no_value("No count came near its limit.")
     )
     board.with_panel(
         timeseries(
             Place(11, 12, 8),
             "Subjects by state",
             "How many threads, users and other subjects of quotas have room, are near a limit, or "
-            "have used it up. Each limit counts for itself.",
+            "have used it up. Each limit counts for itself, and each process that knows a subject.",
             [
                 Query(
-                    f"sum by (scope, state) ({_subjects(state)})",
+                    f"sum by (scope, state) ({_subjects(name)}) > 0",
                     "{{scope}}: {{state}}",
-                    properties={"color": {"mode": "fixed", "fixedColor": colour}},
+                    properties=fixed(colour),
                 )
-                for state, colour in _COLOURS.items()
+                for name, colour in settings.STATES.items()
             ],
-            unit="short",
-        )
+            unit=COUNT,
+        ).decimals(0)
     )
     allowed, refunded = (
         per_minute("limit", select(DECISIONS, AGENT, LIMIT, f'decision="{decision}"'))
@@ -274,45 +390,116 @@ def _decisions(board: Dashboard) -> None:
             "Charged to each limit",
             "Calls per minute that each limit was charged with, less the charges that were taken "
             "back.",
-            [Query(f"{allowed} - {refunded}", "{{limit}}")],
+            [Query(f"({allowed} - {refunded}) != 0", "{{limit}}")],
             unit="cpm",
         )
+    )
+    board.with_panel(
+        timeseries(
+            Place(28, 12, 8),
+            "Runs that a limit ended",
+            "Of the runs that began, the share that a limit ended instead of the agent. No data: "
+            "no run began.",
+            [
+                Query(
+                    share(
+                        "agent, limit",
+                        select(RUNS_ENDED, AGENT, LIMIT),
+                        select(RUNS, AGENT),
+                        wider="agent",
+                    ),
+                    "{{agent}}: {{limit}}",
+                )
+            ],
+            unit="percentunit",
+        ).max(1)
     )
     board.with_panel(
         table(
             Place(13, 12, 8),
             "Configured limits",
-            "How many calls each limit allows, to a run or to a thread. A limit that is computed "
-            "call by call is not listed.",
+            "How many calls each limit allows, to a run, a thread or a quota; from which share on "
+            "it is near; and whether its refusals are worth an alert: not if it is meant to be "
+            "hit, or on trial. A limit that is computed call by call is not listed.",
             [
-                Column("Agent", "agent"),
-                Column("Limit", "limit"),
-                Column("Scope", "scope"),
+                text("Agent", "agent", 120),
+                text("Limit", "limit", 120),
+                text("Scope", "scope", 80),
+                count("Allowed", _of_limit(CONFIGURED), 75),
                 Column(
-                    "Allowed",
-                    f"max by (job, agent, limit, scope) ({select(CONFIGURED, AGENT, LIMIT)})",
+                    "Near from", _of_limit(LIMIT_NEAR), {"unit": "percentunit", "custom.width": 80}
                 ),
-                Column("Job", "job"),
+                Column(
+                    "Alerts",
+                    _of_limit(LIMIT_ALERT),
+                    {"mappings": [words({"no": None, "yes": None})], "custom.width": 60},
+                ),
+                text("Job", "job", 80),
             ],
         )
     )
 
 
-def _health(board: Dashboard) -> None:
-    board.with_row(row(14, "Health of the limits themselves"))
+def _agents(board: Dashboard) -> None:
+    board.with_row(row(31, "Agents, whatever Limit is chosen"))
+    calls = select(CALLS, AGENT)
+    board.with_panel(
+        timeseries(
+            Place(8, 12, 8),
+            "Calls by decision",
+            "Judged calls per minute, each counted once: allowed, blocked, skipped (not run, "
+            "because its batch was stopped), would_block (a limit on trial refuses it; it ran). A "
+            "dot leads to the trace of one call.",
+            [
+                Query(
+                    f"{per_minute('decision', calls)} > 0",
+                    "{{decision}}",
+                    exemplar=True,
+                    colours=_DECIDED,
+                )
+            ],
+            unit="cpm",
+        )
+    )
+    board.with_panel(
+        timeseries(
+            Place(29, 12, 8),
+            "Does the model listen?",
+            "Of all refusals, the share in runs that were refused a call before: a model that does "
+            "not listen asks again. Of all calls of the model, the share after a refusal: what "
+            "the runs still cost.",
+            [
+                Query(
+                    share("", *(select(each, AGENT, _BLOCKED) for each in (AFTER_REFUSAL, CALLS))),
+                    "refused again",
+                    properties=fixed(CRITICAL),
+                ),
+                Query(
+                    share("", *(select(each, AGENT, _OF_MODEL) for each in (AFTER_REFUSAL, CALLS))),
+                    "model calls after a refusal",
+                    properties=fixed(WARNING),
+                ),
+            ],
+            unit="percentunit",
+        ).max(1)
+    )
+
+
+def _processes(board: Dashboard) -> None:
+    board.with_row(row(14, "Health of the processes, whatever Agent and Limit are chosen"))
     board.with_panel(
         bars(
             Place(15, 8, 7),
             "Errors",
-            "What failed in telemetry, observers, stores or computed limits. No data: nothing "
-            "failed.",
+            "What failed in telemetry, observers, stores or computed limits. The bars add up to "
+            "what was counted.",
             [
                 Query(
-                    increase("component, error_type", select(ERRORS), RATE),
+                    grown("component, error_type", select(ERRORS)),
                     "{{component}}: {{error_type}}",
                 )
             ],
-        )
+        ).no_value("Nothing failed.")
     )
     board.with_panel(
         timeseries(
@@ -320,8 +507,11 @@ def _health(board: Dashboard) -> None:
             "Store latency",
             "How long the shared store takes, by operation. No data: no shared store is used.",
             [
-                Query(quantile(share), f"p{share * 100:.0f} {{{{operation}}}}")
-                for share in settings.QUANTILES
+                Query(
+                    f"{quantile(level, STORE, 'operation')} > 0",
+                    f"p{level * 100:.0f} {{{{operation}}}}",
+                )
+                for level in settings.QUANTILES
             ],
             unit="s",
         )
@@ -331,14 +521,9 @@ def _health(board: Dashboard) -> None:
             Place(17, 8, 7),
             "Decisions without the store",
             "Calls that were let through (allow) or refused (deny) because the shared store did "
-            "not answer. No data: it never failed, or none is used.",
-            [
-                Query(
-                    increase("agent, action", select(FALLBACKS, AGENT), RATE),
-                    "{{agent}} {{action}}",
-                )
-            ],
-        )
+            "not answer. The bars add up to what was counted.",
+            [Query(grown("agent, action", select(FALLBACKS)), "{{agent}} {{action}}")],
+        ).no_value("The store never failed, or none is used.")
     )
     board.with_panel(
         timeseries(
@@ -348,7 +533,7 @@ def _health(board: Dashboard) -> None:
             "store is used.",
             [
                 Query(
-                    per_minute("operation, outcome", select(f"{STORE}_count")),
+                    f"{per_minute('operation, outcome', select(f'{STORE}_count'))} > 0",
                     "{{operation}} {{outcome}}",
                 )
             ],
@@ -370,9 +555,11 @@ def _health(board: Dashboard) -> None:
             "Threads without series",
             "Tracked conversations that are not listed one by one. Near ones among them: raise "
             "max_exported_threads.",
-            [Query(f"sum by (state) ({select(HIDDEN)})", "{{state}}")],
-            unit="short",
+            [Query(f"sum by (state) ({select(HIDDEN)}) > 0", "{{state}}", colours=settings.STATES)],
+            unit=COUNT,
         )
+        .decimals(0)
+        .no_value("Every thread has series.")
     )
     board.with_panel(
         timeseries(
@@ -382,22 +569,58 @@ def _health(board: Dashboard) -> None:
             "At 100% calls that need another count are decided without it. No data: none is used.",
             [Query(store_share(), "{{job}} {{instance}}")],
             unit="percentunit",
+        ).max(1)
+    )
+    board.with_panel(
+        timeseries(
+            Place(30, 8, 7),
+            "Time to judge",
+            "How long it takes to judge the calls of a step, with counts in the agent's state and "
+            "with counts in the shared store.",
+            [
+                Query(
+                    f"{quantile(level, DECISION, 'counts')} > 0",
+                    f"p{level * 100:.0f} {{{{counts}}}}",
+                )
+                for level in settings.QUANTILES
+            ],
+            unit="s",
         )
     )
     board.with_panel(
         table(
-            Place(21, 16, 7),
+            Place(21, 8, 7),
             "Processes",
-            "The processes that are scraped, and their version of langchain-quota.",
+            "The processes that had metrics of langchain-quota within the last hour, with its "
+            "version, and whether they have them now. Lost: Prometheus still tries to scrape them. "
+            "Gone: it does not.",
             [
-                Column("Job", "job"),
-                Column("Instance", "instance"),
-                Column("Version", "version"),
+                text("Job", "job", 100),
+                text("Instance", "instance", 160),
+                text("Version", "version", 80),
+                Column(
+                    "Metrics",
+                    processes(),
+                    {
+                        "mappings": [words({"yes": None, "gone": NEUTRAL, "lost": CRITICAL})],
+                        "custom.cellOptions": {"type": "color-text"},
+                        "custom.width": 70,
+                    },
+                ),
             ],
-            exprs=[f"max by (job, instance, version) ({select(BUILD)})"],
+            sort_by=processes(),
         )
     )
 
 
-def _subjects(state: str, *matchers: str) -> str:
-    return select(SUBJECTS, AGENT, LIMIT, f'state="{state}"', *matchers)
+def _subjects(name: str) -> str:
+    return select(SUBJECTS, AGENT, LIMIT, f'state="{name}"')
+
+
+def _of_limit(metric: str) -> str:
+    """What is known of a limit, for each of its scopes."""
+    configured = select(CONFIGURED, AGENT, LIMIT)
+    if metric != CONFIGURED:
+        on = "on (job, instance, agent, limit) group_left ()"
+        configured = f"{configured} * 0 + {on} {select(metric, AGENT, LIMIT)}"
+    return f"max by (job, agent, limit, scope) ({configured})"

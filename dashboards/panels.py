@@ -1,7 +1,7 @@
 """What the dashboards are put together from, in one style."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import ascii_uppercase
 
 from grafana_foundation_sdk.builders.common import (
@@ -39,6 +39,15 @@ Properties = Mapping[str, object]
 """What a column, or a query's series, has of its own: values by the names of properties."""
 
 
+# The first colour is also that of an empty field.
+TIME_LEFT: Steps = (
+    (None, settings.NEUTRAL),
+    (0, settings.CRITICAL),
+    (settings.LITTLE_TIME_SECONDS, settings.WARNING),
+    (settings.SOME_TIME_SECONDS, settings.NEUTRAL),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What identifies a panel for good, and its size on the grid.
@@ -63,12 +72,14 @@ class Query:
         legend: The name of its series, such as `{{limit}}`.
         exemplar: Whether its exemplars are shown.
         properties: What its series have of their own.
+        colours: The colours of its series by their names.
     """
 
     expr: str
     legend: str
     exemplar: bool = False
     properties: Properties | None = None
+    colours: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +124,20 @@ def row(number: int, title: str) -> Row:
 
 
 def stat(  # noqa: PLR0913 - what a panel shows, in one call
-    place: Place, title: str, description: str, expr: str, *, unit: str, steps: Steps
+    place: Place,
+    title: str,
+    description: str,
+    expr: str,
+    *,
+    unit: str,
+    steps: Steps,
+    no_value: str = settings.NO_DATA,
+    legend: str = "",
 ) -> StatPanel:
-    """One number."""
+    """One number, or one for each series; a legend names the series."""
     query = _instant(expr, "A")
+    if legend:
+        query.legend_format(legend)
     return (
         StatPanel()
         .id(place.number)
@@ -127,7 +148,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .datasource(PROMETHEUS)
         .with_target(query)
         .unit(unit)
-        .no_value(settings.NO_DATA)
+        .no_value(no_value)
         .thresholds(_thresholds(steps))
         .color_mode(common.BigValueColorMode.VALUE)
         .graph_mode(common.BigValueGraphMode.NONE)
@@ -182,25 +203,33 @@ def timeseries(
         )
         if query.properties is not None:
             panel.override_by_query(ref_id, _properties(query.properties))
+        for name, colour in query.colours.items():
+            panel.override_by_name(name, _properties(fixed(colour)))
     return panel
 
 
-def bars(
-    place: Place, title: str, description: str, queries: Sequence[Query], *, unit: str = "short"
-) -> TimeseriesPanel:
-    """Stacked bars: how much happened."""
+def bars(place: Place, title: str, description: str, queries: Sequence[Query]) -> TimeseriesPanel:
+    """Stacked bars: how much happened since the bar before."""
     return (
-        timeseries(place, title, description, queries, unit=unit)
+        timeseries(place, title, description, queries, unit=settings.COUNT)
+        .decimals(0)
+        .max_data_points(settings.MOST_BARS)
         .draw_style(common.GraphDrawStyle.BARS)
-        .fill_opacity(70)
+        .line_width(0)
+        .fill_opacity(80)
         .stacking(StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
     )
+
+
+def fixed(colour: str) -> Properties:
+    """One colour, whatever the value is."""
+    return {"color": {"mode": dashboard.FieldColorModeId.FIXED, "fixedColor": colour}}
 
 
 def dashed(colour: str) -> Properties:
     """A dashed line without an area below it."""
     return {
-        "color": {"mode": dashboard.FieldColorModeId.FIXED, "fixedColor": colour},
+        **fixed(colour),
         "custom.lineStyle": LineStyle().fill("dash").dash([10, 10]).build(),
         "custom.fillOpacity": 0,
     }
@@ -214,6 +243,8 @@ def table(  # noqa: PLR0913 - the same
     *,
     exprs: Sequence[str] = (),
     sort_by: str | None = None,
+    no_value: str = settings.NO_DATA,
+    only_columns: bool = False,
 ) -> TablePanel:
     """A table of labels and of values now.
 
@@ -224,6 +255,8 @@ def table(  # noqa: PLR0913 - the same
         columns: From left to right; a source with a selector is a query, any other a label.
         exprs: Queries whose values are not shown.
         sort_by: The one of all queries by whose values the rows are sorted, falling.
+        no_value: What is shown where there are no rows.
+        only_columns: Whether other labels are left out, of which nobody knows which there are.
     """
     shown = [column.source for column in columns if "{" in column.source]
     every = [*shown, *exprs]
@@ -240,7 +273,9 @@ def table(  # noqa: PLR0913 - the same
         .title(title)
         .description(description)
         .datasource(PROMETHEUS)
-        .unit("short")
+        .unit(settings.COUNT)
+        .decimals(0)
+        .no_value(no_value)
         .show_header(show_header=True)
         .frame_index(0)
         .footer(TableFooterOptions().show(show=False).reducer([]).enable_pagination(True))
@@ -251,7 +286,14 @@ def table(  # noqa: PLR0913 - the same
     if sort_by is not None:
         by = {"fields": {}, "sort": [{"field": value[sort_by], "desc": True}]}
         panel.with_transformation(dashboard.DataTransformerConfig("sortBy", options=by))
+        most = {"limitField": settings.TOP}
+        panel.with_transformation(dashboard.DataTransformerConfig("limit", options=most))
     names = [value.get(column.source, column.source) for column in columns]
+    if only_columns:
+        kept = {"include": {"names": names}}
+        panel.with_transformation(
+            dashboard.DataTransformerConfig("filterFieldsByName", options=kept)
+        )
     panel.with_transformation(
         dashboard.DataTransformerConfig(
             "organize",
@@ -268,17 +310,79 @@ def table(  # noqa: PLR0913 - the same
         properties = dict(column.properties or {})
         if column.source not in value:
             properties.setdefault("unit", "string")  # an id of digits only is no number
+            properties.setdefault("noValue", "")
+        else:
+            properties.setdefault("noValue", "-")
         if properties:
             panel.override_by_name(column.title, _properties(properties))
     return panel
 
 
-def gauge_cell() -> object:
-    """A cell with a bar."""
-    return common.TableBarGaugeCellOptions(
+def text(title: str, label: str, width: int, **properties: object) -> Column:
+    """A column of a label; what is too long for it continues below, and can be looked at."""
+    own = {
+        "custom.width": width,
+        "custom.inspect": True,
+        "custom.cellOptions": {"type": "auto", "wrapText": True},
+    }
+    return Column(title, label, {**own, **properties})
+
+
+def gauge(title: str, expr: str, width: int) -> Column:
+    """A column of shares, as bars."""
+    cell = common.TableBarGaugeCellOptions(
         mode=common.BarGaugeDisplayMode.BASIC,
         value_display_mode=common.BarGaugeValueMode.TEXT,
     )
+    own = {"unit": "percentunit", "min": 0, "max": 1, "custom.cellOptions": cell}
+    return Column(title, expr, {**own, **fixed(settings.NEUTRAL), "custom.width": width})
+
+
+def state(title: str, expr: str, width: int) -> Column:
+    """A column of 0, 1 and 2, as words on coloured ground."""
+    own = {
+        "mappings": [words(settings.STATES)],
+        "custom.cellOptions": {"type": "color-background", "mode": "basic"},
+    }
+    return Column(title, expr, {**own, "custom.width": width})
+
+
+def words(colours: Mapping[str, str | None]) -> dashboard.ValueMap:
+    """What 0, 1 and so on mean, and their colours."""
+    return dashboard.ValueMap(
+        options={
+            str(value): dashboard.ValueMappingResult(text=word, color=colour, index=value)
+            for value, (word, colour) in enumerate(colours.items())
+        },
+    )
+
+
+def when(title: str, expr: str, width: int) -> Column:
+    """A column of times, as from now."""
+    return Column(title, expr, {"unit": "dateTimeFromNow", "custom.width": width})
+
+
+def count(title: str, expr: str, width: int) -> Column:
+    """A column of whole numbers."""
+    return Column(title, expr, {"custom.width": width})
+
+
+def duration(title: str, expr: str, width: int) -> Column:
+    """A column of seconds; little time is marked."""
+    own = {
+        "unit": "s",
+        "decimals": 0,
+        "thresholds": thresholds(TIME_LEFT),
+        "color": {"mode": "thresholds"},
+        "custom.cellOptions": {"type": "color-text"},
+    }
+    return Column(title, expr, {**own, "custom.width": width})
+
+
+def from_one(colour: str) -> list[dashboard.DynamicConfigValue]:
+    """A colour for 1 and more."""
+    steps = thresholds([(None, settings.OK), (1, colour)])
+    return _properties({"thresholds": steps})
 
 
 def traces(place: Place, title: str, description: str, query: str) -> TablePanel:

@@ -1,4 +1,4 @@
-"""The queries: PromQL over the raw metrics, and TraceQL.
+"""The queries: selectors of PromQL, what a process tells of itself, TraceQL, and links.
 
 Every selector begins with the matcher on the job: there an export puts the matchers that it was
 given. A thread's id is any printable text of up to 64 characters: it stands in
@@ -6,7 +6,6 @@ raw strings, in which only the backtick means something.
 """
 
 import json
-from dataclasses import dataclass
 from urllib.parse import quote
 
 from dashboards import settings
@@ -19,16 +18,21 @@ THREAD = "thread_id=`${thread:raw}`"
 NO_BACKTICK = "/^[^`]+$/"
 """Keeps a thread id out of the variable that would end the raw string that it stands in."""
 
+THREAD_OF_RESULT = r'/thread_id="([^`]+)"\} /'
+"""Takes the thread out of a line of `query_result()`, for a raw string."""
+
 CALLS = names.CALLS.name
 DECISIONS = names.LIMIT_DECISIONS.name
 NEAR = names.NEAR.name
 EXHAUSTED = names.EXHAUSTED.name
 CONFIGURED = names.LIMIT.name
+LIMIT_NEAR = names.LIMIT_NEAR.name
+LIMIT_ALERT = names.LIMIT_ALERT.name
 SUBJECTS = names.SUBJECTS.name
 THREAD_USED = names.THREAD_USED.name
-THREAD_LIMIT = names.THREAD_LIMIT.name
 THREAD_BLOCKED = names.THREAD_BLOCKED.name
-THREAD_SEEN = names.THREAD_SEEN.name
+THREAD_DECIDED = names.THREAD_DECIDED.name
+THREAD_LIMIT = names.THREAD_LIMIT.name
 HIDDEN = names.THREADS_HIDDEN.name
 STORE = names.STORE_SECONDS.name
 STORE_KEYS = names.STORE_KEYS.name
@@ -36,6 +40,11 @@ STORE_MAX_KEYS = names.STORE_MAX_KEYS.name
 FALLBACKS = names.STORE_FALLBACKS.name
 ERRORS = names.ERRORS.name
 BUILD = names.BUILD_INFO.name
+STARTED = names.START_TIME.name
+AFTER_REFUSAL = names.CALLS_AFTER_REFUSAL.name
+RUNS = names.RUNS.name
+RUNS_ENDED = names.RUNS_ENDED.name
+DECISION = names.DECISION_SECONDS.name
 
 TRACED = "traced"
 """The label with a thread's id, where that can stand in a link to its traces as it is."""
@@ -46,35 +55,19 @@ def select(metric: str, *matchers: str) -> str:
     return f"{metric}{{{','.join((*PROCESS, *matchers))}}}"
 
 
+def among(variable: str) -> str:
+    """Matches the threads that a hidden variable has found."""
+    return f"thread_id=~`${{{variable}:regex}}`"
+
+
 def label_values(selector: str, label: str) -> str:
     """The query of a variable."""
     return f"label_values({selector}, {label})"
 
 
-def increase(by: str, selector: str, window: str) -> str:
-    """By how much counters grew, with what they were born with.
-
-    `increase()` sees nothing of a counter's first value: the refusal with which a process began.
-    A counter that was not there before the window adds its least value, which is its first. The
-    added label keeps the two apart, so that the sum takes both.
-    """
-    born = (
-        f"min_over_time({selector}[{window}]) "
-        f"unless last_over_time({selector}[{settings.BORN_LOOKBACK}] offset {window})"
-    )
-    grew = f"increase({selector}[{window}])"
-    return f'{_sum(by)} ({grew} or label_replace({born}, "born", "yes", "", ""))'
-
-
-def per_minute(by: str, selector: str) -> str:
-    """How fast counters grow."""
-    return f"{_sum(by)} (rate({selector}[{settings.RATE}])) * 60"
-
-
-def quantile(share: float) -> str:
-    """A quantile of the time that operations of the shared store took."""
-    buckets = select(f"{STORE}_bucket")
-    return f"histogram_quantile({share}, sum by (le, operation) (rate({buckets}[{settings.RATE}])))"
+def sum_by(by: str, expression: str) -> str:
+    """A sum that keeps labels, if there are any to be kept."""
+    return f"sum by ({by}) ({expression})" if by else f"sum ({expression})"
 
 
 def store_share() -> str:
@@ -90,75 +83,24 @@ def scrape_duration() -> str:
     return f"max by (job, instance) ({duration} and on (job, instance) {select(BUILD)})"
 
 
-def _sum(by: str) -> str:
-    return f"sum by ({by})" if by else "sum"
+def processes() -> str:
+    """Whether processes have metrics of ours: 0 if so, 1 if they are gone, 2 if they are lost.
+
+    A process is lost if it had metrics within an hour, has none, and is still to be scraped.
+    """
+    by, on = "max by (job, instance, version)", "on (job, instance)"
+    build = select(BUILD)
+    had = f"{by} (last_over_time({build}[{settings.LOOKBACK}])) unless {on} {build}"
+    lost = f"2 * ({had} and {on} {select('scrape_duration_seconds')})"
+    return f"0 * {by} ({build}) or {lost} or {had}"
 
 
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """Expressions over threads with series of their own; `only` is a matcher that narrows them."""
-
-    only: str | None = None
-
-    def freshest(self, expression: str) -> str:
-        """Of a thread that several processes serve, what the one says that served it last."""
-        return (
-            f"max by (job, agent, limit, thread_id) (({expression}) "
-            "and on (job, instance, agent, thread_id) "
-            f"topk by (job, agent, thread_id) (1, {self._select(THREAD_SEEN)}))"
-        )
-
-    @property
-    def used(self) -> str:
-        """Calls used."""
-        return self._select(THREAD_USED, LIMIT)
-
-    @property
-    def limit(self) -> str:
-        """Calls allowed."""
-        return self._select(THREAD_LIMIT, LIMIT)
-
-    @property
-    def blocked(self) -> str:
-        """Calls refused: a counter."""
-        return self._select(THREAD_BLOCKED, LIMIT)
-
-    @property
-    def share(self) -> str:
-        """The used share."""
-        return f"{self.used} / ({self.limit} > 0)"
-
-    @property
-    def rank(self) -> str:
-        """The share, but for exhausted threads: the near ones come before them."""
-        exhausted = f"({self.share} >= bool 1) * {settings.RANK_OF_EXHAUSTED}"
-        return f"({self.share} < 1) or {exhausted}"
-
-    @property
-    def remaining(self) -> str:
-        """Calls left."""
-        return f"clamp_min({self.limit} - {self.used}, 0)"
-
-    @property
-    def seconds_left(self) -> str:
-        """Seconds until the limit is used up, for threads that are using it at this moment."""
-        pace = f"deriv({self.used}[{settings.PACE_WINDOW}]) > 0"
-        active = f"delta({self.used}[{settings.ACTIVE_WINDOW}]) > 0"
-        return f"({self.limit} - {self.used} > 0) / ({pace}) and {active}"
-
-    @property
-    def predicted(self) -> str:
-        """Calls that will be used if the thread goes on like this."""
-        return f"predict_linear({self.used}[{settings.PACE_WINDOW}], {settings.PREDICTED_SECONDS})"
-
-    @property
-    def seen(self) -> str:
-        """When a call was last judged."""
-        return self._select(THREAD_SEEN)
-
-    def _select(self, metric: str, *matchers: str) -> str:
-        only = () if self.only is None else (self.only,)
-        return select(metric, AGENT, *matchers, *only)
+def firing_alerts() -> str:
+    """Since when the alerts fire that began last, in milliseconds."""
+    chosen = f'alertname=~"{settings.ALERTS}",{PROCESS[0]}'
+    firing = f'ALERTS{{{chosen},alertstate="firing"}}'
+    since = f"ALERTS_FOR_STATE{{{chosen}}} * 1000 and ignoring (alertstate) {firing}"
+    return f"topk({settings.TOP}, {since})"
 
 
 def with_traced(expression: str) -> str:
@@ -201,7 +143,7 @@ def spans(thread: str, *, refused: bool = False) -> str:
 
 
 def thread_link() -> str:
-    """From a row of the ranked table to its thread's dashboard."""
+    """From a row of a table to its thread's dashboard."""
     return (
         f"/d/{settings.THREAD_UID}?${{datasource:queryparam}}&${{tempo:queryparam}}"
         "&${instance:queryparam}"
@@ -213,7 +155,7 @@ def thread_link() -> str:
 
 
 def traces_link() -> str:
-    """From a row of the ranked table to its thread's calls in Tempo."""
+    """From a row of a table to its thread's calls in Tempo."""
     thread = f"${{__data.fields.{TRACED}:percentencode}}"
     query = {
         "refId": "A",

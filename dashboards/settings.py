@@ -10,27 +10,34 @@ THREAD_TITLE = "LangChain quota: thread"
 TIME_FROM = "now-3h"
 REFRESH = "30s"
 
-# The share of a limit from which it counts as near: the default of `Telemetry(near=…)`.
-NEAR = 0.8
-# In the ranking, an exhausted thread comes after all near ones and before all others.
-RANK_OF_EXHAUSTED = 0.7999
+# The most rows of a table.
+TOP = 100
 
-# How far back a thread's pace is measured, and how far ahead it is continued.
+# How far back a pace is measured, and how far ahead it is continued.
 PACE_WINDOW = "15m"
 PREDICTED_SECONDS = 1800
 PREDICTED_TEXT = "30 min"
-# Only a thread that used calls within this time is about to run out.
+# Only what used calls within this time is about to run out.
 ACTIVE_WINDOW = "5m"
 
-# A counter not seen for this long before a window was born in that window.
-BORN_LOOKBACK = "1h"
+# For so long the last value of a lost target is remembered.
+LOOKBACK = "1h"
+# A process is scraped for the first time at most so long after it began.
+FIRST_SCRAPE_SECONDS = 300
 
 # A refusal is marked for so long, as in the alert on breaches; evaluated at this step.
 BREACH_WINDOW = "5m"
+BREACH_SECONDS = "300"
 BREACH_STEP = "1m"
 
 RATE = "$__rate_interval"
 RANGE = "$__range"
+RANGE_SECONDS = "$__range_s"
+# The time from one bar to the next. Grafana rounds $__interval down to whole minutes or hours.
+BAR = "${__interval_ms}ms"
+BAR_SECONDS = "${__interval_ms} / 1000"
+# More bars than that cannot be told apart.
+MOST_BARS = 100
 
 QUANTILES = (0.5, 0.95, 0.99)
 
@@ -42,6 +49,18 @@ SOME_TIME_SECONDS = 3600
 TRACES_SHOWN = 50
 SPANS_PER_TRACE = 20
 
-OK, WARNING, CRITICAL, NEUTRAL = "green", "orange", "red", "text"
+# One meaning each, on light and on dark ground, told apart by the colour-blind.
+OK = "#2a7fd4"
+WARNING = "#cc8400"
+CRITICAL = "#d0103a"
+NEUTRAL = "#8e8e9a"
+
+# What is said of a limit's use, by how much is used.
+STATES = {"ok": OK, "near": WARNING, "exhausted": CRITICAL}
+
+# Grafana's unit for whole numbers: 12,345 and not 12.3 K.
+COUNT = "locale"
 
 NO_DATA = "no data"
+
+ALERTS = "LangChainQuota.+"

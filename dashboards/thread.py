@@ -3,34 +3,49 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards import settings
+from dashboards.counters import bars as grown
+from dashboards.counters import total
 from dashboards.panels import (
+    TIME_LEFT,
     Place,
     Query,
     bars,
     breaches,
     dashed,
+    fixed,
     new_dashboard,
     row,
     stat,
     timeseries,
     traces,
+    words,
 )
 from dashboards.queries import (
     AGENT,
+    LIMIT,
     NO_BACKTICK,
     THREAD,
-    THREAD_SEEN,
-    THREAD_USED,
-    Threads,
-    increase,
+    THREAD_BLOCKED,
+    THREAD_DECIDED,
+    THREAD_LIMIT,
     label_values,
     select,
     spans,
 )
-from dashboards.settings import CRITICAL, NEUTRAL, OK, RANGE, RATE, WARNING
+from dashboards.settings import (
+    COUNT,
+    CRITICAL,
+    NEUTRAL,
+    OK,
+    RANGE,
+    RANGE_SECONDS,
+    WARNING,
+)
+from dashboards.usage import of_threads, refused_since
 from dashboards.variables import common_variables, one, several
 
-_THREAD = Threads(only=THREAD)
+_USE = of_threads(THREAD)
+_REFUSALS = select(THREAD_BLOCKED, AGENT, LIMIT, THREAD)
 
 
 def build() -> Dashboard:
@@ -40,8 +55,8 @@ def build() -> Dashboard:
         settings.THREAD_TITLE,
         "What one conversation has used of its limits, what was refused on it, and why.",
     )
-    threads = label_values(select(THREAD_SEEN, AGENT), "thread_id")
-    limits = label_values(select(THREAD_USED, AGENT, THREAD), "limit")
+    threads = label_values(select(THREAD_DECIDED, AGENT), "thread_id")
+    limits = label_values(select(THREAD_LIMIT, AGENT, THREAD), "limit")
     thread = one("thread", "Thread", threads).regex(NO_BACKTICK)
     board.variables([*common_variables(), thread, several("limit", "Limit", limits)])
     _stats(board)
@@ -51,10 +66,16 @@ def build() -> Dashboard:
 
 
 def annotations() -> list[dict[str, object]]:
-    """Where calls of the thread were refused."""
+    """Where calls of the thread were refused, if that is worth an alert."""
     return [
         breaches(
-            increase("job, agent, limit", _THREAD.blocked, settings.BREACH_WINDOW),
+            total(
+                "job, agent, limit",
+                _REFUSALS,
+                settings.BREACH_WINDOW,
+                settings.BREACH_SECONDS,
+                alerting=True,
+            ),
             title="{{limit}} refused calls of this thread",
             text="agent {{agent}}, job {{job}}",
         )
@@ -62,59 +83,91 @@ def annotations() -> list[dict[str, object]]:
 
 
 def _stats(board: Dashboard) -> None:
+    worst = f"max({_USE.freshest(_USE.state)})"
     board.with_panel(
         stat(
-            Place(1, 5, 4),
+            Place(12, 3, 4),
+            "State",
+            "How the limit stands of which most is used: ok, near, or exhausted.",
+            worst,
+            unit=COUNT,
+            steps=[(None, NEUTRAL)],
+        ).mappings([words(settings.STATES)])
+    )
+    board.with_panel(
+        stat(
+            Place(1, 3, 4),
             "Utilization",
             "The used share of the limit that is used most.",
-            f"max({_THREAD.freshest(_THREAD.share)})",
+            f"max({_USE.freshest(_USE.share)})",
             unit="percentunit",
-            steps=[(None, OK), (settings.NEAR, WARNING), (1, CRITICAL)],
+            steps=[(None, NEUTRAL)],
         )
     )
     board.with_panel(
         stat(
-            Place(2, 5, 4),
+            Place(2, 3, 4),
             "Calls left",
             "How many calls the limit with the fewest calls left still allows.",
-            f"min({_THREAD.freshest(_THREAD.remaining)})",
-            unit="short",
-            steps=[(None, CRITICAL), (1, OK)],
+            f"min({_USE.freshest(_USE.remaining)})",
+            unit=COUNT,
+            steps=[(None, NEUTRAL), (0, CRITICAL), (1, NEUTRAL)],
+        ).decimals(0)
+    )
+    board.with_panel(
+        stat(
+            Place(3, 3, 4),
+            "Runs out in",
+            "When the first limit is used up, if the thread goes on with the pace of the last "
+            f"{settings.PACE_WINDOW}. Empty: it used no call in the last "
+            f"{settings.ACTIVE_WINDOW}, or has used its limits up.",
+            f"min({_USE.freshest(_USE.seconds_left)})",
+            unit="s",
+            steps=TIME_LEFT,
+            no_value="-",
+        ).decimals(0)
+    )
+    board.with_panel(
+        stat(
+            Place(4, 3, 4),
+            "Calls refused",
+            "Calls of the thread that were refused in the chosen time, by a limit of the thread, "
+            "of a run or of a shared quota. A call that two limits refuse counts for both.",
+            total("", _REFUSALS, RANGE, RANGE_SECONDS),
+            unit=COUNT,
+            steps=[(None, NEUTRAL)],
+            no_value="none",
+        ).decimals(0)
+    )
+    board.with_panel(
+        stat(
+            Place(10, 3, 4),
+            "Refused since",
+            "When the latest refusals of the thread began, without a pause of ten minutes. Empty: "
+            "nothing was refused.",
+            f"min({refused_since(THREAD)}) * 1000",
+            unit="dateTimeFromNow",
+            steps=[(None, NEUTRAL), (0, CRITICAL)],
+            no_value="-",
         )
     )
     board.with_panel(
         stat(
-            Place(3, 5, 4),
-            "Time to exhaustion",
-            "When the first limit is used up, if the thread goes on with the pace of the last "
-            f"{settings.PACE_WINDOW}. No data: it used no call in the last "
-            f"{settings.ACTIVE_WINDOW}, or has used its limits up.",
-            f"min({_THREAD.freshest(_THREAD.seconds_left)})",
-            unit="s",
-            steps=[
-                (None, CRITICAL),
-                (settings.LITTLE_TIME_SECONDS, WARNING),
-                (settings.SOME_TIME_SECONDS, OK),
-            ],
-        ).decimals(0)
+            Place(11, 3, 4),
+            "Resets",
+            "When the first window of its limits ends. Empty: they have no time window.",
+            f"min({_USE.freshest(_USE.resets)})",
+            unit="dateTimeFromNow",
+            steps=[(None, NEUTRAL)],
+            no_value="-",
+        )
     )
     board.with_panel(
         stat(
-            Place(4, 5, 4),
-            "Calls refused",
-            "Calls of the thread that were refused in the chosen time, by a limit of the thread or "
-            "of a run.",
-            increase("", _THREAD.blocked, RANGE),
-            unit="short",
-            steps=[(None, OK), (1, WARNING)],
-        ).decimals(0)
-    )
-    board.with_panel(
-        stat(
-            Place(5, 4, 4),
+            Place(5, 3, 4),
             "Last decision",
-            "When a call of the thread was last judged.",
-            f"max({_THREAD.seen}) * 1000",
+            "When a call of the thread was last judged, or the thread was last reset.",
+            f"max({_USE.decided}) * 1000",
             unit="dateTimeFromNow",
             steps=[(None, NEUTRAL)],
         )
@@ -128,22 +181,25 @@ def _use(board: Dashboard) -> None:
             "Used against limit: $limit",
             "Calls that the thread has used, and how many it may use. The orange line is where it "
             f"will be {settings.PREDICTED_TEXT} later if it goes on with the pace of the last "
-            f"{settings.PACE_WINDOW}: above the limit, it runs out before.",
+            f"{settings.PACE_WINDOW}: where it is at the limit, the thread runs out before.",
             [
-                Query(_THREAD.freshest(_THREAD.used), "used ({{agent}}, {{limit}})"),
                 Query(
-                    _THREAD.freshest(_THREAD.limit),
+                    _USE.freshest(_USE.used), "used ({{agent}}, {{limit}})", properties=fixed(OK)
+                ),
+                Query(
+                    _USE.freshest(_USE.limit),
                     "limit ({{agent}}, {{limit}})",
                     properties=dashed(CRITICAL),
                 ),
                 Query(
-                    _THREAD.freshest(_THREAD.predicted),
+                    _USE.freshest(_USE.predicted),
                     f"in {settings.PREDICTED_TEXT} ({{{{agent}}}}, {{{{limit}}}})",
                     properties=dashed(WARNING),
                 ),
             ],
-            unit="short",
+            unit=COUNT,
         )
+        .decimals(0)
         .repeat("limit")
         .repeat_direction("h")
         .max_per_row(2)
@@ -156,9 +212,10 @@ def _refusals(board: Dashboard) -> None:
         bars(
             Place(8, 24, 7),
             "Refusals",
-            "How many calls of the thread each limit refused.",
-            [Query(increase("agent, limit", _THREAD.blocked, RATE), "{{limit}} ({{agent}})")],
-        )
+            "How many calls of the thread each limit refused. The bars add up to the refusals that "
+            "were counted.",
+            [Query(grown("agent, limit", _REFUSALS), "{{limit}} ({{agent}})")],
+        ).no_value("Nothing was refused.")
     )
     board.with_panel(
         traces(

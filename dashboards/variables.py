@@ -3,6 +3,7 @@
 from grafana_foundation_sdk.builders.dashboard import DatasourceVariable, QueryVariable
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models.dashboard import (
+    VariableHide,
     VariableModel,
     VariableOption,
     VariableRefresh,
@@ -10,7 +11,7 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from dashboards.panels import PROMETHEUS
-from dashboards.queries import BUILD, CALLS, PROCESS, label_values, select
+from dashboards.queries import BUILD, CALLS, PROCESS, THREAD_OF_RESULT, label_values, select
 
 
 def common_variables() -> list[Builder[VariableModel]]:
@@ -24,6 +25,23 @@ def common_variables() -> list[Builder[VariableModel]]:
         several("instance", "Instance", label_values(this_job, "instance")),
         several("agent", "Agent", label_values(select(CALLS), "agent")),
     ]
+
+
+def found(name: str, label: str, expr: str) -> QueryVariable:
+    """A hidden variable with the ids of the threads that a table is about.
+
+    It is asked once, over all threads; the columns are then about the found ones only. To look
+    through all threads for each column takes seconds where there are many.
+    """
+    everything = VariableOption(text=["All"], value=["$__all"], selected=True)
+    return (
+        one(name, label, f"query_result(group by (thread_id) ({expr}))")
+        .regex(THREAD_OF_RESULT)
+        .hide(VariableHide.HIDE_VARIABLE)
+        .multi(multi=True)
+        .include_all(include_all=True)
+        .current(everything)
+    )
 
 
 def several(name: str, label: str, query: str) -> QueryVariable:

@@ -15,9 +15,12 @@ ALL = ["$__all"]
 
 RATE_INTERVAL = "10s"
 RANGE = "1h"
+RANGE_SECONDS = "3600"
+INTERVAL_MILLISECONDS = "1000"
 
 _VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::(?P<format>\w+))?\}|\$(?P<bare>\w+)")
 _LABEL_VALUES = re.compile(r"label_values\((?P<selector>.+), (?P<label>\w+)\)", re.DOTALL)
+_RESULT = re.compile(r"query_result\((?P<expr>.+)\)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,24 @@ class Variable:
 
     Attributes:
         name: Its name.
-        selector: The series that have the values, with variables.
         label: The label whose values they are.
         several: Whether several values can be chosen.
+        selector: The series that have the values, with variables; empty if a query finds them.
+        expr: The query whose result has the values, with variables, and
+        regex: what takes them out of its lines; empty if a selector finds them.
     """
 
     name: str
-    selector: str
     label: str
     several: bool
+    selector: str = ""
+    expr: str = ""
+    regex: str = ""
+
+    @property
+    def asked(self) -> str:
+        """The selector or the query."""
+        return self.selector or self.expr
 
 
 @dataclass(frozen=True)
@@ -90,15 +102,8 @@ class Board:
     @property
     def variables(self) -> list[Variable]:
         """The variables that Prometheus is asked about, in order."""
-        found = []
-        for model in self.model["templating"]["list"]:
-            if model["type"] == "query":
-                asked = _LABEL_VALUES.fullmatch(model["query"])
-                assert asked is not None, model["query"]
-                found.append(
-                    Variable(model["name"], asked["selector"], asked["label"], model["multi"])
-                )
-        return found
+        models = self.model["templating"]["list"]
+        return [_variable(model) for model in models if model["type"] == "query"]
 
     def _of_panels(self) -> Iterator[Query]:
         for panel in self.panels:
@@ -122,6 +127,17 @@ class Board:
             )
 
 
+def _variable(model: Any) -> Variable:
+    asked = _LABEL_VALUES.fullmatch(model["query"])
+    if asked is not None:
+        return Variable(model["name"], asked["label"], model["multi"], selector=asked["selector"])
+    result = _RESULT.fullmatch(model["query"])
+    assert result is not None, model["query"]
+    regex = model["regex"].removeprefix("/").removesuffix("/")
+    label = regex.partition("=")[0]
+    return Variable(model["name"], label, model["multi"], expr=result["expr"], regex=regex)
+
+
 def boards(**options: Any) -> list[Board]:
     """The dashboards as they are exported."""
     return [Board(json.loads(text)) for text in dashboards(**options).values()]
@@ -129,7 +145,13 @@ def boards(**options: Any) -> list[Board]:
 
 def interpolate(expr: str, values: Values) -> str:
     """Replace variables as Grafana's Prometheus data source does."""
-    every: Values = {"__rate_interval": RATE_INTERVAL, "__range": RANGE, **values}
+    every: Values = {
+        "__rate_interval": RATE_INTERVAL,
+        "__range": RANGE,
+        "__range_s": RANGE_SECONDS,
+        "__interval_ms": INTERVAL_MILLISECONDS,
+        **values,
+    }
 
     def replaced(match: re.Match[str]) -> str:
         name = match["braced"] or match["bare"]
@@ -138,12 +160,19 @@ def interpolate(expr: str, values: Values) -> str:
         value = every[name]
         if value == ALL:
             return ".+"
+        if match["format"] == "regex":
+            return f"({'|'.join(map(_regex, value))})"
         if isinstance(value, list):
             escaped = [_escaped(each) for each in value]
             return escaped[0] if len(escaped) == 1 else f"({'|'.join(escaped)})"
         return value if match["format"] == "raw" or name.startswith("__") else _plain(value)
 
     return _VARIABLE.sub(replaced, expr)
+
+
+def _regex(value: str) -> str:
+    """For a regular expression in a raw string."""
+    return re.sub(r"[-\[\]{}()*+!<=:?./\\^$|#\s,]", r"\\\g<0>", value)
 
 
 def _escaped(value: str) -> str:

@@ -10,10 +10,11 @@ from langchain_quota.errors import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
-from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.drop_ins import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.quotas import Quota
 from langchain_quota.state import (
     ModelCallLimitState,
     QuotaState,

@@ -61,6 +61,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         deferred=amount > 0 and not charging,
         enforced=limit.limit.enforce,
         near=limit.limit.near,
+        alert=limit.limit.alert,
         computed=limit.computed,
         quotas=tuple(
             QuotaStatus(
@@ -70,7 +71,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
                 counts[row.counter] + amount,
                 row.quota.limit,
                 row.quota.resets_at,
-                row.quota.per_thread,
+                row.quota.per,
             )
             for row in of_quotas
             if row.quota is not None

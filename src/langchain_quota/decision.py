@@ -121,7 +121,8 @@ class QuotaStatus:
         used: The count, in calls, after the call.
         limit: The quota's number, in calls.
         resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
-        per_thread: Whether the subject is the thread.
+        per: What it is per: `"thread"`, `"agent"`, `"global"`, the name in `runtime.context`, or,
+            of a function, the quota's name.
 
     Examples:
         >>> from langchain_quota import QuotaStatus
@@ -136,7 +137,7 @@ class QuotaStatus:
     used: int
     limit: int
     resets_at: datetime | None = None
-    per_thread: bool = False
+    per: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class LimitStatus:
         deferred: Whether the call is let through now and counted when it has returned.
         enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
         near: The limit's own near share; `None` for that of the telemetry.
+        alert: Whether its refusals are worth an alert.
         computed: The scopes whose limit was computed for this call.
         thread_before: The thread's count, in calls, before the call.
         thread_used: The thread's count, in calls, after the call.
@@ -193,6 +195,7 @@ class LimitStatus:
     deferred: bool = False
     enforced: bool = True
     near: float | None = None
+    alert: bool = True
     computed: tuple[Scope, ...] = ()
     quotas: tuple[QuotaStatus, ...] = ()
     shared: bool = False

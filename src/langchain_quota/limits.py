@@ -1,10 +1,8 @@
 """What may be spent: the limits that a user sets, frozen and validated."""
 
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 from langchain_quota.arguments import (
@@ -15,7 +13,8 @@ from langchain_quota.arguments import (
     checked_name,
     checked_tools,
 )
-from langchain_quota.decision import RUN, STORE, THREAD, Call, Decision
+from langchain_quota.decision import THREAD, Call, Decision
+from langchain_quota.quotas import Quota
 
 MODEL = "model"
 """The counter of model calls."""
@@ -26,82 +25,6 @@ ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
 MaxCalls = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
 """A number of calls, none, or a function of the agent's state and runtime that gives either."""
-
-_FIXED = ("thread", "agent", "global")
-_RESERVED = (RUN, STORE, "none")
-_SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """How many calls somebody or something may make, counted in a store that runs share.
-
-    Quotas on the same calls with the same `per` (of functions: the same name) and the same window
-    are thresholds over one count, whichever limit or agent of the store they belong to.
-
-    Args:
-        limit: Most calls in a window, a whole number from 0 (which forbids); or a function of the
-            agent's state and runtime, sync or async, that gives it, or `None` for no limit now.
-        per: Whose calls are counted together: those of a `"thread"`, of an `"agent"` (by its
-            name), of all (`"global"`), of a value in `runtime.context` under this name (a user,
-            a tenant), or of what a function of state and runtime, sync or async, gives. Values
-            are strings (not empty), whole numbers or UUIDs; equal texts are one subject. A value
-            that is missing or of another type fails the run, and nothing is charged.
-        window: How long a count lasts, in whole seconds from 1. Windows are fixed and aligned to
-            the Unix epoch in UTC: a window of a day begins at midnight UTC, one of a week on a
-            Thursday. So around an edge up to twice the limit can run. `None`: until it is reset.
-        name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
-            A function needs one. Two quotas of one limit need different ones, and none may take
-            `"run"`, `"store"` or `"none"`, nor a fixed `per` that is not its own. Nor may `per`
-            be `"run"`: that is a `run_limit`.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is out of bounds. The message names the argument and the value.
-
-    Examples:
-        >>> from datetime import timedelta
-        >>> from langchain_quota import Quota, ToolCallLimit
-        >>> daily = Quota(5, per="user_id", window=timedelta(days=1))
-        >>> ToolCallLimit("email", quotas=[daily]).quotas[0].name
-        'user_id'
-    """
-
-    limit: "int | Callable[[Any, Any], int | Awaitable[int | None] | None]"
-    _: KW_ONLY
-    per: "str | Callable[[Any, Any], object]" = THREAD
-    window: timedelta | None = None
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if self.limit is None:
-            raise TypeError("limit must be a whole number or a function, not None")
-        if not callable(self.limit):
-            check_count("limit", self.limit)
-        if not isinstance(self.per, str) and not callable(self.per):
-            raise TypeError(f"per must be a string or a function, not {self.per!r}")
-        if self.window is not None and not isinstance(self.window, timedelta):
-            raise TypeError(f"window must be a timedelta or None, not {self.window!r}")
-        if self.window is not None and (
-            self.window < timedelta(seconds=1) or self.window.microseconds
-        ):
-            raise ValueError(f"window must be whole seconds, from 1, not {self.window!r}")
-        if not isinstance(self.name, str):
-            raise TypeError(f"name must be a string, not {self.name!r}")
-        if not self.name and not isinstance(self.per, str):
-            raise ValueError(f"per={self.per!r} is a function: give the quota a name")
-        name = self.name or str(self.per)
-        if not _SCOPE_NAME.fullmatch(name):
-            argument = "name" if self.name else "per, without a name,"
-            hint = "" if self.name else ": give the quota a name, the scope in metrics"
-            raise ValueError(f"{argument} must match [a-z_]{{1,32}}, not {name!r}{hint}")
-        _check_free(name, self.per)
-        _set(self, "name", name)
-
-    @property
-    def dimension(self) -> str:
-        """Under which name its subjects are kept: quotas with one dimension share a count."""
-        return self.per if isinstance(self.per, str) else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +51,8 @@ class ToolCallLimit:
             default that of the `Telemetry`.
         enforce: Whether the limit refuses calls. With `False` it is judged and counted in full,
             and what it would refuse runs, as `would_block`: try a limit before it bites.
+        alert: Whether a refusal is worth an alert. `False` for a limit that is meant to be hit:
+            the exported alert rules leave it out, as they do a limit that is not enforced.
         give_up_after: With `"continue"`: after so many refusals in one run, from 1, the run ends
             as with `"end"`.
         quotas: Further limits, per user, tenant or window, counted in a store that runs share:
@@ -165,6 +90,7 @@ class ToolCallLimit:
     name: str = ""
     near: float | None = None
     enforce: bool = True
+    alert: bool = True
     give_up_after: int | None = None
     quotas: Sequence[Quota] = ()
     tools: tuple[str, ...] = field(init=False, repr=False)
@@ -230,6 +156,7 @@ class ModelCallLimit:
         near: The used share, above 0 and at most 1, from which this limit counts as near; by
             default that of the `Telemetry`.
         enforce: Whether the limit refuses calls; see `ToolCallLimit`.
+        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
         quotas: Further limits, counted in a store that runs share; see `ToolCallLimit`.
 
     Raises:
@@ -259,6 +186,7 @@ class ModelCallLimit:
     name: str = ""
     near: float | None = None
     enforce: bool = True
+    alert: bool = True
     quotas: Sequence[Quota] = ()
 
     def __post_init__(self) -> None:
@@ -360,6 +288,8 @@ def _check_common(limit: "ToolCallLimit | ModelCallLimit") -> None:
         check_share("near", limit.near)
     if not isinstance(limit.enforce, bool):
         raise TypeError(f"enforce must be True or False, not {limit.enforce!r}")
+    if not isinstance(limit.alert, bool):
+        raise TypeError(f"alert must be True or False, not {limit.alert!r}")
 
 
 def _check_quotas(limit: "ToolCallLimit | ModelCallLimit") -> None:
@@ -379,20 +309,5 @@ def _check_quotas(limit: "ToolCallLimit | ModelCallLimit") -> None:
     _set(limit, "quotas", tuple(limit.quotas))
 
 
-def _check_free(name: str, per: object) -> None:
-    """Check that a quota is neither shown nor kept as something else is.
-
-    Raises:
-        ValueError: It would be.
-    """
-    if name in _RESERVED or (name in _FIXED and name != per):
-        raise ValueError(f"name must not be {name!r}: it has a meaning of its own")
-    if per == RUN:
-        raise ValueError(
-            f"per must not be {per!r}, under which a store counts runs: give a function that reads "
-            "the value from the context, and a name"
-        )
-
-
-def _set(limit: "ToolCallLimit | ModelCallLimit | Quota", attribute: str, value: object) -> None:
+def _set(limit: "ToolCallLimit | ModelCallLimit", attribute: str, value: object) -> None:
     object.__setattr__(limit, attribute, value)

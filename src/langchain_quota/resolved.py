@@ -32,7 +32,7 @@ class ResolvedQuota:
         subject: Whose calls are counted; empty for all.
         key: Where the store keeps the count.
         resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
-        per_thread: Whether the subject is the thread.
+        per: What it is per; of a function, the quota's name.
         computed: Whether the number was computed.
     """
 
@@ -41,13 +41,13 @@ class ResolvedQuota:
     subject: str
     key: str
     resets_at: datetime | None = None
-    per_thread: bool = False
+    per: str = ""
     computed: bool = False
 
     @property
     def is_threads(self) -> bool:
         """Whether it limits what a thread has used in all."""
-        return self.per_thread and self.resets_at is None
+        return self.per == THREAD and self.resets_at is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,8 @@ class Ledger(TypedDict, total=False):
     """Refusals in this run, by middleware and name of its limits that give up after some."""
     final: str
     """What the run ends with if this step's model call, its last, says nothing; else empty."""
+    refused: str | None
+    """The id of the first message of this run of which a limit refused a call."""
     turn: str | int | None
     """The newest message when the run began: its id or, without one, how many there were."""
     begun_by: list[str]
@@ -165,6 +167,7 @@ NEW_RUN: Ledger = {
     "model_counted": False,
     "batch": None,
     "refusals": {},
+    "refused": None,
     "final": "",
     "trace": None,
 }

@@ -1,6 +1,7 @@
 """Tools for testing limits: a scripted model, the decisions made, whether a history is valid."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from langchain_core.messages import (
 )
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import ConfigDict, PrivateAttr, field_validator
 
 from langchain_quota.decision import Decision
 from langchain_quota.locks import fork_safe_lock
@@ -70,8 +71,12 @@ class ScriptedChatModel(BaseChatModel):
             (each a tool's name, a `(name, arguments)` pair or a LangChain `ToolCall`), an
             `AIMessage`, or an exception, which is raised. Or a function from the messages to
             such an answer, which keeps concurrent conversations apart.
+        keep_calls: How many requests `calls` keeps, the newest ones, from 0; `None` for all. A
+            process that runs for long needs a bound, because each request has a whole history.
 
     Raises:
+        TypeError: `keep_calls` has the wrong type.
+        ValueError: `keep_calls` is below 0.
         RuntimeError: When called beyond the end of the script.
 
     Examples:
@@ -86,15 +91,33 @@ class ScriptedChatModel(BaseChatModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     script: Any
+    keep_calls: int | None = None
     _position: int = PrivateAttr(default=0)
-    _calls: list[ModelCall] = PrivateAttr(default_factory=list)
+    _calls: deque[ModelCall] = PrivateAttr()
     _ids: Iterator[int] = PrivateAttr(default_factory=lambda: count(1))
     _lock: Any = PrivateAttr(default_factory=fork_safe_lock)
 
+    @field_validator("keep_calls", mode="before")
+    @classmethod
+    def _check_keep_calls(cls, value: object) -> object:
+        if value is None:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"keep_calls must be a whole number or None, not {value!r}")
+        if value < 0:
+            raise ValueError(f"keep_calls must be 0 or more, not {value!r}")
+        return value
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Make what is kept as long as it may be, as of pydantic's `BaseModel`."""
+        super().model_post_init(context)
+        self._calls = deque(maxlen=self.keep_calls)
+
     @property
     def calls(self) -> tuple[ModelCall, ...]:
-        """The requests received so far."""
-        return tuple(self._calls)
+        """The requests received so far, or the newest `keep_calls` of them."""
+        with self._lock:
+            return tuple(self._calls)
 
     @property
     def _llm_type(self) -> str:

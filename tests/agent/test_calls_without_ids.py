@@ -29,8 +29,8 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
 )
-from langchain_quota.limits import Quota
 from langchain_quota.messages import ABANDONED, FINALIZED
+from langchain_quota.quotas import Quota
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, Order, in_order, orders
 from tests.agent.rules import CONFIG, Scene, tool_limiter

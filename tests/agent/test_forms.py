@@ -235,7 +235,9 @@ def _samples(registry: CollectorRegistry) -> dict[Any, float]:
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in registry.collect()
         for sample in family.samples
-        if not sample.name.endswith(("_created", "_timestamp_seconds", "_sum", "_bucket"))
+        if not sample.name.endswith(
+            ("_created", "_timestamp_seconds", "_start_time_seconds", "_sum", "_bucket")
+        )
     }
 
 

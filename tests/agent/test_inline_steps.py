@@ -323,7 +323,7 @@ async def test_the_same_spans(signals: Signals) -> None:
             [(each.name, dict(each.attributes or {}), each.status.status_code) for each in spans]
         )
         assert len(traces) == 1
-        signals.recorder.forget(None, "thread-1")
+        signals.recorder.record_reset(None, "thread-1", [])
 
     quota, ours = told
     assert ours == quota

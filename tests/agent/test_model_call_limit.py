@@ -160,7 +160,7 @@ async def test_under_the_limit(signals: "Signals") -> None:
     assert await thread_count(agent) == 2
     assert calls(signals, "allowed") == 2
     assert calls(signals, "blocked") == 0
-    assert thread_series(signals) == (2, 2, 0)
+    assert thread_series(signals) == (2, 2, None)
 
 
 async def test_thread_limit_holds_across_turns(signals: "Signals") -> None:
@@ -277,6 +277,14 @@ def told(decision: Decision) -> str:
     """A message of the user's own, from the decision."""
     status = decision.refused_by[0]
     return f"{decision.call.kind}: {status.run_used} of {status.run_limit} used"
+
+
+async def test_a_limit_that_is_meant_to_be_hit(signals: "Signals") -> None:
+    """With `alert=False` its refusals are shown as worth no alert."""
+    limiter = model_limiter(signals, run_limit=0, alert=False)
+    await turn(agent_of(ScriptedChatModel(script=[["search"], "done"]), limiter))
+    labels = {"agent": "researcher", "limit": limiter._limits[0].name}
+    assert signals.value("langchain_quota_limit_alert", **labels) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from langchain_core.tools import BaseTool, ToolException
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 
 from langchain_quota import MemoryStore, ToolCallLimit, ToolCallLimitExceededError
-from langchain_quota.limits import Quota
+from langchain_quota.quotas import Quota
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import Middleware, Scene, check_history, recording, tool_limiter
 from tests.agent.shared import ANN, SharedScene, counts, quota

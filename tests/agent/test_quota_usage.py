@@ -174,7 +174,7 @@ async def test_reset_of_a_refused_run(form: Form, signals: Signals) -> None:
 
 
 @both_forms
-async def test_reset_ends_the_series(form: Form, signals: Signals) -> None:
+async def test_reset_sets_the_series_to_0(form: Form, signals: Signals) -> None:
     """After a reset the thread counts as used up no more."""
     agent, quota = agent_and_quota(signals, [["search", "search"], "done"])
     await run(agent)
@@ -183,7 +183,8 @@ async def test_reset_ends_the_series(form: Form, signals: Signals) -> None:
 
     await reset(agent, quota, form=form)
 
-    assert signals.value("langchain_quota_thread_used", **labels, thread_id="7") is None
+    assert signals.value("langchain_quota_thread_used", **labels, thread_id="7") == 0
+    assert signals.value("langchain_quota_thread_limit", **labels, thread_id="7") == 2
     exhausted = {**labels, "scope": "thread", "state": "exhausted"}
     assert signals.value("langchain_quota_subjects", **exhausted) == 0
 

@@ -18,8 +18,9 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
 from langchain_quota.messages import SKIPPED
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import captured_decisions

@@ -14,9 +14,10 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
 from langchain_quota.messages import FINALIZED, SKIPPED
 from langchain_quota.middleware._model_request import LAST_CALL
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
 from tests.agent.conftest import Form, both_forms

@@ -33,7 +33,8 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
 )
-from langchain_quota.limits import Limit, Quota, check_together
+from langchain_quota.limits import Limit, check_together
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.keys import CountKey, is_of_run
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel

@@ -9,7 +9,8 @@ import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import ModelCallLimit, Outcome, ToolCallLimit
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
 from tests.agent.conftest import Form, both_forms

@@ -14,7 +14,8 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Middleware, check_history, recording, tool_limiter

@@ -20,7 +20,8 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
 from tests.agent.rules import CONFIG, cancel_at, check_history

@@ -13,7 +13,8 @@ from langgraph.checkpoint.base import ChannelVersions, Checkpoint, CheckpointMet
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import InlineQuotaMiddleware, ModelCallLimit, QuotaMiddleware, ToolCallLimit
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel, Turn

@@ -169,7 +169,7 @@ async def test_under_the_limit(signals: "Signals") -> None:
     assert calls(signals, "search", "allowed") == 2
     assert calls(signals, "calc", "allowed") == 1
     assert charged(signals, "tool:*", "allowed") == 3
-    assert thread_series(signals, "tool:*") == (3, 3, 0)
+    assert thread_series(signals, "tool:*") == (3, 3, None)
 
 
 async def test_thread_limit_holds_across_turns(signals: "Signals") -> None:
@@ -313,6 +313,14 @@ def told(decision: Decision) -> str:
     """A message of the user's own, from the decision."""
     status = decision.refused_by[0]
     return f"{status.limit}: not more than {status.run_limit} in a {status.scope}"
+
+
+async def test_a_limit_that_is_meant_to_be_hit(signals: "Signals") -> None:
+    """With `alert=False` its refusals are shown as worth no alert."""
+    limiter = tool_limiter(signals, run_limit=0, alert=False)
+    await turn(agent_of([["search"], "done"], limiter))
+    labels = {"agent": "researcher", "limit": limiter._limits[0].name}
+    assert signals.value("langchain_quota_limit_alert", **labels) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,11 +11,16 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import yaml
+
+from langchain_quota.monitoring import exports
 from tests.servers.programs import required_program
 from tests.servers.prometheus import SCRAPE_INTERVAL, Prometheus, eventually
 
 _LISTENING = re.compile(r'msg="?Listening on"? address=(127\.0\.0\.1:\d+)')
 _STOPS_WITHIN = 10
+_DURATION = re.compile(r"(?<![\w.])(\d+)(ms|s|m|h)\b")
+_MILLISECONDS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,17 @@ class Notification:
 
 
 class Webhook(ThreadingHTTPServer):
-    """A server that keeps what Alertmanager tells it."""
+    """A server that keeps what Alertmanager tells it.
+
+    Attributes:
+        notifications: Every alert that it was told of, as often as it was told.
+        messages: The same, by the message that told of them.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.notifications: list[Notification] = []
+        self.messages: list[list[Notification]] = []
 
     @property
     def url(self) -> str:
@@ -68,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Keep what is told."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.notifications += [
+        message = [
             Notification(
                 path=self.path,
                 status=alert["status"],
@@ -78,12 +89,41 @@ class _Handler(BaseHTTPRequestHandler):
             )
             for alert in body["alerts"]
         ]
+        self.server.messages.append(message)
+        self.server.notifications += message
         self.send_response(200)
         self.send_header("content-length", "0")
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
+
+
+def hurried(text: str, speed: float) -> str:
+    """Rules, or Alertmanager's configuration, for a time that passes so many times faster.
+
+    Durations become shorter, and so do numbers of minutes and hours in expressions. The export has
+    no option for it: nobody else wants an hour to last a minute.
+
+    Args:
+        text: The rules, or the configuration.
+        speed: How many of their seconds pass in a second.
+    """
+
+    def shorter(found: re.Match[str]) -> str:
+        return f"{round(int(found[1]) * _MILLISECONDS[found[2]] / speed)}ms"
+
+    return text if speed == 1 else _DURATION.sub(shorter, text.replace(" * 60", f" * {60 / speed}"))
+
+
+def example(webhook: Webhook, speed: float) -> Any:
+    """The example of Alertmanager's configuration, hurried; the webhook has all receivers."""
+    [text] = exports.alertmanager().values()
+    config = yaml.safe_load(hurried(text, speed))
+    for receiver in config["receivers"]:
+        [receives] = receiver["webhook_configs"]
+        receives["url"] = f"{webhook.url}/{receiver['name']}"
+    return config
 
 
 @contextmanager
@@ -119,19 +159,27 @@ def running_alertmanager(directory: Path, config: Mapping[str, Any]) -> Iterator
 
 @contextmanager
 def alerting_prometheus(
-    directory: Path, targets: Mapping[str, str], *, rules: str, alertmanager: str
+    directory: Path,
+    targets: Mapping[str, str | Sequence[str]],
+    *,
+    rules: str,
+    alertmanager: str,
+    interval: str = SCRAPE_INTERVAL,
 ) -> Iterator[Prometheus]:
     """Run a Prometheus with rules that scrapes targets (`host:port` by job) and sends alerts."""
     (directory / "rules.yaml").write_text(rules, encoding="utf-8")
     scraped = [
-        {"job_name": job, "static_configs": [{"targets": [target]}]}
-        for job, target in targets.items()
+        {
+            "job_name": job,
+            "static_configs": [{"targets": [each] if isinstance(each, str) else [*each]}],
+        }
+        for job, each in targets.items()
     ]
     config = {
         "global": {
-            "scrape_interval": SCRAPE_INTERVAL,
-            "scrape_timeout": SCRAPE_INTERVAL,
-            "evaluation_interval": SCRAPE_INTERVAL,
+            "scrape_interval": interval,
+            "scrape_timeout": interval,
+            "evaluation_interval": interval,
         },
         "scrape_configs": scraped,
         "rule_files": ["rules.yaml"],

@@ -9,7 +9,13 @@ from tests.servers.postgres import PostgresServer, running_postgres
 from tests.servers.prometheus import Prometheus, running_prometheus
 from tests.servers.redis import RedisServer, running_redis
 
-WAITING = ("test_stack.py", "test_alerts.py")
+WAITING = (
+    "test_notifications.py",
+    "test_stack.py",
+    "test_alerts.py",
+    "test_true_figures.py",
+    "test_traffic.py",
+)
 """Tests that wait for most of a minute, and leave the processor to others meanwhile."""
 
 StartPrometheus = Callable[[Mapping[str, str]], Prometheus]

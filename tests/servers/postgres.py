@@ -67,10 +67,10 @@ class PostgresServer:
             self._process.kill()
             self._process.wait()
 
-    def database(self) -> str:
+    def database(self, encoding: str = "UTF8") -> str:
         """The URL of a new database."""
         name = f"test_{uuid4().hex}"
-        self.query(f"CREATE DATABASE {name}")
+        self.query(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}'")
         return f"postgresql://{_SUPERUSER}:{PASSWORD}@127.0.0.1:{self.port}/{name}"
 
     def query(self, query: str) -> list[Any]:

@@ -84,7 +84,7 @@ class Prometheus:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=10, trust_env=False)  # no proxy
+        self._http = httpx.Client(base_url=url, timeout=30, trust_env=False)  # no proxy
 
     def close(self) -> None:
         """Close the connections."""
@@ -151,6 +151,12 @@ class Prometheus:
         for _ in range(count):
             self.wait_for_scrape(job)
 
+    def answer(self, path: str, **parameters: Any) -> bytes:
+        """What the API answers to a query, as it is; asked as Grafana does."""
+        response = self._http.post(path, data=parameters)
+        assert response.is_success, response.text
+        return response.content
+
     def _get(self, path: str, **parameters: Any) -> Any:
         response = self._http.get(path, params=parameters)
         body = response.json()
@@ -172,6 +178,7 @@ def running_prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[
         f"--storage.tsdb.path={directory / 'data'}",
         "--web.listen-address=127.0.0.1:0",
         "--enable-feature=exemplar-storage",
+        "--web.enable-remote-write-receiver",
     ]
     with log.open("wb") as output, subprocess.Popen(command, stderr=output) as process:
         try:

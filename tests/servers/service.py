@@ -55,6 +55,7 @@ class Service:
     def __init__(self, process: Program, log: Path) -> None:
         self._process = process
         self._log = log
+        self.pid = process.pid
         self.url = eventually(self._address)
         self.client = httpx.Client(
             base_url=self.url,
@@ -155,14 +156,16 @@ def environment(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 @contextmanager
-def running_service(directory: Path, **settings: object) -> Iterator[Service]:
+def running_service(
+    directory: Path, program: str = as_module("service"), /, **settings: object
+) -> Iterator[Service]:
     """Run the service on a free port; its files, if it has any, are in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f"service-{uuid4().hex}.log"
     with (
         log.open("wb") as output,
         start_python(
-            as_module("service"),
+            program,
             cwd=directory,
             env=environment(settings),
             stdout=output.fileno(),

@@ -142,7 +142,7 @@ class Stack:
         self.otlp: Receiver = running.enter_context(running_receiver("grpc"))
         self._addresses = {
             "redis://redis:6379/0": self.redis.url,
-            f"postgresql://agent:{SETTINGS['POSTGRES_PASSWORD']}@postgres:5432/agent": database,
+            "postgresql://agent@postgres:5432/agent": database,
             "http://tempo:4317": self.otlp.url,
         }
         names = ["agent-1", "agent-2"] if shape == REPLICAS else ["agent-1"]
@@ -277,7 +277,7 @@ class Stack:
     def _alertmanager(self) -> list[str]:
         config = self._directory / "alertmanager.yaml"
         routes = mounted("alertmanager", ALERTMANAGER_CONFIG).read_text()
-        own = {"http://127.0.0.1:5001": self.webhook_url, "group_wait: 30s": "group_wait: 1s"}
+        own = {"http://127.0.0.1:5001": self.webhook_url, "group_wait: 10s": "group_wait: 1s"}
         config.write_text(replaced(routes, own))
         command = interpolated(services()["alertmanager"]["command"], SETTINGS)
         paths = {

@@ -241,8 +241,26 @@ THREAD_LIMIT: Series = {
 }
 
 THREAD_BLOCKED: Series = {
-    (agent, limit, thread): 1 if limit == "tool:search" and thread != "carl" else 0
-    for agent, limit, thread in THREAD_USED
+    ("researcher", "tool:search", "anna"): 1,
+    ("researcher", "tool:search", "bob"): 1,
+}
+
+RUNS: Series = {("researcher",): 6, ("writer",): 1, ("stacked",): 1, ("unnamed",): 1}
+
+RUNS_ENDED: Series = {
+    **{(agent, limit): 0 for agent, limit, _ in NEAR},
+    ("researcher", "model"): 1,  # dora
+    ("writer", "tool:publish"): 1,
+}
+
+AFTER_REFUSAL: Series = {
+    **{
+        (agent, kind, decision): 0
+        for (agent,) in RUNS
+        for kind in ("model", "tool")
+        for decision in ("allowed", "blocked", "skipped", "would_block")
+    },
+    ("researcher", "model", "allowed"): 2,  # bob and anna
 }
 
 HIDDEN: Series = {("ok",): 1, ("near",): 0, ("exhausted",): 0}  # dora
@@ -256,6 +274,14 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Series]] = {
     "langchain_quota_near_limit_total": (("agent", "limit", "scope"), NEAR),
     "langchain_quota_exhausted_total": (("agent", "limit", "scope"), EXHAUSTED),
     "langchain_quota_limit": (("agent", "limit", "scope"), LIMIT),
+    "langchain_quota_limit_near_ratio": (
+        ("agent", "limit"),
+        dict.fromkeys(RUNS_ENDED, 0.8),
+    ),
+    "langchain_quota_limit_alert": (("agent", "limit"), dict.fromkeys(RUNS_ENDED, 1)),
+    "langchain_quota_runs_total": (("agent",), RUNS),
+    "langchain_quota_runs_ended_total": (("agent", "limit"), RUNS_ENDED),
+    "langchain_quota_calls_after_refusal_total": (("agent", "kind", "decision"), AFTER_REFUSAL),
     "langchain_quota_subjects": (("agent", "limit", "scope", "state"), SUBJECTS),
     "langchain_quota_thread_used": (("agent", "limit", "thread_id"), THREAD_USED),
     "langchain_quota_thread_limit": (("agent", "limit", "thread_id"), THREAD_LIMIT),
@@ -268,6 +294,14 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Series]] = {
     "langchain_quota_build_info": (("version",), {(__version__,): 1}),
 }
 TIMESTAMP = "langchain_quota_thread_last_decision_timestamp_seconds"
+TIMES = {
+    TIMESTAMP,
+    "langchain_quota_thread_last_refusal_timestamp_seconds",
+    "langchain_quota_thread_refused_since_timestamp_seconds",
+    "langchain_quota_start_time_seconds",
+    *(f"langchain_quota_decision_seconds_{part}" for part in ("bucket", "count", "sum")),
+}
+"""Metrics whose values are times."""
 
 
 @pytest.mark.parametrize("metric", EXPECTED)
@@ -279,9 +313,9 @@ def test_every_series_is_queried_back(scraped: Scraped, metric: str) -> None:
 
 def test_threads_tell_when_they_were_last_judged(scraped: Scraped) -> None:
     """The exported threads' timestamps lie within the time in which the agents ran, in order."""
-    times = series(scraped.prometheus, TIMESTAMP, "agent", "thread_id")
-    assert set(times) == {("researcher", thread) for thread in ("bob", "carl", "anna")}
-    in_order = [times["researcher", thread] for thread in ("bob", "carl", "anna")]
+    times = series(scraped.prometheus, TIMESTAMP, "agent", "limit", "thread_id")
+    assert set(times) == set(THREAD_USED)
+    in_order = [times["researcher", "model", thread] for thread in ("bob", "carl", "anna")]
     # Prometheus' API gives values with full precision.
     assert in_order == sorted(in_order)
     assert scraped.began <= in_order[0]
@@ -292,7 +326,7 @@ def test_there_are_no_other_metrics(scraped: Scraped) -> None:
     """Prometheus holds exactly the documented names, and the counters' creation times."""
     names = {sample.name for sample in scraped.prometheus.query('{job="agents"}')}
     ours = {name for name in names if name.startswith("langchain_quota_")}
-    assert {name for name in ours if not name.endswith("_created")} == {*EXPECTED, TIMESTAMP}
+    assert {name for name in ours if not name.endswith("_created")} == {*EXPECTED, *TIMES}
 
 
 def test_types(scraped: Scraped) -> None:

@@ -318,6 +318,20 @@ def test_replicas_share_threads_and_quotas(
         assert other.ask(thread, "!").status_code == 200
 
 
+def test_a_database_without_an_encoding_keeps_threads(
+    postgres_server: PostgresServer, thread: str, tmp_path: Path
+) -> None:
+    """In an SQL_ASCII database a thread goes on; a password from PGPASSWORD opens it."""
+    url = postgres_server.database("SQL_ASCII")
+    assert f":{PASSWORD}@" in url
+    settings = {"DATABASE_URL": url.replace(f":{PASSWORD}@", "@"), "PGPASSWORD": PASSWORD}
+    with running_service(tmp_path, **settings) as service:
+        service.ask(thread, "oak")
+        first = service.usage(thread)["thread"]
+        service.ask(thread, "ash")
+        assert service.usage(thread)["thread"]["model"] == 2 * first["model"] > 0
+
+
 def test_tables_are_made_once(postgres_server: PostgresServer, tmp_path: Path) -> None:
     """Replicas that meet at an empty database do not make its tables at the same time."""
     program = (

@@ -21,7 +21,8 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
     usage,
 )
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form as Mode

@@ -5,11 +5,12 @@ from uuid import uuid4
 
 import httpx
 import pytest
+import yaml
 
-from tests.compose import load, mounted
+from langchain_quota.monitoring import exports
 from tests.servers.prometheus import DEADLINE, eventually
 from tests.servers.service import Event, events, question
-from tests.servers.stack import REPLICAS, RULES, WORKERS, Stack, running_stack
+from tests.servers.stack import REPLICAS, WORKERS, Stack, running_stack
 
 AGENT = "librarian"
 ALERT = "LangChainQuotaLimitBreached"
@@ -30,8 +31,9 @@ def ask(url: str, thread_id: str, text: str) -> httpx.Response:
 
 
 def used_in_prometheus(stack: Stack) -> dict[tuple[str, str], int]:
-    """What each thread has used, by counter and thread, by the expression of the shipped rule."""
-    groups = load(mounted("prometheus", RULES))["groups"]
+    """What each thread has used, by counter and thread, by the expression of the package's rule."""
+    [text] = exports.rules(per_thread=True).values()
+    groups = yaml.safe_load(text)["groups"]
     (expression,) = (
         rule["expr"] for group in groups for rule in group["rules"] if rule.get("record") == RATIO
     )

@@ -57,6 +57,7 @@ named = ToolCallLimitMiddleware(
     run_limit=3,
     limit_name="daily",
     message=refusal,
+    alert=False,
     exit_behavior="end",
     on_pending="raise",
     telemetry=Telemetry(),

@@ -29,7 +29,8 @@ def answer(messages: Sequence[BaseMessage]) -> str | list[str]:
 
 
 agent: Any = create_agent(
-    ScriptedChatModel(script=answer), middleware=[QuotaMiddleware([ModelCallLimit(run_limit=1)])]
+    ScriptedChatModel(script=answer, keep_calls=10),
+    middleware=[QuotaMiddleware([ModelCallLimit(run_limit=1)])],
 )
 
 

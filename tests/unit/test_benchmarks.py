@@ -177,7 +177,10 @@ def test_scrapes_export_the_same(threads: int) -> None:
     exported = hidden = 0.0
     for family in registry.collect():
         for sample in family.samples:
-            exported += sample.name == "langchain_quota_thread_last_decision_timestamp_seconds"
+            exported += (
+                sample.name == "langchain_quota_thread_last_decision_timestamp_seconds"
+                and sample.labels["limit"] == "tool:search"
+            )
             if sample.name == "langchain_quota_threads_hidden":
                 hidden += sample.value
     assert (exported, hidden) == (500, threads - 500)

@@ -463,10 +463,15 @@ async def test_quotas_are_resolved(signals: Signals) -> None:
     resolved = shared(limit, signals)
     assert resolved.quotas == (
         ResolvedQuota(
-            "user_id", 5, "ann", f"email:user_id:ann:{TODAY}", datetime(2026, 1, 2, tzinfo=UTC)
+            "user_id",
+            5,
+            "ann",
+            f"email:user_id:ann:{TODAY}",
+            datetime(2026, 1, 2, tzinfo=UTC),
+            per="user_id",
         ),
-        ResolvedQuota("global", 3, "", "email:global:", computed=True),
-        ResolvedQuota("tenant", 7, "ANN", "email:tenant:ANN"),
+        ResolvedQuota("global", 3, "", "email:global:", per="global", computed=True),
+        ResolvedQuota("tenant", 7, "ANN", "email:tenant:ANN", per="tenant"),
     )
     assert resolved.computed == ("global",)
     assert await ashared(limit, signals) == resolved
@@ -489,7 +494,7 @@ def test_a_threads_key(signals: Signals) -> None:
     quota = ToolCallLimit("search", quotas=[Quota(5)])
     assert shared(limit, signals).thread_key == "search:thread:7"
     (per_thread,) = shared(quota, signals).quotas
-    assert per_thread == ResolvedQuota("thread", 5, "7", "search:thread:7", per_thread=True)
+    assert per_thread == ResolvedQuota("thread", 5, "7", "search:thread:7", per="thread")
     assert shared(quota, signals).thread_key is None
     assert shared(limit, signals, NOWHERE).thread_key is None
     with pytest.raises(ValueError, match="quota 'thread' of limit 'tool:search' is per thread"):

@@ -21,12 +21,13 @@ from langchain_quota.monitoring import exports
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.names import METRICS
 from tests.conftest import Signals
-from tests.faults import at, no_faults
+from tests.faults import at, differences, no_faults
 from tests.grafana import ALL, Board, Query, Values, boards, interpolate
 from tests.judged import Used, judge
 from tests.metrics import LABELS_OF
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "dashboards.md"
 GENERATED = ROOT / "dashboards" / "grafana"
 SCHEMA = json.loads((ROOT / "tests/assets/grafana/dashboard.schema.json").read_text())
 
@@ -37,11 +38,16 @@ QUERIES = [query for board in BOARDS.values() for query in board.queries]
 VARIABLES = [(board, variable) for board in BOARDS.values() for variable in board.variables]
 
 ADDED_BY_SCRAPE = {"job", "instance"}
-OF_PROMETHEUS = {"scrape_duration_seconds": ADDED_BY_SCRAPE}
-"""What every target has, that is no metric of ours."""
+OF_ALERTS = {"alertname", "severity", "agent", "limit", "thread_id", "job"}
+OF_PROMETHEUS = {
+    "scrape_duration_seconds": ADDED_BY_SCRAPE,
+    "ALERTS": OF_ALERTS | {"alertstate"},
+    "ALERTS_FOR_STATE": OF_ALERTS,
+}
+"""What Prometheus adds to the metrics of ours."""
 KNOWN = {name: labels | ADDED_BY_SCRAPE for name, labels in LABELS_OF.items()} | OF_PROMETHEUS
 """The labels of everything that a query may name."""
-MADE_IN_QUERIES = {"born", "traced"}
+MADE_IN_QUERIES = {"state", "traced"}
 
 LIMIT = ToolCallLimit("search", thread_limit=1, run_limit=1)
 
@@ -54,18 +60,16 @@ PANELS = {
     OVERVIEW: {
         1: "Calls refused",
         2: "Refused share",
-        3: "Threads exhausted",
-        4: "Threads near a limit",
         5: "Threads hidden",
         6: "Threads about to run out",
-        7: "Decisions",
+        7: "Limits",
         8: "Calls by decision",
         9: "Refusals by limit and scope",
         10: "Near and exhausted",
         11: "Subjects by state",
         12: "Charged to each limit",
         13: "Configured limits",
-        14: "Health of the limits themselves",
+        14: "Health of the processes, whatever Agent and Limit are chosen",
         15: "Errors",
         16: "Store latency",
         17: "Decisions without the store",
@@ -74,20 +78,34 @@ PANELS = {
         20: "Threads without series",
         21: "Processes",
         22: "Stores in memory",
+        23: "Refused now",
+        24: "Alerts that fire",
+        25: "Shared quotas",
+        26: "Top subjects of shared quotas",
+        27: "Threads at their limits",
+        28: "Runs that a limit ended",
+        29: "Does the model listen?",
+        30: "Time to judge",
+        31: "Agents, whatever Limit is chosen",
     },
     THREAD: {
         1: "Utilization",
         2: "Calls left",
-        3: "Time to exhaustion",
+        3: "Runs out in",
         4: "Calls refused",
         5: "Last decision",
         6: "Used against limit: $limit",
         7: "What was refused, and why",
         8: "Refusals",
         9: "Refused calls in traces",
+        10: "Refused since",
+        11: "Resets",
+        12: "State",
     },
 }
 """The panels by their ids. Links point to them: a new panel gets a new id, none gets another's."""
+GONE = {OVERVIEW: {3, 4}, THREAD: set[int]()}
+"""The ids of panels that are no more."""
 
 
 def at_query(query: Query) -> str:
@@ -120,11 +138,16 @@ def selectors(expr: str) -> list[tuple[str, list[str]]]:
     ]
 
 
+def of_ours(expr: str) -> list[tuple[str, list[str]]]:
+    """The selectors of a query, but for those of alerts."""
+    return [each for each in selectors(expr) if not each[0].startswith("ALERTS")]
+
+
 def expressions() -> Iterator[tuple[str, str]]:
     """What all queries and variables ask Prometheus, and where."""
     yield from ((at_query(query), query.expr) for query in QUERIES)
     for board, variable in VARIABLES:
-        yield at_variable(board, variable.name), variable.selector
+        yield at_variable(board, variable.name), variable.asked
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -150,6 +173,18 @@ def test_the_files_are_what_is_generated() -> None:
     assert build.render() == files
 
 
+def test_the_page_has_every_panel_once() -> None:
+    """docs/dashboards.md has a row for every panel of both dashboards, and for nothing else."""
+    text = PAGE.read_text(encoding="utf-8")
+    tables = [part.partition("\n## ")[0] for part in text.split("| panel |")[1:]]
+    faults: list[str] = []
+    for table, board in zip(tables, BOARDS.values(), strict=True):
+        said = re.findall(r"(?m)^\| ([^|]+?) \|", table)
+        titles = [each["title"] for each in board.panels]
+        faults += differences(PAGE, said[1:] if said[:1] == ["---"] else said, titles, kind="panel")
+    no_faults(faults, remedy="Give every panel its row.")
+
+
 def test_the_uids_never_change() -> None:
     """Bookmarks and links from elsewhere have the dashboards' UIDs."""
     assert set(BOARDS) == {OVERVIEW, THREAD}
@@ -160,6 +195,7 @@ def test_panels_keep_their_ids() -> None:
     for uid, board in BOARDS.items():
         numbered = [(panel["id"], panel["title"]) for panel in board.model["panels"]]
         assert sorted(numbered) == sorted(PANELS[uid].items()), f"{uid}: links have these ids"
+        assert not GONE[uid] & PANELS[uid].keys()
 
 
 def test_queries_of_a_panel_have_ids() -> None:
@@ -197,16 +233,29 @@ def test_no_panel_overlaps_another() -> None:
     no_faults(found, remedy="Give it free cells of the grid.")
 
 
-def test_who_runs_out_is_answered_in_the_top_third() -> None:
-    """The numbers come first; the ranked table ends within the first third of the dashboard."""
+def test_what_no_limit_narrows_says_so() -> None:
+    """Panels without a limit stand in rows whose titles say so, or say it themselves."""
+    said = ""
+    wrong = []
+    for each in sorted(BOARDS[OVERVIEW].model["panels"], key=lambda panel: panel["gridPos"]["y"]):
+        if each["type"] == "row":
+            said = each["title"]
+            continue
+        asked = " ".join(target["expr"] for target in each["targets"])
+        if "$limit" not in asked and "Limit" not in said + each["description"] + each["title"]:
+            wrong.append(f"{at_panel(BOARDS[OVERVIEW], each)} does not say it")
+    no_faults([each for each in wrong if "Alerts" not in each], remedy="Say it in its row's title.")
+
+
+def test_the_first_look_answers_what_is_asked_first() -> None:
+    """Alerts are on top, then the numbers, who is refused, and who runs out: within a third."""
     places = {each["id"]: each["gridPos"] for each in BOARDS[OVERVIEW].model["panels"]}
     height = max(place["y"] + place["h"] for place in places.values())
-    ranked = places[6]
-    assert [panel(OVERVIEW, number)["type"] for number in range(1, 6)] == ["stat"] * 5
-    assert {places[number]["y"] for number in range(1, 6)} == {0}
-    assert panel(OVERVIEW, 6)["title"] == "Threads about to run out"
-    assert (ranked["y"] + ranked["h"]) * 3 <= height
-    assert ranked["w"] == 24
+    order = sorted(places, key=lambda number: (places[number]["y"], places[number]["x"]))
+    assert order[:7] == [24, 1, 2, 27, 5, 23, 6]
+    assert {places[number]["y"] for number in (1, 2, 27, 5)} == {places[24]["h"]}
+    assert {places[number]["w"] for number in (24, 23, 6)} == {24}
+    assert (places[6]["y"] + places[6]["h"]) * 3 <= height
 
 
 def unexplained(each: Any) -> Iterator[str]:
@@ -233,8 +282,8 @@ def test_panels_explain_themselves() -> None:
 
 def invented(each: Any) -> Iterator[str]:
     defaults = each["fieldConfig"]["defaults"]
-    if each["type"] == "stat" and defaults["noValue"] != "no data":
-        yield f"shows {defaults['noValue']!r} for no data"
+    if each["type"] == "stat" and not defaults["noValue"]:
+        yield "shows nothing for no data"
     if each["type"] == "timeseries" and defaults["custom"]["spanNulls"] is not False:
         yield "fills gaps"
     if re.search(r"\d", defaults.get("noValue", "")):
@@ -255,6 +304,21 @@ def test_no_data_is_no_zero() -> None:
         if re.search(r"\b(vector|absent\w*|scalar)\s*\(", expr)
     ]
     no_faults([*panels, *queries], remedy="Let no data be no data.")
+
+
+def test_tables_have_few_rows() -> None:
+    """A table shows 100 rows at most, the first ones of an order; the page names the exception."""
+    unbounded = []
+    for board in BOARDS.values():
+        for each in board.panels:
+            if each["type"] == "table" and each["datasource"]["type"] == "prometheus":
+                steps = {step["id"]: step["options"] for step in each["transformations"]}
+                if not {"sortBy", "limit"} <= steps.keys():
+                    unbounded.append(each["title"])
+                else:
+                    assert steps["limit"] == {"limitField": 100}
+    assert unbounded == ["Configured limits"]
+    assert "*Configured limits* shows all." in PAGE.read_text(encoding="utf-8")
 
 
 def test_data_sources_are_variables() -> None:
@@ -285,6 +349,14 @@ def unlabelled(model: Any) -> Iterator[str]:
     if model["name"] == "thread":
         if model["multi"] or model["includeAll"]:
             yield "takes several threads"
+    elif model.get("hide") == 2:
+        # All of what it finds, which is not all there is.
+        if (
+            model.get("allValue")
+            or not model["skipUrlSync"]
+            or not (model["multi"] and model["includeAll"])
+        ):
+            yield "is hidden, and can be changed"
     elif (model["multi"], model["includeAll"], model["allValue"]) != (True, True, ".+"):
         yield "does not take several values"
     elif model["current"]["value"] != ALL:
@@ -294,7 +366,7 @@ def unlabelled(model: Any) -> Iterator[str]:
 def test_variables() -> None:
     """Every variable is labelled and follows the chosen time; all but the thread take several."""
     assert {uid: [each.name for each in board.variables] for uid, board in BOARDS.items()} == {
-        OVERVIEW: ["job", "instance", "agent", "limit"],
+        OVERVIEW: ["job", "instance", "agent", "limit", "nearest", "refused"],
         THREAD: ["job", "instance", "agent", "thread", "limit"],
     }
     no_faults(
@@ -310,18 +382,19 @@ def test_variables() -> None:
 
 
 def test_every_query_keeps_to_the_chosen_processes() -> None:
-    """Each selector of each query is narrowed to the job and the instance."""
+    """Each selector of each query is narrowed to the job and the instance; alerts to the job."""
     no_faults(
         (
-            f"{at_query(query)} asks for all processes: {query.expr}"
-            for query in QUERIES
-            if not selectors(query.expr)
-            or any(not {"job", "instance"} <= set(labels) for _, labels in selectors(query.expr))
-            or {
-                query.expr.count('{job=~"$job",instance=~"$instance"'),
-                len(re.findall(r"langchain_quota_\w+|scrape_\w+", query.expr)),
-            }
-            != {len(selectors(query.expr))}
+            f"{where} asks for all processes: {expr}"
+            for where, expr in expressions()
+            if not selectors(expr)
+            or any("job" not in labels for _, labels in selectors(expr))
+            or any(
+                "instance" not in labels
+                for metric, labels in of_ours(expr)
+                if "job=~" not in expr or metric != "langchain_quota_build_info"
+            )
+            or len(re.findall(r"langchain_quota_\w+|scrape_\w+", expr)) != len(of_ours(expr))
         ),
         remedy='Begin each selector with {job=~"$job",instance=~"$instance".',
     )
@@ -334,11 +407,24 @@ def test_every_variable_keeps_to_what_is_chosen_before_it() -> None:
     wrong = []
     for board, variable in VARIABLES:
         chosen = before.get(variable.name, every)
-        [(_, labels)] = selectors(variable.selector)
         names = [matcher.split("=")[0] for matcher in chosen]
-        if labels[: len(chosen)] != names or any(each not in variable.selector for each in chosen):
-            wrong.append(f"{at_variable(board, variable.name)} asks {variable.selector}")
+        for _, labels in selectors(variable.asked):
+            if labels[: len(chosen)] != names or any(each not in variable.asked for each in chosen):
+                wrong.append(f"{at_variable(board, variable.name)} asks {variable.asked}")
     no_faults(wrong, remedy="Narrow it to what stands before it.")
+
+
+def test_every_figure_about_limits_follows_the_chosen_limit() -> None:
+    """A metric that has the label of the limit is narrowed to the chosen ones."""
+    no_faults(
+        (
+            f"{at_query(query)} is about all limits: {metric}"
+            for query in QUERIES
+            for metric, labels in of_ours(query.expr)
+            if "limit" in KNOWN[metric] and "limit" not in labels
+        ),
+        remedy='Narrow it by limit=~"$limit".',
+    )
 
 
 def misnamed(query: Query, known: dict[str, set[str]]) -> Iterator[str]:
@@ -371,13 +457,13 @@ def test_metrics_and_labels_exist() -> None:
 
 
 def test_labels_of_variables_exist() -> None:
-    """A variable offers values of a label that its metric has."""
+    """A variable offers values of a label that its metrics have."""
     wrong = []
     for board, variable in VARIABLES:
-        [(metric, labels)] = selectors(variable.selector)
-        unknown = {variable.label, *labels} - KNOWN.get(metric, set())
-        if unknown:
-            wrong.append(f"{at_variable(board, variable.name)}: {metric} has no {unknown}")
+        for metric, labels in selectors(variable.asked):
+            unknown = {variable.label, *labels} - KNOWN.get(metric, set())
+            if unknown:
+                wrong.append(f"{at_variable(board, variable.name)}: {metric} has no {unknown}")
     no_faults(wrong, remedy="Offer the values of a label that the metric has.")
 
 
@@ -388,24 +474,21 @@ def test_every_metric_is_on_a_dashboard() -> None:
 
 
 def test_counters_are_shown_by_their_growth() -> None:
-    """A counter stands under rate or increase, or adds the value that it was born with."""
-    counter = r"langchain_quota_\w+(?:_total|_bucket|_count|_sum)"
+    """A counter stands under a function of `dashboards/counters.py`; none is shown as it stands."""
+    counter = re.compile(r"langchain_quota_\w+(?:_total|_bucket|_count|_sum)\b")
     matchers = SELECTOR.pattern.partition(r"(?P<metric>\w+)")[2].replace("?P<matchers>", "")
-    born = re.compile(
-        rf"min_over_time\((?P<one>{counter}{matchers})\[(?P<window>[^\]]+)\]\) "
-        r"unless last_over_time\((?P=one)\[1h\] offset (?P=window)\)"
-    )
-    grown = rf"(?:rate|increase)\({counter}{matchers}\["
-    rests = [(query, born.sub("", query.expr)) for query in QUERIES]
-    no_faults(
-        (
-            f"{at_query(query)} shows a counter as it stands: {rest}"
-            for query, rest in rests
-            if re.search(rf"(?<!rate\()(?<!increase\()\b{counter}", rest)
-            or len(re.findall(counter, rest)) != len(re.findall(grown, rest))
-        ),
-        remedy="Put rate() or increase() around the counter.",
-    )
+    plain = re.compile(rf"(?<![\w(])\(?{counter.pattern}{matchers}(?![\[\w])")
+    wrong = []
+    for query in QUERIES:
+        if not counter.search(query.expr):
+            continue
+        grown = re.search(r"\b(?:rate|increase)\(", query.expr)
+        difference = "offset ${__interval_ms}ms" in query.expr
+        if not grown and not (difference and query.over_time):
+            wrong.append(f"{at_query(query)} shows a counter as it stands: {query.expr}")
+        if not difference and plain.search(query.expr):
+            wrong.append(f"{at_query(query)} shows a counter as it stands: {query.expr}")
+    no_faults(wrong, remedy="Take a function of dashboards/counters.py.")
 
 
 def test_windows_follow_the_chosen_time() -> None:
@@ -413,6 +496,7 @@ def test_windows_follow_the_chosen_time() -> None:
     wrong = []
     for query in QUERIES:
         windows = set(re.findall(r"(?:rate|increase)\([^\[]*\[([^\]]+)\]", query.expr))
+        assert "$__interval" not in query.expr  # it is rounded
         of_breaches = query.where.endswith("Breaches")
         window = "$__rate_interval" if query.over_time else "$__range"
         wanted = {"5m"} if of_breaches else {window}
@@ -436,13 +520,15 @@ def test_grafana_takes_the_json() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda board: board["panels"][0]["options"].update(graphmode="none"),
-        lambda board: board["panels"][0]["options"].update(graphMode="lines"),
+        lambda board: board["panels"][1]["options"].update(graphmode="none"),
+        lambda board: board["panels"][1]["options"].update(graphMode="lines"),
         lambda board: board["panels"][0]["targets"][0].pop("expr"),
-        lambda board: board["panels"][5]["fieldConfig"]["overrides"][0]["properties"].append(
+        lambda board: board["panels"][0]["fieldConfig"]["overrides"][0]["properties"].append(
             {"id": "custom.widht", "value": 1}
         ),
-        lambda board: board["panels"][7]["fieldConfig"]["defaults"]["custom"].update(fill=1),
+        lambda board: next(each for each in board["panels"] if each["id"] == 9)["fieldConfig"][
+            "defaults"
+        ]["custom"].update(fill=1),
         lambda board: board["templating"]["list"][2].update(multi="yes"),
         lambda board: board.pop("schemaVersion"),
     ],
@@ -554,8 +640,11 @@ def test_ids_that_could_break_out_of_a_link_are_left_out(character: str) -> None
 
 def links_query() -> str:
     """The query that makes the label for the links."""
-    expr: str = panel(OVERVIEW, 6)["targets"][0]["expr"]
-    return expr
+    [expr] = {
+        target["expr"] for target in panel(OVERVIEW, 6)["targets"] if '"traced"' in target["expr"]
+    }
+    found: str = expr
+    return found
 
 
 def test_a_thread_stands_in_raw_strings_only() -> None:
@@ -608,13 +697,23 @@ def test_an_export_narrows_every_selector(selector: str) -> None:
     """The matchers are in each selector of each query, and nowhere else."""
     for board in boards(selector=selector):
         asked = [query.expr for query in board.queries]
-        asked += [variable.selector for variable in board.variables]
+        asked += [variable.asked for variable in board.variables]
         for expr in asked:
-            assert expr.count(f"{{{selector},job=~") == len(selectors(expr))
+            assert expr.count(f"{{{selector},job=~") == len(of_ours(expr))
         added = sum(text.count(selector) for text in texts(board.model))
-        assert added == sum(len(selectors(expr)) for expr in asked)
+        assert added == sum(len(of_ours(expr)) for expr in asked)
         again = json.dumps(board.model).replace(json.dumps(f"{selector},")[1:-1], "")
         assert json.loads(again) == BOARDS[board.uid].model
+
+
+def test_an_export_leads_to_runbooks_of_ones_own() -> None:
+    """An alert in the table leads to the page with its name at the given address."""
+    [before, after] = [
+        [text for board in made for text in texts(board.model) if "alertname:percent" in text]
+        for made in (boards(), boards(runbooks="https://example.org/a&b/"))
+    ]
+    assert before == [exports.RUNBOOKS + "/${__data.fields.alertname:percentencode}.md"]
+    assert after == ["https://example.org/a&b/${__data.fields.alertname:percentencode}"]
 
 
 def test_an_installed_package_has_its_own_files(
@@ -633,4 +732,4 @@ def test_boards_are_read() -> None:
     """What is asserted of all dashboards is asserted of something."""
     assert all(isinstance(board, Board) for board in BOARDS.values())
     assert len(QUERIES) >= 40
-    assert len(VARIABLES) == 9
+    assert len(VARIABLES) == 11

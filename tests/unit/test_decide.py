@@ -295,7 +295,7 @@ def test_a_quota_refuses_like_a_limit() -> None:
 
 def test_a_quota_per_thread_is_the_threads_count() -> None:
     """Without a window it holds what the thread has used in all, beside thread limits."""
-    quota = ResolvedQuota("thread", 3, "7", "search:thread:7", per_thread=True)
+    quota = ResolvedQuota("thread", 3, "7", "search:thread:7", per="thread")
     limits = [
         resolve(ToolCallLimit("search", quotas=[Quota(3)], name="quota"), quota),
         resolve(ToolCallLimit("search", thread_limit=5, name="limit"), thread_key=quota.key),
@@ -304,7 +304,7 @@ def test_a_quota_per_thread_is_the_threads_count() -> None:
     assert outcomes(judged) == ["allowed", "blocked"]
     (refused,) = judged.decisions[1].refused_by
     assert (refused.limit, refused.scope, refused.thread_before) == ("quota", "thread", 3)
-    assert refused.quotas == (QuotaStatus("thread", "7", 3, 3, 3, per_thread=True),)
+    assert refused.quotas == (QuotaStatus("thread", "7", 3, 3, 3, per="thread"),)
 
 
 def test_an_outage_denies_what_needs_the_store() -> None:
@@ -408,9 +408,9 @@ def resolved(
 def quota_of(counter: str, scope: str, most: int) -> ResolvedQuota:
     """A quota of the user, of the thread, or of the thread in an hour."""
     ends = NOON if scope == "hourly" else None
-    per_thread = scope in {"hourly", "lifetime"}
+    per = "thread" if scope in {"hourly", "lifetime"} else scope
     kept = "user" if scope in {"user_id", "again"} else scope
-    return ResolvedQuota(scope, most, "7", f"{counter}/{kept}", ends, per_thread)
+    return ResolvedQuota(scope, most, "7", f"{counter}/{kept}", ends, per)
 
 
 NUMBERS = st.sampled_from([0, 2, 3, 4, 6, 9, 12])

@@ -22,26 +22,39 @@ def contents(directory: Path) -> dict[str, str]:
     [
         (["grafana"], exports.dashboards()),
         (
-            ["grafana", "--datasource", "prom-1", "--selector", 'job="x"'],
-            exports.dashboards(datasource="prom-1", selector='job="x"'),
+            [
+                *("grafana", "--datasource", "prom-1"),
+                *("--selector", 'job="x"'),
+                *("--runbooks", "https://example.org/runbooks"),
+            ],
+            exports.dashboards(
+                datasource="prom-1", selector='job="x"', runbooks="https://example.org/runbooks"
+            ),
         ),
-        (["prometheus"], exports.rules()),
+        (["prometheus", "--grafana-url", exports.GRAFANA_URL], exports.rules()),
         (
             [
                 "prometheus",
                 *("--selector", 'job="x"'),
                 *("--grafana-url", "https://example.org/grafana"),
-                *("--runbook-base", "https://example.org/runbooks"),
+                *("--runbooks", "https://example.org/runbooks"),
                 "--per-thread-alerts",
             ],
             exports.rules(
                 selector='job="x"',
                 grafana_url="https://example.org/grafana",
-                runbook_base="https://example.org/runbooks",
+                runbooks="https://example.org/runbooks",
                 per_thread=True,
             ),
         ),
-        (["prometheus", "--format", "prometheusrule"], exports.rules(format="prometheusrule")),
+        (
+            [
+                "prometheus",
+                *("--format", "prometheusrule"),
+                *("--grafana-url", "https://example.org"),
+            ],
+            exports.rules(format="prometheusrule", grafana_url="https://example.org"),
+        ),
         (["alertmanager"], exports.alertmanager()),
     ],
     ids=["grafana", "grafana-all", "prometheus", "prometheus-all", "operator", "alertmanager"],
@@ -62,6 +75,14 @@ def test_writes_what_was_asked_for(
     note = f" (needs Prometheus {exports.PROMETHEUS} or newer)"
     end = note if arguments[0] == "prometheus" else ""
     assert printed.out.splitlines() == [f"{directory / name}{end}" for name in expected]
+
+
+def test_says_which_address_nobody_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where Grafana is only the user knows: without the option one line names it."""
+    assert main(["export", "prometheus", "--to", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "dashboard_url of the alerts leads to http://localhost:3000: set --grafana-url"
+    ]
 
 
 def test_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +231,8 @@ def test_the_directory_is_a_file(
         (["grafana", "--to", "x", "--selector", 'agent="a"'], "--selector"),
         (["grafana", "--to", "x", "--datasource", "a b"], "--datasource"),
         (["prometheus", "--to", "x", "--grafana-url", "example.org"], "--grafana-url"),
-        (["prometheus", "--to", "x", "--runbook-base", "{{ x }}"], "--runbook-base"),
+        (["prometheus", "--to", "x", "--runbooks", "{{ x }}"], "--runbooks"),
+        (["grafana", "--to", "x", "--runbooks", "example.org"], "--runbooks"),
         (["prometheus", "--to", "x", "--format", "json"], "--format"),
         (["prometheus", "--to", "x", "--datasource", "a"], "--datasource"),
         (["grafana", "--to", "x", "--per-thread-alerts"], "--per-thread-alerts"),

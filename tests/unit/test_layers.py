@@ -20,7 +20,8 @@ FACADE = "the package itself"
 
 LAYERS = [
     {"_version", "arguments", "locks", "decision", "monitoring"},
-    {"admission", "errors", "limits"},
+    {"admission", "errors", "quotas"},
+    {"limits"},
     {"resolved"},
     {"decide"},
     {"messages", "state", "stores", "telemetry", "valid_history"},
@@ -43,7 +44,7 @@ MIDDLEWARE_LAYERS = [
 MIDDLEWARE_LAYER = {name: index for index, names in enumerate(MIDDLEWARE_LAYERS) for name in names}
 MIDDLEWARE = sorted((SRC / PACKAGE / "middleware").glob("*[!_].py"))
 
-PURE = {"admission", "arguments", "decide", "decision", "limits", "messages", "resolved"}
+PURE = {"admission", "arguments", "decide", "decision", "limits", "messages", "quotas", "resolved"}
 
 MODULES = sorted((SRC / PACKAGE).rglob("*.py"))
 

@@ -156,6 +156,12 @@ def test_an_enforce_of_a_wrong_type_is_refused(make: Make, value: object) -> Non
     assert repr(value) in str(caught.value)
 
 
+def test_an_alert_of_a_wrong_type_is_refused() -> None:
+    """Whether refusals are worth an alert is True or False; anything else is a TypeError."""
+    with pytest.raises(TypeError, match="alert must be True or False, not 'no'"):
+        ToolCallLimit(run_limit=1, alert="no")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [True, 2.0, "3"])
 def test_a_give_up_of_a_wrong_type_is_refused(value: Any) -> None:
     """What is no whole number is a TypeError that names the argument and the value."""

@@ -1,5 +1,10 @@
 """The Prometheus metrics: names, labels, and what each decision adds to them."""
 
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -13,7 +18,8 @@ from langchain_quota import (
     __version__,
 )
 from langchain_quota.decision import Refund
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.metrics import STORE_BUCKETS, Metrics
@@ -43,7 +49,9 @@ def stored(
 ) -> tuple[Decision, ...]:
     """What is decided about calls whose quotas a store has counted up to so much."""
     limit = ToolCallLimit("email", quotas=[Quota(each.limit, per=each.scope) for each in quotas])
-    batch = [Call("tool", "email", str(index), agent="boss") for index in range(calls)]
+    batch = [
+        Call("tool", "email", str(index), agent="boss", thread_id="t1") for index in range(calls)
+    ]
     thread = used if any(each.is_threads for each in quotas) else 0
     counted = {"email": Used(thread, quotas=(used,) * len(quotas))}
     resolved = ResolvedLimit.of(limit, quotas=quotas)
@@ -64,7 +72,12 @@ def test_names_types_and_labels(signals: Signals) -> None:
     """After one of everything, the metrics are those of the list, with exactly their labels."""
     limit = ToolCallLimit("search", thread_limit=1, run_limit=1)
     decisions = decide(limit, 0, "search", "search")
-    signals.recorder.record(decisions, started=0)
+    signals.recorder.record(decisions, started=0, after_refusal=True)
+    signals.recorder.record_run("boss", None)
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    for per in ("global", "thread"):
+        quota = ResolvedQuota(per, 5, "t1", per, tomorrow, per)
+        signals.recorder.record(stored(quota), started=0)
     signals.recorder.record_refunds([Refund(decisions[0].call, limit.name)])
     signals.recorder.record_error("metrics", OSError("disk full"))
     signals.recorder.observe_store("acquire", "ok", 0.001)
@@ -103,7 +116,7 @@ def test_build_info_names_the_version(signals: Signals) -> None:
 def test_gauges_can_be_merged_over_processes() -> None:
     """Gauges say how several processes of one server are merged."""
     registry = CollectorRegistry()
-    Metrics(registry)
+    Metrics(registry, near=0.8)
     modes = {
         each._name: each._multiprocess_mode
         for each in registry._collector_to_names
@@ -111,6 +124,8 @@ def test_gauges_can_be_merged_over_processes() -> None:
     }
     assert modes == {
         "langchain_quota_limit": "mostrecent",
+        "langchain_quota_limit_near_ratio": "mostrecent",
+        "langchain_quota_limit_alert": "mostrecent",
         "langchain_quota_build_info": "max",
     }
 
@@ -305,7 +320,7 @@ def test_a_computed_limit_is_counted_like_any_other(signals: Signals) -> None:
 
 def test_a_computed_limit_takes_no_memory_for_each_number() -> None:
     """A function that gives another number at each call leaves one set of series behind."""
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics(CollectorRegistry(), near=0.8)
     for number in range(50):
         for decision in decide(computed(number), 0, "search"):
             metrics.record(decision, "boss", "search", None)
@@ -331,6 +346,84 @@ def test_a_limits_own_near_is_counted(signals: Signals) -> None:
         signals.recorder.record(decide(limit, used, "search"), started=0)
         seen.append(threshold_events(signals))
     assert seen == [*[(0, 0)] * 4, *[(1, 0)] * 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "near", "alert"),
+    [
+        ({}, 0.8, 1),
+        ({"near": 0.95}, 0.95, 1),
+        ({"alert": False}, 0.8, 0),
+        ({"enforce": False}, None, 0),
+    ],
+)
+def test_what_dashboards_and_alerts_go_by(
+    options: Mapping[str, Any], near: float | None, alert: float, signals: Signals
+) -> None:
+    """The share from which a limit is near, and whether its refusals are worth an alert."""
+    limit = ToolCallLimit("search", run_limit=3, **options)
+    signals.recorder.record(decide(limit, 0, "search"), started=0)
+    labels = {"agent": "boss", "limit": "tool:search"}
+    assert signals.value("langchain_quota_limit_near_ratio", **labels) == near
+    assert signals.value("langchain_quota_limit_alert", **labels) == alert
+
+
+def test_the_share_follows_its_configuration(signals: Signals) -> None:
+    """A limit that is met again with other options is shown with them."""
+    for near, alert in ((0.5, True), (0.9, False)):
+        limit = ToolCallLimit("search", run_limit=3, near=near, alert=alert)
+        signals.recorder.record(decide(limit, 0, "search"), started=0)
+    labels = {"agent": "boss", "limit": "tool:search"}
+    assert signals.value("langchain_quota_limit_near_ratio", **labels) == 0.9
+    assert signals.value("langchain_quota_limit_alert", **labels) == 0
+
+
+def test_runs_that_a_limit_ends(signals: Signals) -> None:
+    """A run is ended by a refusal that does not let the agent go on: once, by the first limit."""
+    goes_on = ToolCallLimit("search", run_limit=1)
+    ends = ToolCallLimit(run_limit=1, exit_behavior="end", name="all")
+    signals.recorder.record_run("boss", "task")
+    signals.recorder.record_run("boss", "task")
+    for limits in ([goes_on], [goes_on, ends], [ends]):
+        used = {each.counter: Used(1, 1) for each in limits}
+        batch = [Call("tool", "search", str(index), agent="boss") for index in range(2)]
+        signals.recorder.record(judge(limits, used, batch).decisions, started=0)
+    assert samples(signals.registry, "langchain_quota_runs_total") == {("boss",): 1}
+    assert samples(signals.registry, "langchain_quota_runs_ended_total") == {
+        ("boss", "tool:search"): 0,
+        ("boss", "all"): 2,
+    }
+
+
+def test_calls_after_a_refusal(signals: Signals) -> None:
+    """Calls of a run that was refused one before are counted once more, by their decision."""
+    limit = ToolCallLimit("search", run_limit=2)
+    for refused_before in (False, True):
+        signals.recorder.record(
+            decide(limit, 1, "search", "search"), started=0, after_refusal=refused_before
+        )
+    found = samples(signals.registry, "langchain_quota_calls_after_refusal_total")
+    assert len(found) == 8
+    assert {labels: count for labels, count in found.items() if count} == {
+        ("boss", "tool", "allowed"): 1,
+        ("boss", "tool", "blocked"): 1,
+    }
+
+
+def test_judging_is_timed(signals: Signals) -> None:
+    """Judging a step's calls is timed, by where the counts are; a clock set back gives 0."""
+    now = time.time_ns()
+    by_state = decide(ToolCallLimit("search", run_limit=9), 0, "search", "search")
+    signals.recorder.record(by_state, started=now - 10**9)
+    signals.recorder.record(stored(DAILY), started=now + 10**12)
+    name = "langchain_quota_decision_seconds"
+    assert samples(signals.registry, f"{name}_count") == {
+        ("tool", "state"): 1,
+        ("tool", "store"): 1,
+    }
+    took = samples(signals.registry, f"{name}_sum")
+    assert took["tool", "state"] >= 1
+    assert took["tool", "store"] == 0
 
 
 def test_model_calls_have_no_tool(signals: Signals) -> None:
@@ -393,7 +486,7 @@ def test_crossings_are_counted_by_scope(signals: Signals) -> None:
 def test_series_are_made_once() -> None:
     """A limit met again adds to its series; the same name with another threshold shows that."""
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics(registry, near=0.8)
     for limit in (ToolCallLimit("search", run_limit=3), ToolCallLimit("search", run_limit=4)):
         for decision in decide(limit, 0, "search"):
             metrics.record(decision, "boss", "search", None)
@@ -414,7 +507,7 @@ def exemplars(registry: CollectorRegistry) -> dict[str, list[dict[str, str]]]:
 def test_exemplars_are_on_the_first_two_counters() -> None:
     """A call and what its limit did are linked to the trace; crossings and gauges are not."""
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics(registry, near=0.8)
     link = {"trace_id": "1" * 32, "span_id": "2" * 16}
     allowed, blocked = decide(ToolCallLimit("search", run_limit=1), 0, "search", "search")
     for decision in (allowed, blocked):
@@ -426,7 +519,7 @@ def test_exemplars_are_on_the_first_two_counters() -> None:
 def test_without_a_trace_there_is_no_exemplar() -> None:
     """A decision outside of a sampled trace is counted all the same."""
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics(registry, near=0.8)
     for decision in decide(ToolCallLimit("search", run_limit=1), 0, "search"):
         metrics.record(decision, "boss", "search", None)
     assert exemplars(registry) == {}
@@ -436,8 +529,8 @@ def test_without_a_trace_there_is_no_exemplar() -> None:
 def test_all_metrics_are_of_one_registry() -> None:
     """Two registries do not share counts."""
     first, second = CollectorRegistry(), CollectorRegistry()
-    metrics = Metrics(first)
-    Metrics(second)
+    metrics = Metrics(first, near=0.8)
+    Metrics(second, near=0.8)
     for decision in decide(ToolCallLimit("search", run_limit=1), 0, "search"):
         metrics.record(decision, "boss", "search", None)
     assert sum(samples(first, CALLS).values()) == 1
@@ -459,7 +552,7 @@ def test_the_limit_follows_its_configuration(signals: Signals) -> None:
 
 def test_a_changing_limit_takes_no_memory_for_each_number() -> None:
     """A configuration that is reloaded again and again leaves one set of series behind."""
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics(CollectorRegistry(), near=0.8)
     for number in range(1, 50):
         for decision in decide(ToolCallLimit("search", run_limit=number), 0, "search"):
             metrics.record(decision, "boss", "search", None)

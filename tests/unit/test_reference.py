@@ -56,7 +56,7 @@ LIMITED = "bert"
 """A thread with a thread limit, and no other."""
 LABELLED = hmac_label("at least sixteen bytes")
 RAISED = {"KeyError", "QuotaStoreError"}
-GIVEN = {AGENT, THREAD, LIMITED, PER, TOOL, __version__, *RAISED}
+GIVEN = {"", AGENT, THREAD, LIMITED, USER, PER, TOOL, __version__, *RAISED}
 """What the scene brings along; every other value is the code's own."""
 
 
@@ -208,7 +208,7 @@ def scene() -> Scene:
     registry, exporter = CollectorRegistry(), InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    telemetry = Telemetry(registry=registry, tracer_provider=provider)
+    telemetry = Telemetry(registry=registry, tracer_provider=provider, subject_label={PER: str})
     hiding = Telemetry(
         registry=CollectorRegistry(), tracer_provider=provider, thread_label=LABELLED
     )
@@ -282,7 +282,7 @@ def failures() -> set[str]:
         for node in ast.walk(module)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"_failed", "record_error"}
+        and node.func.attr in {"_failed", "record", "record_error"}
         and node.args
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)

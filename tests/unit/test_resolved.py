@@ -28,8 +28,8 @@ from langchain_quota.resolved import (
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 USER = ResolvedQuota("user_id", 5, "ann", "search:user:ann")
 EVERYBODY = ResolvedQuota("global", 9, "", "search:all")
-THREAD = ResolvedQuota("thread", 3, "7", "search:thread:7", per_thread=True)
-HOURLY = ResolvedQuota("hourly", 1, "7", "search:thread:7:noon", NOON, per_thread=True)
+THREAD = ResolvedQuota("thread", 3, "7", "search:thread:7", per="thread")
+HOURLY = ResolvedQuota("hourly", 1, "7", "search:thread:7:noon", NOON, per="thread")
 QUOTA = Quota(9, per="user_id")
 
 

@@ -12,9 +12,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from dashboards import settings
 from langchain_quota import Call, MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.monitoring import checks, exports
 from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.stores import NEARLY_FULL
 from tests.faults import at, differences, no_faults
 from tests.judged import Used, judge
 from tests.metrics import LABELS_OF
@@ -33,6 +35,8 @@ ANNOTATIONS = {"summary", "description", "runbook_url", "dashboard_url"}
 ADDED_BY_PROMETHEUS = {"job", "instance"}
 
 METRIC = re.compile(r"(?<![:\w])(langchain_quota_\w+)(?:\{([^}]*)\})?")
+SCRAPED = "scrape_duration_seconds"
+"""What Prometheus itself writes for each target."""
 RECORDED = re.compile(r"\w+:langchain_quota_\w+:\w+")
 # What is left of an expression when all that names no series is taken away; functions have a brace.
 NO_SERIES = re.compile(
@@ -43,6 +47,13 @@ SERIES = re.compile(r"(?<![\w:])[a-zA-Z_:][\w:]*+(?!\s*\()")
 MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 GROUPING = re.compile(r"\b(?:by|on|ignoring|group_left) \(([^)]*)\)")
 LABEL = re.compile(r"\$labels\.(\w+)")
+TEMPLATE = re.compile(r"\{\{-? (.*?) -?\}\}")
+# What a text asks Prometheus for: one recorded series, or a count of it, with every label quoted.
+ASKED = re.compile(
+    r"with printf `(?:count\()?(\w+:langchain_quota_\w+:\w+)\{((?:\w+=%q,?)+)\}[^`%]*` ([^|`]+)"
+    r' \| query(?: \| sortByLabel "\w+")?'
+)
+QUOTED = re.compile(r'printf "%q" \$(?:labels|each\.Labels)\.\w+(?: \| reReplaceAll .*)?')
 PROMQL = re.compile(r"```promql\n(.*?)```", re.DOTALL)
 PANEL = re.compile(r"\*\*([^*]+)\*\* \(\*([^*]+)\*\)")
 
@@ -66,8 +77,16 @@ def alerts(**options: Any) -> dict[str, Any]:
     return {rule["alert"]: rule for rule in all_rules(**options) if "alert" in rule}
 
 
-def records() -> set[str]:
-    return {rule["record"] for rule in all_rules() if "record" in rule}
+def records(**options: Any) -> set[str]:
+    return {rule["record"] for rule in all_rules(**options) if "record" in rule}
+
+
+def levels(recorded: str) -> list[str]:
+    """The labels of a recorded series: its name begins with them."""
+    labels = {*ADDED_BY_PROMETHEUS, *set().union(*LABELS_OF.values())}
+    found = re.match(rf"((?:{'|'.join(sorted(labels, reverse=True))}|_)+):", recorded)
+    assert found, recorded
+    return re.findall("|".join(sorted(labels, reverse=True)), found[1])
 
 
 NAMES = sorted(alerts())
@@ -114,7 +133,7 @@ def unknown(text: str) -> Iterator[str]:
     known_labels = set(ADDED_BY_PROMETHEUS)
     for recorded in RECORDED.findall(text):
         if recorded in records():
-            known_labels |= {"agent", "limit", "thread_id"}
+            known_labels |= set(levels(recorded))
         else:
             yield recorded
     selectors = METRIC.findall(text)
@@ -124,8 +143,9 @@ def unknown(text: str) -> Iterator[str]:
             continue
         known_labels |= LABELS_OF[metric]
         for label, operator, value in MATCHER.findall(matchers):
+            # An empty value is that of a label which the series has not.
             if label not in LABELS_OF[metric] or (
-                operator == "=" and value not in VALUES[metric][label]
+                operator == "=" and value and value not in VALUES[metric][label]
             ):
                 yield f'{metric}{{{label}{operator}"{value}"}}'
     for grouping in GROUPING.findall(text):
@@ -145,12 +165,20 @@ def test_the_stacks_rules_are_the_exported_ones() -> None:
     assert (PROMETHEUS / name).read_text() == text
 
 
-def test_alerts_on_single_threads_are_off_by_default() -> None:
-    """Unless asked for, there is no alert that each thread near its limit would fire."""
+def test_what_is_about_single_threads_is_off_by_default() -> None:
+    """Unless asked for, there is no alert and no recorded series for each thread."""
     quiet = alerts(per_thread=False)
     assert alerts().keys() - quiet.keys() == PER_THREAD
     assert quiet.items() <= alerts().items()
-    assert {rule["record"] for rule in all_rules(per_thread=False) if "record" in rule} == records()
+    assert {name for name in records() if "thread_id" in levels(name)}
+    assert not {name for name in records(per_thread=False) if "thread_id" in levels(name)}
+
+
+@pytest.mark.parametrize("per_thread", [False, True])
+def test_every_recorded_series_is_read(per_thread: bool) -> None:  # noqa: FBT001 - pytest's
+    """An alert, or its text, reads each series that is recorded, and no other."""
+    read = set(RECORDED.findall(str(list(alerts(per_thread=per_thread).values()))))
+    assert read == records(per_thread=per_thread)
 
 
 def test_the_oldest_prometheus_is_named() -> None:
@@ -168,10 +196,12 @@ def lacking(name: str, alert: Any) -> Iterator[str]:
     if texts.keys() != ANNOTATIONS:
         yield f"has the annotations {[*texts]}, not {sorted(ANNOTATIONS)}"
         return
-    if texts["runbook_url"] != f"{exports.RUNBOOK_BASE}/{name}":
+    if texts["runbook_url"] != f"{exports.RUNBOOKS}/{name}.md":
         yield f"leads to {texts['runbook_url']}, not to its runbook"
     yield from (f"has a line break in {key}" for key, text in texts.items() if "\n" in text)
-    found = re.fullmatch(rf"{exports.GRAFANA_URL}/d/([\w-]+)\?(.+)", texts["dashboard_url"])
+    found = re.fullmatch(
+        rf"{exports.GRAFANA_URL}/d/([\w-]+)\?(.+)&viewPanel=(\d+)", texts["dashboard_url"]
+    )
     if not found or found[1] not in boards():
         yield f"leads to {texts['dashboard_url']}, which is no dashboard"
         return
@@ -179,10 +209,12 @@ def lacking(name: str, alert: Any) -> Iterator[str]:
     for variable in re.findall(r"var-(\w+)=", found[2]):
         if variable not in variables:
             yield f"sets {variable!r}, which its dashboard has not"
+    if int(found[3]) not in panels(boards()[found[1]]):
+        yield f"opens on the panel {found[3]}, which its dashboard has not"
 
 
 def test_an_alert_has_all_that_it_needs() -> None:
-    """An alert has a severity, texts, its runbook, and a dashboard with each variable it sets."""
+    """An alert has a severity, texts, its runbook, and a link to a panel that is there."""
     no_faults(
         (
             f"{at_rule(name)} {fault}"
@@ -204,13 +236,18 @@ def test_one_alert_pages() -> None:
 
 def unescaped(annotations: Any) -> Iterator[str]:
     for key, text in annotations.items():
-        for template in re.findall(r"\{\{.*?\}\}", text):
-            if "$labels" in template and key.endswith("_url"):
-                good = re.fullmatch(r"\{\{ \$labels\.\w+ \| urlquery \}\}", template)
-            elif "$labels" in template:
-                good = template.startswith('{{ printf "%q" $labels.')
+        for template in TEMPLATE.findall(text):
+            asked = ASKED.fullmatch(template)
+            if asked:
+                names = [label.removesuffix("=%q") for label in asked[2].split(",")]
+                good = asked[3].split() == [f"$labels.{name}" for name in names]
+                good = good and set(names) <= set(levels(asked[1])) and asked[1] in records()
+            elif "abels" in template and key.endswith("_url"):
+                good = bool(re.fullmatch(r"\$labels\.\w+ \| urlquery", template))
+            elif "abels" in template:
+                good = bool(QUOTED.fullmatch(template))
             else:
-                good = template.startswith("{{ $value ")
+                good = "query" not in template
             if not good:
                 yield f"has {template} in {key}"
     for key in ("summary", "dashboard_url"):
@@ -219,15 +256,92 @@ def unescaped(annotations: Any) -> Iterator[str]:
 
 
 def test_labels_are_escaped() -> None:
-    """In texts every label is quoted, in links every label is escaped."""
+    """In texts and their queries every label is quoted, in links every label is escaped."""
     no_faults(
         (
             f"{at_rule(name)} {fault}"
             for name, alert in alerts().items()
             for fault in unescaped(alert["annotations"])
         ),
-        remedy='Write {{ printf "%q" $labels.x }} in texts, {{ $labels.x | urlquery }} in links.',
+        remedy='Write {{ printf "%q" $labels.x }} in texts, {{ $labels.x | urlquery }} in links; '
+        "ask for recorded series with {x=%q}.",
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ $labels.agent }}",
+        "{{ .Labels.agent }}",
+        "{{ with printf `job:langchain_quota_y:count{job=%q}` $labels.job | query }}",
+        "{{ with printf `langchain_quota_limit{agent=%q}` $labels.agent | query }}",
+        "{{ with printf `job:langchain_quota_build_info:count{job=%s}` $labels.job | query }}",
+        "{{ with printf `job:langchain_quota_build_info:count{job=%q}` $labels.agent | query }}",
+        "{{ with `langchain_quota_limit` | query }}",
+    ],
+)
+def test_labels_that_are_not_escaped_are_found(text: str) -> None:
+    """The search finds a bare label, a query of what is not recorded, and one that forges."""
+    texts = {"summary": f'{text} {{{{ printf "%q" $labels.job }}}}', "dashboard_url": "$labels.job"}
+    assert [*unescaped(texts)] == [f"has {text[3:-3]} in summary"]
+
+
+def test_rules_about_refusals_leave_out_limits_that_are_meant_to_be_hit() -> None:
+    """What counts for a limit asks whether it is worth an alert, over the time that it looks at.
+
+    An alert that reads a ratio needs not ask: the ratio has asked.
+    """
+    rules = {
+        rule.get("alert") or rule["record"]: rule["expr"]
+        for rule in all_rules()
+        if "alert" in rule or ":ratio_rate" in rule["record"]
+    }
+    of_limits = {
+        name: expr
+        for name, expr in rules.items()
+        if re.search(r"\blimit\b", expr) and ":ratio_rate" not in expr
+    }
+    assert len(of_limits) == 8
+    worth_it = re.compile(
+        r"\nunless on \(job, agent, limit\) "
+        r"last_over_time\(langchain_quota_limit_alert\[\d+m\]\) == 0\n\Z"
+    )
+    assert [name for name, expr in of_limits.items() if not worth_it.search(expr)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold"),
+    [
+        ("LangChainQuotaStoreNearlyFull", NEARLY_FULL),
+        ("LangChainQuotaBlockRatioHigh", settings.REFUSED_SHARE_CRITICAL),
+        ("LangChainQuotaEnforcementDegraded", 0.05),
+    ],
+)
+def test_a_threshold_is_the_same_everywhere(name: str, threshold: float) -> None:
+    """A share is the same in the rule, its text, the page on alerts, the log and the dashboards."""
+    alert = alerts()[name]
+    read = RECORDED.findall(alert["expr"])
+    recorded = [rule["expr"] for rule in all_rules() if rule.get("record") in read]
+    description = alert["annotations"]["description"]
+    compared = re.findall(r"> (0\.\d+)", " ".join([alert["expr"], *recorded, description]))
+    assert {float(share) for share in compared} == {threshold}
+    [row] = [
+        line for line in ALERTS_PAGE.read_text().splitlines() if line.startswith(f"| `{name}`")
+    ]
+    for text in (description, row):
+        assert f" {threshold:.0%}" in text
+
+
+def test_use_in_runbooks_is_that_of_the_freshest_replica() -> None:
+    """A runbook that asks what threads have used leaves out replicas with older counts."""
+    asked = [
+        query
+        for page in PAGES
+        for query in queries(page)
+        if "langchain_quota_thread_used" in dict(METRIC.findall(query))
+    ]
+    assert len(asked) >= 2
+    assert [query for query in asked if "_thread_last_decision_" not in query] == []
 
 
 @cache
@@ -237,16 +351,17 @@ def boards() -> dict[str, Any]:
     return {board["uid"]: board for board in read}
 
 
-def panels(board: Any) -> set[str]:
+def panels(board: Any) -> dict[int, str]:
+    """The titles of a dashboard's panels, by their ids."""
     nested = [inner for panel in board["panels"] for inner in panel.get("panels", [])]
-    return {panel["title"] for panel in (*board["panels"], *nested)}
+    return {panel["id"]: panel["title"] for panel in (*board["panels"], *nested)}
 
 
 def misnamed(rule: Any) -> Iterator[str]:
     series = SERIES.findall(NO_SERIES.sub(" ", rule["expr"]))
     if not series:
         yield "names no series"
-    yield from (each for each in series if each not in LABELS_OF.keys() | records())
+    yield from (each for each in series if each not in LABELS_OF.keys() | records() | {SCRAPED})
     yield from unknown(rule["expr"])
     of_the_code = {label for labels in LABELS_OF.values() for label in labels}
     for label in LABEL.findall(str(rule.get("annotations"))):
@@ -319,7 +434,7 @@ def incomplete(page: Path) -> Iterator[str]:
     named = PANEL.findall(diagnosis)
     if not named:
         yield "names no panel under Diagnosis"
-    titles = {board["title"]: panels(board) for board in boards().values()}
+    titles = {board["title"]: panels(board).values() for board in boards().values()}
     for panel, board in named:
         if panel not in titles.get(board, ()):
             yield f"names the panel {panel!r} of {board!r}, which is not there"
@@ -385,13 +500,15 @@ def test_promtool_tests_load_the_rules() -> None:
         'job="agents"',
         'job=~"a|b\\\\.c",namespace!="it\'s"',
         f'job="}} langchain_quota_limit{{",instance="{exports.GRAFANA_URL}"',
+        'job="`%q}}",instance="{{ $value }}"',
     ],
 )
 def test_the_selector_is_everywhere(matchers: str) -> None:
-    """A user's matchers are in every selector of a metric of the package, and nowhere else."""
+    """A user's matchers are in every selector of a metric, and nowhere else: in no text."""
     for narrowed, rule in zip(all_rules(selector=matchers), all_rules(), strict=True):
         expr = narrowed["expr"]
-        assert expr.count(matchers) == len(METRIC.findall(rule["expr"]))
+        selectors = METRIC.findall(rule["expr"]) + re.findall(SCRAPED, rule["expr"])
+        assert expr.count(matchers) == len(selectors)
         narrowed["expr"] = expr.replace(f"{{{matchers}}}", "").replace(f"{matchers},", "")
         assert narrowed == rule
 
@@ -400,7 +517,7 @@ def test_the_selector_is_everywhere(matchers: str) -> None:
     ("grafana", "runbooks"),
     [
         ("https://example.org:3000/grafana", "https://example.org/on-call"),
-        (exports.RUNBOOK_BASE, exports.GRAFANA_URL),
+        (exports.RUNBOOKS, exports.GRAFANA_URL),
         ("https://[::1]/langchain_quota_limit", "https://example.org/$x"),
     ],
     ids=["usual", "swapped", "odd"],
@@ -408,13 +525,20 @@ def test_the_selector_is_everywhere(matchers: str) -> None:
 def test_links_begin_with_the_given_addresses(grafana: str, runbooks: str) -> None:
     """Grafana's and the runbooks' addresses are the user's, with or without a slash at the end."""
     for slash in ("", "/"):
-        made = alerts(
-            grafana_url=grafana + slash, runbook_base=runbooks + slash, selector='job="x"'
-        )
+        made = alerts(grafana_url=grafana + slash, runbooks=runbooks + slash, selector='job="x"')
         for name, alert in made.items():
             links = alert["annotations"]
             assert links["dashboard_url"].startswith(f"{grafana}/d/langchain-quota-")
             assert links["runbook_url"] == f"{runbooks}/{name}"
+
+
+def test_links_to_runbooks_lead_to_pages_that_exist() -> None:
+    """Without an address, each link leads to the page in the project's own repository."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text().split("\nplugins:")[0])
+    for alert in alerts().values():
+        link = alert["annotations"]["runbook_url"]
+        assert link.startswith(f"{site['repo_url']}/blob/main/")
+        assert (ROOT / link.removeprefix(f"{site['repo_url']}/blob/main/")).is_file()
 
 
 def test_the_operators_object_has_the_same_rules() -> None:
@@ -451,24 +575,33 @@ def test_the_example_names_alerts_that_exist() -> None:
 
 
 def test_exhausted_inhibits_near() -> None:
-    """A thread that is refused, and a limit that many threads used up, silence what is near."""
+    """A limit that many threads used up silences what is near it."""
     inhibits = {
         (name, tuple(rule["equal"]))
         for rule in example()["inhibit_rules"]
         for name in PER_THREAD
         for source in rule["source_matchers"]
         for target in rule["target_matchers"]
-        if "ThreadKeepsHitting" in source or "ManyThreadsExhausted" in source
+        if "ManyThreadsExhausted" in source
         if re.fullmatch(target.split('"')[1], name)
     }
-    assert inhibits == {
-        (name, equal)
-        for name in PER_THREAD
-        for equal in (("job", "agent", "limit", "thread_id"), ("job", "agent", "limit"))
-    }
+    assert inhibits == {(name, ("job", "agent", "limit")) for name in PER_THREAD}
 
 
-def test_the_example_groups_threads() -> None:
-    """One message tells of a limit, whatever the number of its threads."""
+def seconds(duration: str) -> int:
+    return int(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
+
+
+def test_the_example_groups_agents() -> None:
+    """One message tells of an agent, whatever the number of its limits and threads."""
     [route] = example()["route"]["routes"]
-    assert route["group_by"] == ["job", "agent", "limit", "alertname"]
+    assert route["group_by"] == ["job", "agent"]
+
+
+def test_a_refusal_is_notified_within_a_minute() -> None:
+    """Half a minute is left for the scrape: the rule is asked often, and has no `for`."""
+    [route] = example()["route"]["routes"]
+    group = parsed()["groups"][0]
+    [rule] = [rule for rule in group["rules"] if rule.get("alert") == "LangChainQuotaLimitBreached"]
+    assert "for" not in rule
+    assert seconds(group["interval"]) + seconds(route["group_wait"]) <= 30

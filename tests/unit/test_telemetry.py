@@ -31,7 +31,8 @@ from langchain_quota import (
     hmac_label,
 )
 from langchain_quota.decision import Refund
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
 from langchain_quota.telemetry import default_telemetry, recorder_of
 from langchain_quota.telemetry import recorder as recorder_module
@@ -125,6 +126,61 @@ def test_a_failing_thread_label_changes_nothing(caplog: pytest.LogCaptureFixture
     assert calls_total(registry) == 3
     assert "ada@example.org" not in generate_latest(registry).decode()
     assert "ada@example.org" not in caplog.text
+
+
+def of_users(subject: str, name: str = "user_id") -> tuple[Decision, ...]:
+    """What is decided about a call whose quota is per user."""
+    limit = ToolCallLimit("search", quotas=[Quota(5, per=name)])
+    resolved = ResolvedLimit.of(limit, quotas=(ResolvedQuota(name, 5, subject, subject, per=name),))
+    call = Call("tool", "search", "1", agent="boss")
+    return judge([resolved], {"search": Used(quotas=(2,))}, [call]).decisions
+
+
+def test_subjects_are_shown_where_their_quota_is_named() -> None:
+    """A quota that `subject_label` names has series by the labels that it makes, no other has."""
+    registry = CollectorRegistry()
+    recorder = quiet(registry, subject_label={"user_id": hmac_label("0123456789abcdef")})
+    recorder.record(of_users("ada@example.org"), started=0)
+    recorder.record(of_users("acme", name="tenant"), started=0)
+    labels = {"agent": "boss", "limit": "tool:search", "scope": "user_id"}
+    name = "langchain_quota_subject_used"
+    label = hmac_label("0123456789abcdef")("ada@example.org")
+    assert registry.get_sample_value(name, {**labels, "subject": label}) == 3
+    text = generate_latest(registry).decode()
+    assert "acme" not in text
+    assert "ada@example.org" not in text
+
+
+@pytest.mark.parametrize("make", [lambda _: 17, lambda subject: {}[subject]], ids=["int", "raises"])
+def test_a_failing_subject_label_changes_nothing(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs the subject its series, is counted, and shows the subject nowhere."""
+    registry = CollectorRegistry()
+    recorder = quiet(registry, subject_label={"user_id": make})
+    recorder.record(of_users("ada@example.org"), started=0)
+    text = generate_latest(registry).decode()
+    assert {component for component, _ in errors(registry)} == {"subject_label"}
+    assert calls_total(registry) == 1
+    assert 'subject="' not in text
+    assert "ada@example.org" not in text + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (str, "not <class 'str'>"),
+        ({"tenant": "hidden"}, "'tenant' is mapped to 'hidden'"),
+        ({7: str}, "7 is mapped to <class 'str'>"),
+    ],
+)
+def test_a_subject_label_of_a_wrong_type_is_refused(value: Any, shown: str) -> None:
+    """A TypeError says what it must be, and what was given."""
+    message = "subject_label must map names of quotas to functions, as in {'tenant': str}"
+    with pytest.raises(TypeError) as caught:
+        Telemetry(registry=CollectorRegistry(), subject_label=value)
+    assert str(caught.value).startswith(message)
+    assert shown in str(caught.value)
 
 
 async def later(thread_id: object) -> str:
@@ -501,7 +557,7 @@ LABELLING: dict[str, Entrance] = {
     "record_refunds": lambda recorder, decision: recorder.record_refunds(
         [Refund(decision.call, LIMIT.name)]
     ),
-    "forget": lambda recorder, decision: recorder.forget("boss", "t1"),
+    "reset": lambda recorder, decision: recorder.record_reset("boss", "t1", decision.limits),
 }
 """What the middlewares tell of a thread."""
 
@@ -520,7 +576,7 @@ TELLING: dict[str, tuple[str, str, Entrance]] = {
     "record_refunds on a thread": ("usage", "refund", LABELLING["record_refunds"]),
     "record_charge": ("metrics", "charged", LABELLING["record_charge"]),
     "record_charge on a thread": ("usage", "record", LABELLING["record_charge"]),
-    "forget": ("usage", "forget", LABELLING["forget"]),
+    "reset": ("usage", "reset", LABELLING["reset"]),
     "learn_tools": ("tools", "offer", lambda recorder, _: recorder.learn_tools("boss", ["search"])),
 }
 """What else they tell, and what may raise then."""
@@ -715,33 +771,35 @@ def test_tools_that_a_limit_excludes_keep_their_names() -> None:
     assert tool_labels(registry) == {"invented-0", "_other", "write_todos", "think"}
 
 
-def test_a_forgotten_thread_has_no_series(signals: Signals) -> None:
-    """The series of one agent's thread end until its next call; what was counted stays."""
+def test_a_thread_that_was_reset_has_used_nothing(signals: Signals) -> None:
+    """The series of one agent's thread go on at 0; what was counted stays."""
     signals.recorder.record(decide(9), started=0)
     signals.recorder.record(decide(9, thread="t2"), started=0)
-    signals.recorder.forget("boss", "t1")
+    signals.recorder.record_reset("boss", "t1", [])
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
-    assert signals.value("langchain_quota_thread_used", **labels) is None
+    assert signals.value("langchain_quota_thread_used", **labels) == 0
     assert signals.value("langchain_quota_thread_used", **labels | {"thread_id": "t2"}) == 10
     assert calls_total(signals.registry) == 2
     signals.recorder.record(decide(), started=0)
     assert signals.value("langchain_quota_thread_used", **labels) == 1
 
 
-def test_a_hidden_thread_is_forgotten() -> None:
-    """A thread is forgotten by its id, whatever it is labelled."""
+def test_a_hidden_thread_is_reset() -> None:
+    """A thread is reset by its id, whatever it is labelled."""
     registry = CollectorRegistry()
     recorder = quiet(registry, thread_label=hmac_label("0123456789abcdef"))
     recorder.record(decide(), started=0)
-    recorder.forget("boss", "t1")
-    assert "thread_id=" not in generate_latest(registry).decode()
+    recorder.record_reset("boss", "t1", [])
+    samples = [each for family in registry.collect() for each in family.samples]
+    used = [each for each in samples if each.name == "langchain_quota_thread_used"]
+    assert [each.value for each in used] == [0]
 
 
 @pytest.mark.parametrize("thread_id", [None, "t9", Unprintable()], ids=["none", "unknown", "odd"])
-def test_there_may_be_nothing_to_forget(thread_id: object, signals: Signals) -> None:
-    """Forgetting a thread that is not known leaves the others alone, and raises nothing."""
+def test_there_may_be_nothing_to_reset(thread_id: object, signals: Signals) -> None:
+    """Resetting a thread that is not known leaves the others alone, and raises nothing."""
     signals.recorder.record(decide(), started=0)
-    signals.recorder.forget("boss", thread_id)
+    signals.recorder.record_reset("boss", thread_id, [])
     labels = {"agent": "boss", "limit": "tool:search", "thread_id": "t1"}
     assert signals.value("langchain_quota_thread_used", **labels) == 1
 
@@ -903,7 +961,9 @@ def upper(thread_id: object) -> str:
     [
         ("near", 0.9, 0.8),
         ("thread_label", upper, None),
+        ("subject_label", {"tenant": upper}, {}),
         ("max_exported_threads", 5, 500),
+        ("max_exported_subjects", 5, 100),
         ("thread_ttl", timedelta(minutes=5), timedelta(hours=1)),
         ("max_tools", 7, 100),
     ],
@@ -935,6 +995,7 @@ def test_the_default_is_one_object() -> None:
         ("tracer_provider", TracerProvider),
         ("thread_label", "hidden"),
         ("thread_ttl", 3600),
+        ("max_exported_subjects", "100"),
         ("thread_ttl", None),
         ("max_exported_threads", 1.5),
         ("max_exported_threads", True),
@@ -1203,7 +1264,7 @@ def test_a_charge_after_the_fact_counts_a_user(signals: Signals) -> None:
 
 def test_a_refund_with_quotas(signals: Signals) -> None:
     """It counts as before, and the thread's quota has the call back."""
-    quota = ResolvedQuota("thread", 5, "t1", "t1", per_thread=True)
+    quota = ResolvedQuota("thread", 5, "t1", "t1", per="thread")
     (decision,) = stored(quota, used=3)
     signals.recorder.record([decision], started=0)
     signals.recorder.record_refunds([Refund(decision.call, "tool:email")])

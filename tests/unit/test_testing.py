@@ -159,6 +159,33 @@ def test_a_failed_request_is_recorded() -> None:
     assert len(model.calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(None, ["1", "2", "3"]), (2, ["2", "3"]), (5, ["1", "2", "3"]), (0, [])]
+)
+def test_requests_can_be_forgotten(keep: int | None, kept: list[str]) -> None:
+    """Of the requests the newest so many are kept; the script is played to its end all the same."""
+    model = ScriptedChatModel(script=["a", "b", "c"], keep_calls=keep)
+    assert [model.invoke(text).text for text in ("1", "2", "3")] == ["a", "b", "c"]
+    assert [call.messages[0].content for call in model.calls] == kept
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "message"),
+    [
+        (-1, ValueError, "keep_calls must be 0 or more, not -1"),
+        (True, TypeError, "keep_calls must be a whole number or None, not True"),
+        (1.0, TypeError, r"keep_calls must be a whole number or None, not 1\.0"),
+        ("2", TypeError, "keep_calls must be a whole number or None, not '2'"),
+    ],
+)
+def test_a_keep_calls_that_is_no_number_is_refused(
+    keep: Any, error: type[Exception], message: str
+) -> None:
+    """What is no whole number from 0 is refused, with the argument's name and the value."""
+    with pytest.raises(error, match=message):
+        ScriptedChatModel(script=[], keep_calls=keep)
+
+
 RICH = AIMessage(
     [{"type": "text", "text": "so be it"}],
     tool_calls=[ToolCall(name="search", args={"query": "x"}, id="a", type="tool_call")],

@@ -282,7 +282,7 @@ def test_tools_of_the_last_model_call_do_not_run() -> None:
         (
             ResolvedLimit.of(
                 ToolCallLimit("search", quotas=[Quota(9)]),
-                quotas=(ResolvedQuota("thread", 9, "7", THREAD, per_thread=True),),
+                quotas=(ResolvedQuota("thread", 9, "7", THREAD, per="thread"),),
             ),
             7,
             1,

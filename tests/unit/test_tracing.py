@@ -37,7 +37,8 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     __version__,
 )
-from langchain_quota.limits import Limit, Quota
+from langchain_quota.limits import Limit
+from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.recorder import Recorder
@@ -551,7 +552,7 @@ def test_quotas_are_told_by_scope(signals: Signals) -> None:
 
 def test_a_quota_per_thread_is_told_like_a_thread_limit(signals: Signals) -> None:
     """The thread's use is the store's, and its limit the quota's."""
-    quota = ResolvedQuota("thread", 10, "t1", "t1", per_thread=True)
+    quota = ResolvedQuota("thread", 10, "t1", "t1", per="thread")
     signals.recorder.record(stored(with_quotas(quota), used=6, mirror=Used(1)), started=5)
     found = attributes(signals.spans()[0])
     assert found["langchain_quota.thread.used"] == 7

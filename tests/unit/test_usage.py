@@ -42,6 +42,14 @@ USED = "langchain_quota_thread_used"
 LIMIT = "langchain_quota_thread_limit"
 BLOCKED = "langchain_quota_thread_blocked_total"
 LAST = "langchain_quota_thread_last_decision_timestamp_seconds"
+RESETS = "langchain_quota_thread_reset_timestamp_seconds"
+REFUSED = "langchain_quota_thread_last_refusal_timestamp_seconds"
+REFUSED_SINCE = "langchain_quota_thread_refused_since_timestamp_seconds"
+SUBJECT_USED = "langchain_quota_subject_used"
+SUBJECT_LIMIT = "langchain_quota_subject_limit"
+SUBJECT_RESETS = "langchain_quota_subject_reset_timestamp_seconds"
+SUBJECT_LAST = "langchain_quota_subject_last_decision_timestamp_seconds"
+STARTED = "langchain_quota_start_time_seconds"
 SUBJECTS = "langchain_quota_subjects"
 HIDDEN = "langchain_quota_threads_hidden"
 
@@ -115,7 +123,7 @@ def hourly(
 ) -> QuotaStatus:
     """The use of a quota per thread."""
     resets_at = None if until is None else utc(until)
-    return QuotaStatus(name, "t", used, used, limit, resets_at, per_thread=True)
+    return QuotaStatus(name, "t", used, used, limit, resets_at, per="thread")
 
 
 def users(used: int, limit: int = 10, until: float | None = None, user: str = "ada") -> QuotaStatus:
@@ -135,7 +143,7 @@ def samples(table: UsageTable, name: str) -> dict[tuple[str, ...], float]:
 
 def threads(table: UsageTable) -> list[str]:
     """The threads that are exported, in their order."""
-    return [thread for _, thread in samples(table, LAST)]
+    return list(dict.fromkeys(thread for _, _, thread in samples(table, LAST)))
 
 
 def used(table: UsageTable, limit: str = "search") -> dict[str, tuple[float, float]]:
@@ -163,20 +171,25 @@ class TestThreads:
     """What is exported of threads."""
 
     def test_an_empty_table(self, bench: Bench) -> None:
-        """Before the first decision nothing is exported but that nothing is hidden."""
-        rendered = [sample for family in bench.table().collect() for sample in family.samples]
-        assert {(sample.name, sample.value) for sample in rendered} == {(HIDDEN, 0)}
+        """Before the first decision it exports when it began, and that nothing is hidden."""
+        table = bench.table()
+        bench.clock.now += 10
+        rendered = [sample for family in table.collect() for sample in family.samples]
+        assert {(sample.name, sample.value) for sample in rendered} == {
+            (HIDDEN, 0),
+            (STARTED, 1000),
+        }
 
     def test_a_thread(self, bench: Bench) -> None:
-        """A thread has its use, limit and refusals of each limit, and the time of its last call."""
+        """A thread has the use of each limit and the time of its last decision; its refusals."""
         table = bench.table()
         table.record("boss", "t1", [decide(9), decide(10), refuse(10), refuse(10)])
         bench.clock.now += 1
         table.record("boss", "t1", [decide(1, 50, "all")])
         assert samples(table, USED) == {("boss", "search", "t1"): 10, ("boss", "all", "t1"): 1}
         assert samples(table, LIMIT) == {("boss", "search", "t1"): 10, ("boss", "all", "t1"): 50}
-        assert samples(table, BLOCKED) == {("boss", "search", "t1"): 2, ("boss", "all", "t1"): 0}
-        assert samples(table, LAST) == {("boss", "t1"): 1001}
+        assert samples(table, BLOCKED) == {("boss", "search", "t1"): 2}
+        assert samples(table, LAST) == {("boss", "search", "t1"): 1000, ("boss", "all", "t1"): 1001}
         zero = dict.fromkeys(("ok", "near", "exhausted"), 0.0)
         assert samples(table, SUBJECTS) == {
             ("boss", limit, "thread", state): value
@@ -201,10 +214,10 @@ class TestThreads:
         assert samples(table, SUBJECTS) == {}
 
     def test_a_call_without_limits(self, bench: Bench) -> None:
-        """A thread whose calls match no limit has the time of its last call."""
+        """A thread whose calls match no limit has no series."""
         table = bench.table()
         table.record("boss", "t1", [Decision(Call("tool", "search"), Outcome.ALLOWED)])
-        assert threads(table) == ["t1"]
+        assert threads(table) == []
 
     def test_a_limit_on_trial(self, bench: Bench) -> None:
         """Its use is shown, past the limit too; it blocks, counts and ranks nobody."""
@@ -214,7 +227,7 @@ class TestThreads:
         bench.clock.now += 1
         table.record("boss", "newer", [decide(1, 50, "all")])
         assert used(table) == {"busy": (11, 10)}
-        assert blocked(table) == {"busy": 0, "newer": 0}
+        assert blocked(table) == {}
         assert states(table) == {}
         assert threads(table) == ["newer", "busy"]
 
@@ -255,7 +268,36 @@ class TestThreads:
         """A call that is skipped because its batch was stopped was refused by no limit."""
         table = bench.table()
         table.record("boss", "t1", [replace(decide(3), outcome=Outcome.SKIPPED)])
-        assert blocked(table) == {"t1": 0}
+        assert blocked(table) == {}
+
+    def test_since_when_it_is_refused(self, bench: Bench) -> None:
+        """Since the first of refusals of which none is more than ten minutes after another."""
+        table = bench.table()
+        seen = []
+        for later, decisions in (
+            (1, [decide(9)]),
+            (1, [refuse(10), refuse(10)]),
+            (1, [decide(1), refuse(10)]),
+            (600, [refuse(10)]),
+            (601, [refuse(10)]),
+            (1, [decide(10)]),
+        ):
+            bench.clock.now += later
+            table.record("boss", "t1", decisions)
+            seen.append(
+                tuple(
+                    samples(table, name).get(("boss", "search", "t1"))
+                    for name in (REFUSED, REFUSED_SINCE)
+                )
+            )
+        assert seen == [
+            (None, None),
+            (1002, 1002),
+            (1003, 1002),
+            (1603, 1002),
+            (2204, 2204),
+            (2204, 2204),
+        ]
 
     @pytest.mark.parametrize("exported", range(8))
     def test_the_order(self, bench: Bench, exported: int) -> None:
@@ -338,7 +380,6 @@ class TestThreads:
         table.record("boss", "t1", [decide(7)])
         table.record("boss", "t1", [decide(0, None, run_limit=3, shared=True)])
         assert used(table) == {}
-        assert blocked(table) == {"t1": 0}
 
     def test_a_run_beside_a_quota(self, bench: Bench) -> None:
         """Let through in an outage, a limit of runs and of a quota shows the quota's last use."""
@@ -367,8 +408,10 @@ class TestQuotasPerThread:
         table = bench.table()
         quotas = (hourly(4, 5), hourly(1, 0, name="none"))
         table.record("boss", "t1", [decide(7, 10, "search", *quotas)])
-        assert used(table) == {"t1": (4, 5)}
-        assert states(table) == {"near": 1}
+        table.record("boss", "t2", [decide(9, 10, "search", *quotas)])
+        assert used(table) == {"t1": (4, 5), "t2": (9, 10)}
+        assert samples(table, RESETS) == {("boss", "search", "t1"): 9000}
+        assert states(table) == {"near": 2}
 
     def test_when_the_window_has_passed(self, bench: Bench) -> None:
         """The use is 0, the thread is tracked until it is idle, and a refund takes nothing."""
@@ -378,6 +421,7 @@ class TestQuotasPerThread:
         assert (used(table), states(table)) == ({"t1": (10, 10)}, {"exhausted": 1})
         bench.clock.now = 2000
         assert (used(table), states(table)) == ({"t1": (0, 10)}, {"ok": 1})
+        assert samples(table, RESETS) == {}
         table.record("boss", "t1", [decide(0, None, "search", hourly(2, until=3000))])
         bench.clock.now = 3001
         table.refund("boss", "t1", "search", 1)
@@ -471,7 +515,7 @@ class TestSubjects:
         table.record("boss", "t1", [decide(0, None, "search", users(10))])
         table.record("boss", "t1", [decision])
         table.record("boss", "t2", [decide(0, None, "all", users(10))])
-        kept = {"exhausted": 1} if decision.limits[0].quotas[0].per_thread else {}
+        kept = {"exhausted": 1} if decision.limits[0].quotas[0].per == "thread" else {}
         assert states(table, scope="user_id") == kept
         assert states(table, "all", "user_id") == {"exhausted": 1}
 
@@ -491,6 +535,34 @@ class TestSubjects:
             assert states(table, scope="user_id") == {"near": 1}
             bench.clock.now = until
             assert states(table, scope="user_id") == {}
+
+    def test_what_all_share(self, bench: Bench) -> None:
+        """The use of a quota per agent, or of all, has series; a user's has none."""
+        table = bench.table()
+        shared = QuotaStatus("company", "", 8, 8, 10, utc(2000), per="global")
+        own = QuotaStatus("agent", "boss", 3, 3, 5, per="agent")
+        table.record("boss", "t1", [decide(0, None, "search", shared, own, users(1))])
+        company, agent = ("boss", "search", "company", ""), ("boss", "search", "agent", "")
+        assert samples(table, SUBJECT_USED) == {company: 8, agent: 3}
+        assert samples(table, SUBJECT_LIMIT) == {company: 10, agent: 5}
+        assert samples(table, SUBJECT_RESETS) == {company: 2000}
+        assert samples(table, SUBJECT_LAST) == {company: 1000, agent: 1000}
+        bench.clock.now = 2000
+        assert samples(table, SUBJECT_USED) == {agent: 3}
+
+    def test_users_with_labels(self, bench: Bench) -> None:
+        """Where a label is made of them, the near come first, then the exhausted; a label once."""
+
+        def shown(quota: str, subject: str) -> str | None:
+            return subject[:3] if quota == "user_id" else None
+
+        table = bench.table(subject_label=shown, max_subjects=3)
+        for user, count in (("ok", 1), ("near", 8), ("full", 10), ("next", 9), ("nearby", 8)):
+            bench.clock.now += 1
+            table.record("boss", "t1", [decide(0, None, "search", users(count, user=user))])
+        table.record("boss", "t1", [decide(0, None, "search", replace(users(9), scope="tenant"))])
+        found = {key[3]: value for key, value in samples(table, SUBJECT_USED).items()}
+        assert found == {"nex": 9, "nea": 8}
 
     def test_names_are_not_kept(self, bench: Bench, file: Path) -> None:
         """Of a user the table keeps 16 bytes, which are no name."""
@@ -529,7 +601,7 @@ class TestForgetting:
         table.flush()
         bench.clock.now += TTL + 1
         table.record("boss", "t1", [decide(10)])
-        assert blocked(table) == {"t1": 0}
+        assert blocked(table) == {}
 
     def test_a_bound(self, bench: Bench) -> None:
         """Beyond the bound those without a call for longest go, threads and others each."""
@@ -541,17 +613,43 @@ class TestForgetting:
         assert threads(table) == ["t3", "t1"]
         assert (states(table), states(table, scope="user_id")) == ({"ok": 2}, {"ok": 2})
 
-    def test_on_request(self, bench: Bench) -> None:
-        """Its series, count and refusals end; all others stay; its next call is its first."""
+
+class TestReset:
+    """A thread whose use is set back to nothing."""
+
+    def test_it_has_used_nothing(self, bench: Bench) -> None:
+        """It has used nothing, from now on; its refusals stay counted, and others as they are."""
         table = bench.table()
         for agent, thread in (("boss", "t1"), ("boss", "t2"), ("clerk", "t1")):
-            table.record(agent, thread, [decide(10), refuse(10)])
-        for thread in ("t1", "t1", "unknown"):
-            table.forget("boss", thread)
-        assert set(samples(table, USED)) == {("boss", "search", "t2"), ("clerk", "search", "t1")}
+            table.record(agent, thread, [decide(10, 10, "search", hourly(9)), refuse(10)])
+        bench.clock.now += 1
+        for _ in range(2):
+            table.reset("boss", "t1", [])
+        key = ("boss", "search", "t1")
+        assert samples(table, USED) == {
+            key: 0,
+            ("boss", "search", "t2"): 10,
+            ("clerk", "search", "t1"): 10,
+        }
+        assert samples(table, LAST)[key] == 1001
+        assert samples(table, BLOCKED)[key] == 1
+        assert key not in samples(table, REFUSED_SINCE)
+        assert samples(table, SUBJECTS)["boss", "search", "thread", "exhausted"] == 1
         table.record("boss", "t1", [decide(1)])
-        assert samples(table, BLOCKED)["boss", "search", "t1"] == 0
-        assert samples(table, USED)["boss", "search", "t1"] == 1
+        assert samples(table, USED)[key] == 1
+
+    def test_one_that_another_process_serves(self, bench: Bench) -> None:
+        """A process that did not know the thread exports 0 of its limits."""
+        table = bench.table()
+        table.reset("boss", "t1", [replace(STANDING, quotas=(hourly(0, 5, until=None),))])
+        assert used(table) == {"t1": (0, 10)}
+        assert samples(table, LAST) == {("boss", "search", "t1"): 1000}
+
+    def test_limits_without_a_number(self, bench: Bench) -> None:
+        """Where the number is computed, the time of the reset alone is exported."""
+        table = bench.table()
+        table.reset("boss", "t1", [replace(STANDING, thread_limit=None)])
+        assert (used(table), threads(table)) == ({}, ["t1"])
 
 
 @dataclass
@@ -586,14 +684,19 @@ class Naive:
         (status,) = decision.limits
         entry = self.entries.setdefault(thread, Entry())
         entry.last = now
-        new = {"numbers": [], "enforced": status.enforced, "blocked": 0}
+        new = {"numbers": [], "blocked": 0, "decided": 0.0, "since": None}
         row = entry.limits.setdefault(status.limit, new)
         row["enforced"] = status.enforced
         if status.refused and status.enforced:
             row["blocked"] += 1
             entry.refused = now
+            if status.reason != "store":
+                if row["since"] is None or now - row["refused"] > 600:
+                    row["since"] = now
+                row["refused"] = now
         if status.reason == "store":
             return
+        row["decided"] = now
         numbers: list[tuple[int, int, float | None]]
         numbers = [(status.thread_used, status.thread_limit or 0, None)]
         numbers += [
@@ -614,6 +717,13 @@ class Naive:
                 (max(0, count - amount), most, end, full)
                 for count, most, end, full in row["numbers"]
             ]
+
+    def reset(self, thread: str, now: float) -> None:
+        entry = self.entries.setdefault(thread, Entry())
+        entry.last = now
+        for row in entry.limits.values():
+            row["numbers"] = [(0, most, None, now) for _, most, _, _ in row["numbers"]]
+            row["decided"], row["since"] = now, None
 
     def expire(self, now: float, ttl: float) -> None:
         for thread in [each for each, entry in self.entries.items() if now - entry.last > ttl]:
@@ -637,7 +747,7 @@ STEPS = st.lists(
             QUOTAS,
         ),
         st.tuples(st.just("refund"), NAMES, LIMITS, st.integers(1, 3)),
-        st.tuples(st.just("forget"), NAMES),
+        st.tuples(st.just("reset"), NAMES),
         st.tuples(st.just("wait"), st.sampled_from([10, 60, 101])),
     ),
     max_size=25,
@@ -665,9 +775,9 @@ def take(table: UsageTable, naive: Naive, step: Sequence[Any], now: float) -> No
         thread, limit, amount = rest
         table.refund("boss", thread, limit, amount)
         naive.refund(thread, limit, amount, now)
-    elif what == "forget":
-        table.forget("boss", *rest)
-        naive.entries.pop(rest[0], None)
+    elif what == "reset":
+        table.reset("boss", rest[0], [])
+        naive.reset(rest[0], now)
     elif what != "wait":
         decision = made(step, now)
         table.record("boss", rest[0], [decision])
@@ -676,7 +786,7 @@ def take(table: UsageTable, naive: Naive, step: Sequence[Any], now: float) -> No
 
 @given(steps=STEPS)
 def test_the_table_is_what_a_recount_gives(steps: Sequence[Sequence[Any]]) -> None:
-    """After any calls, refunds, outages and waits: the threads, levels, values and counts."""
+    """After any steps, waits and resets: the threads, levels, values and counts."""
     clock, naive, errors = Clock(), Naive(), list[Exception]()
     on_error = errors.append
     table = UsageTable(near=0.8, max_exported=9, ttl=100, on_error=on_error, clock=clock)
@@ -686,16 +796,20 @@ def test_the_table_is_what_a_recount_gives(steps: Sequence[Sequence[Any]]) -> No
         now = clock.now
         naive.expire(now, 100)
         levels = {thread: entry.level(now) for thread, entry in naive.entries.items()}
-        assert samples(table, LAST) == {
-            ("boss", thread): entry.last for thread, entry in naive.entries.items()
-        }
         order = [[1, 2, 0].index(levels[thread]) for thread in threads(table)]
         assert order == sorted(order)
-        assert samples(table, BLOCKED) == {
-            ("boss", limit, thread): row["blocked"]
-            for thread, entry in naive.entries.items()
-            for limit, row in entry.limits.items()
-        }
+        for name, column in (
+            (BLOCKED, "blocked"),
+            (LAST, "decided"),
+            (REFUSED, "refused"),
+            (REFUSED_SINCE, "since"),
+        ):
+            assert samples(table, name) == {
+                ("boss", limit, thread): row[column]
+                for thread, entry in naive.entries.items()
+                for limit, row in entry.limits.items()
+                if row.get(column)
+            }
         for limit in ("search", "all"):
             counted: dict[str, float] = {}
             for entry in naive.entries.values():
@@ -797,7 +911,7 @@ class TestWorkers:
         two.record("boss", "t2", [decide(2)])
         two.flush()
         assert used(one) == {"t1": (10, 10), "t2": (2, 10)}
-        assert blocked(one) == blocked(two) == {"t1": 2, "t2": 0}
+        assert blocked(one) == blocked(two) == {"t1": 2}
 
     def test_the_latest_decision_holds(self, bench: Bench, file: Path) -> None:
         """What a worker writes late hides nothing that was decided since."""
@@ -823,19 +937,40 @@ class TestWorkers:
         one.flush()
         assert used(two) == {"t1": (5, 10)}
 
-    def test_forgotten_by_one(self, bench: Bench, file: Path) -> None:
-        """What others knew of a thread before is forgotten; what they learn later is not."""
+    def test_reset_by_one(self, bench: Bench, file: Path) -> None:
+        """What others decided before a reset is not taken in after it; what comes later is."""
         one, two = bench.table(file), bench.table(file)
         for table in (one, two):
             table.record("boss", "t1", [refuse(10)])
         one.flush()
         bench.clock.now += 1
-        one.forget("boss", "t1")
+        one.reset("boss", "t1", [])
         one.flush()
-        assert threads(two) == []
+        assert used(two) == {"t1": (0, 10)}
         bench.clock.now += 1
         two.record("boss", "t1", [decide(1)])
-        assert (used(two), blocked(one)) == ({"t1": (1, 10)}, {"t1": 0})
+        assert (used(two), blocked(one)) == ({"t1": (1, 10)}, {"t1": 2})
+
+    def test_a_late_reset_undoes_nothing_newer(self, bench: Bench, file: Path) -> None:
+        """A reset that is written after a later decision of another process leaves it alone."""
+        one, two = bench.table(file), bench.table(file)
+        one.record("boss", "t1", [decide(5)])
+        one.flush()
+        one.reset("boss", "t1", [])
+        bench.clock.now += 1
+        two.record("boss", "t1", [decide(1)])
+        two.flush()
+        one.flush()
+        assert used(two) == {"t1": (1, 10)}
+        assert samples(two, LAST) == {("boss", "search", "t1"): 1001}
+
+    def test_when_the_first_began(self, bench: Bench, file: Path) -> None:
+        """All export when the first of them began to count."""
+        one = bench.table(file)
+        one.flush()
+        bench.clock.now += 50
+        two = bench.table(file)
+        assert samples(two, STARTED) == samples(one, STARTED) == {(): 1000}
 
     def test_a_worker_that_ends(self, bench: Bench, file: Path) -> None:
         """A worker writes what waits when it ends, and what it told stays."""
@@ -890,7 +1025,7 @@ class TestWorkers:
             database.execute("PRAGMA user_version = 7")
         bench.table(file).flush()
         (error,) = bench.errors
-        assert "has version 7, not 1: empty the directory before the service starts" in str(error)
+        assert "has version 7, not 2: empty the directory before the service starts" in str(error)
         bench.errors.clear()
 
     def test_what_cannot_be_written_waits(self, bench: Bench, file: Path) -> None:

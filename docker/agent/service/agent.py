@@ -97,7 +97,8 @@ def build_model(name: str) -> BaseChatModel:
         SettingsError: It cannot be used.
     """
     if name == SCRIPTED:
-        return ScriptedChatModel(script=_next_turn)
+        # Requests are kept for tests to look at; a service that keeps them grows with each call.
+        return ScriptedChatModel(script=_next_turn, keep_calls=0)
     try:
         return init_chat_model(name)
     except Exception as error:  # a missing package or key: each provider raises its own

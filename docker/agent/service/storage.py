@@ -64,7 +64,14 @@ def _pool(url: str) -> Pool:
         max_size=8,
         timeout=CONNECT_SECONDS,
         check=AsyncConnectionPool.check_connection,  # the server may have been restarted
-        kwargs={"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row},
+        kwargs={
+            "autocommit": True,
+            "prepare_threshold": 0,
+            "row_factory": dict_row,
+            # From a database without an encoding (SQL_ASCII) text would come as bytes: no thread
+            # would find its history.
+            "client_encoding": "utf8",
+        },
         open=False,
     )
 

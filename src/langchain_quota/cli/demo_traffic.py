@@ -56,7 +56,7 @@ def questions(number: int) -> tuple[str, ...]:
 
 def scripted_model() -> BaseChatModel:
     """A model that knows the questions: its answer depends on the messages alone."""
-    return ScriptedChatModel(script=_next_turn)
+    return ScriptedChatModel(script=_next_turn, keep_calls=0)
 
 
 def _next_turn(messages: Sequence[BaseMessage]) -> Turn:

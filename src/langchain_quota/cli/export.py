@@ -1,4 +1,4 @@
-"""The command that writes dashboards, rules and the Alertmanager example into a directory."""
+"""The command that writes dashboards, rules, examples and a base for kustomize into a directory."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from langchain_quota.cli.command import CommandError, say
 from langchain_quota.monitoring import checks, exports
@@ -23,35 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the Prometheus data source that the dashboards begin with",
     )
     _add_selector(boards)
+    _add_runbooks(boards)
     prometheus = whats.add_parser("prometheus", help="recording and alert rules")
     _add_selector(prometheus)
-    prometheus.add_argument(
-        "--grafana-url",
-        type=_checked(checks.url_fault),
-        default=exports.GRAFANA_URL,
-        metavar="URL",
-        help="where Grafana is, for the alerts' links (default: %(default)s)",
-    )
-    prometheus.add_argument(
-        "--runbook-base",
-        type=_checked(checks.url_fault),
-        default=exports.RUNBOOK_BASE,
-        metavar="URL",
-        help="where the runbooks are; the alert's name is appended (default: %(default)s)",
-    )
+    _add_alert_options(prometheus)
     prometheus.add_argument(
         "--format",
         choices=exports.RULES_FILES,
         default="rules",
         help="a rule file, or the object for the Prometheus Operator (default: %(default)s)",
     )
-    prometheus.add_argument(
-        "--per-thread-alerts",
-        action="store_true",
-        help="alert also on single threads that come near their limits",
+    kubernetes = whats.add_parser("kubernetes", help="scraping, rules and dashboards for kustomize")
+    kubernetes.add_argument(
+        "--namespace",
+        type=_checked(checks.namespace_fault),
+        metavar="NAME",
+        help="the namespace of the objects (default: kubectl's own)",
     )
+    _add_selector(kubernetes)
+    _add_alert_options(kubernetes)
     example = whats.add_parser("alertmanager", help="an example of a route")
-    for each in (boards, prometheus, example):
+    for each in (boards, prometheus, example, kubernetes):
         each.add_argument(
             "--to", type=_directory, required=True, metavar="DIR", help="the directory to write to"
         )
@@ -59,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files, and print a line for each.
+    """Write the files, and print a line for each, and one for an address that nobody gave.
 
     Raises:
         CommandError: A file exists, or cannot be written.
@@ -67,21 +60,30 @@ def run(arguments: argparse.Namespace) -> int:
     note = ""
     if arguments.what == "grafana":
         files = exports.dashboards(
-            datasource=arguments.datasource, selector=arguments.selector or ""
+            datasource=arguments.datasource,
+            selector=arguments.selector or "",
+            runbooks=arguments.runbooks,
         )
     elif arguments.what == "prometheus":
         note = f" (needs Prometheus {exports.PROMETHEUS} or newer)"
-        files = exports.rules(
-            selector=arguments.selector or "",
-            grafana_url=arguments.grafana_url,
-            runbook_base=arguments.runbook_base,
-            per_thread=arguments.per_thread_alerts,
-            format=arguments.format,
-        )
+        files = exports.rules(format=arguments.format, **_alert_options(arguments))
+    elif arguments.what == "kubernetes":
+        files = exports.kubernetes(namespace=arguments.namespace, **_alert_options(arguments))
     else:
         files = exports.alertmanager()
     _write(files, arguments.to, note, force=arguments.force)
+    if arguments.what in ("prometheus", "kubernetes") and arguments.grafana_url is None:
+        say(f"dashboard_url of the alerts leads to {exports.GRAFANA_URL}: set --grafana-url")
     return 0
+
+
+def _alert_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "selector": arguments.selector or "",
+        "grafana_url": arguments.grafana_url or exports.GRAFANA_URL,
+        "runbooks": arguments.runbooks,
+        "per_thread": arguments.per_thread_alerts,
+    }
 
 
 def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool) -> None:
@@ -159,6 +161,30 @@ def _add_selector(parser: argparse.ArgumentParser) -> None:
         type=_checked(checks.selector_fault),
         metavar="MATCHERS",
         help="matchers for every query, such as 'job=\"agents\"'",
+    )
+
+
+def _add_alert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--grafana-url",
+        type=_checked(checks.url_fault),
+        metavar="URL",
+        help=f"where Grafana is, for the alerts' links (default: {exports.GRAFANA_URL})",
+    )
+    _add_runbooks(parser)
+    parser.add_argument(
+        "--per-thread-alerts",
+        action="store_true",
+        help="alert also on single threads that come near their limits",
+    )
+
+
+def _add_runbooks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runbooks",
+        type=_checked(checks.url_fault),
+        metavar="URL",
+        help="where your runbooks are; the alert's name is appended (default: the project's own)",
     )
 
 

@@ -174,6 +174,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if state.get("structured_response") is not None:
             # Older versions of LangChain keep that of an earlier turn.
             update["structured_response"] = None
+        if not begun:
+            self._recorder.record_run(context.agent, context.task("run"))
         before: Ledger = known if begun else {}
         update[LEDGER] = {
             **NEW_RUN,
@@ -223,6 +225,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             error=conclusion.error,
             task_id=request.task_id,
             trace=known,
+            after_refusal=request.follows_refusal,
         )
         if recorded.is_new and conclusion.refunds:
             self._recorder.record_refunds(conclusion.refunds)

@@ -78,6 +78,17 @@ class Request:
         return any(asked.shared for asked in self.asked)
 
     @property
+    def message(self) -> str | None:
+        """The id of the message whose calls they are; `None` for a model call."""
+        return None
+
+    @property
+    def follows_refusal(self) -> bool:
+        """Whether the model has read that a call of this run was refused."""
+        refused = self.known.get("refused")
+        return refused is not None and refused != self.message
+
+    @property
     def task_id(self) -> str | None:
         """Names this work: the same when LangGraph runs the task again."""
         return self.context.task(self.task)

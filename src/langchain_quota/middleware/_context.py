@@ -253,7 +253,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
                 subject=subject,
                 key=str(key),
                 resets_at=key.resets_at,
-                per_thread=quota.per == THREAD,
+                per=quota.dimension,
                 computed=callable(quota.limit),
             )
         )

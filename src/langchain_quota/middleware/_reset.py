@@ -8,7 +8,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.pregel import Pregel
 from langgraph.types import PregelTask, StateSnapshot
 
-from langchain_quota.decision import THREAD
+from langchain_quota.decision import THREAD, LimitStatus, QuotaStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import stored_as
@@ -66,6 +66,35 @@ def stopped_at_a_limit(task: PregelTask, nodes: Collection[str]) -> bool:
     # Of an exception a checkpoint keeps the `repr`, which begins with the name of its class.
     error = task.error if isinstance(task.error, str) else repr(task.error)
     return task.name in nodes and error.startswith(_LIMIT_ERRORS)
+
+
+def after_reset(limits: Sequence[Limit]) -> list[LimitStatus]:
+    """How the limits of a thread stand when it has used nothing.
+
+    Args:
+        limits: The limits.
+    """
+    return [
+        LimitStatus(
+            limit=limit.name,
+            exit_behavior=limit.exit_behavior,
+            thread_before=0,
+            thread_used=0,
+            thread_limit=None if callable(limit.thread_limit) else limit.thread_limit,
+            run_before=0,
+            run_used=0,
+            run_limit=None,
+            enforced=limit.enforce,
+            near=limit.near,
+            alert=limit.alert,
+            quotas=tuple(
+                QuotaStatus(quota.name, "", 0, 0, quota.limit, per=THREAD)
+                for quota in limit.quotas
+                if quota.per == THREAD and not callable(quota.limit)
+            ),
+        )
+        for limit in limits
+    ]
 
 
 def thread_keys(limits: Sequence[Limit], config: RunnableConfig, now: float) -> list[str]:

@@ -57,6 +57,11 @@ class BatchRequest(Request):
     renewed: Mapping[str, Amounts]
     final: str = ""
 
+    @property
+    def message(self) -> str | None:
+        """The id of the message whose calls they are."""
+        return self.pending.message.id or ""
+
     def refunds_due(self) -> dict[str, Amounts]:
         """What a store is to take back: what is due, and what it charged these calls before."""
         return {**self.counts.pending_refunds, **self.renewed}
@@ -310,6 +315,8 @@ def _update(request: BatchRequest, breaches: Sequence[Breach]) -> Update:
             own = refusals.setdefault(request.middleware, {})
             own[limit.name] = own.get(limit.name, 0) + breach.refusals
     written = Ledger(run_tools=counts.run, batch=judged, refusals=refusals)
+    if breaches and known.get("refused") is None:
+        written["refused"] = request.message
     if counts.pending_refunds != (known.get("pending_refunds") or {}):
         written["pending_refunds"] = counts.pending_refunds
     return {THREAD_TOOLS: counts.thread, RUN_TOOLS: attempted, LEDGER: written}

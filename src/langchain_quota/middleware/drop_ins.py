@@ -44,7 +44,8 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
     """Limits how many tool calls an agent's thread and run may make, and makes each visible.
 
     A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
-    messages and exceptions; `limit_name`, `message`, `on_pending` and `telemetry` are ours.
+    messages and exceptions; `limit_name`, `message`, `alert`, `on_pending` and
+    `telemetry` are ours.
 
     Args:
         tool_name: The tool that is limited; `None` limits all tools together.
@@ -59,6 +60,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         message: What the model reads as the answer of a refused call (and, with `"end"`, the
             user as the final message) instead of the default text: a text, or a function from
             the `Decision` to a text.
+        alert: Whether a refusal is worth an alert; `False` for a limit that is meant to be hit.
         on_pending: What `"end"` does when calls of other tools are pending in the same message:
             `"skip"` answers them as not run, `"raise"` raises `NotImplementedError`, as LangChain
             up to 1.3.14 did.
@@ -96,6 +98,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         exit_behavior: ToolExitBehavior = "continue",
         limit_name: str | None = None,
         message: str | Callable[[Decision], str] | None = None,
+        alert: bool = True,
         on_pending: OnPending = "skip",
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
             run_limit=run_limit,
             exit_behavior=exit_behavior,
             message=message,
+            alert=alert,
             name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
@@ -157,9 +161,9 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     """Limits how many model calls an agent's thread and run may make, and makes each visible.
 
     A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
-    messages and exceptions; `limit_name`, `message` and `telemetry` are ours. A call is judged
-    before the model is called, and counted when the model has returned: a call that raises is not
-    counted, a call retried within one step counts once.
+    messages and exceptions; `limit_name`, `message`, `alert` and `telemetry` are ours. A call is
+    judged before the model is called, and counted when the model has returned: a call that raises
+    is not counted, a call retried within one step counts once.
 
     Args:
         thread_limit: Most calls over the life of a thread, a whole number from 0; `None` for no
@@ -171,6 +175,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
             default `model`. Give names to put two model limits on one agent.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
+        alert: Whether a refusal is worth an alert; `False` for a limit that is meant to be hit.
         telemetry: Where decisions are made visible; by default shared by the process, on
             Prometheus' global registry and OpenTelemetry's global tracer provider.
 
@@ -203,6 +208,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         exit_behavior: Literal["end", "error"] = "end",
         limit_name: str | None = None,
         message: str | Callable[[Decision], str] | None = None,
+        alert: bool = True,
         telemetry: Telemetry | None = None,
     ) -> None:
         check_choice("exit_behavior", exit_behavior, ("end", "error"))
@@ -211,6 +217,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
             run_limit=run_limit,
             exit_behavior=exit_behavior,
             message=message,
+            alert=alert,
             name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)

@@ -32,7 +32,7 @@ from langchain_quota.middleware._model_request import (
     without_exhausted,
 )
 from langchain_quota.middleware._observers import Observer, Observers
-from langchain_quota.middleware._reset import check_at_rest, own_node, thread_keys
+from langchain_quota.middleware._reset import after_reset, check_at_rest, own_node, thread_keys
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedLimits
 from langchain_quota.state import UNUSED, QuotaState, ledger
@@ -278,7 +278,7 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         agent.update_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         agent.update_state(config, None, as_node=END)
-        self._forget(agent, config)
+        self._record_reset(agent, config)
 
     async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         """Set what a thread has used back to nothing, in its state and in the store.
@@ -301,15 +301,16 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         await agent.aupdate_state(config, dict(UNUSED), as_node=node)
         # What the update made the graph want to run next.
         await agent.aupdate_state(config, None, as_node=END)
-        self._forget(agent, config)
+        self._record_reset(agent, config)
 
     def _judging_nodes(self) -> tuple[str, ...]:
         """The nodes of the graph in which this middleware judges."""
         return f"{self.name}.before_model", f"{self.name}.after_model"
 
-    def _forget(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
+    def _record_reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
-        self._recorder.forget(name, config.get("configurable", {}).get("thread_id"))
+        thread_id = config.get("configurable", {}).get("thread_id")
+        self._recorder.record_reset(name, thread_id, after_reset(self._limits))
 
     def _resolve(self, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
         """The limits on calls of a kind, or all of them, as they are at this moment."""

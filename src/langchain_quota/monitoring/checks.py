@@ -1,4 +1,4 @@
-"""What a user may have put into exported files: a selector, an address, a data source."""
+"""What a user may have put into exported files: selector, address, data source, namespace."""
 
 import re
 import warnings
@@ -7,16 +7,8 @@ from urllib.parse import urlsplit
 OWN_LABELS = frozenset(
     {
         *("agent", "limit", "scope", "decision", "kind", "tool", "state", "thread_id"),
-        *(
-            "component",
-            "error_type",
-            "droppable",
-            "operation",
-            "outcome",
-            "le",
-            "action",
-            "version",
-        ),
+        *("subject", "counts", "component", "error_type", "droppable", "operation", "outcome"),
+        *("le", "action", "version"),
     }
 )
 """The labels of the package's own metrics: not all metrics have one, so no selector names it."""
@@ -25,6 +17,7 @@ _STRING = r'"((?:[^"\\]|\\(?:[abfnrtv\\"]|x[0-9a-fA-F]{2}|[0-7]{3}|u[0-9a-fA-F]{
 _MATCHER = re.compile(rf"\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*(=~|!~|!=|=)\s*{_STRING}\s*")
 _URL = re.compile(r"https?://[!$%&()*+,./0-9:;=A-Z\[\]_a-z~-]+")
 _UID = re.compile(r"[A-Za-z0-9_-]{1,40}")
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def selector_fault(text: str) -> str | None:
@@ -70,3 +63,10 @@ def datasource_fault(text: str) -> str | None:
     if _UID.fullmatch(text):
         return None
     return f"must be 1 to 40 letters, digits, - and _, not {text!r}"
+
+
+def namespace_fault(text: str) -> str | None:
+    """What is wrong with the name of a namespace in Kubernetes."""
+    if _NAMESPACE.fullmatch(text):
+        return None
+    return f"must be 1 to 63 lower-case letters, digits and - between them, not {text!r}"

@@ -1,7 +1,7 @@
-"""The dashboards, the rules and the example for Alertmanager, as an export writes them.
+"""The dashboards, the rules, an example for Alertmanager and a base for kustomize, as exported.
 
-They are data beside this module, and good as they stand: for all jobs, with links to one's own
-machine.
+They are data beside this module, and good as they stand: for all jobs, with links to the project's
+runbooks and to a Grafana on one's own machine.
 """
 
 import json
@@ -16,8 +16,10 @@ PROMETHEUS = "2.42"
 """The oldest Prometheus that takes the rules: the first with `keep_firing_for`."""
 
 GRAFANA_URL = "http://localhost:3000"
-RUNBOOK_BASE = "http://localhost:8000/runbooks"
-"""Where links in the data lead: to what runs on one's own machine, never to a stranger's."""
+"""Where links to dashboards lead in the data: nobody else can know where Grafana is."""
+
+RUNBOOKS = "https://github.com/langchain-quota/langchain-quota/blob/main/docs/runbooks"
+"""Where links to runbooks lead in the data; a page there is named as its alert, and ends in .md."""
 
 Format = Literal["rules", "prometheusrule"]
 RULES_FILES: dict[Format, str] = {
@@ -28,27 +30,34 @@ RULES_FILES: dict[Format, str] = {
 
 _DATA = resources.files(__package__)
 _PER_THREAD = "# Only with --per-thread-alerts"
-"""From this comment on the rules are alerts on single threads."""
+"""From this comment on the rules are about single threads."""
 
-# Where something is put in: at a metric, with the brace of its matchers if it has any, and at the
-# beginning of a link. With a colon before it a name is that of a recorded series, which stays.
+_ALERT_OF_ROW = re.escape("${__data.fields.alertname:percentencode}")
+# Where something is put in: at a metric, with the brace of its matchers if it has any, at the
+# beginning of a link to a dashboard, and at a link to a runbook. With a colon before it a name is
+# that of a recorded series, which stays.
 _PLACE = re.compile(
     r"(?<!:)(?:langchain_quota_\w+|scrape_duration_seconds)\{?"
-    rf"|{re.escape(GRAFANA_URL)}|{re.escape(RUNBOOK_BASE)}"
+    rf"|{re.escape(GRAFANA_URL)}|{re.escape(RUNBOOKS)}/(?P<runbook>\w+|{_ALERT_OF_ROW})\.md"
 )
 
 
-def dashboards(*, datasource: str | None = None, selector: str = "") -> dict[str, str]:
+def dashboards(
+    *, datasource: str | None = None, selector: str = "", runbooks: str | None = None
+) -> dict[str, str]:
     """The dashboards' JSON, by the names of their files.
 
     Args:
         datasource: The UID of the Prometheus data source that the dashboards begin with; without
             it Grafana's default one.
         selector: Matchers put into every query, such as `job="agents"`.
+        runbooks: Where the runbooks are, for the links of alerts; a slash and the alert's name are
+            appended. Without it the links lead to the project's own.
     """
     files = [file for file in _boards().iterdir() if file.name.endswith(".json")]
     escaped = json.dumps(selector, ensure_ascii=False)[1:-1]
-    texts = {file.name: _filled(_read(file), escaped) for file in files}
+    own = runbooks and json.dumps(runbooks.rstrip("/"), ensure_ascii=False)[1:-1]
+    texts = {file.name: _filled(_read(file), escaped, runbooks=own) for file in files}
     if datasource:
         texts = {name: _begun_with(text, datasource) for name, text in texts.items()}
     return dict(sorted(texts.items()))
@@ -58,7 +67,7 @@ def rules(
     *,
     selector: str = "",
     grafana_url: str = GRAFANA_URL,
-    runbook_base: str = RUNBOOK_BASE,
+    runbooks: str | None = None,
     per_thread: bool = False,
     format: Format = "rules",  # noqa: A002 - the option's name
 ) -> dict[str, str]:
@@ -67,15 +76,17 @@ def rules(
     Args:
         selector: Matchers put into every selector of a metric, such as `job="agents"`.
         grafana_url: Where Grafana is, for `dashboard_url`.
-        runbook_base: Where the runbooks are; the alert's name is appended, for `runbook_url`.
-        per_thread: Whether to alert on single threads that come near their limits.
+        runbooks: Where the runbooks are, for `runbook_url`; a slash and the alert's name are
+            appended. Without it the links lead to the project's own.
+        per_thread: Whether to alert on single threads that come near their limits, and to record
+            what these alerts read.
         format: `"rules"` for a rule file, `"prometheusrule"` for the object of that kind which
             the Prometheus Operator takes.
     """
     text = _read(_DATA / "rules.yaml")
     if not per_thread:
         text = text[: text.index(_PER_THREAD)].rstrip() + "\n"
-    text = _filled(text, selector, grafana_url.rstrip("/"), runbook_base.rstrip("/"))
+    text = _filled(text, selector, grafana_url.rstrip("/"), runbooks and runbooks.rstrip("/"))
     if format == "prometheusrule":
         text = _read(_DATA / "prometheusrule.yaml") + textwrap.indent(text, "  ")
     return {RULES_FILES[format]: text}
@@ -85,6 +96,46 @@ def alertmanager() -> dict[str, str]:
     """The example of Alertmanager's configuration, by the name of its file."""
     file = _DATA / "alertmanager.yaml"
     return {file.name: _read(file)}
+
+
+def kubernetes(
+    *,
+    namespace: str | None = None,
+    selector: str = "",
+    grafana_url: str = GRAFANA_URL,
+    runbooks: str | None = None,
+    per_thread: bool = False,
+) -> dict[str, str]:
+    """A base for kustomize, by the names of its files.
+
+    Its objects scrape agents (PodMonitor), have the rules (PrometheusRule), and the dashboards
+    (a ConfigMap for each).
+
+    Args:
+        namespace: Where the objects belong; without it kubectl's own.
+        selector: Matchers put into every query and rule.
+        grafana_url: As of `rules`.
+        runbooks: As of `rules`.
+        per_thread: As of `rules`.
+    """
+    objects = {
+        "langchain-quota-podmonitor.yaml": _read(_DATA / "podmonitor.yaml"),
+        **rules(
+            selector=selector,
+            grafana_url=grafana_url,
+            runbooks=runbooks,
+            per_thread=per_thread,
+            format="prometheusrule",
+        ),
+    }
+    for file, board in dashboards(selector=selector, runbooks=runbooks).items():
+        name = file.removesuffix(".json")
+        head = _read(_DATA / "configmap.yaml").replace("DASHBOARD", name)
+        objects[f"{name}-configmap.yaml"] = head + textwrap.indent(board, "    ")
+    base = _read(_DATA / "kustomization.yaml") + "".join(f"  - {file}\n" for file in objects)
+    if namespace:
+        base += f"namespace: {json.dumps(namespace)}\n"
+    return {"kustomization.yaml": base, **objects}
 
 
 def _boards() -> Traversable:
@@ -98,18 +149,19 @@ def _read(file: Traversable) -> str:
 
 
 def _filled(
-    text: str, selector: str, grafana_url: str = GRAFANA_URL, runbook_base: str = RUNBOOK_BASE
+    text: str, selector: str, grafana_url: str = GRAFANA_URL, runbooks: str | None = None
 ) -> str:
     """The text with the user's matchers and addresses.
 
     All in one pass, so that nothing is put into what the user gave.
     """
-    addresses = {GRAFANA_URL: grafana_url, RUNBOOK_BASE: runbook_base}
 
     def put(place: re.Match[str]) -> str:
         found = place[0]
-        if found in addresses:
-            return addresses[found]
+        if found == GRAFANA_URL:
+            return grafana_url
+        if place["runbook"]:
+            return f"{runbooks}/{place['runbook']}" if runbooks else found
         if not selector:
             return found
         return f"{found}{selector}," if found.endswith("{") else f"{found}{{{selector}}}"

@@ -1,14 +1,16 @@
 """How decisions are made visible: the settings, and the default of a process."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
+from types import MappingProxyType
 
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from langchain_quota.arguments import check_choice, check_share
 from langchain_quota.telemetry.instruments import Settings, instruments_of
-from langchain_quota.telemetry.labels import ThreadLabel, hmac_label
+from langchain_quota.telemetry.labels import Label, hmac_label
 from langchain_quota.telemetry.recorder import Recorder, capturing
 from langchain_quota.telemetry.tracing import Spans, Tracing
 
@@ -31,9 +33,17 @@ class Telemetry:
             block), or none (`"off"`).
         thread_label: Makes the label of a thread from its id, for ids that must not be seen in
             metrics and spans; see `hmac_label`. By default the id itself.
+        subject_label: Which users, tenants and other subjects of quotas have series of their own:
+            by the quota's name, a function that makes the label from the subject, such as
+            `{"tenant": str, "user_id": hmac_label(key)}`. It is called once for each subject, by
+            the thread that writes or by a scrape, and must be quick. By default none, so that
+            nobody's id is seen in metrics. What an agent has, and what all share
+            (`per="global"`), has series in any case.
         max_exported_threads: The most threads that have series of their own, from 0 (none); the
             nearest to their limits come first, then the most recently refused, then the most
             recent.
+        max_exported_subjects: The most subjects with labels that have series of their own, from 0
+            (none), in the same order.
         thread_ttl: How long a thread without calls keeps its series, and a user or another subject
             of a quota is counted; above 0.
         max_tools: The most tool names per agent that are labels, beside those that limits name,
@@ -63,8 +73,10 @@ class Telemetry:
         tracer_provider: TracerProvider | None = None,
         near: float = 0.8,
         spans: Spans = "all",
-        thread_label: ThreadLabel | None = None,
+        thread_label: Label | None = None,
+        subject_label: Mapping[str, Label] = MappingProxyType({}),
         max_exported_threads: int = 500,
+        max_exported_subjects: int = 100,
         thread_ttl: timedelta = timedelta(hours=1),
         max_tools: int = 100,
     ) -> None:
@@ -76,22 +88,51 @@ class Telemetry:
         check_choice("spans", spans, ("all", "refused", "off"))
         if thread_label is not None and not callable(thread_label):
             raise TypeError(f"thread_label must be a function or None, not {thread_label!r}")
+        _check_labels(subject_label)
         if not isinstance(thread_ttl, timedelta):
             raise TypeError(f"thread_ttl must be a timedelta, not {thread_ttl!r}")
         if thread_ttl <= timedelta(0):
             raise ValueError(f"thread_ttl must be positive, not {thread_ttl!r}")
         for argument, value in (
             ("max_exported_threads", max_exported_threads),
+            ("max_exported_subjects", max_exported_subjects),
             ("max_tools", max_tools),
         ):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{argument} must be a whole number, not {value!r}")
             if value < 0:
                 raise ValueError(f"{argument} must be 0 or more, not {value!r}")
-        settings = Settings(near, thread_label, max_exported_threads, thread_ttl, max_tools)
+        settings = Settings(
+            near=near,
+            thread_label=thread_label,
+            subject_label=dict(subject_label),
+            max_exported_threads=max_exported_threads,
+            max_exported_subjects=max_exported_subjects,
+            thread_ttl=thread_ttl,
+            max_tools=max_tools,
+        )
         instruments = instruments_of(registry, settings)
         tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)
         self._recorder = Recorder(instruments, tracing)
+
+
+def _check_labels(value: object) -> None:
+    """Check that a function makes the labels of each quota that is named.
+
+    Raises:
+        TypeError: It is no mapping of functions by names.
+    """
+    example = "{'tenant': str}"
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"subject_label must map names of quotas to functions, as in {example}, not {value!r}"
+        )
+    for quota, make in value.items():
+        if not isinstance(quota, str) or not callable(make):
+            raise TypeError(
+                f"subject_label must map names of quotas to functions, as in {example}: "
+                f"{quota!r} is mapped to {make!r}"
+            )
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from langchain_quota.decision import THREAD, Level, level
 from langchain_quota.stores import Occupancy
 
-_VERSION = 1
+_VERSION = 2
 _BUSY_SECONDS = 10.0
 """How long a process waits for another one to have written."""
 
@@ -36,6 +36,8 @@ class Use(NamedTuple):
         blocked: How many calls the limit has refused.
         decided: When a decision last told what is used, in seconds since the Unix epoch.
         full_since: When the last of it came to be used, in seconds since the Unix epoch.
+        refused: When the limit last refused a call, in seconds since the Unix epoch.
+        refused_since: When its latest refusals began, in seconds since the Unix epoch.
     """
 
     used: int = 0
@@ -45,6 +47,8 @@ class Use(NamedTuple):
     blocked: int = 0
     decided: float = 0.0
     full_since: float | None = None
+    refused: float | None = None
+    refused_since: float | None = None
 
     @property
     def level(self) -> int | None:
@@ -78,11 +82,13 @@ class UsageDatabase:
         self._shown: set[int] = set()
 
     @classmethod
-    def open(cls, path: Path | None, **settings: float) -> Self:
+    def open(cls, path: Path | None, *, started: float, **settings: float) -> Self:
         """Open the database, and make it if there is none.
 
         Args:
             path: The file; `None` for one in memory.
+            started: When the process began to count, in seconds since the Unix epoch. Of several
+                processes the first one counts.
             settings: What processes that decide nothing are told.
 
         Raises:
@@ -97,6 +103,8 @@ class UsageDatabase:
             _check_version(connection, path)
             rows = settings.items()
             connection.executemany("INSERT OR REPLACE INTO setting VALUES (?, ?)", rows)
+            started_first = "INSERT OR IGNORE INTO setting VALUES ('started', ?)"
+            connection.execute(started_first, (started,))
         except BaseException:
             connection.close()
             raise
@@ -154,12 +162,13 @@ class UsageDatabase:
             self.lapse(subject, now)
         return int(subject)
 
-    def add(self, key: Key, now: float) -> int:
-        """The number of a new subject."""
+    def add(self, key: Key, now: float, label: str | None = None) -> int:
+        """The number of a new subject; it has series of its own if it has a label."""
         made = self.execute(
-            "INSERT INTO subject (agent, scope, name, decided, refused, level, share, since) "
-            "VALUES (?, ?, ?, ?, 0, 0, 0, 0) RETURNING id",
-            (*key, now),
+            "INSERT INTO subject "
+            "(agent, scope, name, decided, label, refused, level, share, since) "
+            "VALUES (?, ?, ?, ?, ?, 0, 0, 0, 0) RETURNING id",
+            (*key, now, label),
         )
         return int(made.fetchone()[0])
 
@@ -167,8 +176,8 @@ class UsageDatabase:
         """What a subject has used, by the number of the series and the part of the limit."""
         uses: dict[int, dict[str, Use]] = {}
         for series, part, *columns in self.execute(
-            "SELECT series, part, used, cap, near, resets_at, blocked, decided, full_since "
-            "FROM usage WHERE subject = ?",
+            "SELECT series, part, used, cap, near, resets_at, blocked, decided, full_since, "
+            "refused, refused_since FROM usage WHERE subject = ?",
             (subject,),
         ):
             uses.setdefault(series, {})[part] = Use(*columns)
@@ -185,7 +194,7 @@ class UsageDatabase:
         highest = max(levels, default=None)
         for part, use in parts.items():
             self.execute(
-                "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (subject, series, part, *use, None if part else highest),
             )
         if highest is not None and series not in self._shown:
@@ -249,6 +258,10 @@ class UsageDatabase:
                 self.put(subject, series, uses[series], parts)
         self.rank(subject, uses, now, is_call=False)
 
+    def settings(self) -> dict[str, float]:
+        """What processes that decide nothing are told, and when the first one began to count."""
+        return dict(self.execute("SELECT name, value FROM setting"))
+
     def put_store(self, process: str, now: float, store: Occupancy | None) -> None:
         """Write how full the fullest store of a process is; `None` if nothing is to be told."""
         if store is None:
@@ -269,7 +282,6 @@ class UsageDatabase:
                 "(scope = 'thread') = ? ORDER BY decided DESC, id DESC LIMIT -1 OFFSET ?)",
                 (is_thread, most),
             )
-        self.execute("DELETE FROM forgotten WHERE at < ?", (now - ttl,))
         self.execute("DELETE FROM store WHERE at < ?", (now - ttl,))
         ended = self.execute("SELECT id FROM subject WHERE next_end <= ?", (now,)).fetchall()
         for (subject,) in ended:
@@ -277,9 +289,14 @@ class UsageDatabase:
 
 
 def settings_of(path: Path) -> dict[str, float]:
-    """What the processes that decide have told."""
+    """What the processes that decide have told.
+
+    Raises:
+        ValueError: Another version has made the file.
+    """
     with closing(_opened(path)) as connection:
-        return dict(connection.execute("SELECT name, value FROM setting"))
+        _check_version(connection, path)
+        return UsageDatabase(connection).settings()
 
 
 def _make_file(path: Path) -> None:

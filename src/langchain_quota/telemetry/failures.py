@@ -19,8 +19,8 @@ class Failures:
     def record(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of a component; log it if that is wanted, by default once per kind."""
         error_type = label(type(error).__name__)
-        # What hides thread ids must not have them logged.
-        shown = None if component == "thread_label" else error
+        # What hides ids must not have them logged.
+        shown = None if component in {"thread_label", "subject_label"} else error
         # Nobody is left to tell that counting or logging a failure failed.
         with suppress(Exception):
             self._metrics.failed(component, error_type)

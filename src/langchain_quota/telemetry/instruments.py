@@ -1,5 +1,6 @@
 """What is made once per registry, and shared by every `Telemetry` on it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -8,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.failures import Failures
-from langchain_quota.telemetry.labels import ThreadLabel, ToolLabels
+from langchain_quota.telemetry.labels import Label, ToolLabels, own_label
 from langchain_quota.telemetry.metrics import Metrics
 from langchain_quota.telemetry.multiprocess import FILE, checked_directory
 from langchain_quota.telemetry.stores import StoreTable
@@ -20,8 +21,10 @@ class Settings:
     """What every `Telemetry` of one registry must agree on."""
 
     near: float
-    thread_label: ThreadLabel | None
+    thread_label: Label | None
+    subject_label: Mapping[str, Label]
     max_exported_threads: int
+    max_exported_subjects: int
     thread_ttl: timedelta
     max_tools: int
 
@@ -32,19 +35,32 @@ class Instruments:
     def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
         self.settings = settings
         directory = checked_directory()
-        self.metrics = Metrics(registry)
+        self.metrics = Metrics(registry, settings.near)
         self.failures = Failures(self.metrics)
         self.tools = ToolLabels(settings.max_tools)
         self.stores = StoreTable()
         self.usage = UsageTable(
             near=settings.near,
             max_exported=settings.max_exported_threads,
+            subject_label=self._subject_label,
+            max_subjects=settings.max_exported_subjects,
             ttl=settings.thread_ttl.total_seconds(),
             fullest_store=self.stores.fullest,
             on_error=lambda error: self.failures.record("threads", error),
             path=None if directory is None else directory / FILE,
         )
         registry.register(self.usage)
+
+    def _subject_label(self, quota: str, subject: str) -> str | None:
+        """The label of a quota's subject; `None` if it is not to be shown."""
+        make = self.settings.subject_label.get(quota)
+        if make is None:
+            return None
+        try:
+            return own_label(make, subject, "subject_label")
+        except Exception as error:
+            self.failures.record("subject_label", error)
+            return None
 
 
 _instruments: WeakKeyDictionary[CollectorRegistry, Instruments] = WeakKeyDictionary()

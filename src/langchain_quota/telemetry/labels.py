@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ _KEPT = 40
 _LOOKED_AT = 256
 """What is not printable is sought in so many characters: callers may send a megabyte."""
 _DIGITS = 12
-ThreadLabel = Callable[[object], str]
+Label = Callable[[object], str]
+"""Makes the label of a thread or of a subject."""
 
 _TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -58,6 +60,25 @@ def _printable(text: str, most: int) -> str:
     return "".join(islice((char for char in text[:_LOOKED_AT] if char.isprintable()), most))
 
 
+def own_label(make: Label, value: object, argument: str) -> str:
+    """The label that a user's function makes of a value.
+
+    Args:
+        make: The function.
+        value: A thread's id, or the subject of a quota.
+        argument: The argument that the function was given as.
+
+    Raises:
+        TypeError: It returns no string.
+    """
+    made: object = make(value)
+    if inspect.iscoroutine(made):
+        made.close()
+    if not isinstance(made, str):
+        raise TypeError(f"{argument} must return a string, not a {type(made).__name__}")
+    return label(made)
+
+
 def agent_label(name: str | None) -> str:
     """The label of an agent's name."""
     return label(name) if name else UNNAMED
@@ -67,17 +88,17 @@ def agent_label(name: str | None) -> str:
 class _HmacLabel:
     key: bytes = field(repr=False)
 
-    def __call__(self, thread_id: object) -> str:
-        message = str(thread_id).encode("utf-8", "surrogatepass")
+    def __call__(self, value: object) -> str:
+        message = str(value).encode("utf-8", "surrogatepass")
         return hmac.new(self.key, message, hashlib.sha256).hexdigest()[:20]
 
 
-def hmac_label(key: str | bytes) -> ThreadLabel:
-    """A `thread_label` that hides thread ids: 20 hex digits of HMAC-SHA256 under a secret key.
+def hmac_label(key: str | bytes) -> Label:
+    """A label that hides ids of threads and users: 20 hex digits of HMAC-SHA256 under a secret key.
 
-    Thread ids are often e-mail addresses or phone numbers; a plain hash of those is guessed in
-    seconds, a keyed one is not. Whoever has the key can compute the label of an id they know:
-    `hmac_label(key)(thread_id)`.
+    For `thread_label`, and for the quotas in `subject_label`. Ids are often e-mail addresses or
+    phone numbers; a plain hash of those is guessed in seconds, a keyed one is not. Whoever has the
+    key can compute the label of an id they know: `hmac_label(key)(thread_id)`.
 
     Args:
         key: The secret, at least 16 bytes.

@@ -17,6 +17,9 @@ _REFUNDED = "refunded"
 STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 """The bounds of `langchain_quota_store_seconds`, in seconds."""
 
+DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
+"""The bounds of `langchain_quota_decision_seconds`, in seconds."""
+
 Exemplar = dict[str, str] | None
 _Metric = TypeVar("_Metric", Counter, Histogram)
 
@@ -43,22 +46,30 @@ class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
 
 def _configured(status: LimitStatus) -> tuple[object, ...]:
     """What a limit's series are made by; of a quota not whose it is."""
+    options = (status.shared, status.near, status.alert, status.enforced)
     if status.computed or status.quotas:
         numbers = [
             (scope, None if scope in status.computed else status.threshold(scope))
             for scope in status.scopes
         ]
-        return status.shared, *numbers
-    return status.shared, status.thread_limit, status.run_limit
+        return options, *numbers
+    return options, status.thread_limit, status.run_limit
 
 
 class Metrics:
     """The metrics of one registry.
 
     The labels of agents and tools that it is given are rendered as they are.
+
+    Args:
+        registry: Where they are registered.
+        near: The share from which a limit without a share of its own is near.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, near: float) -> None:
+        def histogram(spec: MetricSpec, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(spec.name, spec.help, spec.labels, registry=registry, buckets=buckets)
+
         def counter(spec: MetricSpec) -> Counter:
             return Counter(spec.name, spec.help, spec.labels, registry=registry)
 
@@ -73,13 +84,19 @@ class Metrics:
         self.exhausted = counter(names.EXHAUSTED)
         self.errors = counter(names.ERRORS)
         self.store_fallbacks = counter(names.STORE_FALLBACKS)
+        self.calls_after_refusal = counter(names.CALLS_AFTER_REFUSAL)
+        self.runs = counter(names.RUNS)
+        self.runs_ended = counter(names.RUNS_ENDED)
         self.limit = gauge(names.LIMIT, "mostrecent")
+        self.limit_near = gauge(names.LIMIT_NEAR, "mostrecent")
+        self.limit_alert = gauge(names.LIMIT_ALERT, "mostrecent")
+        self._near = near
         gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
-        spec = names.STORE_SECONDS
-        self.store_seconds = Histogram(
-            spec.name, spec.help, spec.labels, registry=registry, buckets=STORE_BUCKETS
-        )
+        self.store_seconds = histogram(names.STORE_SECONDS, STORE_BUCKETS)
+        self.decision_seconds = histogram(names.DECISION_SECONDS, DECISION_BUCKETS)
         self._calls = _Siblings(self.calls, Outcome)
+        self._calls_after_refusal = _Siblings(self.calls_after_refusal, Outcome)
+        self._decision_seconds = _Siblings(self.decision_seconds, ("state", "store"))
         self._charges = _Siblings(self.limit_decisions, (Outcome.ALLOWED, _REFUNDED))
         self._refusals = _Siblings(self.limit_decisions, (Outcome.BLOCKED, Outcome.WOULD_BLOCK))
         self._store_seconds = _Siblings(self.store_seconds, ("ok", "error", "timeout"))
@@ -90,11 +107,21 @@ class Metrics:
         # would find held.
         self._lock = fork_safe_lock()
 
-    def record(self, decision: Decision, agent: str, tool: str, exemplar: Exemplar) -> None:
+    def record(
+        self,
+        decision: Decision,
+        agent: str,
+        tool: str,
+        exemplar: Exemplar,
+        *,
+        after_refusal: bool = False,
+    ) -> None:
         """Count a decision for the call and for each limit that matches it."""
         call = decision.call
         with self._lock:
             self._calls[agent, call.kind, tool][decision.outcome].inc(exemplar=exemplar)
+            if after_refusal:
+                self._calls_after_refusal[agent, call.kind][decision.outcome].inc()
             for status in decision.limits:
                 limit = self._meet(agent, status)
                 if status.charged:
@@ -110,6 +137,21 @@ class Metrics:
         with self._lock:
             limit = self._meet(agent, status)
             self._charges[agent, limit, NONE][Outcome.ALLOWED].inc(amount, exemplar)
+
+    def judged(self, kind: str, seconds: float, *, shared: bool) -> None:
+        """Time how long judging the calls of a step took."""
+        with self._lock:
+            self._decision_seconds[kind,]["store" if shared else "state"].observe(seconds)
+
+    def run_begun(self, agent: str) -> None:
+        """Count a run."""
+        with self._lock:
+            self.runs.labels(agent).inc()
+
+    def run_ended(self, agent: str, limit: str) -> None:
+        """Count a run that a limit has ended."""
+        with self._lock:
+            self.runs_ended.labels(agent, limit_label(limit)).inc()
 
     def crossed(self, agent: str, limit: str, scope: str, reached: Level) -> None:
         """Count a crossing of a limit's threshold."""
@@ -151,7 +193,15 @@ class Metrics:
         for scope in status.scopes:
             self.near.labels(agent, limit, scope)
             self.exhausted.labels(agent, limit, scope)
+        self.runs_ended.labels(agent, limit)
+        for kind in ("model", "tool"):
+            _ = self._calls_after_refusal[agent, kind]
         self._limits[agent, status.limit] = (limit, configured)
+        # On trial it refuses nothing, and nobody is near it.
+        if status.enforced:
+            near = self._near if status.near is None else status.near
+            self.limit_near.labels(agent, limit).set(near)
+        self.limit_alert.labels(agent, limit).set(status.alert and status.enforced)
         for scope in status.scopes:
             if scope not in status.computed:
                 self.limit.labels(agent, limit, scope).set(status.threshold(scope) or 0)

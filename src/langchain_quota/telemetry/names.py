@@ -28,6 +28,7 @@ class MetricSpec(NamedTuple):
 
 _PER_THREAD = ("agent", "limit", "thread_id")
 _PER_SCOPE = ("agent", "limit", "scope")
+_PER_SUBJECT = ("agent", "limit", "scope", "subject")
 
 CALLS = MetricSpec(
     "langchain_quota_calls_total",
@@ -51,6 +52,35 @@ EXHAUSTED = MetricSpec(
     "langchain_quota_exhausted_total", "Calls that used up a limit.", _PER_SCOPE, "counter"
 )
 LIMIT = MetricSpec("langchain_quota_limit", "The configured limit, in calls.", _PER_SCOPE)
+LIMIT_NEAR = MetricSpec(
+    "langchain_quota_limit_near_ratio",
+    "The used share from which a limit is near, from 0 to 1.",
+    ("agent", "limit"),
+)
+LIMIT_ALERT = MetricSpec(
+    "langchain_quota_limit_alert",
+    "1 if refusals by a limit are worth an alert, 0 if it is meant to be hit or on trial.",
+    ("agent", "limit"),
+)
+CALLS_AFTER_REFUSAL = MetricSpec(
+    "langchain_quota_calls_after_refusal_total",
+    "Judged calls that come after a refusal in the same run.",
+    ("agent", "kind", "decision"),
+    "counter",
+)
+RUNS = MetricSpec("langchain_quota_runs_total", "Runs that have begun.", ("agent",), "counter")
+RUNS_ENDED = MetricSpec(
+    "langchain_quota_runs_ended_total",
+    "Runs that a limit has ended.",
+    ("agent", "limit"),
+    "counter",
+)
+DECISION_SECONDS = MetricSpec(
+    "langchain_quota_decision_seconds",
+    "How long judging the calls of a step took.",
+    ("kind", "counts"),
+    "histogram",
+)
 SUBJECTS = MetricSpec(
     "langchain_quota_subjects",
     "Tracked threads, and subjects of quotas, by how much of a limit they have used.",
@@ -68,10 +98,42 @@ THREAD_BLOCKED = MetricSpec(
     _PER_THREAD,
     "counter",
 )
-THREAD_SEEN = MetricSpec(
+THREAD_DECIDED = MetricSpec(
     "langchain_quota_thread_last_decision_timestamp_seconds",
-    "When a call of a thread was last judged, in seconds since the Unix epoch.",
-    ("agent", "thread_id"),
+    "When it was last known what a thread has used of a limit, in seconds since the Unix epoch.",
+    _PER_THREAD,
+)
+THREAD_RESETS = MetricSpec(
+    "langchain_quota_thread_reset_timestamp_seconds",
+    "When the window of a thread's quota ends, in seconds since the Unix epoch.",
+    _PER_THREAD,
+)
+THREAD_REFUSED = MetricSpec(
+    "langchain_quota_thread_last_refusal_timestamp_seconds",
+    "When a limit last refused a call of a thread, in seconds since the Unix epoch.",
+    _PER_THREAD,
+)
+THREAD_REFUSED_SINCE = MetricSpec(
+    "langchain_quota_thread_refused_since_timestamp_seconds",
+    "When the latest refusals of a limit on a thread began, each within 10 minutes of the one "
+    "before, in seconds since the Unix epoch.",
+    _PER_THREAD,
+)
+SUBJECT_USED = MetricSpec(
+    "langchain_quota_subject_used", "Calls that a subject has used of a quota.", _PER_SUBJECT
+)
+SUBJECT_LIMIT = MetricSpec(
+    "langchain_quota_subject_limit", "Calls that a subject may use of a quota.", _PER_SUBJECT
+)
+SUBJECT_DECIDED = MetricSpec(
+    "langchain_quota_subject_last_decision_timestamp_seconds",
+    "When it was last known what a subject has used of a quota, in seconds since the Unix epoch.",
+    _PER_SUBJECT,
+)
+SUBJECT_RESETS = MetricSpec(
+    "langchain_quota_subject_reset_timestamp_seconds",
+    "When the window of a subject's quota ends, in seconds since the Unix epoch.",
+    _PER_SUBJECT,
 )
 THREADS_HIDDEN = MetricSpec(
     "langchain_quota_threads_hidden", "Tracked threads without series.", ("state",)
@@ -97,6 +159,10 @@ ERRORS = MetricSpec(
     "Failures of telemetry, observers and stores.",
     ("component", "error_type"),
     "counter",
+)
+START_TIME = MetricSpec(
+    "langchain_quota_start_time_seconds",
+    "When the counters of the process began at 0, in seconds since the Unix epoch.",
 )
 BUILD_INFO = MetricSpec(
     "langchain_quota_build_info", "1, with the version of langchain-quota.", ("version",)

@@ -5,8 +5,8 @@ whose `except Exception` hands the failure to `Failures` with the component's na
 parts go on. A cancellation or an interrupt is no `Exception`, and passes.
 """
 
-import inspect
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +18,7 @@ from langchain_quota.decision import Call, Decision, Level, LimitStatus, Outcome
 from langchain_quota.limits import Limit, named_tools
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.instruments import Instruments
-from langchain_quota.telemetry.labels import OTHER, UNNAMED, ThreadLabel, agent_label, label
+from langchain_quota.telemetry.labels import OTHER, UNNAMED, agent_label, label, own_label
 from langchain_quota.telemetry.logs import log_crossing, log_refusal
 from langchain_quota.telemetry.metrics import Exemplar
 from langchain_quota.telemetry.reruns import RecentTasks
@@ -114,7 +114,7 @@ class Recorder:
         except Exception as error:
             self._failed("metrics", error)
 
-    def record(
+    def record(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         decisions: Sequence[Decision],
         *,
@@ -122,6 +122,7 @@ class Recorder:
         error: BaseException | None = None,
         task_id: str | None = None,
         trace: Mapping[str, str] | None = None,
+        after_refusal: bool = False,
     ) -> Recorded:
         """Turn the decisions about a batch of one agent's calls into all signals.
 
@@ -132,7 +133,9 @@ class Recorder:
             task_id: The task that judged. One that is seen again with the same outcomes is a
                 re-run (a failed node that was resumed): it was recorded before.
             trace: What an earlier call for this run gave as its trace.
+            after_refusal: Whether a limit has refused a call of this run before.
         """
+        took = time.time_ns() - started
         trace = trace or self._tasks.begun(task_id)
         outcomes = [decision.outcome for decision in decisions]
         if not decisions or self._tasks.seen(task_id, outcomes):
@@ -168,12 +171,22 @@ class Recorder:
                     place = self._tracing.place(begun)
             except Exception as failure:
                 self._failed("tracing", failure)
-            self._count(decision, agent, thread, tool, span)
+            self._count(decision, agent, thread, tool, span, after_refusal=after_refusal)
         try:
             self._usage.record(agent, thread, decisions)
         except Exception as failure:
             self._failed("threads", failure)
+        self._count_batch(decisions, agent, took)
         return Recorded(is_new=True, trace=trace)
+
+    def record_run(self, agent: str | None, task_id: str | None) -> None:
+        """Count a run of an agent that begins in a task."""
+        if self._tasks.seen(task_id):
+            return
+        try:
+            self._metrics.run_begun(agent_label(agent))
+        except Exception as error:
+            self._failed("metrics", error)
 
     def record_charge(self, call: Call, status: LimitStatus, *, task_id: str | None = None) -> None:
         """Make visible that a call which was let through before is charged to a limit now."""
@@ -260,12 +273,20 @@ class Recorder:
         except Exception as error:
             self._failed("observer", error)
 
-    def forget(self, agent: str | None, thread_id: object) -> None:
-        """Forget what a thread, if there is one, has used: its series end until its next call."""
+    def record_reset(
+        self, agent: str | None, thread_id: object, limits: Sequence[LimitStatus]
+    ) -> None:
+        """Show that a thread, if there is one, has used nothing.
+
+        Args:
+            agent: The agent's name, if it has one.
+            thread_id: The thread.
+            limits: How its limits stand after it.
+        """
         name, thread = self._labels(agent, thread_id)
         try:
             if thread is not None:
-                self._usage.forget(name, thread)
+                self._usage.reset(name, thread, limits)
         except Exception as error:
             self._failed("threads", error)
 
@@ -279,7 +300,9 @@ class Recorder:
         try:
             if thread_id is not None:
                 own = self._thread_label
-                thread = label(thread_id if own is None else _shown(own, thread_id))
+                thread = (
+                    label(thread_id) if own is None else own_label(own, thread_id, "thread_label")
+                )
         except Exception as error:
             self._failed("thread_label", error)
         return name, thread
@@ -291,16 +314,38 @@ class Recorder:
             self._failed("tracing", error)
             return None
 
-    def _count(
-        self, decision: Decision, agent: str, thread: str | None, tool: str, span: Span | None
+    def _count(  # noqa: PLR0913 - what a decision is counted by
+        self,
+        decision: Decision,
+        agent: str,
+        thread: str | None,
+        tool: str,
+        span: Span | None,
+        *,
+        after_refusal: bool,
     ) -> None:
         shown = self._exemplar(span)
         try:
-            self._metrics.record(decision, agent, tool, shown)
+            self._metrics.record(decision, agent, tool, shown, after_refusal=after_refusal)
         except Exception as error:
             self._failed("metrics", error)
         for status in decision.limits:
             self._tell(status, agent, thread)
+
+    def _count_batch(self, decisions: Sequence[Decision], agent: str, took: int) -> None:
+        """Time how long judging took, in nanoseconds, and count a run that is ended by it."""
+        try:
+            shared = False
+            for decision in decisions:
+                for status in decision.limits:
+                    shared = shared or status.shared
+            # The system's clock may be set back meanwhile.
+            self._metrics.judged(decisions[0].call.kind, max(0, took) / 1e9, shared=shared)
+            ended_by = _ended_by(decisions)
+            if ended_by is not None:
+                self._metrics.run_ended(agent, ended_by)
+        except Exception as error:
+            self._failed("metrics", error)
 
     def _tell(self, status: LimitStatus, agent: str, thread: str | None) -> None:
         """Log a refusal; count and log the thresholds that a charge has crossed."""
@@ -326,15 +371,11 @@ class Recorder:
                 self._failed("observer", error)
 
 
-def _shown(make: ThreadLabel, thread_id: object) -> str:
-    """What the user's `thread_label` shows of a thread's id.
-
-    Raises:
-        TypeError: It returns no string.
-    """
-    made: object = make(thread_id)
-    if inspect.iscoroutine(made):
-        made.close()
-    if not isinstance(made, str):
-        raise TypeError(f"thread_label must return a string, not a {type(made).__name__}")
-    return made
+def _ended_by(decisions: Sequence[Decision]) -> str | None:
+    """The first limit that ends the run by these decisions, if one does."""
+    for decision in decisions:
+        if decision.outcome is Outcome.BLOCKED:
+            for status in decision.refused_by:
+                if status.enforced and status.exit_behavior != "continue":
+                    return status.limit
+    return None

@@ -20,12 +20,12 @@ from weakref import WeakSet, finalize, ref
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.decision import Decision
+from langchain_quota.decision import Decision, LimitStatus
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.database import UsageDatabase, settings_of
 from langchain_quota.telemetry.usage_reader import OnError, families, read
-from langchain_quota.telemetry.usage_writer import UsageWriter
+from langchain_quota.telemetry.usage_writer import SubjectLabel, UsageWriter
 
 MAX_TRACKED = 100_000
 """The most threads, and the most other subjects, that are remembered; the longest idle go first."""
@@ -72,6 +72,9 @@ class UsageTable(Collector):
     Args:
         near: The share from which a limit is near.
         max_exported: The most threads that a scrape exports.
+        subject_label: Makes the label of a quota's subject, by the quota's name and the subject;
+            `None` for one that is not to be shown. The writing thread calls it.
+        max_subjects: The most subjects with labels that a scrape exports.
         ttl: How long, in seconds, a subject without decisions is remembered.
         on_error: Told of what cannot be written, read or rendered.
         path: The file that all processes share; `None` for a table of this process alone.
@@ -87,19 +90,22 @@ class UsageTable(Collector):
         max_exported: int,
         ttl: float,
         on_error: OnError,
+        subject_label: SubjectLabel = lambda _quota, _subject: None,
+        max_subjects: int = 0,
         path: Path | None = None,
         fullest_store: Callable[[], Occupancy | None] = lambda: None,
         max_tracked: int = MAX_TRACKED,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._rows = UsageWriter(near=near, ttl=ttl)
-        self._max_exported = max_exported
+        self._rows = UsageWriter(near=near, ttl=ttl, subject_label=subject_label)
+        self._settings = {"max_exported": max_exported, "max_subjects": max_subjects, "ttl": ttl}
         self._ttl = ttl
         self._on_error = on_error
         self._path = path
         self._fullest_store = fullest_store
         self._max_tracked = max_tracked
         self._clock = clock
+        self._started = clock()
         self._begin()
         _tables.add(self)
 
@@ -131,9 +137,9 @@ class UsageTable(Collector):
         """Take a charge back from what a thread has used of a limit."""
         self._change(UsageWriter.refund, self._clock(), agent, thread, limit, amount)
 
-    def forget(self, agent: str, thread: str) -> None:
-        """Forget a thread, whichever process knows it."""
-        self._change(UsageWriter.forgotten, self._clock(), agent, thread)
+    def reset(self, agent: str, thread: str, limits: Sequence[LimitStatus]) -> None:
+        """Set what a thread has used back to nothing; the limits are as they stand after it."""
+        self._change(UsageWriter.reset, self._clock(), agent, thread, limits)
 
     def flush(self) -> None:
         """Write what waits, and forget what is idle; what fails is reported."""
@@ -159,12 +165,7 @@ class UsageTable(Collector):
         found = families()
         try:
             with self._connected() as database, database.transaction("DEFERRED"):
-                read(
-                    database,
-                    found,
-                    max_exported=self._max_exported,
-                    on_error=self._on_error,
-                )
+                read(database, found, on_error=self._on_error)
         except Exception as error:
             self._on_error(error)
         return iter(found.values())
@@ -187,7 +188,7 @@ class UsageTable(Collector):
             link = self._link
             if link.database is None:
                 link.database = UsageDatabase.open(
-                    self._path, max_exported=self._max_exported, ttl=self._ttl
+                    self._path, started=self._started, **self._settings
                 )
             try:
                 yield link.database
@@ -239,6 +240,7 @@ def told_by_others(path: Path, on_error: OnError) -> UsageTable | None:
     return UsageTable(
         near=1,
         max_exported=int(settings["max_exported"]),
+        max_subjects=int(settings["max_subjects"]),
         ttl=settings["ttl"],
         on_error=on_error,
         path=path,

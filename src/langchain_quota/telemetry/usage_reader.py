@@ -12,9 +12,10 @@ from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.stores import fullest
 
 Families = dict[MetricSpec, GaugeMetricFamily | CounterMetricFamily]
-_CHOSEN = (
-    "SELECT id, agent, name, decided, level FROM subject WHERE (scope = 'thread') = 1 AND level = ?"
-)
+Sample = tuple[MetricSpec, float]
+_THREADS = "SELECT id, agent, name, level FROM subject WHERE (scope = 'thread') = 1 AND level = ?"
+_SUBJECTS = "SELECT id, agent, label, level FROM subject WHERE label > '' AND level = ?"
+_BOUNDED = "SELECT id, agent, label, level FROM subject WHERE label = ''"
 
 OnError = Callable[[Exception], None]
 
@@ -25,18 +26,28 @@ def families() -> Families:
         names.THREAD_USED,
         names.THREAD_LIMIT,
         names.THREAD_BLOCKED,
-        names.THREAD_SEEN,
+        names.THREAD_DECIDED,
+        names.THREAD_RESETS,
+        names.THREAD_REFUSED,
+        names.THREAD_REFUSED_SINCE,
+        names.SUBJECT_USED,
+        names.SUBJECT_LIMIT,
+        names.SUBJECT_DECIDED,
+        names.SUBJECT_RESETS,
         names.SUBJECTS,
         names.THREADS_HIDDEN,
         names.STORE_KEYS,
         names.STORE_MAX_KEYS,
+        names.START_TIME,
     )
     made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
     return {spec: made[spec.kind](spec.name, spec.help, labels=spec.labels) for spec in specs}
 
 
-def read(database: UsageDatabase, found: Families, *, max_exported: int, on_error: OnError) -> None:
-    """Add what is known to the families, with the series of so many threads at most."""
+def read(database: UsageDatabase, found: Families, *, on_error: OnError) -> None:
+    """Add what is known to the families; the settings say of how many threads at most."""
+    settings = database.settings()
+    found[names.START_TIME].add_metric([], settings["started"])
     hidden = dict.fromkeys(LEVELS, 0)
     query = "SELECT level, count(*) FROM subject WHERE scope = 'thread' GROUP BY level"
     for rated, count in database.execute(query):
@@ -44,16 +55,20 @@ def read(database: UsageDatabase, found: Families, *, max_exported: int, on_erro
     query = "SELECT id, agent, lim, scope FROM series"
     series = {number: tuple(labels) for number, *labels in database.execute(query)}
     limits = {number: label(limit) for number, (_, limit, _) in series.items()}
-    for subject, agent, thread, decided, rated in _chosen(database, max_exported):
+    for subject, agent, thread, rated in _chosen(database, _THREADS, settings["max_exported"]):
         try:
-            samples = list(_samples(database.uses(subject), limits, agent, thread))
+            samples = [
+                (metric, [agent, limits[number], thread], value)
+                for number, parts in database.uses(subject).items()
+                for metric, value in _of_thread(parts)
+            ]
         except Exception as error:
             on_error(error)
             continue
         hidden[LEVELS[rated]] -= 1
-        found[names.THREAD_SEEN].add_metric([agent, thread], decided)
         for metric, labels, value in samples:
             found[metric].add_metric(labels, value)
+    _read_subjects(database, found, settings["max_subjects"], series, limits)
     for number, counts in _counts(database).items():
         agent, _, scope = series[number]
         for rated, each in enumerate(LEVELS):
@@ -69,29 +84,60 @@ def read(database: UsageDatabase, found: Families, *, max_exported: int, on_erro
         found[names.STORE_MAX_KEYS].add_metric([], store.max_keys)
 
 
-def _chosen(database: UsageDatabase, max_exported: int) -> list[tuple[int, str, str, float, int]]:
-    """The threads that are exported: near ones by share, then the others by their places."""
-    chosen: list[tuple[int, str, str, float, int]] = []
+def _read_subjects(
+    database: UsageDatabase,
+    found: Families,
+    most: float,
+    series: Mapping[int, tuple[str, ...]],
+    limits: Mapping[int, str],
+) -> None:
+    """Add what subjects with labels have used of their quotas."""
+    shown = set()
+    bounded = database.execute(_BOUNDED).fetchall()
+    for subject, agent, name, _ in (*bounded, *_chosen(database, _SUBJECTS, most)):
+        for number, parts in database.uses(subject).items():
+            labels = (agent, limits[number], series[number][2], name)
+            use = parts[""]
+            # The user's labels may be the same for two subjects.
+            if use.cap is None or labels in shown:
+                continue
+            shown.add(labels)
+            found[names.SUBJECT_USED].add_metric(labels, use.used)
+            found[names.SUBJECT_LIMIT].add_metric(labels, use.cap)
+            found[names.SUBJECT_DECIDED].add_metric(labels, use.decided)
+            if use.resets_at is not None:
+                found[names.SUBJECT_RESETS].add_metric(labels, use.resets_at)
+
+
+def _chosen(database: UsageDatabase, query: str, most: float) -> list[tuple[int, str, str, int]]:
+    """The subjects that are exported: near ones by share, then the others by their places."""
+    chosen: list[tuple[int, str, str, int]] = []
     for rated, place in ((1, "share"), (2, "since"), (0, "since")):
         chosen += database.execute(
-            f"{_CHOSEN} ORDER BY {place} DESC, decided DESC, id DESC LIMIT ?",
-            (rated, max_exported - len(chosen)),
+            f"{query} ORDER BY {place} DESC, decided DESC, id DESC LIMIT ?",
+            (rated, int(most) - len(chosen)),
         ).fetchall()
     return chosen
 
 
-def _samples(
-    uses: Mapping[int, Parts], limits: Mapping[int, str], agent: str, thread: str
-) -> Iterator[tuple[MetricSpec, list[str], float]]:
-    """What is exported of the limits of a thread."""
-    for series, parts in uses.items():
-        labels = [agent, limits[series], thread]
-        limited = [(use.used, use.cap) for use in parts.values() if use.cap is not None]
-        if limited:
-            used, cap = max(limited, key=lambda each: each[0] / each[1])
-            yield names.THREAD_USED, labels, float(used)
-            yield names.THREAD_LIMIT, labels, float(cap)
-        yield names.THREAD_BLOCKED, labels, float(parts[""].blocked)
+def _of_thread(parts: Parts) -> Iterator[Sample]:
+    """What is exported of a thread's use of a limit."""
+    limited = [use for use in parts.values() if use.cap is not None]
+    if limited:
+        fullest = max(limited, key=lambda use: use.used / (use.cap or 1))
+        yield names.THREAD_USED, float(fullest.used)
+        yield names.THREAD_LIMIT, float(fullest.cap or 0)
+        if fullest.resets_at is not None:
+            yield names.THREAD_RESETS, fullest.resets_at
+    own = parts[""]
+    if own.decided:
+        yield names.THREAD_DECIDED, own.decided
+    if own.blocked:
+        yield names.THREAD_BLOCKED, float(own.blocked)
+    if own.refused is not None:
+        yield names.THREAD_REFUSED, own.refused
+    if own.refused_since is not None:
+        yield names.THREAD_REFUSED_SINCE, own.refused_since
 
 
 def _counts(database: UsageDatabase) -> dict[int, dict[int, int]]:

@@ -7,6 +7,7 @@ CREATE TABLE subject (
   agent TEXT NOT NULL,
   scope TEXT NOT NULL,     -- 'thread', or the name of the quota
   name NOT NULL,           -- the label of a thread, or a hash of another subject
+  label TEXT,              -- of another subject with series of its own; empty of all, or an agent
   decided REAL NOT NULL,   -- when a call was last judged
   refused REAL NOT NULL,   -- when an enforced limit last refused one, 0 for never
   level INTEGER NOT NULL,  -- the highest of its limits
@@ -16,6 +17,7 @@ CREATE TABLE subject (
   UNIQUE (agent, scope, name)
 );
 CREATE INDEX idle ON subject (scope = 'thread', decided);
+CREATE INDEX shown ON subject (level) WHERE label IS NOT NULL;
 CREATE INDEX ranked ON subject (scope = 'thread', level);
 CREATE INDEX ending ON subject (next_end) WHERE next_end IS NOT NULL;
 
@@ -42,13 +44,12 @@ CREATE TABLE usage (
   blocked INTEGER NOT NULL,
   decided REAL NOT NULL,   -- when a decision last told what is used
   full_since REAL,         -- when the last of it came to be used
+  refused REAL,            -- when the limit last refused a call, NULL for never
+  refused_since REAL,      -- when its latest refusals began, of which none is long after another
   level INTEGER,           -- of all parts, at the empty one, NULL where there is none
   PRIMARY KEY (subject, series, part)
 ) WITHOUT ROWID;
 CREATE INDEX counted ON usage (series, level) WHERE level IS NOT NULL;
-
--- When threads were forgotten on request: what was decided before is not taken in any more.
-CREATE TABLE forgotten (agent TEXT, name TEXT, at REAL, PRIMARY KEY (agent, name)) WITHOUT ROWID;
 
 -- How full the fullest store in the memory of each process is.
 CREATE TABLE store (

@@ -1,7 +1,7 @@
-"""What decisions, refunds and wishes to be forgotten change in the database of usage."""
+"""What decisions, refunds and resets change in the database of usage."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from langchain_quota.decision import STORE, THREAD, Decision, LimitStatus, QuotaStatus
 from langchain_quota.telemetry.database import Key, Parts, UsageDatabase, Use
@@ -10,17 +10,29 @@ _Timed = tuple[float, LimitStatus]
 """When it was decided, in seconds since the Unix epoch, and how a limit stood."""
 
 
+SubjectLabel = Callable[[str, str], str | None]
+"""Makes the label of a subject, by its quota's name; `None` for one that is not to be shown."""
+
+_APART = 600
+"""After so many seconds without a refusal, the next one begins a new series of them."""
+
+_BOUNDED = ("agent", "global")
+"""What quotas are per whose subjects are no more than the agents: one series each."""
+
+
 class UsageWriter:
     """Writes what subjects have used of their limits.
 
     Args:
         near: The share from which a limit is near.
         ttl: How long, in seconds, a subject without decisions is remembered.
+        subject_label: Makes the labels of subjects other than threads.
     """
 
-    def __init__(self, *, near: float, ttl: float) -> None:
+    def __init__(self, *, near: float, ttl: float, subject_label: SubjectLabel) -> None:
         self._near = near
         self._ttl = ttl
+        self._subject_label = subject_label
 
     def decisions(
         self,
@@ -35,7 +47,7 @@ class UsageWriter:
         for at, decision in decided:
             for status in decision.limits:
                 by_limit.setdefault(status.limit, []).append((at, status))
-        if thread is not None and not _is_forgotten(database, now, agent, thread):
+        if thread is not None:
             self._write_thread(database, now, (agent, THREAD, thread), by_limit)
         digests: dict[str, bytes] = {}
         for statuses in by_limit.values():
@@ -43,7 +55,7 @@ class UsageWriter:
                 (quota.scope, quota.subject): (at, status, quota)
                 for at, status in statuses
                 for quota in status.quotas
-                if not quota.per_thread
+                if quota.per != THREAD
             }
             for (scope, name), (at, status, quota) in quotas.items():
                 # Once for each: a caller may send a megabyte, and several quotas count by it.
@@ -76,17 +88,37 @@ class UsageWriter:
         database.put(subject, series, uses[series], old)
         database.rank(subject, uses, now)
 
-    def forgotten(self, database: UsageDatabase, now: float, agent: str, thread: str) -> None:
-        """Forget a thread, and what was decided of it before."""
-        key = (agent, thread)
-        query = "SELECT id FROM subject WHERE agent = ? AND scope = 'thread' AND name = ?"
-        for subject in database.execute(query, key).fetchall():
-            # Another process may know it from a later decision: that stays.
-            database.execute(
-                "DELETE FROM usage WHERE subject = ? AND decided <= ?", (*subject, now)
-            )
-            database.execute("DELETE FROM subject WHERE id = ? AND decided <= ?", (*subject, now))
-        database.execute("INSERT OR REPLACE INTO forgotten VALUES (?, ?, ?)", (*key, now))
+    def reset(
+        self,
+        database: UsageDatabase,
+        now: float,
+        agent: str,
+        thread: str,
+        limits: Sequence[LimitStatus],
+    ) -> None:
+        """Write that a thread has used nothing: a decision from before is not taken in any more."""
+        key = (agent, THREAD, thread)
+        subject = database.subject(key, now, self._ttl) or database.add(key, now)
+        old = database.uses(subject)
+        uses: dict[int, Parts] = {
+            # What was decided later knows of it.
+            series: {
+                part: use._replace(
+                    used=0, resets_at=None, decided=now, full_since=None, refused_since=None
+                )
+                if use.decided <= now
+                else use
+                for part, use in parts.items()
+            }
+            for series, parts in old.items()
+        }
+        for status in limits:
+            series = database.series(agent, status.limit, THREAD)
+            if series not in uses:
+                uses[series] = self._decided({}, [(now, status)])
+        for series, parts in uses.items():
+            database.put(subject, series, parts, old.get(series, {}))
+        database.rank(subject, uses, now)
 
     def _write_thread(
         self,
@@ -117,7 +149,7 @@ class UsageWriter:
                 "": (newest.thread_count, newest.thread_limit, None)
             }
             for quota in newest.quotas:
-                if quota.per_thread and quota.limit:
+                if quota.per == THREAD and quota.limit:
                     numbers[quota.scope] = _numbers(newest, quota)
             parts = {
                 part: self._use(decided, newest, *each, old.get(part))
@@ -127,14 +159,26 @@ class UsageWriter:
             # Only whether it is enforced, and from where on it is near, is known.
             near = self._near_of(statuses[-1][1])
             parts = {part: use._replace(near=near) for part, use in old.items()}
-        refusals = sum(_refuses(each) for _, each in statuses)
-        parts[""] = parts.get("", known)._replace(blocked=known.blocked + refusals)
+        refusals, refused, refused_since = 0, known.refused, known.refused_since
+        for at, status in statuses:
+            if not _refuses(status):
+                continue
+            refusals += 1
+            if status.reason != "store":
+                if refused is None or refused_since is None or at - refused > _APART:
+                    refused_since = at
+                refused = max(at, refused or at)
+        parts[""] = parts.get("", known)._replace(
+            blocked=known.blocked + refusals, refused=refused, refused_since=refused_since
+        )
         return parts
 
     def _write_quota(
         self, database: UsageDatabase, now: float, key: Key, status: LimitStatus, quota: QuotaStatus
     ) -> None:
-        subject = database.subject(key, now, self._ttl) or database.add(key, now)
+        subject = database.subject(key, now, self._ttl)
+        if subject is None:
+            subject = database.add(key, now, self._shown(quota))
         series = database.series(key[0], status.limit, key[1])
         uses: dict[int, Parts] = dict(database.uses(subject))
         old = uses.pop(series, {})
@@ -149,6 +193,10 @@ class UsageWriter:
                 new[""] = self._use(now, status, used, cap, ends, known)
         database.put(subject, series, new, old)
         database.rank(subject, {**uses, series: new}, now)
+
+    def _shown(self, quota: QuotaStatus) -> str | None:
+        """The label of a quota's subject; `None` if it is not to be shown."""
+        return "" if quota.per in _BOUNDED else self._subject_label(quota.scope, quota.subject)
 
     def _use(  # noqa: PLR0913, PLR0917 - the columns of a row
         self,
@@ -172,12 +220,6 @@ class UsageWriter:
         if not status.enforced:
             return None
         return self._near if status.near is None else status.near
-
-
-def _is_forgotten(database: UsageDatabase, now: float, agent: str, thread: str) -> bool:
-    """Whether a thread was forgotten since."""
-    query = "SELECT 1 FROM forgotten WHERE agent = ? AND name = ? AND at > ?"
-    return database.execute(query, (agent, thread, now)).fetchone() is not None
 
 
 def _refuses(status: LimitStatus) -> bool:

@@ -3,7 +3,7 @@
 import type * as common from '@grafana/schema';
 import type {
   AnnotationQuery, Dashboard, DataSourceRef, FieldColor, FieldConfig, MatcherConfig, Panel,
-  RowPanel, ThresholdsConfig,
+  RowPanel, ThresholdsConfig, ValueMap,
 } from '@grafana/schema/dist/esm/raw/dashboard/x/dashboard_types.gen';
 import type * as stat from '@grafana/schema/dist/esm/raw/composable/stat/panelcfg/x/StatPanelCfg_types.gen';
 import type * as table from '@grafana/schema/dist/esm/raw/composable/table/panelcfg/x/TablePanelCfg_types.gen';
@@ -54,7 +54,8 @@ export type Property =
   | { id: 'color'; value: FieldColor }
   | { id: 'thresholds'; value: ThresholdsConfig }
   | { id: 'links'; value: { title: string; url: string; targetBlank?: boolean }[] }
-  | { id: 'custom.hidden'; value: boolean }
+  | { id: 'mappings'; value: ValueMap[] }
+  | { id: 'custom.hidden' | 'custom.inspect'; value: boolean }
   | { id: 'custom.cellOptions'; value: CellOptions }
   | { id: 'custom.lineStyle'; value: common.LineStyle };
 

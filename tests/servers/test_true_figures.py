@@ -1,0 +1,326 @@
+"""What the overview draws of a service with two replicas is what happened in it.
+
+One replica is restarted and threads are reset meanwhile. Three Prometheus servers watch it, each at
+an interval of its own. Their answers are compared with the decisions that the replicas wrote down.
+"""
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from langchain_quota import Level
+from langchain_quota.decision import THREAD
+from tests.grafana import ALL, Board, Values, boards, interpolate
+from tests.servers.alertmanager import alerting_prometheus
+from tests.servers.prometheus import Prometheus, eventually
+from tests.traffic.running import running_traffic
+from tests.traffic.truth import SubjectKey, Truth, Use
+
+SPEED = 20
+SECONDS = 400
+SCRAPES = (5, 15, 60)
+"""Seconds between scrapes, in the time of the traffic."""
+STEPS = (1, 4)
+"""How long a bar is, in real seconds."""
+JOB, REPLICAS = "agents", 2
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Service:
+    """What happened, and who has seen it.
+
+    Attributes:
+        truth: What happened.
+        servers: The servers, by the interval at which they scrape.
+        began: When it began.
+        ended: When all had seen its end.
+        forgotten: Threads that only a process which is gone knows.
+    """
+
+    truth: Truth
+    servers: Mapping[int, Prometheus]
+    began: float
+    ended: float
+    forgotten: set[Key]
+
+    @property
+    def uses(self) -> Mapping[SubjectKey, Use]:
+        """What all subjects had used at the end."""
+        return self.truth.uses(now=self.ended)
+
+    def threads(self, state: Level) -> set[Key]:
+        """The threads of which a limit was in this state at the end, with their agents."""
+        return {
+            (key.agent, key.subject)
+            for key, use in self.uses.items()
+            if key.scope == THREAD and use.level is state
+        }
+
+    def ask(self, where: str, scrape: int, *, step: int = 1, in_all: bool = False) -> list[Any]:
+        """The series of a query of the overview.
+
+        Args:
+            where: The panel's id and the query's letter.
+            scrape: The interval of the server that is asked.
+            step: From one point to the next.
+            in_all: Whether to ask for one point, with rates over the whole time.
+        """
+        [board] = [each for each in boards() if each.uid == "langchain-quota-overview"]
+        [query] = [each for each in board.queries if each.where == f"{board.uid} {where}"]
+        values: Values = {
+            **dict.fromkeys(("job", "instance", "agent", "limit"), ALL),
+            "__range": f"{math.ceil(self.ended - self.began)}s",
+            "__range_s": str(math.ceil(self.ended - self.began)),
+            "__rate_interval": f"{4000 * scrape // SPEED}ms",
+            "__interval_ms": str(1000 * step),
+        }
+        server = self.servers[scrape]
+        chosen = {**values, **self._hidden(board, server, values)}
+        if in_all:
+            chosen["__rate_interval"] = chosen["__range"]
+        expr = interpolate(query.expr, chosen)
+        if in_all or not query.over_time:
+            return self._result(server, "query", query=expr, time=self.ended)
+        start = self.began // step * step
+        end = (self.ended // step + 1) * step
+        return self._result(server, "query_range", query=expr, start=start, end=end, step=step)
+
+    def _hidden(
+        self, board: Board, server: Prometheus, values: Values
+    ) -> dict[str, str | list[str]]:
+        """The variables that a query finds."""
+        return {
+            each.name: [
+                found["metric"][each.label]
+                for found in self._result(
+                    server, "query", query=interpolate(each.expr, values), time=self.ended
+                )
+            ]
+            for each in board.variables
+            if each.expr
+        }
+
+    def _result(self, server: Prometheus, path: str, **parameters: Any) -> list[Any]:
+        answer = server.answer(f"/api/v1/{path}", **parameters)
+        found: list[Any] = json.loads(answer)["data"]["result"]
+        return found
+
+
+def by(labels: Key, series: list[Any]) -> dict[Key, float]:
+    """The values of an instant query, by labels."""
+    return {
+        tuple(each["metric"][label] for label in labels): float(each["value"][1]) for each in series
+    }
+
+
+def has_scraped(server: Prometheus, query: str) -> bool:
+    """Whether a query counts as many targets as there are replicas."""
+    return server.value(query) == REPLICAS
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A busy service, half of whose processes are restarted in the middle."""
+    directory = tmp_path_factory.mktemp("figures")
+    with (
+        running_traffic(
+            "busy", seconds=SECONDS, speed=SPEED, threads=21, directory=directory / "traffic"
+        ) as traffic,
+        ExitStack() as running,
+    ):
+        servers = {}
+        for interval in SCRAPES:
+            (directory / str(interval)).mkdir()
+            servers[interval] = running.enter_context(
+                alerting_prometheus(
+                    directory / str(interval),
+                    {JOB: traffic.targets},
+                    rules="groups: []",
+                    alertmanager="127.0.0.1:1",
+                    interval=f"{1000 * interval // SPEED}ms",
+                )
+            )
+
+        def wait_for_scrapes() -> None:
+            moment = time.time()
+            scraped = f'count(timestamp(up{{job="{JOB}"}}) * up > {moment})'
+            for server in servers.values():
+                eventually(partial(has_scraped, server, scraped))
+
+        traffic.scrape = wait_for_scrapes
+        wait_for_scrapes()
+        began = time.time()
+        traffic.begin()
+        traffic.wait()
+        wait_for_scrapes()
+        ended = time.time()
+        truth = traffic.truth()
+        last: dict[Key, tuple[int, int]] = {}
+        for row in truth.decisions:
+            last[row["agent"], row["thread"]] = (row["replica"], row["life"])
+        lives: dict[int, int] = dict(sorted(last.values()))
+        forgotten = {who for who, (replica, life) in last.items() if life < lives[replica]}
+        yield Service(truth, servers, began, ended, forgotten)
+
+
+def check_bars_add_up_to_the_refusals(service: Service, scrape: int, step: int) -> None:
+    """All refusals are drawn, once each, whatever the zoom and the scrape interval."""
+    drawn: Counter[Key] = Counter()
+    for each in service.ask("9 A", scrape, step=step):
+        if each["metric"]["decision"] == "blocked":
+            key = each["metric"]["limit"], each["metric"]["scope"]
+            drawn[key] += sum(round(float(value)) for _, value in each["values"])
+    assert service.truth.refusals("limit", "scope")
+    assert +drawn == service.truth.refusals("limit", "scope")
+
+
+def check_the_table_has_what_threads_have_used(service: Service, scrape: int) -> None:
+    """Of a thread that both replicas served, or that was reset, the newest count is shown."""
+    shown = by(("agent", "limit", "thread_id"), service.ask("6 C", scrape))
+    true = {
+        (key.agent, key.limit, key.subject): use.used
+        for key, use in service.uses.items()
+        if key.scope == THREAD and (key.agent, key.subject) not in service.forgotten
+    }
+    assert len(true) > len(service.forgotten)
+    assert {key: shown[key] for key in true} == true
+
+
+def check_threads_are_counted_once(service: Service, scrape: int) -> None:
+    """Threads that are near a limit or have used one up are counted, not pairs and not replicas."""
+    shown = by(("state",), service.ask("27 A", scrape))
+    exhausted = service.threads(Level.EXHAUSTED)
+    near = service.threads(Level.NEAR) - exhausted
+    assert exhausted
+    for state, threads in (("exhausted", exhausted), ("near", near)):
+        unsure = len(service.forgotten & threads)
+        assert len(threads) - unsure <= shown.get((state,), 0) <= len(threads) + unsure
+
+
+def check_who_is_refused_now(service: Service, scrape: int) -> None:
+    """Each thread that was refused is listed, with its limit, how often and when last."""
+    labels = ("agent", "limit", "thread_id")
+    times = service.truth.refusal_times("agent", "limit", "thread")
+    shown = by(labels, service.ask("23 B", scrape))
+    assert times
+    assert {key: at / 1000 for key, at in shown.items()} == pytest.approx(
+        {key: last for key, (_, last) in times.items()}, abs=1
+    )
+    counted = by(labels, service.ask("23 A", scrape))
+    true = service.truth.refusals("agent", "limit", "thread")
+    assert counted == pytest.approx(dict(true), rel=0.02, abs=0.5)
+
+
+def since_when(truth: Truth) -> dict[Key, float]:
+    """Since when the process that judged a thread last refuses it, by agent, limit and thread."""
+    judges: dict[Key, tuple[int, int]] = {}
+    began: dict[tuple[Key, tuple[int, int]], float] = {}
+    gone = set()
+    for event in truth.events:
+        process = event.get("replica", -1), event.get("life", -1)
+        if event["event"] == "killed":
+            gone.add(process)
+        elif event["event"] == "reset":
+            for key in judges:
+                if (key[0], key[2]) == (event["agent"], event["thread"]):
+                    judges[key] = process
+                    began.pop((key, process), None)
+        elif event["event"] == "decision":
+            for limit in event["limits"]:
+                key = event["agent"], limit["limit"], event["thread"]
+                judges[key] = process
+                if limit["refused"] and limit["enforced"]:
+                    began.setdefault((key, process), event["at"])
+    return {
+        key: began[key, process]
+        for key, process in judges.items()
+        if (key, process) in began and process not in gone
+    }
+
+
+def check_since_when_threads_are_refused(service: Service, scrape: int) -> None:
+    """The process that judged a thread last says since when it refuses it; a reset ends that."""
+    shown = by(("agent", "limit", "thread_id"), service.ask("23 C", scrape))
+    true = since_when(service.truth)
+    assert true
+    assert {key: at / 1000 for key, at in shown.items()} == pytest.approx(true, abs=1)
+
+
+def check_shared_quotas(service: Service, scrape: int) -> None:
+    """What is used of the quotas of all, of an agent and of tenants is what the store counted."""
+    of_all = by(("agent", "limit", "scope"), service.ask("25 C", scrape))
+    of_tenants = by(("agent", "limit", "scope", "subject"), service.ask("26 C", scrape))
+    shown = {(*key, ""): used for key, used in of_all.items()} | of_tenants
+    true = {
+        (key.agent, key.limit, key.scope, key.subject if key.scope == "tenant" else ""): use.used
+        for key, use in service.uses.items()
+        if key.scope in ("global", "agent", "tenant")
+    }
+    assert {scope for _, _, scope, _ in true} == {"global", "agent", "tenant"}
+    assert shown.keys() <= true.keys()
+    # A window that has just ended is shown for a moment, or is not any more.
+    still = {key: used for key, used in true.items() if used}
+    assert {key: shown[key] for key in still} == still
+
+
+def check_runs_that_a_limit_ended(service: Service, scrape: int) -> None:
+    """The limits that ended runs are shown, and no other. Here there are none."""
+    shown = by(("agent", "limit"), service.ask("28 A", scrape, in_all=True))
+    assert {key for key, share in shown.items() if share} == set(service.truth.runs_ended())
+
+
+def after_refusal(truth: Truth) -> Counter[Key]:
+    """The calls of runs in which a call of an earlier step was refused, by kind and decision."""
+    runs: dict[Key, list[tuple[str, bool]]] = {}
+    found: Counter[Key] = Counter()
+    for row in truth.decisions:
+        # Calls of the model and of tools take turns: those of one kind are one step.
+        steps = runs.setdefault((row["replica"], row["life"], row["run"]), [])
+        if not steps or steps[-1][0] != row["kind"]:
+            steps.append((row["kind"], False))
+        found[row["kind"], row["decision"]] += any(refused for _, refused in steps[:-1])
+        steps[-1] = row["kind"], steps[-1][1] or row["decision"] == "blocked"
+    return found
+
+
+def check_calls_after_a_refusal(service: Service, scrape: int, letter: str, of: str) -> None:
+    """The share of refusals after a refusal, and that of calls of the model, are the true ones."""
+    after, calls = (
+        sum(count for key, count in counted.items() if of in key)
+        for counted in (
+            after_refusal(service.truth),
+            service.truth.calls("kind", "decision"),
+        )
+    )
+    [shown] = service.ask(f"29 {letter}", scrape, in_all=True)
+    # Of the busy model none asks again.
+    assert (after > 0) == (of == "model")
+    assert float(shown["value"][1]) == pytest.approx(after / calls, rel=0.1)
+
+
+def test_figures_are_what_happened(service: Service) -> None:
+    """At each scrape interval every figure is the truth: each check above says which.
+
+    They are one test, so that the service works once.
+    """
+    for scrape in SCRAPES:
+        for step in STEPS:
+            check_bars_add_up_to_the_refusals(service, scrape, step)
+        check_the_table_has_what_threads_have_used(service, scrape)
+        check_threads_are_counted_once(service, scrape)
+        check_who_is_refused_now(service, scrape)
+        check_since_when_threads_are_refused(service, scrape)
+        check_shared_quotas(service, scrape)
+        check_runs_that_a_limit_ended(service, scrape)
+        for letter, of in (("A", "blocked"), ("B", "model")):
+            check_calls_after_a_refusal(service, scrape, letter, of)

@@ -1,0 +1,82 @@
+"""A process of the service: it answers the questions that it reads, until there are no more."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from langchain_core.messages import HumanMessage, RemoveMessage
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from langchain_quota import Decision, RedisStore, Telemetry, start_metrics_server
+from langchain_quota.telemetry import capturing
+from tests.traffic.agents import Question, build_agents
+from tests.traffic.truth import Journal
+
+_run: ContextVar[int] = ContextVar("_run")
+
+
+class _Written(list[Decision]):
+    """Writes down the decisions of a drop-in when they are made, not when the run has ended."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def extend(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            self._journal.decided(decision, _run.get())
+
+
+async def main(order: Mapping[str, Any]) -> None:
+    """Serve metrics and answer questions until standard input ends."""
+    journal = Journal(Path(order["journal"]), replica=order["replica"], life=order["life"])
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    store = RedisStore(order["redis"], timeout=order["timeout"])
+
+    def on_decision(decision: Decision) -> None:
+        journal.decided(decision, _run.get())
+
+    async def answer(number: int, question: Question) -> None:
+        _run.set(number)
+        config: RunnableConfig = {"configurable": {"thread_id": question.thread}}
+        agent = agents[question.agent]
+        if question.text is None:
+            await quotas[question.agent].areset(agent, config)
+            journal.write("reset", agent=question.agent, thread=question.thread)
+        else:
+            journal.write("run", agent=question.agent, thread=question.thread, run=number)
+            # Without what was said before: so a run costs the same however long the test is.
+            said = [RemoveMessage(REMOVE_ALL_MESSAGES), HumanMessage(question.text)]
+            context = {"user_id": question.user, "tenant": question.tenant}
+            with nullcontext() if question.agent in quotas else capturing(_Written(journal)):
+                await agent.ainvoke({"messages": said}, config, context=context, durability="exit")
+        print(number, flush=True)  # noqa: T201 - an answer to the driver
+
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    async with AsyncSqliteSaver.from_conn_string(order["checkpoints"]) as saver:
+        await saver.setup()
+        telemetry = Telemetry(registry=registry, subject_label={"tenant": str})
+        agents, quotas = build_agents(store, saver, telemetry, on_decision, order["speed"])
+        with start_metrics_server(port=order["port"], registry=registry) as server:
+            print(server.port, flush=True)  # noqa: T201 - the same
+            async with asyncio.TaskGroup() as answering:
+                while line := await reader.readline():
+                    number, *question = json.loads(line)
+                    answering.create_task(answer(number, Question(*question)))
+    await store.aclose()
+    journal.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))

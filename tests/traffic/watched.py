@@ -1,0 +1,150 @@
+"""A Prometheus with the project's rules watches traffic, and a webhook hears of the alerts."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from langchain_quota.decision import Level
+from langchain_quota.monitoring import exports
+from tests.servers.alertmanager import (
+    Webhook,
+    alerting_prometheus,
+    example,
+    hurried,
+    running_alertmanager,
+    running_webhook,
+)
+from tests.servers.prometheus import Prometheus, eventually
+from tests.traffic.running import Traffic
+
+JOB = "agents"
+
+_EXHAUSTED = """
+langchain_quota_thread_used >= langchain_quota_thread_limit
+and on (job, instance, agent, limit, thread_id)
+topk by (job, agent, limit, thread_id) (1, langchain_quota_thread_last_decision_timestamp_seconds)
+"""
+
+Counts = Counter[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Traffic, and the servers that watch it.
+
+    Attributes:
+        prometheus: The server that scrapes the replicas.
+        webhook: All receivers of Alertmanager.
+    """
+
+    traffic: Traffic
+    prometheus: Prometheus
+    webhook: Webhook
+
+    def wait_for_scrape(self) -> None:
+        """Wait until all replicas were scraped, by scrapes that began after now."""
+        moment = time.time()
+        scraped = f'timestamp(up{{job="{JOB}"}}) * up{{job="{JOB}"}}'
+
+        def done() -> bool:
+            times = [sample.value for sample in self.prometheus.query(scraped)]
+            return len(times) == len(self.traffic.targets) and min(times) > moment
+
+        eventually(done)
+
+    def totals(self, selector: str, *labels: str) -> Counts:
+        """What counters have counted in all processes, restarted ones included, by labels.
+
+        From the samples themselves, with the process that each is of: a counter that has begun anew
+        and is not below its old value when it is scraped looks as if nothing had happened.
+        """
+        counted = self._samples(selector)
+        # Asked for last: each scrape that counted has one.
+        processes = {
+            (series["metric"]["instance"], at): start
+            for series in self._samples("langchain_quota_start_time_seconds")
+            for at, start in series["values"]
+        }
+        last: dict[tuple[str, ...], float] = {}
+        for series in counted:
+            metric = series["metric"]
+            for at, value in series["values"]:
+                process = processes[metric["instance"], at]
+                last[json.dumps(metric), process] = float(value)
+        totals: Counts = Counter()
+        for (metric, _), value in last.items():
+            totals[tuple(json.loads(metric).get(label, "") for label in labels)] += int(value)
+        return +totals
+
+    def _samples(self, selector: str) -> Any:
+        """All samples of series."""
+        return self.prometheus._get("/api/v1/query", query=f"{selector}[10y]")["result"]
+
+    def exhausted(self) -> Counts:
+        """How many threads have used up a limit, by agent, by the freshest replica."""
+        query = f"count by (agent) (count by (agent, thread_id) ({_EXHAUSTED}))"
+        return Counter(
+            {(each.labels["agent"],): int(each.value) for each in self.prometheus.query(query)}
+        )
+
+    def compared(self) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
+        """What was counted, by what, in truth, and by Prometheus."""
+        truth = self.traffic.truth()
+        threads = Counter((agent,) for agent, _ in truth.threads(Level.EXHAUSTED))
+        for what, true, told in (
+            (
+                "calls",
+                truth.calls("agent", "decision"),
+                self.totals("langchain_quota_calls_total", "agent", "decision"),
+            ),
+            (
+                "refusals",
+                truth.refusals("agent", "limit", "scope"),
+                self.totals(
+                    'langchain_quota_limit_decisions_total{decision="blocked"}',
+                    *("agent", "limit", "scope"),
+                ),
+            ),
+            ("threads exhausted", threads, self.exhausted()),
+        ):
+            for key in sorted({*true, *told}):
+                yield what, key, true[key], told[key]
+
+
+@contextmanager
+def watching(
+    traffic: Traffic, directory: Path, *, speed: float, scrape_interval: str
+) -> Iterator[Watch]:
+    """Watch traffic from now on; from its graceful restarts nothing is lost.
+
+    Args:
+        traffic: The traffic, which has not begun.
+        directory: Where the servers write.
+        speed: How many simulated seconds pass in a real one: durations are as much shorter.
+        scrape_interval: In simulated time, as Prometheus writes it.
+    """
+    directory.mkdir()
+    [rules] = exports.rules().values()
+    with ExitStack() as running:
+        webhook = running.enter_context(running_webhook())
+        alertmanager = running.enter_context(
+            running_alertmanager(directory, example(webhook, speed))
+        )
+        prometheus = running.enter_context(
+            alerting_prometheus(
+                directory,
+                {JOB: traffic.targets},
+                rules=hurried(rules, speed),
+                alertmanager=alertmanager,
+                interval=hurried(scrape_interval, speed),
+            )
+        )
+        watch = Watch(traffic, prometheus, webhook)
+        traffic.scrape = watch.wait_for_scrape
+        watch.wait_for_scrape()
+        yield watch
