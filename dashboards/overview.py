@@ -49,6 +49,7 @@ from dashboards.queries import (
     SUBJECTS,
     THREAD_BLOCKED,
     TRACED,
+    UNJUDGED,
     among,
     firing_alerts,
     label_values,
@@ -249,7 +250,6 @@ def _refused(board: Dashboard) -> None:
 
 def _about_to_run_out(board: Dashboard) -> None:
     threads = of_threads(among(_NEAREST))
-    rank = threads.freshest(threads.rank)
     board.with_panel(
         table(
             Place(6, 24, 10),
@@ -267,8 +267,7 @@ def _about_to_run_out(board: Dashboard) -> None:
                 text("Job", "job", 100),
                 Column(TRACED, TRACED, {"custom.hidden": True}),
             ],
-            exprs=[rank],
-            sort_by=rank,
+            sort_by=threads.freshest(threads.rank),
         )
     )
 
@@ -289,7 +288,6 @@ def _shared_quotas(board: Dashboard) -> None:
                 *_use(shared, shared.top),
                 text("Job", "job", 110),
             ],
-            exprs=[shared.top(shared.rank)],
             sort_by=shared.top(shared.rank),
         )
     )
@@ -309,7 +307,6 @@ def _shared_quotas(board: Dashboard) -> None:
                 *_use(subjects, subjects.top),
                 text("Job", "job", 100),
             ],
-            exprs=[subjects.top(subjects.rank)],
             sort_by=subjects.top(subjects.rank),
             no_value="No subject has a label: see Telemetry(subject_label=…).",
         )
@@ -482,6 +479,16 @@ def _agents(board: Dashboard) -> None:
             ],
             unit="percentunit",
         ).max(1)
+    )
+    board.with_panel(
+        bars(
+            Place(32, 24, 7),
+            "Calls that no limit judged",
+            "Which agents in limited runs have no limits? Their model and tool calls, and those "
+            "that tools make directly. The choice of Agent and Limit does not narrow it. The bars "
+            "add up to what was counted.",
+            [Query(grown("agent, kind, tool", select(UNJUDGED)), "{{agent}}: {{kind}} {{tool}}")],
+        ).no_value("None, or they are not counted: see Telemetry(count_unjudged_calls=…).")
     )
 
 

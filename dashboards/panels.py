@@ -241,7 +241,6 @@ def table(  # noqa: PLR0913 - the same
     description: str,
     columns: Sequence[Column],
     *,
-    exprs: Sequence[str] = (),
     sort_by: str | None = None,
     no_value: str = settings.NO_DATA,
     only_columns: bool = False,
@@ -253,13 +252,14 @@ def table(  # noqa: PLR0913 - the same
         title: Its title.
         description: What it shows.
         columns: From left to right; a source with a selector is a query, any other a label.
-        exprs: Queries whose values are not shown.
-        sort_by: The one of all queries by whose values the rows are sorted, falling.
+        sort_by: The query by whose values the rows are sorted, falling; that of a column, or one
+            whose values are not shown.
         no_value: What is shown where there are no rows.
         only_columns: Whether other labels are left out, of which nobody knows which there are.
     """
     shown = [column.source for column in columns if "{" in column.source]
-    every = [*shown, *exprs]
+    hidden = [] if sort_by is None or sort_by in shown else [sort_by]
+    every = [*shown, *hidden]
     # With a single query Grafana names the value without its query.
     value = {
         expr: f"Value #{ref_id}" if len(every) > 1 else "Value"
@@ -298,7 +298,7 @@ def table(  # noqa: PLR0913 - the same
         dashboard.DataTransformerConfig(
             "organize",
             options={
-                "excludeByName": dict.fromkeys(["Time", *(value[expr] for expr in exprs)], True),
+                "excludeByName": dict.fromkeys(["Time", *(value[expr] for expr in hidden)], True),
                 "indexByName": {name: index for index, name in enumerate(names)},
                 "renameByName": {
                     name: column.title for name, column in zip(names, columns, strict=True)

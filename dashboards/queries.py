@@ -45,6 +45,7 @@ AFTER_REFUSAL = names.CALLS_AFTER_REFUSAL.name
 RUNS = names.RUNS.name
 RUNS_ENDED = names.RUNS_ENDED.name
 DECISION = names.DECISION_SECONDS.name
+UNJUDGED = names.UNJUDGED_CALLS.name
 
 TRACED = "traced"
 """The label with a thread's id, where that can stand in a link to its traces as it is."""

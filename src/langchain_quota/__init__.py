@@ -2,6 +2,7 @@
 
 from langchain_quota._version import __version__
 from langchain_quota.decision import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.deep_agents import with_limits
 from langchain_quota.errors import (
     EventLoopBlockedError,
     ModelCallLimitExceededError,
@@ -10,6 +11,7 @@ from langchain_quota.errors import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
+from langchain_quota.graph import GraphQuota
 from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.drop_ins import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
@@ -47,6 +49,7 @@ __all__ = [
     "Decision",
     "EventLoopBlockedError",
     "ExitBehavior",
+    "GraphQuota",
     "InlineQuotaMiddleware",
     "Level",
     "Limit",
@@ -78,4 +81,5 @@ __all__ = [
     "metrics_app",
     "start_metrics_server",
     "usage",
+    "with_limits",
 ]

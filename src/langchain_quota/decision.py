@@ -17,6 +17,9 @@ RUN: Scope = "run"
 SCOPES: tuple[Scope, ...] = (THREAD, RUN)
 """In the order in which a refusal is attributed: thread before run, and both before quotas."""
 
+ROOT_RUN: Scope = "root_run"
+"""A run that no other run encloses, with everything that it starts."""
+
 STORE: Scope = "store"
 """Stands where a scope does if a limit refuses because the store could not be asked."""
 

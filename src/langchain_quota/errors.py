@@ -99,8 +99,10 @@ class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
 class QuotaWarning(UserWarning):
     """A limit is set up so that it cannot hold as its user will expect.
 
-    Today: a thread limit whose counts do not outlive the run. It is given once per middleware,
-    when a run begins.
+    Today there are three. A thread limit whose counts do not outlive the run: once per middleware,
+    when a run begins. Sub-agents of deepagents without the limits of their parent: once per agent,
+    at its first model call. A graph that is wired by hand and has a run limit, and no node of it
+    calls `before_agent`: once per middleware.
 
     Examples:
         Fail on it, in tests:

@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 from langchain_quota.arguments import check_count
-from langchain_quota.decision import RUN, STORE, THREAD
+from langchain_quota.decision import ROOT_RUN, RUN, STORE, THREAD
 
-_FIXED = ("thread", "agent", "global")
+_FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, "none")
 _SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
 
@@ -24,14 +24,16 @@ class Quota:
     Args:
         limit: Most calls in a window, a whole number from 0 (which forbids); or a function of the
             agent's state and runtime, sync or async, that gives it, or `None` for no limit now.
-        per: Whose calls are counted together: those of a `"thread"`, of an `"agent"` (by its
-            name), of all (`"global"`), of a value in `runtime.context` under this name (a user,
-            a tenant), or of what a function of state and runtime, sync or async, gives. Values
-            are strings (not empty), whole numbers or UUIDs; equal texts are one subject. A value
-            that is missing or of another type fails the run, and nothing is charged.
+        per: Whose calls are counted together: those of a `"thread"`, of a `"root_run"` (the
+            outermost run, with every sub-agent and sub-graph that it starts), of an `"agent"` (by
+            its name), of all (`"global"`), of a value in `runtime.context` under this name (a
+            user, a tenant), or of what a function of state and runtime, sync or async, gives.
+            Values are strings (not empty), whole numbers or UUIDs; equal texts are one subject. A
+            value that is missing or of another type fails the run, and nothing is charged.
         window: How long a count lasts, in whole seconds from 1. Windows are fixed and aligned to
             the Unix epoch in UTC: a window of a day begins at midnight UTC, one of a week on a
             Thursday. So around an edge up to twice the limit can run. `None`: until it is reset.
+            A quota per `"root_run"` has none.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs one. Two quotas of one limit need different ones, and none may take
             `"run"`, `"store"` or `"none"`, nor a fixed `per` that is not its own. Nor may `per`
@@ -68,6 +70,11 @@ class Quota:
             self.window < timedelta(seconds=1) or self.window.microseconds
         ):
             raise ValueError(f"window must be whole seconds, from 1, not {self.window!r}")
+        if self.window is not None and self.per == ROOT_RUN:
+            raise ValueError(
+                f"window={self.window!r} does not go with per={ROOT_RUN!r}: a run's count ends "
+                "with the run"
+            )
         if not isinstance(self.name, str):
             raise TypeError(f"name must be a string, not {self.name!r}")
         if not self.name and not isinstance(self.per, str):

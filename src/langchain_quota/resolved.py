@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 from langchain_quota.admission import Counter, Hits, Threshold
 from langchain_quota.arguments import check_count
 from langchain_quota.decision import (
+    ROOT_RUN,
     RUN,
     SCOPES,
     STORE,
@@ -260,7 +261,8 @@ class ResolvedLimits:
                     thread if each.is_threads else each.key,
                     each.limit,
                     each.key,
-                    mirrored=False,
+                    # The handler of the root run has its count, too.
+                    mirrored=each.per == ROOT_RUN,
                     quota=each,
                 )
                 for each in limit.quotas

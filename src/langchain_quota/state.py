@@ -7,12 +7,15 @@ from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, NotRequired, TypedDict, cast
+from typing import Annotated, Any, NotRequired, cast
 from uuid import uuid4
 
 from langchain.agents.middleware.types import AgentState, PrivateStateAttr, ResponseT
 from langgraph.channels.untracked_value import UntrackedValue
 from langgraph.types import StateSnapshot
+
+# That of `typing` has no JSON Schema before Python 3.12.
+from typing_extensions import TypedDict
 
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
@@ -45,6 +48,8 @@ class Batch(TypedDict):
     passed: list[str]
     """The names of the middlewares that have let the batch pass."""
     acquired: NotRequired[Acquired]
+    refused: NotRequired[list[str]]
+    """The ids of the calls that do not run."""
 
 
 class Abandoned(TypedDict):
@@ -63,6 +68,10 @@ class Ledger(TypedDict, total=False):
 
     run: str | None
     """Names this run in a store; `None` where the state alone counts it."""
+    root_run: str | None
+    """Names the root run in a store, where quotas count by it."""
+    root_used: dict[str, int]
+    """What a store had counted of the root run when this agent last asked, by key."""
     run_tools: dict[str, int]
     """Tool calls let through in this run, by counter."""
     run_model: int
@@ -81,8 +90,14 @@ class Ledger(TypedDict, total=False):
     """The id of the first message of this run of which a limit refused a call."""
     turn: str | int | None
     """The newest message when the run began: its id or, without one, how many there were."""
+    ended: str | None
+    """The id of the message with which a limit ended this run."""
     begun_by: list[str]
     """The names of the middlewares that have begun the run."""
+    begun_in: str | None
+    """The invocation in which this run began or was resumed, where a graph asks for it."""
+    in_graph: bool
+    """Whether a graph around this one gave its ledger, which was empty."""
     abandoned: Abandoned | None
     trace: dict[str, str] | None
     """The first span of this run, where none was active, as the W3C's headers name it."""
@@ -162,12 +177,15 @@ class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
 
 NEW_RUN: Ledger = {
     "run": None,
+    "root_run": None,
+    "root_used": {},
     "run_tools": {},
     "run_model": 0,
     "model_counted": False,
     "batch": None,
     "refusals": {},
     "refused": None,
+    "ended": None,
     "final": "",
     "trace": None,
 }

@@ -1,6 +1,5 @@
 """Fixtures for tests through real agents, and the axes along which a test may be repeated."""
 
-import gc
 from collections.abc import AsyncIterator
 from itertools import permutations
 from pathlib import Path
@@ -34,13 +33,6 @@ def orders(count: int) -> pytest.MarkDecorator:
 
 def in_order(order: Order, *items: Item) -> list[Item]:
     return [items[index] for index in order]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _imports_are_for_ever() -> None:
-    """What is imported by now is not looked at again: the `gc.collect()` of a test costs little."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import gc
 import json
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -274,6 +275,41 @@ async def test_observers_are_told_once(make: Make, signals: "Signals") -> None:
         *["model allowed", "tool blocked"],
         "model allowed",
     ]
+
+
+@pytest.mark.parametrize("around", [True, False])
+@modes
+async def test_spans_of_langsmith(
+    mode: Mode,
+    around: bool,  # noqa: FBT001 - a parameter of the test
+    signals: "Signals",
+) -> None:
+    """Where LangSmith makes spans, a span around the run makes it one trace; else there are two."""
+    client = Client(
+        "http://langsmith.invalid",
+        api_key="none",
+        tracing_mode="otel",
+        otel_tracer_provider=signals.provider,
+        info={},
+    )
+    agent, _ = agent_of(quota(signals), mode)
+    request = signals.provider.get_tracer("app").start_as_current_span("request")
+    given: Any = {"messages": [HumanMessage("hi")]}
+
+    with tracing_context(enabled=True, client=client), request if around else nullcontext():
+        if mode == "sync":
+            agent.invoke(given, CONFIG)
+        else:
+            await agent.ainvoke(given, CONFIG)
+    client.flush()
+    client.close()
+
+    traces: dict[int, list[str]] = {}
+    for span in signals.spans():
+        traces.setdefault(span.context.trace_id, []).append(span.name)
+    ours = [sum(name.startswith("check_quota") for name in names) for names in traces.values()]
+    assert "ScriptedChatModel" in str(traces)
+    assert sorted(ours) == ([6] if around else [0, 6])
 
 
 async def test_the_network_is_watched() -> None:

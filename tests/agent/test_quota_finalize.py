@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
-from langchain_core.messages import AIMessage, HumanMessage, ToolCall
+from langchain_core.messages import AIMessage, ToolCall
 from langgraph.types import interrupt
 from pydantic import BaseModel
 
@@ -42,11 +42,7 @@ def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> S
 
 def told(scene: Scene) -> list[bool]:
     """Whether each request says that it is the last."""
-    newest = [
-        [each.text for each in call.messages if isinstance(each, HumanMessage)][-1]
-        for call in scene.model.calls
-    ]
-    return [LAST in each for each in newest]
+    return [LAST in call.messages[-1].text for call in scene.model.calls]
 
 
 def texts(scene: Scene) -> list[tuple[str, str]]:
@@ -511,7 +507,7 @@ async def test_telling_and_finalizing(signals: Signals) -> None:
 
     await scene.turn()
 
-    first, last = [call.messages[0].text for call in scene.model.calls]
+    first, last = [call.messages[-1].text for call in scene.model.calls]
     assert first == "hi\n\nBudget: this is model call 1 of 2."
     assert LAST in last
     scene.check()

@@ -1,18 +1,20 @@
 """What the model is told of its budget, and which tools it is offered: the requests themselves."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, message_to_dict
+from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel, PrivateAttr
 
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
-from langchain_quota.limits import Limit
+from langchain_quota.limits import Limit, ModelExitBehavior
 from langchain_quota.testing import ModelCall, ScriptedChatModel
 from tests.agent.rules import CONFIG, Scene, recording
 from tests.conftest import Signals
@@ -55,11 +57,9 @@ def humans(messages: Sequence[BaseMessage]) -> list[str]:
     return [each.text for each in messages if isinstance(each, HumanMessage)]
 
 
-def notes(calls: Sequence[ModelCall], said: str = "hi") -> list[str]:
-    """What each request adds to the newest human message, which says `said`."""
-    newest = [humans(each.messages)[-1] for each in calls]
-    assert all(each.startswith(said) for each in newest)
-    return [each.removeprefix(said).strip() for each in newest]
+def notes(calls: Sequence[ModelCall]) -> list[str]:
+    """What each request adds to its newest message."""
+    return [each.messages[-1].text.partition("\n\n")[2] for each in calls]
 
 
 def offered(scene: Scene) -> list[tuple[str, ...]]:
@@ -94,33 +94,40 @@ async def test_never_in_the_history(signals: Signals) -> None:
     await scene.turn("one")
     await scene.turn("two")
 
-    assert humans(scene.state()["messages"]) == ["one", "two"]
     assert "Budget" not in str(scene.state())
-    assert [humans(each.messages) for each in scene.model.calls] == [
+    assert [[each.text for each in call.messages] for call in scene.model.calls] == [
         ["one\n\nBudget: this is model call 1 of 2."],
-        ["one\n\nBudget: this is model call 2 of 2."],
-        ["one", "two\n\nBudget: this is model call 1 of 2."],
+        ["one", "", "search ran\n\nBudget: this is model call 2 of 2."],
+        ["one", "", "search ran", "done", "two\n\nBudget: this is model call 1 of 2."],
     ]
     for call in scene.model.calls:
         kept = {each.id: each.type for each in scene.state()["messages"]}
         assert all(kept[each.id] == each.type for each in call.messages)
 
 
-async def test_only_the_human_message_changes(signals: Signals) -> None:
-    """The system prompt and the order of the messages are as without the note."""
+@pytest.mark.parametrize("ends", ["end", "finalize"])
+async def test_what_a_provider_has_cached(ends: ModelExitBehavior, signals: Signals) -> None:
+    """Each request begins with the whole request before it, but for its newest message.
+
+    The notes are different in each, and the last one of `finalize` has its own.
+    """
+    steps = 10
     scene = telling(
         signals,
-        [["search"], "done"],
-        ToolCallLimit("search", run_limit=1),
+        lambda messages: ["search"] if len(messages) < 2 * steps else "done",
+        ModelCallLimit(run_limit=steps, near=0.1, exit_behavior=ends),
+        ToolCallLimit("search", run_limit=5),
         system_prompt="Be brief.",
     )
 
     await scene.turn()
 
-    request = scene.model.calls[1].messages
-    assert [each.type for each in request] == ["system", "human", "ai", "tool"]
-    assert request[0].content == "Be brief."
-    assert request[1].content == "hi\n\nBudget: search: 0 of 1 left."
+    sent = [list(map(message_to_dict, each.messages)) for each in scene.model.calls]
+    assert len(sent) == steps
+    assert len(set(notes(scene.model.calls))) == steps
+    for earlier, later in pairwise(sent):
+        assert later[: len(earlier) - 1] == earlier[:-1]
+        assert len(later) == len(earlier) + 2
     scene.check()
 
 
@@ -136,8 +143,32 @@ async def test_a_message_in_blocks(signals: Signals) -> None:
     assert scene.state()["messages"][0].content == [block]
 
 
+async def test_what_a_tool_answered_is_as_it_was(signals: Signals) -> None:
+    """The newest of parallel answers takes the note, and keeps id, name, status and artifact."""
+
+    def picture() -> tuple[list[Any], dict[str, int]]:
+        return [{"type": "text", "text": "a cat"}], {"rows": 3}
+
+    show = StructuredTool.from_function(
+        picture, name="show", description="Show.", response_format="content_and_artifact"
+    )
+    limit = ToolCallLimit("search", run_limit=1)
+    scene = telling(signals, [["search", "show"], "done"], limit, tools=("search", show))
+
+    await scene.turn()
+
+    *older, newest = scene.model.calls[1].messages
+    *kept, answer = scene.state()["messages"][:4]
+    assert older == kept
+    assert answer.content == [{"type": "text", "text": "a cat"}]
+    note = {"type": "text", "text": "Budget: search: 0 of 1 left."}
+    assert newest == answer.model_copy(update={"content": [*answer.content, note]})
+    assert answer.artifact == {"rows": 3}
+    scene.check()
+
+
 async def test_no_human_message(signals: Signals) -> None:
-    """Where nobody has spoken the note is a message of its own, at the end."""
+    """Where the model has spoken last the note is a message of its own, at the end."""
     scene = telling(signals, ["done"], ModelCallLimit(run_limit=1))
 
     await scene.invoke({"messages": [AIMessage("Hello!")]})

@@ -4,7 +4,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from langchain_core.messages import HumanMessage
 
 from langchain_quota import (
     Decision,
@@ -228,8 +227,7 @@ async def test_finalize(signals: Signals) -> None:
 
     assert len(other.model.calls) == 2
     assert len(scene.model.calls) == 1
-    told = [each for each in scene.model.calls[0].messages if isinstance(each, HumanMessage)]
-    assert told[-1].text.endswith(LAST_CALL)
+    assert newest(scene) == [f"hi\n\n{LAST_CALL}"]
     assert scene.model.calls[0].tools == ()
     assert texts(result) == [FINALIZED]
     assert scene.ran == []
@@ -248,12 +246,12 @@ async def test_give_up_after(signals: Signals) -> None:
     result = await scene.turn()
 
     assert scene.ran == ["search"]
-    assert humans(scene) == ["hi"] * 3
+    assert len(newest(scene)) == 3
     assert last_text(result) == (
         "'search' tool call limit reached: user_id limit exceeded (2/1 calls)."
     )
     await scene.turn(thread_id="thread-2")
-    assert humans(scene) == ["hi"] * 5
+    assert len(newest(scene)) == 5
     assert counts(store) == {"search:user_id:ann": 1}
 
 
@@ -311,12 +309,9 @@ async def test_a_quota_of_0(kind: str, signals: Signals) -> None:
     assert counts(store) == {}
 
 
-def humans(scene: SharedScene) -> list[str]:
-    """The newest human message of each request."""
-    return [
-        [each.text for each in call.messages if isinstance(each, HumanMessage)][-1]
-        for call in scene.model.calls
-    ]
+def newest(scene: SharedScene) -> list[str]:
+    """The newest message of each request."""
+    return [call.messages[-1].text for call in scene.model.calls]
 
 
 async def test_telling_the_model(signals: Signals) -> None:
@@ -332,9 +327,9 @@ async def test_telling_the_model(signals: Signals) -> None:
 
     await scene.turn()
 
-    assert humans(scene) == [
+    assert newest(scene) == [
         "hi",
-        "hi\n\nBudget: search: 1 of 5 left; this is model call 4 of 20.",
+        "search ran\n\nBudget: search: 1 of 5 left; this is model call 4 of 20.",
     ]
     assert "Budget" not in str(scene.state())
 
@@ -405,8 +400,9 @@ async def test_requests_while_the_store_is_down(
     assert scene.ran == (["calc"] if allowed else [])
     offered = {"search"} if allowed else {"calc", "search"}
     assert [set(each.tools) for each in scene.model.calls] == [{"calc", "search"}, offered]
-    told = "hi\n\nBudget: calc: 0 of 1 left." if allowed else "hi"
-    assert humans(scene) == ["hi", told]
+    answer = newest(scene)[1]
+    assert newest(scene)[0] == "hi"
+    assert answer.partition("\n\n")[2] == ("Budget: calc: 0 of 1 left." if allowed else "")
     name = "langchain_quota_store_seconds_count"
     assert signals.value(name, operation="peek", outcome="error") == 2
 
@@ -433,4 +429,4 @@ async def test_finalizing_while_the_store_is_down(on_store_error: Any, signals: 
         assert scene.model.calls == ()
     else:
         assert texts(result) == [FINALIZED]
-        assert humans(scene) == [f"hi\n\n{LAST_CALL}"]
+        assert newest(scene) == [f"hi\n\n{LAST_CALL}"]

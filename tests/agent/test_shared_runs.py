@@ -329,8 +329,10 @@ async def test_what_the_model_is_told_of_its_run(signals: Signals) -> None:
 
     await scene.go_on()
 
-    told = [str(each.messages[0].content) for each in scene.model.calls[before:]]
-    assert told == [f"hi\n\nBudget: search: {left} of 3 left." for left in (1, 0)]
+    told = [each.messages[-1].text.split("\n\n") for each in scene.model.calls[before:]]
+    assert told == [
+        [said, f"Budget: search: {left} of 3 left."] for said, left in (("hi", 1), ("found", 0))
+    ]
 
 
 @both_forms

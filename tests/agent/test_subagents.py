@@ -7,7 +7,13 @@ import pytest
 from langchain.agents import create_agent
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import QuotaWarning
+from langchain_quota import (
+    MemoryStore,
+    ModelCallLimit,
+    QuotaMiddleware,
+    QuotaWarning,
+    ToolCallLimit,
+)
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import Middleware, Scene, model_limiter, recording, tool_limiter
@@ -27,15 +33,17 @@ def delegate(child: Any) -> BaseTool:
     return StructuredTool.from_function(ask, aask, name="delegate", description="delegate")
 
 
-def child_of(ran: list[str], *middleware: Middleware, name: str | None = None) -> Any:
+def child_of(ran: list[str], *middleware: Middleware, **options: Any) -> Any:
     """An agent that searches twice each time it is asked."""
     return create_agent(
         ScriptedChatModel(
-            script=lambda messages: "found" if len(messages) > 1 else ["search", "search"]
+            script=lambda messages: (
+                ["search", "search"] if messages[-1].type == "human" else "found"
+            )
         ),
         tools=[recording("search", ran)],
         middleware=middleware,
-        name=name,
+        **options,
     )
 
 
@@ -68,6 +76,25 @@ async def test_a_childs_thread_limit(name: str | None, signals: Signals) -> None
     assert ran == ["search"] * 2  # one for each invocation
     assert scene.state()["thread_tool_call_count"] == {"__all__": 2}
     assert threads(signals, "tool:*") == {"unnamed": 2}
+
+
+@pytest.mark.parametrize("remedy", ["store", "checkpointer"])
+async def test_what_makes_a_childs_thread_limit_hold(remedy: str, signals: Signals) -> None:
+    """As the warning says: with a store, or with `checkpointer=True` for the child alone."""
+    ran: list[str] = []
+    quota: Any = QuotaMiddleware(
+        [ToolCallLimit("search", thread_limit=3)],
+        store=MemoryStore() if remedy == "store" else None,
+        telemetry=signals.telemetry,
+    )
+    child = child_of(ran, quota, checkpointer=True if remedy == "checkpointer" else None)
+    scene = Scene(signals, [["delegate"], ["delegate"], "done"], [], tools=[delegate(child)])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await scene.turn()
+
+    assert ran == ["search"] * 3
 
 
 # Under `invoke` a tool runs in another thread, in a copy of the context.
@@ -139,6 +166,40 @@ async def test_a_childs_run_limit(signals: Signals) -> None:
 
     assert ran == ["search"] * 2
     assert scene.state()["thread_tool_call_count"] == {"delegate": 2}
+
+
+@pytest.mark.parametrize("name", [None, "researcher"])
+async def test_a_child_that_ends_at_once(name: str | None, signals: Signals) -> None:
+    """What a limit says in a child's place does not have the name of its parent."""
+    quota: Any = QuotaMiddleware([ModelCallLimit(run_limit=0)], telemetry=signals.telemetry)
+    child = child_of([], quota, name=name)
+    names: list[str | None] = []
+
+    def ask() -> str:
+        names.append(child.invoke({"messages": [("user", "do it")]})["messages"][-1].name)
+        return "asked"
+
+    scene = Scene(signals, [["ask"], "done"], [], tools=[recording("ask", [], ask)], name="boss")
+    await scene.turn()
+
+    assert names == [None]
+
+
+@pytest.mark.parametrize("name", [None, "boss"])
+async def test_one_middleware_for_parent_and_child(
+    name: str | None, signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither is told that it lacks the other's tools, though an unnamed child looks like both."""
+    limits = [ToolCallLimit(tool, run_limit=9) for tool in ("search", "delegate")]
+    quota: Any = QuotaMiddleware(limits, telemetry=signals.telemetry)
+    child = child_of([], quota)
+    script = [["delegate"], ["delegate"], "done"] * 2
+    scene = Scene(signals, script, [quota], tools=[delegate(child)], name=name)
+
+    await scene.turn()
+    await scene.turn()
+
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("kind", ["tool", "model"])

@@ -151,9 +151,13 @@ class Prometheus:
         for _ in range(count):
             self.wait_for_scrape(job)
 
+    def result(self, path: str, **parameters: Any) -> list[Any]:
+        """The series in what the API answers to a query; asked as Grafana does."""
+        return series_in(self.answer(path, **parameters))
+
     def answer(self, path: str, **parameters: Any) -> bytes:
         """What the API answers to a query, as it is; asked as Grafana does."""
-        response = self._http.post(path, data=parameters)
+        response = self._http.post(f"/api/v1/{path}", data=parameters)
         assert response.is_success, response.text
         return response.content
 
@@ -203,6 +207,12 @@ def check_metrics(text: str) -> tuple[int, list[str]]:
         check=False,
     )
     return result.returncode, (result.stdout + result.stderr).decode().splitlines()
+
+
+def series_in(answer: bytes) -> list[Any]:
+    """The series in an answer of the API."""
+    found: list[Any] = json.loads(answer)["data"]["result"]
+    return found
 
 
 def parse_openmetrics(text: str) -> list[Metric]:

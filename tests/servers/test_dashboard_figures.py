@@ -3,11 +3,9 @@
 The past is written into a real Prometheus as scrapes would have left it, at several intervals.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -132,14 +130,6 @@ def prometheus(start_prometheus: StartPrometheus, began: float) -> Prometheus:
     return found
 
 
-def result(prometheus: Prometheus, path: str, **parameters: Any) -> list[Any]:
-    """The series that are found."""
-    found: list[Any] = json.loads(prometheus.answer(f"/api/v1/{path}", **parameters))["data"][
-        "result"
-    ]
-    return found
-
-
 def query(where: str) -> Query:
     """A query of a dashboard."""
     [found] = [each for board in boards() for each in board.queries if each.where == where]
@@ -153,7 +143,7 @@ def test_bars_add_up(prometheus: Prometheus, began: float, interval: int, step: 
     values = {**ANYTHING, "job": [f"every-{interval}"], "__interval_ms": str(step * 1000)}
     expr = interpolate(query(f"{OVERVIEW} 9 A").expr, values)
     parameters = {"start": began - step, "end": began + HOUR, "step": step}
-    found = result(prometheus, "query_range", query=expr, **parameters)
+    found = prometheus.result("query_range", query=expr, **parameters)
     drawn = {
         series["metric"]["limit"]: sum(float(value) for _, value in series["values"])
         for series in found
@@ -166,7 +156,7 @@ def test_totals_of_a_range(prometheus: Prometheus, began: float, interval: int) 
     """The number of refusals is the truth, less what increase() has to guess: two in a hundred."""
     values = {**ANYTHING, "job": [f"every-{interval}"], "__range": "3700s", "__range_s": "3700"}
     expr = interpolate(query(f"{OVERVIEW} 1 A").expr, values)
-    [found] = result(prometheus, "query", query=expr, time=began + HOUR)
+    [found] = prometheus.result("query", query=expr, time=began + HOUR)
     known = sum(truth(limit, interval) for limit in ("search", "model"))
     assert float(found["value"][1]) == pytest.approx(known, rel=0.02)
 
@@ -287,7 +277,7 @@ def shown(prometheus: Prometheus, where: str, now: float) -> dict[tuple[str, ...
     [board] = [each for each in boards() if each.uid == OVERVIEW]
     for variable in board.variables:
         if variable.expr:
-            found = result(prometheus, "query", query=interpolate(variable.expr, values), time=now)
+            found = prometheus.result("query", query=interpolate(variable.expr, values), time=now)
             values[variable.name] = [each["metric"]["thread_id"] for each in found]
     expr = interpolate(query(where).expr, values)
     return {
@@ -296,7 +286,7 @@ def shown(prometheus: Prometheus, where: str, now: float) -> dict[tuple[str, ...
             for label in ("state", "thread_id", "limit")
             if label in each["metric"]
         ): float(each["value"][1])
-        for each in result(prometheus, "query", query=expr, time=now)
+        for each in prometheus.result("query", query=expr, time=now)
     }
 
 
@@ -382,7 +372,7 @@ def test_a_limit_that_is_meant_to_be_hit_alarms_nobody(prometheus: Prometheus) -
         expr = interpolate(query(where).expr, values)
         return {
             each["metric"].get("limit", ""): float(each["value"][1])
-            for each in result(prometheus, "query", query=expr, time=now)
+            for each in prometheus.result("query", query=expr, time=now)
         }
 
     assert asked(f"{OVERVIEW} 2 A") == pytest.approx({"": 3 / 10})
@@ -420,7 +410,7 @@ def test_which_processes_have_metrics(prometheus: Prometheus) -> None:
     expr = interpolate(query(f"{OVERVIEW} 21 A").expr, {**ANYTHING, "job": [FLEET]})
     assert {
         (each["metric"]["instance"], each["metric"]["version"]): each["value"][1]
-        for each in result(prometheus, "query", query=expr, time=now)
+        for each in prometheus.result("query", query=expr, time=now)
     } == {("well", "2"): "0", ("gone", "1"): "1", ("lost", "1"): "2"}
 
 

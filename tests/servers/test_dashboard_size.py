@@ -4,7 +4,6 @@ The suite does with three replicas. With twenty, and the time that a refresh tak
 `REPLICAS=20 pytest -s tests/servers/test_dashboard_size.py`.
 """
 
-import json
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ import pytest
 
 from tests.grafana import ALL, Board, Query, Values, boards, interpolate
 from tests.servers.conftest import StartPrometheus
-from tests.servers.prometheus import Prometheus
+from tests.servers.prometheus import Prometheus, series_in
 from tests.servers.remote_write import Labels, Points, write
 
 REPLICAS, THREADS, LIMITS = int(os.environ.get("REPLICAS", "3")), 500, 5
@@ -165,8 +164,7 @@ class Fleet:
         for variable in overview().variables:
             if variable.expr:
                 expr = interpolate(variable.expr, {**values, **SPAN})
-                answer = self.prometheus.answer("/api/v1/query", query=expr, time=self.now)
-                result = json.loads(answer)["data"]["result"]
+                result = self.prometheus.result("query", query=expr, time=self.now)
                 found[variable.name] = [each["metric"][variable.label] for each in result]
         return {**values, **found}
 
@@ -175,9 +173,9 @@ class Fleet:
         step = BAR if "__interval_ms" in query.expr else RANGE // WIDTH
         expr = interpolate(query.expr, {**values, **SPAN, "__interval_ms": str(step * 1000)})
         if not query.over_time:
-            return self.prometheus.answer("/api/v1/query", query=expr, time=self.now)
+            return self.prometheus.answer("query", query=expr, time=self.now)
         times = {"start": self.now - RANGE, "end": self.now, "step": step}
-        return self.prometheus.answer("/api/v1/query_range", query=expr, **times)
+        return self.prometheus.answer("query_range", query=expr, **times)
 
     def refresh(self) -> dict[str, bytes]:
         """The answers to all queries, asked as soon as their variables are known."""
@@ -214,10 +212,9 @@ def fleet(start_prometheus: StartPrometheus) -> Fleet:
 
 def test_a_refresh_is_small(fleet: Fleet) -> None:
     """All queries of a refresh together answer less than a megabyte, with few rows each."""
-    threads = fleet.prometheus.answer(
-        "/api/v1/query", query="count(langchain_quota_thread_used)", time=fleet.now
+    [counted] = fleet.prometheus.result(
+        "query", query="count(langchain_quota_thread_used)", time=fleet.now
     )
-    [counted] = json.loads(threads)["data"]["result"]
     assert int(counted["value"][1]) == REPLICAS * THREADS * LIMITS
     seconds = []
     for _ in range(REFRESHES):
@@ -229,7 +226,7 @@ def test_a_refresh_is_small(fleet: Fleet) -> None:
         f"\n{len(answers)} queries, {size / 1000:.0f} kB; seconds: "
         f"{', '.join(f'{each:.2f}' for each in sorted(seconds))}\n"
     )
-    rows = {where: len(json.loads(each)["data"]["result"]) for where, each in answers.items()}
+    rows = {where: len(series_in(each)) for where, each in answers.items()}
     assert rows["langchain-quota-overview 23 A"] == TOP
     # The threads are chosen, and each comes with all of its limits.
     assert TOP < rows["langchain-quota-overview 6 B"] <= TOP * LIMITS

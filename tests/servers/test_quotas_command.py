@@ -87,6 +87,7 @@ def test_show_some(
     [
         (["--key", "search:*"], ["'ada'", "'bob'"]),
         (["--key", "*:run:*"], ["'one'", "'two'"]),
+        (["--key", "*:root_run:*"], ["'7@1'"]),
         (["--key", "search:run:t*", "*:ada"], ["'two'", "'ada'"]),
     ],
 )
@@ -99,7 +100,9 @@ def test_runs_are_shown_to_whom_asks(
 ) -> None:
     """The many counts of runs are neither shown nor reset unless a pattern names them."""
     runs = [str(CountKey("search", "run", name)) for name in ("one", "two")]
-    for key in runs:
+    of_root_run = str(CountKey("search", "root_run", "7@1"))
+    number = str(CountKey("", "root_run", "7"))
+    for key in (*runs, of_root_run, number):
         store.acquire(calls(key, 1))
     assert run("show", *patterns) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -323,11 +323,14 @@ class TestCounts:
         eventually(lambda: used(store, KEY) == [None])
         assert store.acquire(batch({KEY: 1}, used={KEY: 2})).used == {KEY: 2}
 
-    def test_count_of_a_run_expires(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("dimension", ["run", "root_run"])
+    def test_count_of_a_run_expires(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch, dimension: str
+    ) -> None:
         """A run's count has a shorter idle time, however it was made, and none that is longer."""
-        monkeypatch.setattr("langchain_quota.stores.RUN_IDLE", 1)
+        monkeypatch.setattr(f"langchain_quota.stores.{dimension.upper()}_IDLE", 1)
         store = make()
-        runs = [str(CountKey("search", "run", how)) for how in ("charged", "late", "reset")]
+        runs = [str(CountKey("search", dimension, how)) for how in ("charged", "late", "reset")]
         others = [str(CountKey("search", "running", "a")), str(CountKey("run", "user_id", "b"))]
         store.acquire(batch({runs[0]: 1, **dict.fromkeys(others, 1)}))
         store.acquire(compensating(Compensation("late", {runs[1]: 1})))
@@ -335,7 +338,7 @@ class TestCounts:
         eventually(lambda: used(store, *runs) == [None] * 3)
         assert used(store, *others) == [1, 1]
 
-        monkeypatch.setattr("langchain_quota.stores.RUN_IDLE", 3600)
+        monkeypatch.setattr(f"langchain_quota.stores.{dimension.upper()}_IDLE", 3600)
         short = make(idle_ttl=timedelta(seconds=1))
         short.acquire(calls(runs[0], 1))
         eventually(lambda: used(short, runs[0]) == [None])

@@ -12,6 +12,7 @@ import pytest
 
 from langchain_quota import Level
 from tests.forked import Program, as_module, start_python
+from tests.servers.programs import required_program
 from tests.servers.prometheus import DEADLINE, parse_openmetrics, series_of
 from tests.traffic.agents import MEANT_TO_BE_HIT
 from tests.traffic.running import running_traffic
@@ -19,6 +20,13 @@ from tests.traffic.truth import SubjectKey, Truth
 
 CALLS = ("agent", "kind", "tool", "decision")
 REFUSALS = ("agent", "limit", "scope")
+
+SERVERS = (
+    ("redis-server", "redis-server"),
+    ("prometheus", "prometheus"),
+    ("prometheus-alertmanager", "prometheus-alertmanager"),
+)
+"""What the command starts, and the packages that have it."""
 
 Counts = Counter[tuple[str, ...]]
 
@@ -89,6 +97,8 @@ class Command:
 @pytest.fixture
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """The command, and where it writes."""
+    for name, package in SERVERS:
+        required_program(name, package)
     directory = tmp_path_factory.mktemp("command")
     output, errors = directory / "output", directory / "errors"
     with (

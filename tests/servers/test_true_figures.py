@@ -4,7 +4,6 @@ One replica is restarted and threads are reset meanwhile. Three Prometheus serve
 an interval of its own. Their answers are compared with the decisions that the replicas wrote down.
 """
 
-import json
 import math
 import time
 from collections import Counter
@@ -90,10 +89,10 @@ class Service:
             chosen["__rate_interval"] = chosen["__range"]
         expr = interpolate(query.expr, chosen)
         if in_all or not query.over_time:
-            return self._result(server, "query", query=expr, time=self.ended)
+            return server.result("query", query=expr, time=self.ended)
         start = self.began // step * step
         end = (self.ended // step + 1) * step
-        return self._result(server, "query_range", query=expr, start=start, end=end, step=step)
+        return server.result("query_range", query=expr, start=start, end=end, step=step)
 
     def _hidden(
         self, board: Board, server: Prometheus, values: Values
@@ -102,18 +101,13 @@ class Service:
         return {
             each.name: [
                 found["metric"][each.label]
-                for found in self._result(
-                    server, "query", query=interpolate(each.expr, values), time=self.ended
+                for found in server.result(
+                    "query", query=interpolate(each.expr, values), time=self.ended
                 )
             ]
             for each in board.variables
             if each.expr
         }
-
-    def _result(self, server: Prometheus, path: str, **parameters: Any) -> list[Any]:
-        answer = server.answer(f"/api/v1/{path}", **parameters)
-        found: list[Any] = json.loads(answer)["data"]["result"]
-        return found
 
 
 def by(labels: Key, series: list[Any]) -> dict[Key, float]:

@@ -165,6 +165,7 @@ def test_a_call_of_a_sub_agent(*, remembers: bool) -> None:
     graph.compile(checkpointer=InMemorySaver() if remembers else None).invoke({}, config)
 
     assert [each.invocation for each in callers] == [""]
+    assert [each.is_nested for each in (*callers, *child.contexts)] == [False, True, True]
     first, second = (each.invocation for each in child.contexts)
     if remembers:
         assert first.startswith("call:")

@@ -87,6 +87,7 @@ PANELS = {
         29: "Does the model listen?",
         30: "Time to judge",
         31: "Agents, whatever Limit is chosen",
+        32: "Calls that no limit judged",
     },
     THREAD: {
         1: "Utilization",

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -27,6 +28,7 @@ from langchain_quota import (
     Telemetry,
     ToolCallLimit,
     start_metrics_server,
+    with_limits,
 )
 from langchain_quota.cli import main
 from langchain_quota.monitoring import exports
@@ -70,6 +72,10 @@ def sees(message: str) -> Callable[[Mistake], Mistake]:
 
 def refused(error: type[Exception], make: Callable[[], Any]) -> Mistake:
     return lambda _: raised(error, make)
+
+
+def of_sub_agents(*, middleware: Any = (), subagents: Any = ()) -> None:
+    """Takes what `create_deep_agent` takes."""
 
 
 # What the type checker would refuse is made all the same.
@@ -122,6 +128,15 @@ MISTAKES |= {
     ),
     "store must be a QuotaStore or None, not …": refused(
         TypeError, lambda: quotas([SEARCH], store=MemoryStore)
+    ),
+    "name must not be 'run': it has a meaning of its own": refused(
+        ValueError, lambda: Quota(3, per="run")
+    ),
+    "window=… does not go with per='root_run'": refused(
+        ValueError, lambda: Quota(3, per="root_run", window=timedelta(days=1))
+    ),
+    "quota has no store, so each agent would count for itself": refused(
+        ValueError, lambda: with_limits(of_sub_agents, QuotaMiddleware([SEARCH]))
     ),
     "per must not be 'run', under which a store counts runs": refused(
         ValueError, lambda: Quota(5, per="run", name="job")

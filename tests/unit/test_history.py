@@ -2,10 +2,11 @@
 
 import re
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolCall, ToolMessage
+from langgraph.graph.message import add_messages
 
 from langchain_quota.middleware._history import (
     DanglingCalls,
@@ -17,6 +18,7 @@ from langchain_quota.middleware._history import (
     since,
     unfinished_calls,
 )
+from langchain_quota.testing import assert_valid_history
 
 
 def call(id_: str | None, name: str = "search") -> ToolCall:
@@ -232,8 +234,102 @@ def test_a_dangling_edited_call_is_what_it_became() -> None:
     assert [each["name"] for each in dangling.calls] == ["calc"]
 
 
-def repaired(*messages: AnyMessage) -> list[AnyMessage]:
-    return answered_history(messages, dangling_calls({"messages": list(messages)}), "gone")
+def repaired(*messages: AnyMessage, is_shared: bool = False) -> list[AnyMessage]:
+    dangling = dangling_calls({"messages": list(messages)})
+    return answered_history(messages, dangling, "gone", is_shared=is_shared)
+
+
+def test_a_shared_history_is_repaired_where_a_merge_keeps_the_order() -> None:
+    """At its end calls are answered; further up they are taken out, with all that stands for them.
+
+    Where an enclosing graph merges the result into the same history, its history is valid.
+    """
+    blocks: list[Any] = [
+        {"type": "text", "text": "Wait."},
+        {"type": "tool_use", "id": "a", "name": "search", "input": {}},
+        {"type": "tool_use", "id": "b", "name": "search", "input": {}},
+    ]
+    first = AIMessage(
+        blocks,
+        tool_calls=[call("a"), call("b")],
+        id="1",
+        additional_kwargs={"tool_calls": [], "other": 1},
+    )
+    history: list[AnyMessage] = [
+        HumanMessage("hi", id="0"),
+        first,
+        result("a").model_copy(update={"id": "2"}),
+        HumanMessage("again", id="3"),
+        ai(call("c")).model_copy(update={"id": "4"}),
+        HumanMessage("and again", id="5"),
+        ai(call("d"), call("e")).model_copy(update={"id": "6"}),
+        result("d").model_copy(update={"id": "7"}),
+    ]
+
+    merged: Any = add_messages(
+        cast("Any", history), cast("Any", repaired(*history, is_shared=True))
+    )
+
+    assert_valid_history(merged)
+    assert [each.id for each in merged[:-1]] == list("01234567")
+    assert merged[1].tool_calls == [call("a")]
+    assert merged[1].content == blocks[:2]
+    assert merged[1].additional_kwargs == {"other": 1}
+    assert (merged[4].text, merged[4].tool_calls) == ("gone", [])
+    assert (merged[-1].tool_call_id, merged[-1].text) == ("e", "gone")
+
+
+def reasoning(id_: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": id_, "summary": []}
+
+
+def asking(id_: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": id_, "name": "search", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        ([reasoning("1"), asking("a"), reasoning("2"), asking("b")], [0, 1]),
+        ([reasoning("1"), asking("b"), reasoning("2"), asking("a")], [2, 3]),
+        ([reasoning("1"), asking("a"), reasoning("2"), reasoning("3"), asking("b")], [0, 1]),
+        # Reasoning stays before another call, and at the end where the model put it there.
+        ([reasoning("1"), asking("b"), asking("a")], [0, 2]),
+        ([reasoning("1"), asking("a"), asking("b")], [0, 1]),
+        ([reasoning("1"), reasoning("2"), asking("b"), asking("a")], [0, 1, 3]),
+        ([asking("b"), asking("a"), reasoning("1")], [1, 2]),
+        (
+            [
+                {"type": "thinking", "thinking": "?", "signature": "s"},
+                {"type": "tool_use", "id": "a", "name": "search", "input": {}},
+                {"type": "redacted_thinking", "data": "d"},
+                {"type": "tool_use", "id": "b", "name": "search", "input": {}},
+            ],
+            [0, 1],
+        ),
+    ],
+)
+def test_reasoning_goes_with_its_call(content: list[Any], left: list[int]) -> None:
+    """Reasoning that led only to a call that is taken out goes, too: providers refuse it alone."""
+    asked = AIMessage(content, tool_calls=[call("a"), call("b")])
+
+    history = repaired(asked, result("a"), HumanMessage("again"), is_shared=True)
+
+    assert history[0].content == [content[index] for index in left]
+
+
+def test_nothing_is_left_of_a_call_that_is_taken_out() -> None:
+    """OpenAI's older form of a call goes with it; so does reasoning that stands for no answer."""
+    others = {
+        "function_call": {"name": "search", "arguments": "{}"},
+        "reasoning": reasoning("1"),
+        "other": 1,
+    }
+    asked = AIMessage("", tool_calls=[call("a")], additional_kwargs=others)
+
+    history = repaired(asked, HumanMessage("again"), is_shared=True)
+
+    assert (history[0].text, history[0].additional_kwargs) == ("gone", {"other": 1})
 
 
 def test_a_repaired_history_answers_in_place() -> None:

@@ -26,16 +26,17 @@ LAYERS = [
     {"decide"},
     {"messages", "state", "stores", "telemetry", "valid_history"},
     {"middleware", "testing"},
-    {"exposition", "cli", FACADE},
+    {"exposition", "cli", "deep_agents", "graph", FACADE},
 ]
 """From the bottom up; a module imports from its own layer and those below."""
 LAYER = {part: index for index, packages in enumerate(LAYERS) for part in packages}
 
 MIDDLEWARE_LAYERS = [
-    {"_context", "_history", "_observers", "_reset"},
+    {"_context", "_history", "_observers", "_reset", "_root_run", "_sub_agents"},
     {"_calls"},
-    {"_model_calls", "_store", "_subclassing", "_tool_calls"},
-    {"_model_request"},
+    {"_model_calls", "_store", "_subclassing", "_tool_calls", "_wiring"},
+    {"_model_request", "_offered_tools", "_root_subject"},
+    {"_unjudged"},
     {"_base"},
     {"drop_ins", "quota"},
     {"inline"},
@@ -275,7 +276,7 @@ def test_importing_makes_no_metric() -> None:
 def test_importing_needs_no_extra() -> None:
     """The package can be imported without the SDK and without what the demo needs."""
     done = run_python(
-        without("opentelemetry.sdk", "redis", "rich", "langgraph.checkpoint.sqlite")
+        without("opentelemetry.sdk", "redis", "rich", "langgraph.checkpoint.sqlite", "deepagents")
         + f"import {PACKAGE}, {PACKAGE}.testing, {PACKAGE}.cli\n"
     )
     assert done.returncode == 0, done.stderr

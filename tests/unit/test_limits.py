@@ -445,13 +445,20 @@ def test_reserved_names_are_refused(value: str) -> None:
             Quota(5, per=per, name=name)
 
 
+def test_a_quota_per_root_run_has_no_window() -> None:
+    """A root run's count ends with the run, and so no window of time goes with it."""
+    assert Quota(5, per="root_run").name == "root_run"
+    with pytest.raises(ValueError, match=r"window=.* does not go with per='root_run'"):
+        Quota(5, per="root_run", window=timedelta(days=1))
+
+
 def test_a_quota_cannot_share_the_counts_of_runs() -> None:
     """A value of the context called `run` would be kept where runs are counted."""
     with pytest.raises(ValueError, match="per must not be 'run'"):
         Quota(5, per="run", name="job")
 
 
-@pytest.mark.parametrize("value", ["thread", "agent", "global"])
+@pytest.mark.parametrize("value", ["thread", "agent", "global", "root_run"])
 def test_fixed_names_mean_what_they_say(value: str) -> None:
     """A quota named `thread` is per thread: what is per anything else may not be called so."""
     assert Quota(5, per=value).name == value

@@ -277,6 +277,20 @@ def test_runs_make_room_first() -> None:
     ]
 
 
+def test_root_runs_make_room() -> None:
+    """A full store drops root runs before threads, the one charged longest ago first."""
+    store = MemoryStore(max_keys=3)
+    store.acquire(asked("search:thread:t1", mirrored=True))
+    for run in "abc":
+        store.acquire(asked(f"search:root_run:{run}", mirrored=True))
+    assert store.occupancy.droppable == 3
+    assert [use.key for use in store.usages()] == [
+        "search:root_run:b",
+        "search:root_run:c",
+        "search:thread:t1",
+    ]
+
+
 def test_runs_expire_beside_threads() -> None:
     """A run's count expires after a day, though a thread's that is older is kept."""
     clock = Clock()
@@ -285,6 +299,19 @@ def test_runs_expire_beside_threads() -> None:
     store.acquire(asked("search:run:a", mirrored=True))
     clock.now += 24 * HOUR
     store.acquire(asked("search:thread:t1", mirrored=True))
+    assert store.occupancy.keys == 1
+
+
+def test_root_runs_expire_beside_threads() -> None:
+    """A root run's count expires after a week, though a thread's that is older is kept."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    store.acquire(asked("search:thread:t1"))
+    store.acquire(asked("search:root_run:a"))
+    clock.now += 7 * 24 * HOUR - 1
+    assert used(store, "search:root_run:a") == [1]
+    clock.now += 1
+    store.acquire(asked("search:thread:t1"))
     assert store.occupancy.keys == 1
 
 

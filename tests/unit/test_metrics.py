@@ -14,6 +14,7 @@ from langchain_quota import (
     Level,
     ModelCallLimit,
     Outcome,
+    Telemetry,
     ToolCallLimit,
     __version__,
 )
@@ -22,6 +23,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.metrics import STORE_BUCKETS, Metrics
 from langchain_quota.telemetry.names import METRICS
 from tests.conftest import Signals
@@ -74,6 +76,9 @@ def test_names_types_and_labels(signals: Signals) -> None:
     decisions = decide(limit, 0, "search", "search")
     signals.recorder.record(decisions, started=0, after_refusal=True)
     signals.recorder.record_run("boss", None)
+    counting = recorder_of(Telemetry(registry=signals.registry, count_unjudged_calls=True))
+    assert counting.unjudged is not None
+    counting.unjudged.record("boss", "tool", "search", "tools")
     tomorrow = datetime.now(UTC) + timedelta(days=1)
     for per in ("global", "thread"):
         quota = ResolvedQuota(per, 5, "t1", per, tomorrow, per)

@@ -90,7 +90,7 @@ def test_a_quota_ends_the_run() -> None:
     """Where the user's quota is used up the model is not called, and nothing is counted."""
     update = written(by_store(request_of(state_of()), ann=5))
     (message,) = update.pop("messages")
-    assert update == {"jump_to": "end"}
+    assert update == {"jump_to": "end", "langchain_quota": {"ended": message.id}}
     assert isinstance(message, AIMessage)
     assert message.content == USED_UP
 
@@ -164,7 +164,7 @@ def test_an_outage_that_denies_ends_the_run() -> None:
     update = written(conclusion)
     (message,) = update.pop("messages")
     assert message.content == "Model call limit could not be checked: try again later."
-    assert update == {"jump_to": "end"}
+    assert update == {"jump_to": "end", "langchain_quota": {"ended": message.id}}
 
 
 def test_an_outage_that_allows_goes_by_the_state() -> None:

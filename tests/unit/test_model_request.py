@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
 from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
-from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import BaseTool, tool
 from pydantic import BaseModel
 
@@ -247,36 +247,72 @@ def test_what_is_not_known_is_not_mentioned() -> None:
     assert without_exhausted(given, limits, counts) == (given, None)
 
 
-def test_a_note_stands_in_the_newest_human_message() -> None:
-    """The note ends the text of the last human message; that and all others stay as they were."""
-    history = [HumanMessage("first", id="1"), AIMessage("hm"), *after_a_call()]
+IMAGE: dict[Any, Any] = {"type": "image", "url": "https://example.org/cat.png"}
+NOTE: dict[Any, Any] = {"type": "text", "text": "NOTE"}
+
+
+def answer(content: Any, **arguments: Any) -> ToolMessage:
+    return ToolMessage(content, tool_call_id="a", id="t", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("newest", "expected"),
+    [
+        (HumanMessage("How warm is it?", id="h", name="ann"), "How warm is it?\n\nNOTE"),
+        (HumanMessage("", id="h"), "NOTE"),
+        (HumanMessage([IMAGE], id="h"), [IMAGE, NOTE]),
+        (answer("12", name="search", artifact={"rows": 3}), "12\n\nNOTE"),
+        (answer("no", status="error"), "no\n\nNOTE"),
+        (answer(""), "NOTE"),
+        (answer([]), "NOTE"),
+        (answer([IMAGE], artifact={"rows": 3}), [IMAGE, NOTE]),
+        (answer(["12"]), ["12", NOTE]),
+    ],
+)
+def test_a_note_ends_the_newest_message(newest: AnyMessage, expected: Any) -> None:
+    """It adds to the content, as a part of its own where there are parts; all else stays."""
+    history = [*after_a_call(), newest]
     before = [message.model_dump_json() for message in history]
     noted = with_note(history, "NOTE")
-    assert noted[2].content == "How warm is it?\n\nNOTE"
-    assert (noted[2].id, noted[2].type) == ("h", "human")
-    assert noted[:2] + noted[3:] == history[:2] + history[3:]
+    assert noted[:-1] == history[:-1]
+    assert noted[-1].content == expected
+    assert noted[-1].model_dump(exclude={"content"}) == newest.model_dump(exclude={"content"})
+    # The history itself is as it was.
     assert [message.model_dump_json() for message in history] == before
 
 
-def test_a_note_in_a_message_of_parts() -> None:
-    """A human message of several parts, an image say, gets the note as a part of its own."""
-    parts: list[str | dict[Any, Any]] = [
-        {"type": "text", "text": "What is this?"},
-        {"type": "image", "url": "https://example.org/cat.png"},
-    ]
-    given = HumanMessage(content=parts)
-    before = given.model_dump_json()
-    (noted,) = with_note([given], "NOTE")
-    assert noted.content == [*parts, {"type": "text", "text": "NOTE"}]
-    assert given.model_dump_json() == before
-
-
-@pytest.mark.parametrize("history", [[], [AIMessage("hm")]], ids=["empty", "only the model"])
-def test_a_note_without_a_human_message(history: list[AnyMessage]) -> None:
-    """Where no human spoke the note is a human message at the end, never a system message."""
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [*asked(), AIMessage("hm")],
+        [*asked(), SystemMessage("Be brief.")],
+        [answer([{"type": "tool_result", "tool_use_id": "a", "content": "12"}])],
+        [answer([{"type": "custom_tool_call_output", "output": "12"}])],
+        [answer([{"type": "non_standard", "value": {"type": "computer_call_output"}}])],
+        [answer("https://example.org", additional_kwargs={"type": "computer_call_output"})],
+    ],
+)
+def test_a_note_of_its_own(history: list[AnyMessage]) -> None:
+    """Where the newest message takes no text the note is a human message behind it."""
     noted = with_note(history, "NOTE")
     assert noted[:-1] == history
     assert (noted[-1].type, noted[-1].content) == ("human", "NOTE")
+
+
+class Text(str):
+    """A text that nobody may walk through: a tool's answer can be long."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Any:
+        raise AssertionError(self)
+
+
+def test_a_text_is_not_searched_for_blocks() -> None:
+    """An answer that is a text has no blocks to look at."""
+    newest = answer("").model_copy(update={"content": Text("12")})
+    assert with_note([newest], "NOTE")[0].content == "12\n\nNOTE"
 
 
 IN_BOTH_SCOPES = ToolCallLimit("search", thread_limit=5, run_limit=1)
@@ -398,5 +434,5 @@ def test_the_last_call_after_other_calls_says_so() -> None:
     """Where the tools have to stay, the words alone say that none may be called."""
     offered = last_call(request(after_a_call(), search, PROVIDER_TOOL))
     assert names(offered) == ["search", "web_search"]
-    assert LAST_CALL in str(offered.messages[0].content)
+    assert offered.messages[-1].content == f"12\n\n{LAST_CALL}"
     assert [message.type for message in offered.messages] == ["human", "ai", "tool"]

@@ -192,8 +192,9 @@ async def play_all(telemetry: Telemetry, hiding: Telemetry) -> None:
     ]
     await play([[TOOL], "done"], *stacked)
     # Each kind of quota is used up; what is left is looked up; windows end.
-    for per in ("thread", "agent", "global", PER):
-        shared = ToolCallLimit(TOOL, quotas=[Quota(5, per=per, window=timedelta(days=1))])
+    for per in ("thread", "agent", "global", PER, "root_run"):
+        window = None if per == "root_run" else timedelta(days=1)
+        shared = ToolCallLimit(TOOL, quotas=[Quota(5, per=per, window=window)])
         stored = quota(shared, store=MemoryStore(), tell_model=True)
         await stored.areset(*await play(searches, stored))
     for action in ("deny", "allow"):

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from langchain_quota.cli.command import CommandError, complain, say
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.keys import CountKey, is_of_run
+from langchain_quota.stores.keys import CountKey, is_of_root_run, is_of_run
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 
@@ -18,7 +18,7 @@ _AT_ONCE = 500
 _TIMEOUT = 10.0
 _HEADINGS = ("counted", "per", "subject", "used", "of", "until")
 _DECLINED = 1
-_RUNS = ":run:"
+_RUNS = (":run:", ":root_run:")
 """What a pattern has in it that asks for runs."""
 _ODD = 1
 _NAMED = 20
@@ -77,7 +77,14 @@ def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage]
         for pattern in patterns:
             found, others = store.listing(pattern)
             # Each run of the last day has counts, under a name that says nothing to anybody.
-            uses |= {use.key: use for use in found if _RUNS in pattern or not is_of_run(use.key)}
+            asked = any(each in pattern for each in _RUNS)
+            uses |= {
+                use.key: use
+                for use in found
+                # Without a counter it is the number of a thread's newest root run.
+                if not use.key.startswith(":")
+                and (asked or not (is_of_run(use.key) or is_of_root_run(use.key)))
+            }
             odd.update(others)
     except QuotaStoreError as error:
         raise CommandError(_line(error)) from error

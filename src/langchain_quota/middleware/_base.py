@@ -1,9 +1,11 @@
 """What every limiting middleware shares: its name, the beginning of a run, subclassing."""
 
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
@@ -12,7 +14,7 @@ from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
-from langchain_quota.decision import Call, Refund
+from langchain_quota.decision import ROOT_RUN, Call, Outcome, Refund
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._calls import Conclusion, Request, Update
@@ -23,8 +25,12 @@ from langchain_quota.middleware._history import (
     since,
     unfinished_calls,
 )
-from langchain_quota.middleware._model_request import tool_name, unknown_tools
+from langchain_quota.middleware._offered_tools import OfferedTools
+from langchain_quota.middleware._root_run import root_run, watch_root_runs
+from langchain_quota.middleware._sub_agents import starters, unlimited_sub_agents
 from langchain_quota.middleware._subclassing import begins_runs, complete
+from langchain_quota.middleware._unjudged import count_unjudged_calls, mark_judged
+from langchain_quota.middleware._wiring import REMEDY, Wiring
 from langchain_quota.state import (
     LEDGER,
     NEW_RUN,
@@ -36,6 +42,7 @@ from langchain_quota.state import (
     thread_tools,
 )
 from langchain_quota.telemetry import Telemetry, recorder_of
+from langchain_quota.telemetry.labels import UNNAMED
 
 if TYPE_CHECKING:
     from langgraph._internal._typing import StateLike
@@ -48,12 +55,6 @@ else:
     from langgraph.typing import ContextT
 
 ModelMode = Literal["admitted", "returned"]
-
-_REMEDY = (
-    "Give create_agent a checkpointer; for a sub-agent, limit the calls of its parent, or use "
-    "run_limit"
-)
-"""What to do where a thread's counts do not outlive the run."""
 
 
 class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
@@ -76,13 +77,24 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._limit_name = limit_name
         self._recorder = recorder_of(telemetry)
         self._recorder.watch_limits(limits)
+        self._counts_root_runs = any(
+            quota.per == ROOT_RUN for limit in limits for quota in limit.quotas
+        )
+        if self._counts_root_runs:
+            watch_root_runs()
+        if self._recorder.unjudged is not None:
+            count_unjudged_calls()
         if not tracing_is_enabled():
             vars(self)["awrap_model_call"] = self._untraced_model_call
         self._model_mode: ModelMode | None = None
-        self._warned = False
-        self._remedy = _REMEDY
-        # The tools by agent.
-        self._offered: dict[str | None, list[str]] = {}
+        # Whether a store counts threads; `None` where the middleware takes no store.
+        self._has_store: bool | None = None
+        self._warned = self._warned_of_runs = False
+        self._wiring = Wiring()
+        self._offered = OfferedTools(limits, self._recorder)
+        # By the function that starts sub-agents; the second has those that are to have no limits.
+        self._looked_at: WeakSet[FunctionType] = WeakSet()
+        self._left_out: WeakKeyDictionary[FunctionType, Collection[str]] = WeakKeyDictionary()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Honour a subclass's hook in both forms, and begin its runs whatever it overrides.
@@ -138,21 +150,34 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     def _learn_tools(self, request: ModelRequest[Any]) -> None:
         """Tell the telemetry which tools there really are, before the model invents others."""
-        names = [tool.name for tool in request.tools if not isinstance(tool, dict)]
-        agent = running_agent()
-        known = self._offered.get(agent)
-        if names == known:
-            return
-        self._offered[agent] = names
-        self._recorder.learn_tools(agent, names)
-        if known is None:
-            offered = {tool_name(tool) for tool in request.tools}
-            # Logged, and no QuotaWarning, which can be an error: a tool may be offered later.
-            for limit, tool, hint in unknown_tools(self._limits, offered):
-                self._recorder.warn_unknown_tool(agent, limit, tool, hint)
+        self._warn_of_sub_agents(request.tools)
+        self._offered.learn(request)
+
+    def _warn_of_sub_agents(self, tools: Sequence[Any]) -> None:
+        """Warn once of each agent whose tools start others without limits."""
+        for start in starters(tools):
+            if start in self._looked_at:
+                continue
+            self._looked_at.add(start)
+            left_out = self._left_out.get(start, ())
+            found = (name for name in unlimited_sub_agents(start, Limiter) if name not in left_out)
+            unlimited = ", ".join(map(repr, found))
+            if unlimited:
+                warnings.warn(
+                    f"the sub-agents that the tool 'task' of agent {running_agent() or UNNAMED!r} "
+                    f"starts have no limits of langchain-quota: {unlimited}. Give them those "
+                    "of their parent: with_limits(create_deep_agent, quota)(…)",
+                    QuotaWarning,
+                    stacklevel=2,
+                )
+
+    def _mark_judged(self, state: Mapping[str, Any] | None = None) -> None:
+        """Note that this agent's calls are judged; with a state, those of its newest message."""
+        mark_judged(self._recorder.unjudged, state)
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Runtime[ContextT]) -> Update:
         context = call_context(runtime, model_name=None)
+        self._mark_judged()
         self._warn_if_forgetful(context)
         update: Update = {}
         history = state.get("messages") or ()
@@ -162,7 +187,9 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         dangling = dangling_calls(state)
         pending_refunds = known.get("pending_refunds") or {}
         if dangling:
-            repaired = answered_history(history, dangling, messages.ABANDONED)
+            repaired = answered_history(
+                history, dangling, messages.ABANDONED, is_shared=context.is_nested
+            )
             update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
             history = repaired
         if abandoned is not None and self._held(abandoned):
@@ -218,6 +245,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     def _record(self, request: Request, conclusion: Conclusion) -> Conclusion:
         """Make a conclusion visible, unless it is that of a hook that runs again."""
+        self._mark_judged(request.state)
         known = request.known.get("trace")
         recorded = self._recorder.record(
             conclusion.decisions,
@@ -229,11 +257,27 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
         if recorded.is_new and conclusion.refunds:
             self._recorder.record_refunds(conclusion.refunds)
-        if recorded.trace is None or recorded.trace == known:
+        if not request.known and LEDGER in (conclusion.update or {}):
+            self._wiring.wrote(request.state)
+        written = Ledger()
+        if recorded.trace is not None and recorded.trace != known:
+            # Later steps of the run belong to this trace.
+            written["trace"] = dict(recorded.trace)
+        root = root_run() if self._counts_root_runs else None
+        if root is not None:
+            root.in_tools = any(
+                each.call.kind == "tool" and each.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK)
+                for each in conclusion.decisions
+            )
+            # Where the run is resumed it goes on with this budget.
+            if root.subject != request.known.get("root_run"):
+                written["root_run"] = root.subject
+            if root.used != (request.known.get("root_used") or {}):
+                written["root_used"] = {**root.used}
+        if not written:
             return conclusion
-        # Later steps of the run belong to this trace.
         update = conclusion.update or {}
-        written = {**update.get(LEDGER, {}), "trace": dict(recorded.trace)}
+        written = {**update.get(LEDGER, {}), **written}
         return conclusion._replace(update={**update, LEDGER: written})
 
     def _take_effect(self, request: Request, conclusion: Conclusion) -> Update | None:
@@ -244,15 +288,33 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Whether the counts of threads outlive the run."""
         return context.remembers
 
+    def _check_wiring(self, state: Mapping[str, Any], runtime: Any) -> None:
+        """Check that the graph does what the hooks before this one said.
+
+        Raises:
+            RuntimeError: A call that was refused was made.
+        """
+        if not self._wiring.check(state, runtime, middleware=self.name) or self._warned_of_runs:
+            return
+        if any(limit.run_limit is not None for limit in self._limits):
+            self._warned_of_runs = True
+            warnings.warn(
+                f"{self.name} has a run limit, and no node of this graph calls its before_agent: "
+                f"the budget of a run is never given anew. {REMEDY}",
+                QuotaWarning,
+                stacklevel=2,
+            )
+
     def _warn_if_forgetful(self, context: CallContext) -> None:
         if self._warned or self._counts_last(context):
             return
+        remedy = _remedy(context, has_store=self._has_store)
         for limit in self._limits:
             if limit.thread_limit is not None:
                 self._warned = True
                 warnings.warn(
                     f"{self.name} has a thread limit, but this agent's state does not outlive the "
-                    f"run: the limit holds within one run only. {self._remedy}",
+                    f"run: the limit holds within one run only. {remedy}",
                     QuotaWarning,
                     stacklevel=2,
                 )
@@ -264,6 +326,30 @@ def effect(conclusion: Conclusion) -> Update | None:
     if conclusion.error is not None:
         raise conclusion.error
     return conclusion.update
+
+
+def _remedy(context: CallContext, *, has_store: bool | None) -> str:
+    """What to do where the counts of threads do not outlive the run.
+
+    Args:
+        context: Where the agent runs.
+        has_store: Whether a store counts threads; `None` where the middleware takes no store.
+    """
+    thread_id = '{"configurable": {"thread_id": …}}'
+    if not context.is_nested:
+        if has_store:
+            return f"Call the agent with {thread_id}: the store counts by it"
+        return "Give create_agent a checkpointer, or use run_limit"
+    root_run = 'limit the outermost run: Quota(…, per="root_run")'
+    if has_store:
+        return f"Call the outermost graph with {thread_id}: the store counts by it. Or {root_run}"
+    user = "use QuotaMiddleware with" if has_store is None else "give the middleware"
+    return (
+        f"To count all agents of a thread together, {user} store=MemoryStore() or RedisStore(), "
+        f"and call the outermost graph with {thread_id}; or, with a store, {root_run}. To count "
+        "this agent alone, give create_agent checkpointer=True, and the outermost graph a "
+        "checkpointer"
+    )
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:

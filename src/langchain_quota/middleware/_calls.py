@@ -8,8 +8,9 @@ from uuid import uuid4
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Hits, admit
 from langchain_quota.decide import Breach, breaches, decide
-from langchain_quota.decision import Call, Decision, Refund
+from langchain_quota.decision import ROOT_RUN, Call, Decision, Refund
 from langchain_quota.middleware._context import CallContext
+from langchain_quota.middleware._root_run import root_run
 from langchain_quota.resolved import Asked, Outage, ResolvedLimits, counters_of, hits_of
 from langchain_quota.state import Amounts, Ledger
 
@@ -104,7 +105,8 @@ class Request:
     def to_store(self) -> AcquireRequest:
         """What a store is asked."""
         name = self.context.step(self.task)
-        counters = counters_of(self.asked, self.used)
+        run = root_run()
+        counters = counters_of(self.asked, {**self.used, **run.used} if run else self.used)
         self.sent = AcquireRequest(
             # An answer that is remembered is matched by position.
             idempotency_key=f"{name}/{len(counters)}/{len(self.hits)}",
@@ -118,6 +120,25 @@ class Request:
             ),
         )
         return self.sent
+
+    def mirror_root_run(self, result: AcquireResult) -> None:
+        """Keep what the store has counted of the root run, if a quota is per root run.
+
+        Args:
+            result: The store's answer.
+        """
+        run = root_run()
+        if run is None or run.subject is None:
+            return
+        charged = result.charged(self.hits)
+        rows = (row for asked in self.asked for _, rows in asked.limits for row in rows)
+        run.learn_used(
+            {
+                row.counter: result.used[row.counter] + charged[row.counter]
+                for row in rows
+                if row.quota is not None and row.quota.per == ROOT_RUN
+            }
+        )
 
     def without_store(self, outage: Outage) -> AcquireResult:
         """The answer while the store cannot be asked: what the state alone knows.

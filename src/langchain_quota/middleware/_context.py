@@ -10,7 +10,7 @@ from uuid import UUID, uuid4
 from langgraph.config import get_config
 
 from langchain_quota.arguments import check_count
-from langchain_quota.decision import RUN, THREAD
+from langchain_quota.decision import ROOT_RUN, RUN, THREAD
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
 from langchain_quota.state import ledger
@@ -29,9 +29,8 @@ class CallContext:
 
     Attributes:
         agent: The agent's name, if it has one.
-        thread_id: The thread's id as the caller gave it; `None` without one, and inside another
-            agent's tool unless the agent is known to have a name of its own: without one it
-            carries its parent's name and thread.
+        thread_id: The thread's id as the caller gave it; `None` without one, and where the
+            agent carries its parent's.
         task_id: The running task's id: the same when LangGraph runs the task again.
         run_thread_id: The thread that the run belongs to, whichever agent in it this is.
         checkpoint_ns: Where in the run's graphs the hook is.
@@ -39,6 +38,8 @@ class CallContext:
             sub-agent whose state begins anew at each call.
         invocation: Where a checkpointer keeps what one call of a sub-agent does; empty where none
             does, and where one place is that of all its calls.
+        own_name: As `agent`, but `None` inside another agent's tool unless the agent is known to
+            have a name of its own: without one it carries its parent's name and thread.
     """
 
     agent: str | None = None
@@ -48,6 +49,12 @@ class CallContext:
     checkpoint_ns: str = ""
     remembers: bool = True
     invocation: str = ""
+    own_name: str | None = None
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the agent is a node of another graph, or runs inside one."""
+        return "|" in self.checkpoint_ns
 
     def task(self, middleware: str) -> str | None:
         """The name of one piece of work inside a task of the graph."""
@@ -82,13 +89,13 @@ def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
             any: LangChain stamps a named agent's messages, and only that tells a named agent
             inside a tool from one that merely carries its parent's name.
     """
-    config = _running_config()
+    config = running_config()
     agent = _agent(config)
     info = getattr(runtime, "execution_info", None)
     if info is None:
-        return CallContext(agent)
+        return CallContext(agent, own_name=agent)
     enclosing = info.checkpoint_ns.split("|")[:-1]
-    in_a_tool = any(each.startswith("tools:") for each in enclosing)
+    in_a_tool = any(map(runs_tools, enclosing))
     unnamed_inside = in_a_tool and (agent is None or model_name != agent)
     checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
     # A namespace with a task id in it is that of one invocation.
@@ -101,12 +108,18 @@ def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
         info.checkpoint_ns,
         remembers=checkpointer is not None and not is_one_call,
         invocation="|".join(enclosing) if checkpointer is not None and is_one_call else "",
+        own_name=None if unnamed_inside else agent,
     )
+
+
+def runs_tools(namespace: str) -> bool:
+    """Whether a part of a checkpoint namespace is a node that runs tools: `tools`, `….tools`."""
+    return f".{namespace.partition(':')[0]}".endswith(".tools") and ":" in namespace
 
 
 def running_agent() -> str | None:
     """The name of the agent that runs, if it has one."""
-    return _agent(_running_config())
+    return _agent(running_config())
 
 
 def _digest(*parts: str) -> str:
@@ -118,20 +131,22 @@ def _agent(config: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _running_config() -> Mapping[str, Any]:
+def running_config() -> Mapping[str, Any]:
+    """The config of the running node; empty outside of a graph."""
     try:
         return get_config()
     except RuntimeError:
         return {}
 
 
-def resolve(
+def resolve(  # noqa: PLR0913 - keyword-only, with defaults
     limits: Sequence[Limit],
     state: Any,
     runtime: Any,
     recorder: Recorder,
     *,
     now: float | None = None,
+    root_run: str = "",
 ) -> list[ResolvedLimit]:
     """Limits as they are for this state and runtime.
 
@@ -141,6 +156,7 @@ def resolve(
         runtime: The hook's runtime.
         recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
+        root_run: The subject of quotas per root run, if there are any.
 
     Raises:
         RuntimeError: A function is async; only the agent's async methods can wait for it.
@@ -166,17 +182,20 @@ def resolve(
                     "astream"
                 )
             values[key] = value
-        found.append(_resolved(limit, values, state, runtime, caller=caller, now=now))
+        found.append(
+            _resolved(limit, values, state, runtime, caller=caller, now=now, root_run=root_run)
+        )
     return found
 
 
-async def aresolve(
+async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
     limits: Sequence[Limit],
     state: Any,
     runtime: Any,
     recorder: Recorder,
     *,
     now: float | None = None,
+    root_run: str = "",
 ) -> list[ResolvedLimit]:
     """Limits as they are for this state and runtime; async functions are awaited.
 
@@ -186,6 +205,7 @@ async def aresolve(
         runtime: The hook's runtime.
         recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
+        root_run: The subject of quotas per root run, if there are any.
 
     Raises:
         TypeError: A number or subject has the wrong type.
@@ -203,7 +223,9 @@ async def aresolve(
             except Exception as error:
                 recorder.record_error("dynamic_limit", error)
                 raise
-        found.append(_resolved(limit, values, state, runtime, caller=caller, now=now))
+        found.append(
+            _resolved(limit, values, state, runtime, caller=caller, now=now, root_run=root_run)
+        )
     return found
 
 
@@ -228,6 +250,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
     *,
     caller: CallContext,
     now: float | None,
+    root_run: str,
 ) -> ResolvedLimit:
     computed = {argument: values[argument, 0] for argument in _ARGUMENTS if (argument, 0) in values}
     if now is None:
@@ -244,7 +267,9 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
         if ("per", index) in values:
             subject = checked_subject(what, values["per", index])
         else:
-            subject = subject_of(what, str(quota.per), runtime, caller)
+            subject = root_run
+            if quota.per != ROOT_RUN:
+                subject = subject_of(what, str(quota.per), runtime, caller)
         key = CountKey.at(counter, quota.dimension, subject, quota.window, now)
         quotas.append(
             ResolvedQuota(

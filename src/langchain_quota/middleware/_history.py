@@ -12,6 +12,12 @@ from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
 """Where a block of a message's content has the id of the tool call that it stands for, by type."""
 
+_REASONING = {"reasoning", "thinking", "redacted_thinking"}
+"""The types of blocks that some providers refuse if what they led to does not follow."""
+
+_CALLS = {"tool_calls", "function_call"}
+"""Where some providers' classes keep calls of their own, and send them if there are no others."""
+
 
 def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
     """The message with an id for every tool call; itself, if none lacks one.
@@ -171,17 +177,75 @@ def unfinished_calls(
 
 
 def answered_history(
-    messages: Sequence[AnyMessage], dangling: Sequence[DanglingCalls], content: str
+    messages: Sequence[AnyMessage],
+    dangling: Sequence[DanglingCalls],
+    content: str,
+    *,
+    is_shared: bool,
 ) -> list[AnyMessage]:
-    """The messages with an answer for each dangling call, behind the message that made it."""
+    """The messages with an answer for each dangling call, behind the message that made it.
+
+    Args:
+        messages: The history.
+        dangling: The calls.
+        content: The text of an answer.
+        is_shared: Whether an enclosing graph merges the messages into a history of its own. It puts
+            new messages at the end: what stands further up can be replaced only. So the calls are
+            removed there.
+    """
     history = list(messages)
     for each in reversed(dangling):
+        if is_shared and each.end < len(messages):
+            history[each.start] = _without(each.message, each.calls, content)
+            continue
         names = {str(call["id"]): call["name"] for call in each.calls}
         history[each.end : each.end] = [
             answer(call_id, name, content) for call_id, name in names.items()
         ]
         history[each.start] = each.message
     return history
+
+
+def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMessage:
+    """The message without some of its calls; with a text if nothing is left."""
+    removed = {call["id"] for call in calls}
+    kept = [call for call in message.tool_calls if call["id"] not in removed]
+    content: Any = message.content
+    if isinstance(content, list):
+        content = _without_blocks(content, removed)
+    gone = _CALLS
+    if not kept and not str(message.text).strip():
+        content = text
+        gone = _CALLS | _REASONING
+    others = {key: value for key, value in message.additional_kwargs.items() if key not in gone}
+    return message.model_copy(
+        update={"tool_calls": kept, "content": content, "additional_kwargs": others}
+    )
+
+
+def _without_blocks(content: Sequence[Any], removed: Collection[Any]) -> list[Any]:
+    """The blocks without those of some calls, and without the reasoning that led to these only."""
+    kept: list[Any] = []
+    led_to_removed = False
+    for block in reversed(content):
+        if _call_id(block) in removed:
+            led_to_removed = True
+            continue
+        leads_nowhere = led_to_removed and (not kept or _is_reasoning(kept[-1]))
+        if not (leads_nowhere and _is_reasoning(block)):
+            kept.append(block)
+            led_to_removed = False
+    return kept[::-1]
+
+
+def _is_reasoning(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") in _REASONING
+
+
+def _call_id(block: Any) -> Any:
+    """The id of the tool call that a block of content stands for."""
+    key = _ID_OF_BLOCK.get(str(block.get("type"))) if isinstance(block, dict) else None
+    return block.get(key) if key else None
 
 
 def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:

@@ -7,6 +7,7 @@ conclusion = conclude(request, result)
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from langchain_core.messages import AIMessage
 
@@ -75,9 +76,11 @@ def conclude(request: Request, result: AcquireResult, *, charging: bool = True) 
     if request.answered and request.known.get("pending_refunds"):
         written["pending_refunds"] = {}
     if decisions[0].outcome is Outcome.BLOCKED:
-        final = AIMessage(content=messages.final(breaches))
-        update: Update = {"jump_to": "end", "messages": [final]}
-        return Conclusion(decisions, {**update, LEDGER: written} if written else update)
+        written["ended"] = str(uuid4())
+        name = request.context.own_name
+        final = AIMessage(content=messages.final(breaches), name=name, id=written["ended"])
+        update: Update = {"jump_to": "end", "messages": [final], LEDGER: written}
+        return Conclusion(decisions, update)
     if not charging or not request.asked[0].limits:
         return Conclusion(decisions)
     charged = result.charged(request.hits)

@@ -1,12 +1,11 @@
 """What a model request says of the budget, and which tools it offers."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
-from langchain_core.messages import AIMessage, AnyMessage, HumanMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
 from langchain_quota.admission import admit
 from langchain_quota.decision import Call, Level, level
@@ -19,11 +18,13 @@ LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
     "Give your final answer now."
 )
-_SHOWN = 5
-"""The most tools that a hint lists."""
-
-_SURELY_MEANT = 0.8
-"""How alike an excluded name and a tool must be: agents often share their exclusions."""
+_OF_ONE_PROVIDER = {
+    "computer_call_output",
+    "custom_tool_call_output",
+    "non_standard",
+    "tool_result",
+}
+"""What a tool's answer can be, or consist of, that takes no further text."""
 
 NO_TOOLS = "No tool may be called now: every tool call will be refused."
 
@@ -78,24 +79,35 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
 
 
 def with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
-    """The messages with a note at the end of the newest human message.
+    """The messages with a note at the end of the newest one.
 
-    Not as a message of its own: some providers refuse a system message in mid-list, and a
-    changing system prompt defeats their caching.
+    The note changes with each request. Behind everything else it leaves a provider's prompt cache
+    as it is. It is no system message: some providers refuse one in mid-list.
     """
-    noted = list(messages)
-    for index in range(len(noted) - 1, -1, -1):
-        message = noted[index]
-        if isinstance(message, HumanMessage):
-            content: Any = message.content
-            content = (
-                f"{content}\n\n{note}"
-                if isinstance(content, str)
-                else [*content, {"type": "text", "text": note}]
-            )
-            noted[index] = message.model_copy(update={"content": content})
-            return noted
-    return [*noted, HumanMessage(note)]
+    if not messages or not _takes_note(messages[-1]):
+        return [*messages, HumanMessage(note)]
+    *older, newest = messages
+    content: Any = newest.content
+    if not content:
+        content = note
+    elif isinstance(content, str):
+        content = f"{content}\n\n{note}"
+    else:
+        content = [*content, {"type": "text", "text": note}]
+    return [*older, newest.model_copy(update={"content": content})]
+
+
+def _takes_note(message: AnyMessage) -> bool:
+    """Whether a text may be added to a message.
+
+    Not to the model's own, nor to a tool's answer in a form that one provider defines.
+    """
+    if not isinstance(message, ToolMessage):
+        return isinstance(message, HumanMessage)
+    parts = message.content if isinstance(message.content, list) else ()
+    blocks = [each for each in parts if isinstance(each, dict)]
+    kinds = [message.additional_kwargs.get("type"), *(each.get("type") for each in blocks)]
+    return not any(kind in _OF_ONE_PROVIDER for kind in kinds)
 
 
 def without_exhausted(
@@ -165,44 +177,3 @@ def _subject(limit: Limit) -> str:
         return ", ".join(limit.tools)
     excluded = getattr(limit, "exclude", ())
     return f"all tools but {', '.join(excluded)}" if excluded else "all tools"
-
-
-def unknown_tools(
-    limits: Sequence[Limit], offered: Collection[str]
-) -> Iterator[tuple[str, str, str]]:
-    """The names in limits that no tool has: the limit's name, the tool's, and what to do.
-
-    Args:
-        limits: The limits.
-        offered: The tools that the agent has.
-    """
-    for limit in limits:
-        for name in limit.tools:
-            if name not in offered:
-                yield limit.name, name, _hint(name, offered)
-        for name in getattr(limit, "exclude", ()):
-            if name not in offered:
-                near = get_close_matches(name, offered, cutoff=_SURELY_MEANT)
-                if near:
-                    yield limit.name, name, _meant(near)
-
-
-def _hint(name: str, offered: Collection[str]) -> str:
-    near = get_close_matches(name, offered)
-    if near:
-        return _meant(near)
-    if not offered:
-        return "it offers none"
-    more = ", …" if len(offered) > _SHOWN else ""
-    return f"name one of {', '.join(map(repr, sorted(offered)[:_SHOWN]))}{more}"
-
-
-def _meant(near: Sequence[str]) -> str:
-    return f"did you mean {' or '.join(map(repr, near))}?"
-
-
-def tool_name(tool: Any) -> str:
-    """The name of a tool, also of a provider's own, or one that is written as OpenAI does."""
-    if not isinstance(tool, dict):
-        return str(tool.name)
-    return str((tool.get("function") or tool).get("name") or tool.get("type"))

@@ -29,10 +29,11 @@ def own_node(agent: Pregel[Any, Any, Any, Any], middleware: str) -> str:
             f"agent must be what create_agent made, not a {type(agent).__name__}: reset where "
             "the agent runs"
         )
-    node = f"{middleware}.before_agent"
-    if node not in agent.nodes:
-        raise ValueError(f"the agent does not have the middleware {middleware}")
-    return node
+    beginning = f"{middleware}.before_agent"
+    for node in agent.nodes:
+        if _is(node, beginning):
+            return node
+    raise ValueError(f"the agent does not have the middleware {middleware}")
 
 
 def check_at_rest(snapshot: StateSnapshot, config: RunnableConfig, nodes: Collection[str]) -> None:
@@ -65,7 +66,12 @@ def stopped_at_a_limit(task: PregelTask, nodes: Collection[str]) -> bool:
     """
     # Of an exception a checkpoint keeps the `repr`, which begins with the name of its class.
     error = task.error if isinstance(task.error, str) else repr(task.error)
-    return task.name in nodes and error.startswith(_LIMIT_ERRORS)
+    return any(_is(task.name, each) for each in nodes) and error.startswith(_LIMIT_ERRORS)
+
+
+def _is(node: str, hook: str) -> bool:
+    """Whether a node is that of a hook; in a graph with several loops their names come first."""
+    return node == hook or node.endswith(f".{hook}")
 
 
 def after_reset(limits: Sequence[Limit]) -> list[LimitStatus]:

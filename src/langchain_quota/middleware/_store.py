@@ -15,8 +15,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
 from typing import Self
+from uuid import uuid4
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.admission import (
+    AcquireRequest,
+    AcquireResult,
+    Compensation,
+    Counter,
+    Hits,
+)
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._calls import Request
@@ -84,6 +91,34 @@ class StoreClient:
                 result = _checked(answer, sent) if last else None
         return self._or_fallback(request, sent, result)
 
+    def number(self, key: str, *, name: str, start: int) -> int | None:
+        """Add one to a count, and return it; `None` if the store does not answer.
+
+        Args:
+            key: Its key.
+            name: Names the addition, which is made once.
+            start: Where the count begins.
+        """
+        sent = _addition(key, name, start)
+        result = None
+        with self._asking("acquire"):
+            result = _checked(self.store.acquire(sent), sent)
+        return None if result is None else result.used[key] + 1
+
+    async def anumber(self, key: str, *, name: str, start: int) -> int | None:
+        """Add one to a count, and return it; `None` if the store does not answer.
+
+        Args:
+            key: Its key.
+            name: Names the addition, which is made once.
+            start: Where the count begins.
+        """
+        sent = _addition(key, name, start)
+        result = None
+        with self._asking("acquire"):
+            result = _checked(await self.store.aacquire(sent), sent)
+        return None if result is None else result.used[key] + 1
+
     def peek(self, keys: Sequence[str]) -> dict[str, int] | None:
         """What is used of each key that the store has, in calls; `None` if it does not answer."""
         counts: dict[str, int] | None = None if keys else {}
@@ -135,6 +170,7 @@ class StoreClient:
     ) -> AcquireResult:
         if result is not None:
             request.answered = True
+            request.mirror_root_run(result)
             return result
         calls = sum(asked.shared for asked in request.asked)
         result = request.without_store(self._outage)
@@ -317,6 +353,12 @@ def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     if {len(result.admitted), len(result.refused)} != {len(request.hits)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
     return result
+
+
+def _addition(key: str, name: str, start: int) -> AcquireRequest:
+    """A request to add one to a count."""
+    counters = {key: Counter(key, used=start, mirrored=True)}
+    return AcquireRequest(name, uuid4().hex, counters, (Hits({key: 1}),))
 
 
 def _about(keys: Sequence[str]) -> AcquireRequest:

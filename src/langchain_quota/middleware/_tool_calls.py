@@ -8,6 +8,7 @@ conclusion = conclude(request, result)
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage
 
@@ -58,8 +59,8 @@ class BatchRequest(Request):
     final: str = ""
 
     @property
-    def message(self) -> str | None:
-        """The id of the message whose calls they are."""
+    def message(self) -> str:
+        """The id of the message whose calls they are; empty if it has none."""
         return self.pending.message.id or ""
 
     def refunds_due(self) -> dict[str, Amounts]:
@@ -190,11 +191,13 @@ def conclude(
     refunds = _charge(request, decisions)
     if request.sent is not None:
         _mirror(request, result)
-    update = _update(request, breaches)
+    update = _update(request, decisions, breaches)
     answers = _answers(decisions, request, messages.SKIPPED)
     if ends == "end":
-        answers.append(AIMessage(content=messages.final(breaches)))
+        text, name = messages.final(breaches), request.pending.message.name
+        answers.append(AIMessage(content=text, name=name, id=str(uuid4())))
         update["jump_to"] = "end"
+        update[LEDGER]["ended"] = answers[-1].id
     if answers:
         update["messages"] = answers
     return Conclusion(decisions, update, refunds)
@@ -204,13 +207,15 @@ def _finalized(request: BatchRequest) -> Conclusion:
     """No tool runs after the last model call of the budget; the run ends with its text."""
     decisions = [Decision(call, Outcome.SKIPPED) for call in request.every_call]
     answers = _answers(decisions, request, messages.FINALIZED)
+    update: Update = {"messages": answers, "jump_to": "end"}
     # Where the structured response is there, the run has its answer.
     if not request.pending.structured:
         message = request.pending.message
         text = str(message.text)
         content = text if text.strip() else request.final
-        answers.append(AIMessage(content=content, name=message.name))
-    return Conclusion(decisions, {"messages": answers, "jump_to": "end"})
+        answers.append(AIMessage(content=content, name=message.name, id=str(uuid4())))
+        update[LEDGER] = Ledger(ended=answers[-1].id)
+    return Conclusion(decisions, update)
 
 
 def _with_others(request: BatchRequest, decisions: Sequence[Decision]) -> list[Decision]:
@@ -293,7 +298,9 @@ def _mirror(request: BatchRequest, result: AcquireResult) -> None:
                 counts.acquired.setdefault(str(call.id), {})[request.middleware] = amounts
 
 
-def _update(request: BatchRequest, breaches: Sequence[Breach]) -> Update:
+def _update(
+    request: BatchRequest, decisions: Sequence[Decision], breaches: Sequence[Breach]
+) -> Update:
     """The thread's counts; the run's as LangChain writes them, with the calls refused; ours."""
     counts, known = request.counts, request.known
     attempted = dict(request.state.get(RUN_TOOLS) or {})
@@ -302,10 +309,13 @@ def _update(request: BatchRequest, breaches: Sequence[Breach]) -> Update:
             counts.thread.setdefault(counter, 0)
             attempted[counter] = attempted.get(counter, 0) + 1
     judged = Batch(
-        message=request.pending.message.id or "",
+        message=request.message,
         charges=counts.charges,
         passed=sorted({*counts.passed, request.middleware}),
     )
+    refused = [str(each.call.id) for each in decisions if each.outcome in _NOT_RUN]
+    if refused:
+        judged["refused"] = refused
     if counts.acquired:
         judged["acquired"] = counts.acquired
     refusals = {each: dict(by_limit) for each, by_limit in (known.get("refusals") or {}).items()}

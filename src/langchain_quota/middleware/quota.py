@@ -33,6 +33,7 @@ from langchain_quota.middleware._model_request import (
 )
 from langchain_quota.middleware._observers import Observer, Observers
 from langchain_quota.middleware._reset import after_reset, check_at_rest, own_node, thread_keys
+from langchain_quota.middleware._root_subject import aroot_subject, root_subject
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedLimits
 from langchain_quota.state import UNUSED, QuotaState, ledger
@@ -53,8 +54,10 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
     Args:
         limits: The limits, at least one, each under a name of its own.
         tell_model: Whether each model request says what is left, once a limit is near: in the
-            request only, at the end of the newest human message, never in the history.
-        hide_exhausted: Whether tools with nothing left are no longer offered to the model.
+            request only, at the end of its newest message, never in the history. All that is
+            before it can still be read from a provider's prompt cache.
+        hide_exhausted: Whether tools with nothing left are no longer offered to the model. A
+            provider then reads nothing from its prompt cache once, when a tool disappears.
         on_decision: Called with every `Decision`, before the agent goes on: one function or
             several, sync or async. What one raises is counted and logged, and the agent goes on.
             Async ones need the agent's async methods.
@@ -125,11 +128,9 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
                 raise TypeError(f"{argument} must be True or False, not {value!r}")
         super().__init__(tuple(limits), limit_name=None, telemetry=telemetry)
         self._observers = Observers(on_decision, self._recorder)
-        if store is not None:
-            self._remedy = (
-                'Call the agent with {"configurable": {"thread_id": …}}: the store counts by it'
-            )
+        self._has_store = store is not None
         self._store = None if store is None else StoreClient(store, on_store_error, self._recorder)
+        self._numbers_root_runs = self._store if self._counts_root_runs else None
         self._clock = time.time
         self._tell_model = tell_model
         self._hide_exhausted = hide_exhausted
@@ -161,11 +162,12 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            RuntimeError: A limit's function or an observer is async.
+            RuntimeError: A limit's function or an observer is async; or a refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
         """
+        self._check_wiring(state, runtime)
         limits = self._resolve("model", state, runtime)
         request = model_calls.pending(state, runtime, limits, task=self.name)
         result = self._acquire(request)
@@ -179,10 +181,12 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
+            RuntimeError: A refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve async calls.
             ValueError: It is out of bounds or missing.
         """
+        self._check_wiring(state, runtime)
         limits = await self._aresolve("model", state, runtime)
         request = model_calls.pending(state, runtime, limits, task=self.name)
         result = await self._aacquire(request)
@@ -196,11 +200,12 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A limit's function or an observer is async.
+            RuntimeError: A limit's function or an observer is async; or a refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
         """
+        self._check_wiring(state, runtime)
         limits = self._resolve("tool", state, runtime)
         request = tool_calls.pending(state, runtime, limits, middleware=self.name, every_call=True)
         if request is None:
@@ -216,10 +221,12 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
+            RuntimeError: A refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve async calls.
             ValueError: It is out of bounds or missing.
         """
+        self._check_wiring(state, runtime)
         limits = await self._aresolve("tool", state, runtime)
         request = tool_calls.pending(state, runtime, limits, middleware=self.name, every_call=True)
         if request is None:
@@ -267,8 +274,7 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         Raises:
             TypeError: The agent runs elsewhere.
             ValueError: The agent does not have this middleware.
-            RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed
-                elsewhere than at a limit).
+            RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store could not be asked.
         """
         node = own_node(agent, self.name)
@@ -290,8 +296,7 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         Raises:
             TypeError: The agent runs elsewhere.
             ValueError: The agent does not have this middleware.
-            RuntimeError: The thread has no state, or waits in mid-run (interrupted, or failed
-                elsewhere than at a limit).
+            RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store could not be asked.
         """
         node = own_node(agent, self.name)
@@ -317,16 +322,20 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         if self._fixed:
             return self._fixed[kind]
         now = None if self._store is None else self._clock()
+        root = root_subject(state, runtime, self._numbers_root_runs)
         limits = self._limits_of[kind]
-        return ResolvedLimits(resolve(limits, state, runtime, self._recorder, now=now))
+        found = resolve(limits, state, runtime, self._recorder, now=now, root_run=root)
+        return ResolvedLimits(found)
 
     async def _aresolve(self, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
         """The limits on calls of a kind, or all of them, as they are at this moment."""
         if self._fixed:
             return self._fixed[kind]
         now = None if self._store is None else self._clock()
+        root = await aroot_subject(state, runtime, self._numbers_root_runs)
         limits = self._limits_of[kind]
-        return ResolvedLimits(await aresolve(limits, state, runtime, self._recorder, now=now))
+        found = await aresolve(limits, state, runtime, self._recorder, now=now, root_run=root)
+        return ResolvedLimits(found)
 
     def _acquire(self, request: Request) -> AcquireResult:
         """The answer: by the state's counts, or by the store's where it keeps any."""

@@ -55,9 +55,8 @@ def dashboards(
             appended. Without it the links lead to the project's own.
     """
     files = [file for file in _boards().iterdir() if file.name.endswith(".json")]
-    escaped = json.dumps(selector, ensure_ascii=False)[1:-1]
-    own = runbooks and json.dumps(runbooks.rstrip("/"), ensure_ascii=False)[1:-1]
-    texts = {file.name: _filled(_read(file), escaped, runbooks=own) for file in files}
+    matchers, pages = _in_json(selector), _in_json(runbooks or "")
+    texts = {file.name: _filled(_read(file), selector=matchers, runbooks=pages) for file in files}
     if datasource:
         texts = {name: _begun_with(text, datasource) for name, text in texts.items()}
     return dict(sorted(texts.items()))
@@ -86,7 +85,7 @@ def rules(
     text = _read(_DATA / "rules.yaml")
     if not per_thread:
         text = text[: text.index(_PER_THREAD)].rstrip() + "\n"
-    text = _filled(text, selector, grafana_url.rstrip("/"), runbooks and runbooks.rstrip("/"))
+    text = _filled(text, selector=selector, grafana_url=grafana_url, runbooks=runbooks)
     if format == "prometheusrule":
         text = _read(_DATA / "prometheusrule.yaml") + textwrap.indent(text, "  ")
     return {RULES_FILES[format]: text}
@@ -148,20 +147,26 @@ def _read(file: Traversable) -> str:
     return file.read_text(encoding="utf-8")
 
 
+def _in_json(given: str) -> str:
+    """What the user gave, as it stands within a string of JSON."""
+    return json.dumps(given, ensure_ascii=False)[1:-1]
+
+
 def _filled(
-    text: str, selector: str, grafana_url: str = GRAFANA_URL, runbooks: str | None = None
+    text: str, *, selector: str, grafana_url: str = GRAFANA_URL, runbooks: str | None
 ) -> str:
-    """The text with the user's matchers and addresses.
+    """The text with the user's matchers and addresses; a slash at an address' end is left out.
 
     All in one pass, so that nothing is put into what the user gave.
     """
+    grafana, own_pages = grafana_url.rstrip("/"), (runbooks or "").rstrip("/")
 
     def put(place: re.Match[str]) -> str:
         found = place[0]
         if found == GRAFANA_URL:
-            return grafana_url
+            return grafana
         if place["runbook"]:
-            return f"{runbooks}/{place['runbook']}" if runbooks else found
+            return f"{own_pages}/{place['runbook']}" if own_pages else found
         if not selector:
             return found
         return f"{found}{selector}," if found.endswith("{") else f"{found}{{{selector}}}"

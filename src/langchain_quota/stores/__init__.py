@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.stores.keys import CountKey, is_of_run
+from langchain_quota.stores.keys import CountKey, is_of_root_run, is_of_run
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
@@ -24,6 +24,9 @@ IDLE_TTL = timedelta(days=365)
 
 RUN_IDLE = 24 * 3600
 """How long a run's count is, at most, in seconds: then the graph's state brings it back."""
+
+ROOT_RUN_IDLE = 7 * 24 * 3600
+"""How long a root run's count is, at most, in seconds: an interrupt may last for days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,8 @@ class QuotaStore(Protocol):
     none happens in part. The async forms do the same.
 
     What is over expires: a count an hour after its window; one without a window when nobody has
-    charged it for long (by default a year, a run's for a day). Results and refused attempts are
-    remembered for an hour, compensations for a week.
+    charged it for long (by default a year, a root run's for a week, a run's for a day). Results
+    and refused attempts are remembered for an hour, compensations for a week.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. What was asked may have
@@ -201,7 +204,9 @@ def idle_time(key: str, idle: int) -> int:
         key: The key.
         idle: How long the store keeps others.
     """
-    return min(idle, RUN_IDLE) if is_of_run(key) else idle
+    if is_of_run(key):
+        return min(idle, RUN_IDLE)
+    return min(idle, ROOT_RUN_IDLE) if is_of_root_run(key) else idle
 
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:

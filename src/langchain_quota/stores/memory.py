@@ -28,7 +28,7 @@ from langchain_quota.stores import (
     metadata,
     window_end,
 )
-from langchain_quota.stores.keys import is_of_run
+from langchain_quota.stores.keys import is_of_root_run, is_of_run
 
 _PURGED_AT_ONCE = 100
 """Each operation makes so much room at most, so that none of them has to pay for all."""
@@ -264,13 +264,20 @@ class _Counts:
         self._mirrored: OrderedDict[str, None] = OrderedDict()
         # Of runs, which are mirrored, too, and kept for a shorter time.
         self._runs: OrderedDict[str, None] = OrderedDict()
+        # Of root runs, which are mirrored, too, and kept for a time of their own.
+        self._root_runs: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._counts)
 
     @property
     def occupancy(self) -> Occupancy:
-        return Occupancy(len(self._counts), len(self._mirrored) + len(self._runs), self.max_keys)
+        return Occupancy(len(self._counts), sum(map(len, self._droppable)), self.max_keys)
+
+    @property
+    def _droppable(self) -> tuple[OrderedDict[str, None], ...]:
+        """The keys whose counts callers mirror; the first go first."""
+        return self._runs, self._root_runs, self._mirrored
 
     def get(self, key: str, now: float) -> _Count | None:
         count = self._counts.get(key)
@@ -301,6 +308,9 @@ class _Counts:
         elif is_of_run(key):
             self._runs[key] = None
             self._runs.move_to_end(key)
+        elif is_of_root_run(key):
+            self._root_runs[key] = None
+            self._root_runs.move_to_end(key)
         elif kept is None or key in self._lasting or key in self._mirrored:
             self._lasting.pop(key, None)
             self._mirrored.pop(key, None)
@@ -322,7 +332,7 @@ class _Counts:
             pass
         if excess <= 0:
             return True
-        droppable = [self._runs, self._mirrored]
+        droppable = self._droppable
         wanted = {key for key in keys for others in droppable if key in others}
         if excess > sum(map(len, droppable)) - len(wanted):
             return False
@@ -350,7 +360,7 @@ class _Counts:
             else:  # charged since
                 heapq.heapreplace(self._windows, (expires, key))
             return True
-        for others in (self._runs, self._lasting, self._mirrored):
+        for others in (self._runs, self._root_runs, self._lasting, self._mirrored):
             oldest = next(iter(others), None)
             if oldest is not None and self._counts[oldest].expires <= now:
                 del others[oldest], self._counts[oldest]

@@ -48,6 +48,11 @@ class Telemetry:
             of a quota is counted; above 0.
         max_tools: The most tool names per agent that are labels, beside those that limits name,
             from 0; further ones are labelled `_other`.
+        count_unjudged_calls: Whether model and tool calls that no limit judges are counted, in
+            runs in which an agent with this `Telemetry` has limits:
+            `langchain_quota_unjudged_calls_total`, and one log line for each kind of call. Meant
+            for staging: from the first middleware with such a `Telemetry` on, every run of the
+            process takes a few percent longer, whoever makes it.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -79,6 +84,7 @@ class Telemetry:
         max_exported_subjects: int = 100,
         thread_ttl: timedelta = timedelta(hours=1),
         max_tools: int = 100,
+        count_unjudged_calls: bool = False,
     ) -> None:
         if not isinstance(registry, CollectorRegistry):
             raise TypeError(f"registry must be a CollectorRegistry, not {registry!r}")
@@ -102,6 +108,10 @@ class Telemetry:
                 raise TypeError(f"{argument} must be a whole number, not {value!r}")
             if value < 0:
                 raise ValueError(f"{argument} must be 0 or more, not {value!r}")
+        if not isinstance(count_unjudged_calls, bool):
+            raise TypeError(
+                f"count_unjudged_calls must be True or False, not {count_unjudged_calls!r}"
+            )
         settings = Settings(
             near=near,
             thread_label=thread_label,
@@ -113,7 +123,7 @@ class Telemetry:
         )
         instruments = instruments_of(registry, settings)
         tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)
-        self._recorder = Recorder(instruments, tracing)
+        self._recorder = Recorder(instruments, tracing, count_unjudged_calls=count_unjudged_calls)
 
 
 def _check_labels(value: object) -> None:

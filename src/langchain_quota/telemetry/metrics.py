@@ -85,6 +85,7 @@ class Metrics:
         self.errors = counter(names.ERRORS)
         self.store_fallbacks = counter(names.STORE_FALLBACKS)
         self.calls_after_refusal = counter(names.CALLS_AFTER_REFUSAL)
+        self.unjudged_calls = counter(names.UNJUDGED_CALLS)
         self.runs = counter(names.RUNS)
         self.runs_ended = counter(names.RUNS_ENDED)
         self.limit = gauge(names.LIMIT, "mostrecent")
@@ -142,6 +143,11 @@ class Metrics:
         """Time how long judging the calls of a step took."""
         with self._lock:
             self._decision_seconds[kind,]["store" if shared else "state"].observe(seconds)
+
+    def unjudged(self, agent: str, kind: str, tool: str) -> None:
+        """Count a call that no limit judged."""
+        with self._lock:
+            self.unjudged_calls.labels(agent, kind, tool).inc()
 
     def run_begun(self, agent: str) -> None:
         """Count a run."""

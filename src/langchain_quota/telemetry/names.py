@@ -68,6 +68,12 @@ CALLS_AFTER_REFUSAL = MetricSpec(
     ("agent", "kind", "decision"),
     "counter",
 )
+UNJUDGED_CALLS = MetricSpec(
+    "langchain_quota_unjudged_calls_total",
+    "Model and tool calls in runs with limits that no limit judged.",
+    ("agent", "kind", "tool"),
+    "counter",
+)
 RUNS = MetricSpec("langchain_quota_runs_total", "Runs that have begun.", ("agent",), "counter")
 RUNS_ENDED = MetricSpec(
     "langchain_quota_runs_ended_total",

@@ -24,6 +24,7 @@ from langchain_quota.telemetry.metrics import Exemplar
 from langchain_quota.telemetry.reruns import RecentTasks
 from langchain_quota.telemetry.stores import NEARLY_FULL
 from langchain_quota.telemetry.tracing import Place, Tracing, carried, exemplar
+from langchain_quota.telemetry.unjudged import UnjudgedCalls
 
 logger = logging.getLogger("langchain_quota")
 
@@ -58,12 +59,17 @@ class Recorder:
     Args:
         instruments: What decisions are counted in.
         tracing: Makes the spans.
+        count_unjudged_calls: Whether calls that no limit judges are counted.
 
     Attributes:
         near: The used share from which a limit without a share of its own is near.
+        offered_tools: The tools that agents offer their models, for advice on limits.
+        unjudged: What counts the calls that no limit judges; `None` if they are not counted.
     """
 
-    def __init__(self, instruments: Instruments, tracing: Tracing) -> None:
+    def __init__(
+        self, instruments: Instruments, tracing: Tracing, *, count_unjudged_calls: bool = False
+    ) -> None:
         self.near = instruments.settings.near
         self._thread_label = instruments.settings.thread_label
         self._metrics = instruments.metrics
@@ -73,6 +79,10 @@ class Recorder:
         self._failed = instruments.failures.record
         self._tracing = tracing
         self._tasks = RecentTasks()
+        self.offered_tools: set[str] = set()
+        self.unjudged: UnjudgedCalls | None = None
+        if count_unjudged_calls:
+            self.unjudged = UnjudgedCalls(self._metrics, self._tools, instruments.failures)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: what it counts in is shared by all."""
@@ -133,7 +143,8 @@ class Recorder:
             task_id: The task that judged. One that is seen again with the same outcomes is a
                 re-run (a failed node that was resumed): it was recorded before.
             trace: What an earlier call for this run gave as its trace.
-            after_refusal: Whether a limit has refused a call of this run before.
+            after_refusal: Whether a limit has refused a tool call of an earlier message of this
+                run.
         """
         took = time.time_ns() - started
         trace = trace or self._tasks.begun(task_id)
@@ -261,10 +272,11 @@ class Recorder:
             self._failed("metrics", error)
 
     def warn_unknown_tool(self, agent: str | None, limit: str, tool: str, hint: str) -> None:
-        """Log that a limit names a tool that an agent does not have, and what to do."""
+        """Log that a limit names a tool that no agent has offered so far, and what to do."""
         try:
             logger.warning(
-                "limit %r names the tool %r, which agent %r does not offer its model: %s",
+                "limit %r names the tool %r, which neither agent %r nor any other has offered its "
+                "model so far: %s",
                 limit,
                 tool,
                 agent_label(agent),

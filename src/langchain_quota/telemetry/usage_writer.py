@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
-from langchain_quota.decision import STORE, THREAD, Decision, LimitStatus, QuotaStatus
+from langchain_quota.decision import ROOT_RUN, STORE, THREAD, Decision, LimitStatus, QuotaStatus
 from langchain_quota.telemetry.database import Key, Parts, UsageDatabase, Use
 
 _Timed = tuple[float, LimitStatus]
@@ -55,7 +55,8 @@ class UsageWriter:
                 (quota.scope, quota.subject): (at, status, quota)
                 for at, status in statuses
                 for quota in status.quotas
-                if quota.per != THREAD
+                # Nobody looks for a root run by its name, and there is no end to them.
+                if quota.per not in (THREAD, ROOT_RUN)
             }
             for (scope, name), (at, status, quota) in quotas.items():
                 # Once for each: a caller may send a megabyte, and several quotas count by it.

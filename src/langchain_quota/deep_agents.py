@@ -1,0 +1,249 @@
+"""deepagents: one middleware for the main agent and all that its tool `task` starts."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from inspect import Parameter, signature
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+from langchain.agents.middleware.types import AgentMiddleware
+from langchain_core.runnables.base import RunnableBindingBase
+from langgraph.prebuilt import ToolNode
+from langgraph.pregel import Pregel
+
+from langchain_quota.middleware._sub_agents import starters
+from langchain_quota.middleware.inline import InlineQuotaMiddleware
+from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.state import LEDGER
+
+Arguments = ParamSpec("Arguments")
+Agent = TypeVar("Agent")
+
+_GENERAL_PURPOSE = "general-purpose"
+
+_INHERITED = (
+    "FilesystemMiddleware",
+    "SummarizationMiddleware",
+    "PatchToolCallsMiddleware",
+    "SkillsMiddleware",
+    "AnthropicPromptCachingMiddleware",
+    "BedrockPromptCachingMiddleware",
+    "FireworksPromptCachingMiddleware",
+)
+"""The middlewares that deepagents gives to every agent, by name.
+
+The automatic `general-purpose` takes over what replaces them in the main agent, and nothing else.
+"""
+
+
+def with_limits(
+    create: Callable[Arguments, Agent],
+    quota: QuotaMiddleware[Any, Any],
+    *,
+    leave_out: Collection[str] = (),
+) -> Callable[Arguments, Agent]:
+    """Make `create_deep_agent` hold an agent and its sub-agents to the same limits.
+
+    The function that it returns takes the arguments of `create_deep_agent`. It adds `quota` to
+    the main agent, to the automatic sub-agent `general-purpose`, and to each declared sub-agent
+    that has no `QuotaMiddleware` of its own.
+
+    Args:
+        create: `deepagents.create_deep_agent`, or a function that passes `middleware` and
+            `subagents` on to it.
+        quota: The limits, with the store in which all these agents are counted.
+        leave_out: The names of sub-agents that stay as they are: they are limited elsewhere, or
+            need no limits. A remote sub-agent and a compiled one without limits must be named.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `quota` has no store. Or, when the agent is made: a sub-agent cannot be given
+            limits, `leave_out` names none, or `middleware` has another `QuotaMiddleware`.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit, with_limits
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def make_agent() -> object:
+        ...     from deepagents import create_deep_agent
+        ...     limits = [ToolCallLimit("read_file", thread_limit=50)]
+        ...     quota = QuotaMiddleware(limits, store=MemoryStore())
+        ...     return with_limits(create_deep_agent, quota)(ScriptedChatModel(script=["Hello."]))
+    """
+    _check(create, quota, leave_out)
+    # The signature of a `partial` does not show all that is preset.
+    preset = create if isinstance(create, partial) else partial(create)
+    declared = signature(preset.func)
+    parameters = declared.parameters
+    other_names = next(
+        (each.name for each in parameters.values() if each.kind is Parameter.VAR_KEYWORD), ""
+    )
+
+    @wraps(create)
+    def create_with_limits(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Agent:
+        bound = declared.bind_partial(*preset.args, *args, **{**preset.keywords, **kwargs})
+        bound.apply_defaults()
+        # What **kwargs takes stands in a dict of its own.
+        others: dict[str, Any] = bound.arguments.get(other_names, {})
+        given = {**bound.arguments, **others}
+        middleware = list(given.get("middleware") or ())
+        _check_middleware(middleware, quota)
+        specs = list(given.get("subagents") or ())
+        _check_specs(specs, leave_out)
+        names = {*leave_out, *(spec["name"] for spec in specs)}
+        if _GENERAL_PURPOSE not in names:
+            specs.insert(0, _general_purpose({**given, "middleware": middleware}))
+        limited = {
+            "middleware": _with_quota(middleware, quota),
+            "subagents": [
+                spec if spec["name"] in leave_out else _limited(spec, quota) for spec in specs
+            ],
+        }
+        for name, value in limited.items():
+            (bound.arguments if name in parameters else others)[name] = value
+        agent = preset.func(*bound.args, **bound.kwargs)
+        for start in _starters(agent):
+            quota._left_out[start] = leave_out  # noqa: SLF001 - of this package
+        return agent
+
+    return create_with_limits
+
+
+def _general_purpose(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of the sub-agent that deepagents would add itself.
+
+    Args:
+        given: The arguments for the main agent.
+    """
+    # No dependency of ours: whoever calls this has it.
+    from deepagents.middleware.subagents import GENERAL_PURPOSE_SUBAGENT  # noqa: PLC0415
+
+    spec: dict[str, Any] = {**GENERAL_PURPOSE_SUBAGENT}
+    spec["middleware"] = [each for each in given["middleware"] if each.name in _INHERITED]
+    if given.get("skills") is not None:
+        spec["skills"] = given["skills"]
+    if isinstance(given.get("model"), str):
+        # deepagents looks for the model's profile by this text.
+        spec["model"] = given["model"]
+    return spec
+
+
+def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mapping[str, Any]:
+    """A sub-agent's spec with limits.
+
+    Raises:
+        ValueError: It cannot be given any.
+    """
+    name = spec["name"]
+    if "graph_id" in spec:
+        raise ValueError(
+            f"sub-agent {name!r} runs on another server, where this quota cannot hold it: give it "
+            f"a QuotaMiddleware there, and name it here with leave_out=[{name!r}]"
+        )
+    if "runnable" not in spec:
+        return {**spec, "middleware": _with_quota(spec.get("middleware"), quota)}
+    if not _has_limits(spec["runnable"]):
+        raise ValueError(
+            f"sub-agent {name!r} is compiled without limits: build it with middleware=[quota], or "
+            f"leave it as it is with leave_out=[{name!r}]"
+        )
+    return spec
+
+
+def _with_quota(
+    middleware: Sequence[AgentMiddleware[Any, Any, Any]] | None, quota: QuotaMiddleware[Any, Any]
+) -> list[AgentMiddleware[Any, Any, Any]]:
+    """The middlewares with the quota, unless they have one."""
+    present = list(middleware or ())
+    if any(isinstance(each, QuotaMiddleware) for each in present):
+        return present
+    # An inline one comes first, and any other behind those whose hooks can jump.
+    return [quota, *present] if isinstance(quota, InlineQuotaMiddleware) else [*present, quota]
+
+
+def _has_limits(runnable: object) -> bool:
+    """Whether a compiled agent, or a graph within it, keeps counts of ours."""
+    return any(LEDGER in graph.channels for graph in _graphs(runnable))
+
+
+def _starters(agent: object) -> Iterator[FunctionType]:
+    """The functions by which an agent, or a graph around it, starts sub-agents."""
+    for graph in _graphs(agent):
+        for node in graph.nodes.values():
+            if isinstance(node.bound, ToolNode):
+                yield from starters(node.bound.tools_by_name.values())
+
+
+def _graphs(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
+    """A graph and those within it; none if it is no graph."""
+    while isinstance(runnable, RunnableBindingBase):
+        runnable = runnable.bound
+    if not isinstance(runnable, Pregel):
+        return []
+    graphs = [runnable, *(graph for _, graph in runnable.get_subgraphs(recurse=True))]
+    return [graph for graph in graphs if isinstance(graph, Pregel)]
+
+
+def _check(create: Any, quota: object, leave_out: object) -> None:
+    """Check the arguments of `with_limits`.
+
+    Raises:
+        TypeError: One has the wrong type.
+        ValueError: The quota has no store.
+    """
+    if not callable(create) or not _takes_sub_agents(create):
+        raise TypeError(
+            "create must be create_deep_agent, or a function that takes middleware and subagents, "
+            f"not {create!r}"
+        )
+    if not isinstance(quota, QuotaMiddleware):
+        raise TypeError(f"quota must be a QuotaMiddleware, not {quota!r}")
+    if quota._store is None:  # noqa: SLF001 - of this package
+        raise ValueError(
+            "quota has no store, so each agent would count for itself: give it one, "
+            "QuotaMiddleware(limits, store=MemoryStore()) in one process, or a RedisStore in "
+            "several"
+        )
+    if isinstance(leave_out, str) or not isinstance(leave_out, Collection):
+        raise TypeError(f"leave_out must be several names, not {leave_out!r}")
+
+
+def _check_middleware(
+    middleware: Sequence[AgentMiddleware[Any, Any, Any]] | None, quota: QuotaMiddleware[Any, Any]
+) -> None:
+    """Check that the main agent has no other quota.
+
+    Raises:
+        ValueError: It has.
+    """
+    for each in middleware or ():
+        if isinstance(each, QuotaMiddleware) and each is not quota:
+            raise ValueError(
+                f"middleware has {each.name}, which is not the quota of with_limits: put all "
+                "limits into one QuotaMiddleware, and give it to with_limits"
+            )
+
+
+def _takes_sub_agents(create: Callable[..., object]) -> bool:
+    parameters = signature(create).parameters
+    has_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    return has_any or {"middleware", "subagents"} <= parameters.keys()
+
+
+def _check_specs(specs: Sequence[object], leave_out: Collection[str]) -> None:
+    """Check the sub-agents that are declared.
+
+    Raises:
+        TypeError: One is no spec.
+        ValueError: A name to leave out is that of none.
+    """
+    names = {_GENERAL_PURPOSE}
+    for spec in specs:
+        if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
+            raise TypeError(f"subagents must be dicts, each with a name, not {spec!r}")
+        names.add(spec["name"])
+    for name in leave_out:
+        if name not in names:
+            raise ValueError(
+                f"leave_out names {name!r}, and no sub-agent has that name: name one of "
+                f"{', '.join(map(repr, sorted(names)))}"
+            )

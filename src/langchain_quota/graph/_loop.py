@@ -1,0 +1,237 @@
+"""The hooks of QuotaMiddleware as steps of a loop that somebody else drives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any, Literal
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from langchain.agents.middleware.types import ModelRequest, ModelResponse
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolCall
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.tools import tool as as_tool
+from langgraph.config import get_config
+from langgraph.graph.message import add_messages
+from langgraph.runtime import get_runtime
+
+from langchain_quota.middleware._calls import Update
+from langchain_quota.middleware._context import CallContext
+from langchain_quota.middleware._history import pending_calls, since
+from langchain_quota.middleware._root_run import root_run
+from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers
+
+State = Mapping[str, Any]
+Jump = Literal["model", "tools", "end"]
+Tools = Sequence[BaseTool | Callable[..., Any] | dict[str, Any]]
+Prompt = str | SystemMessage | None
+
+
+class Loop(QuotaMiddleware[Any, Any]):
+    """Judges in a loop of model and tools that `create_agent` did not make."""
+
+    _shares_state = False
+
+    def sharing_state(self) -> "Loop":
+        """The same, in a graph that has its state from the graph around it, and gives it back."""
+        loop = copy(self)
+        loop._shares_state = True  # noqa: SLF001 - it is one of these
+        return loop
+
+    @property
+    def name(self) -> str:
+        """The middleware's name in a graph."""
+        return "quota"
+
+    def begin(self, state: State) -> Update:
+        """Begin a new run, whatever ran before."""
+        update = self._begin_run(state, runtime())
+        update[LEDGER]["begun_in"] = _invocation()
+        return update
+
+    def begin_once(self, state: State) -> Update:
+        """Begin a new run, unless this one has begun already: one run for each invocation."""
+        known, root, invocation = ledger(state), root_run(), _invocation()
+        if invocation is not None and invocation == known.get("begun_in"):
+            return {}
+        if root is None or not root.resumes or _asks_anew(state, known):
+            return self.begin(state)
+        return _resumed(state)
+
+    async def abegin_once(self, state: State) -> Update:
+        """Begin a new run, unless this one has begun already: it needs no thread for that."""
+        return self.begin_once(state)
+
+    @property
+    def ends_before_model(self) -> bool:
+        """Whether a limit can end a run before a model call, other than with an exception."""
+        return any(limit.exit_behavior != "error" for limit in self._limits_of["model"])
+
+    def judge_model(self, state: State) -> Update:
+        """Judge the next model call; what is written says where to go."""
+        update = self.before_model(_typed(state), runtime()) or {}
+        return joined(_resumed(state), {"jump_to": "model", **update})
+
+    async def ajudge_model(self, state: State) -> Update:
+        """Judge the next model call; what is written says where to go."""
+        update = await self.abefore_model(_typed(state), runtime()) or {}
+        return joined(_resumed(state), {"jump_to": "model", **update})
+
+    def judge_tools(self, state: State) -> Update:
+        """Judge the tool calls that the model made; what is written says where to go."""
+        return _with_jump(state, self.after_model(_typed(state), runtime()) or {})
+
+    async def ajudge_tools(self, state: State) -> Update:
+        """Judge the tool calls that the model made; what is written says where to go."""
+        return _with_jump(state, await self.aafter_model(_typed(state), runtime()) or {})
+
+    def ask(self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt) -> AIMessage:
+        """Call the model: told what is left, offered what it may call."""
+
+        def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
+            bound, given = _bound(request)
+            return ModelResponse(result=[bound.invoke(given)])
+
+        return _answer(self.wrap_model_call(_request(model, state, tools, prompt), call))
+
+    async def aask(
+        self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
+    ) -> AIMessage:
+        """Call the model: told what is left, offered what it may call."""
+
+        async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
+            bound, given = _bound(request)
+            return ModelResponse(result=[await bound.ainvoke(given)])
+
+        return _answer(await self.awrap_model_call(_request(model, state, tools, prompt), call))
+
+    def _counts_last(self, context: CallContext) -> bool:
+        """Whether the counts of threads outlive the run: an entrypoint can save its state."""
+        if super()._counts_last(context):
+            return True
+        return bool(context.invocation) and (self._shares_state or _in_a_task())
+
+
+def runtime() -> Any:
+    """The runtime of the node that runs; `None` outside of a graph."""
+    try:
+        return get_runtime()
+    except (RuntimeError, KeyError):
+        return None
+
+
+def identified_state(state: State) -> dict[str, Any]:
+    """The state with messages as LangGraph's reducer makes them: of their class, and with an id."""
+    given: Any = state["messages"]
+    return {**state, "messages": add_messages([], given)}
+
+
+def merged(state: State, update: Update) -> dict[str, Any]:
+    """The state as it is after an update, but for what other reducers than ours make of it."""
+    after = {**state, **update}
+    if "messages" in update:
+        given: Any = state.get("messages") or []
+        after["messages"] = add_messages(given, update["messages"])
+    if LEDGER in update:
+        after[LEDGER] = merge_ledgers(ledger(state), update[LEDGER])
+    return after
+
+
+def joined(first: Update, second: Update) -> Update:
+    """One update that does what two do, one after the other."""
+    update = {**first, **second}
+    if "messages" in first and "messages" in second:
+        update["messages"] = [*first["messages"], *second["messages"]]
+    if LEDGER in first and LEDGER in second:
+        update[LEDGER] = merge_ledgers(first[LEDGER], second[LEDGER])
+    return update
+
+
+def open_calls(state: State) -> list[ToolCall]:
+    """The tool calls that wait for an answer."""
+    waiting = pending_calls(state)
+    return [] if waiting is None else list(waiting.calls)
+
+
+def _with_jump(state: State, update: Update) -> Update:
+    """The update with where to go: to the tools that were admitted, back to the model, or out."""
+    if update.get("jump_to") == "end":
+        return update
+    after = {**state, "messages": [*state.get("messages", ()), *update.get("messages", ())]}
+    waiting = pending_calls(after)
+    jump: Jump = "end" if waiting is None else "tools" if waiting.calls else "model"
+    return {**update, "jump_to": jump}
+
+
+def _invocation() -> str | None:
+    """Names the invocation of the graph; of one inside another graph, the root run."""
+    root = root_run()
+    if root is None:
+        return None
+    running = runtime()
+    info = getattr(running, "execution_info", None)
+    if info is None or "|" in info.checkpoint_ns:
+        return root.key
+    # Each invocation has a writer of its own.
+    return _invocations.setdefault(running.stream_writer, uuid4().hex)
+
+
+_invocations: WeakKeyDictionary[object, str] = WeakKeyDictionary()
+"""The names of the invocations that run, by their stream writers."""
+
+
+def _resumed(state: State) -> Update:
+    """Note in which invocation this run goes on: a loop that is entered again is then known."""
+    invocation = _invocation()
+    if invocation is None or ledger(state).get("begun_in") in (None, invocation):
+        return {}
+    return {LEDGER: Ledger(begun_in=invocation)}
+
+
+def _asks_anew(state: State, known: Ledger) -> bool:
+    """Whether a run that goes on had not begun: the user has spoken since the last one began."""
+    messages = state.get("messages") or ()
+    behind = since(messages, known.get("turn"))
+    newest = messages[-1:] if behind is None else behind
+    return not known or any(isinstance(each, HumanMessage) for each in newest)
+
+
+def _in_a_task() -> bool:
+    """Whether this is a task of the functional API, whose function keeps the state."""
+    path: Any = (get_config().get("metadata") or {}).get("langgraph_path") or ()
+    return len(path) > 1 and path[0] == "__pregel_push" and isinstance(path[1], tuple)
+
+
+def _typed(state: State) -> Any:
+    return state
+
+
+def _request(model: BaseChatModel, state: State, tools: Tools, prompt: Prompt) -> ModelRequest[Any]:
+    offered = [each if isinstance(each, BaseTool | dict) else as_tool(each) for each in tools]
+    system = SystemMessage(prompt) if isinstance(prompt, str) else prompt
+    given: Any = {
+        "model": model,
+        "messages": list(state["messages"]),
+        "system_message": system,
+        "tools": offered,
+        "state": state,
+        "runtime": runtime(),
+    }
+    return ModelRequest(**given)
+
+
+def _bound(request: ModelRequest[Any]) -> tuple[Runnable[Any, Any], list[Any]]:
+    """The model with the tools that it is offered, and the messages."""
+    bound: Runnable[Any, Any] = request.model
+    if request.tools:
+        bound = request.model.bind_tools(request.tools)
+    system = [] if request.system_message is None else [request.system_message]
+    return bound, [*system, *request.messages]
+
+
+def _answer(response: ModelResponse[Any]) -> AIMessage:
+    (message,) = response.result
+    assert isinstance(message, AIMessage)  # noqa: S101 - for the type checker
+    return message

@@ -1,0 +1,288 @@
+"""The nodes and edges that put a loop of model and tools, with its limits, into a StateGraph."""
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, TypedDict, get_type_hints
+
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage
+from langchain_core.runnables import Runnable, RunnableBinding, RunnableLambda
+from langchain_core.tools import BaseTool
+from langgraph.channels import BinaryOperatorAggregate, LastValue
+from langgraph.graph import StateGraph
+from langgraph.prebuilt import ToolNode
+from langgraph.pregel import Pregel
+from langgraph.types import Command, Send
+
+from langchain_quota.graph._loop import Loop, Prompt, State, Tools, merged, open_calls
+from langchain_quota.middleware._calls import Update
+from langchain_quota.state import (
+    LEDGER,
+    RUN_MODEL,
+    RUN_TOOLS,
+    THREAD_MODEL,
+    THREAD_TOOLS,
+    QuotaState,
+)
+
+_KEPT = (LEDGER, RUN_MODEL, RUN_TOOLS, THREAD_MODEL, THREAD_TOOLS)
+"""The keys of the state that are ours."""
+
+
+class Nodes:
+    """The nodes and edges of one loop.
+
+    Args:
+        loop: Judges.
+        graph: The graph.
+        name: The agent's name.
+        end: The node that the loop leaves to.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The graph's state has no history of messages, or a name is taken.
+    """
+
+    def __init__(
+        self, loop: Loop, graph: StateGraph[Any, Any, Any, Any], *, name: str | None, end: str
+    ) -> None:
+        _check_graph(graph)
+        if name is not None and (not isinstance(name, str) or not name):
+            raise TypeError(f"name must be a name or None, not {name!r}")
+        if not isinstance(end, str) or not end:
+            raise TypeError(f"end must be the name of a node, or END, not {end!r}")
+        prefix = "" if name is None else f"{name}."
+        self._loop = loop
+        self._graph = graph
+        self._name = name
+        self._end = end
+        self._begin = f"{prefix}{loop.name}.before_agent"
+        self._before = f"{prefix}{loop.name}.before_model"
+        self._after = f"{prefix}{loop.name}.after_model"
+        self._model = f"{prefix}model"
+        self._tools = f"{prefix}tools"
+        for each in (self._begin, self._before, self._model, self._after, self._tools):
+            if each in graph.nodes:
+                raise ValueError(
+                    f"the graph has a node {each!r} already: add_to adds it. Give the loop a name "
+                    "for a second one in a graph: add_to(…, name=…)"
+                )
+
+    def add(self, model: Any, tools: Tools | ToolNode, *, prompt: Prompt, start: Any) -> None:
+        """Add the nodes, and the edges between them.
+
+        Args:
+            model: A chat model, or the model's node.
+            tools: The tools, or their node.
+            prompt: The system prompt.
+            start: The node from which the loop is entered; `None` for no edge.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+        """
+        if start is not None and (not isinstance(start, str) or not start):
+            raise TypeError(f"start must be the name of a node, START or None, not {start!r}")
+        tool_node, offered = _tools(tools)
+        graph, labelled = self._graph, self._labelled()
+        own: dict[str, Any] = {"input_schema": _schema(graph), **labelled}
+        if isinstance(model, BaseChatModel):
+            model_node, of_model = self._calling(model, offered, prompt), own
+        else:
+            _check_node(model, prompt)
+            model_node, of_model = model, {**_own_schema(graph, model), **labelled}
+        begin = RunnableLambda(self._loop.begin_once, self._loop.abegin_once, name=self._begin)
+        before = RunnableLambda(self._judge_model, self._ajudge_model, name=self._before)
+        after = RunnableLambda(self._judge_tools, self._ajudge_tools, name=self._after)
+        after_goes_to = (self._tools, self._before, self._end)
+        graph.add_node(self._begin, begin, **own)
+        graph.add_node(self._before, before, destinations=(self._model, self._end), **own)
+        graph.add_node(self._model, model_node, **of_model)
+        graph.add_node(self._after, after, destinations=after_goes_to, **own)
+        graph.add_node(self._tools, tool_node, **labelled)
+        graph.add_edge(self._begin, self._before)
+        graph.add_edge(self._model, self._after)
+        direct = [each.name for each in tool_node.tools_by_name.values() if each.return_direct]
+        if direct:
+            graph.add_conditional_edges(
+                self._tools, self._behind_tools(direct), [self._before, self._end]
+            )
+        else:
+            graph.add_edge(self._tools, self._before)
+        if start is not None:
+            graph.add_edge(start, self._begin)
+
+    def _labelled(self) -> dict[str, Any]:
+        """What tells telemetry the agent's name, as `create_agent` does."""
+        return {} if self._name is None else {"metadata": {"lc_agent_name": self._name}}
+
+    def _calling(self, model: BaseChatModel, tools: Tools, prompt: Prompt) -> Runnable[Any, Any]:
+        """The node that calls a chat model."""
+
+        def said(message: Any) -> Update:
+            if self._name is not None:
+                message.name = self._name
+            return {"messages": [message]}
+
+        def call(state: State) -> Update:
+            return said(self._loop.ask(model, state, tools, prompt))
+
+        async def acall(state: State) -> Update:
+            return said(await self._loop.aask(model, state, tools, prompt))
+
+        return RunnableLambda(call, acall, name=self._model)
+
+    def _behind_tools(self, direct: Collection[str]) -> Callable[[Any], str]:
+        """Where the loop goes from the tools, of which some return directly."""
+
+        def behind_tools(state: Any) -> str:
+            messages = state["messages"] if isinstance(state, Mapping) else state.messages
+            asked = next((each for each in reversed(messages) if isinstance(each, AIMessage)), None)
+            calls = [] if asked is None else asked.tool_calls
+            ends = bool(calls) and all(call["name"] in direct for call in calls)
+            return self._end if ends else self._before
+
+        return behind_tools
+
+    def _judge_model(self, state: State) -> Command[Any]:
+        return self._to_model(self._loop.judge_model(state))
+
+    async def _ajudge_model(self, state: State) -> Command[Any]:
+        return self._to_model(await self._loop.ajudge_model(state))
+
+    def _judge_tools(self, state: State) -> Command[Any]:
+        return self._to_tools(state, self._loop.judge_tools(state))
+
+    async def _ajudge_tools(self, state: State) -> Command[Any]:
+        return self._to_tools(state, await self._loop.ajudge_tools(state))
+
+    def _to_model(self, update: Update) -> Command[Any]:
+        goto = self._model if update.pop("jump_to") == "model" else self._end
+        return Command(update=update, goto=goto)
+
+    def _to_tools(self, state: State, update: Update) -> Command[Any]:
+        jump = update.pop("jump_to")
+        if jump != "tools":
+            return Command(update=update, goto=self._end if jump == "end" else self._before)
+        after = merged(state, update)
+        given = _as_schema(self._graph.state_schema, after)
+        # One task for each call: an interrupt in one tool does not make the others run again.
+        # This is how a ToolNode takes a call with the state that its tool may ask for.
+        kind = {"__type": "tool_call_with_context", "state": given}
+        sends = [Send(self._tools, {**kind, "tool_call": call}) for call in open_calls(after)]
+        return Command(update=update, goto=sends)
+
+
+def check_model(model: Any) -> None:
+    """Check that something is a chat model without tools.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(model, BaseChatModel):
+        bound = " with tools bound: give the model itself, tools= has the tools"
+        kind = f"a {type(model).__name__}"
+        raise TypeError(
+            f"model must be a chat model, not {kind}{bound if _is_bound(model) else ''}"
+        )
+
+
+def _check_node(model: Any, prompt: Prompt) -> None:
+    """Check that something can be the model's node.
+
+    Raises:
+        TypeError: It can not.
+    """
+    if _is_bound(model):
+        check_model(model)
+    if isinstance(model, Pregel) or not (callable(model) or isinstance(model, Runnable)):
+        raise TypeError(
+            "model must be a chat model, or the model's node: a function or a Runnable from the "
+            f"state to an update with its message, not a {type(model).__name__}"
+        )
+    if prompt is not None:
+        raise TypeError("prompt is for a chat model: a node of your own has its own prompt")
+
+
+def _is_bound(model: Any) -> bool:
+    return isinstance(model, RunnableBinding) and isinstance(model.bound, BaseChatModel)
+
+
+def _check_graph(graph: Any) -> None:
+    """Check that a loop can be added to a graph.
+
+    Raises:
+        TypeError: It is no graph that nodes can be added to.
+        ValueError: Its state has no history of messages.
+    """
+    if not isinstance(graph, StateGraph):
+        compiled = ", but a compiled one" if isinstance(graph, Pregel) else ""
+        raise TypeError(
+            f"graph must be a StateGraph{compiled or f', not {graph!r}'}: call add_to before "
+            "compile()"
+        )
+    if graph.compiled:
+        raise TypeError("graph is compiled already: call add_to before compile()")
+    remedy = "messages: Annotated[list[AnyMessage], add_messages], as MessagesState has it"
+    channel = graph.channels.get("messages")
+    if channel is None:
+        raise ValueError(f"the graph's state has no messages: it needs {remedy}")
+    adds_up = isinstance(channel, BinaryOperatorAggregate) and channel.operator is operator.add
+    if adds_up or isinstance(channel, LastValue):
+        raise ValueError(f"the graph's state does not keep messages by their id: it needs {remedy}")
+
+
+def _tools(tools: Any) -> tuple[ToolNode, list[Any]]:
+    """The node of the tools, and what the model is offered: a provider's own tools, too.
+
+    Raises:
+        TypeError: The tools are no tools.
+    """
+    if isinstance(tools, ToolNode):
+        return tools, list(tools.tools_by_name.values())
+    if isinstance(tools, str | Mapping | BaseTool) or not hasattr(tools, "__iter__"):
+        raise TypeError(
+            f"tools must be a list of tools or a ToolNode, not a {type(tools).__name__}"
+        )
+    given = list(tools)
+    node = ToolNode([each for each in given if not isinstance(each, dict)])
+    builtin = [each for each in given if isinstance(each, dict)]
+    return node, [*node.tools_by_name.values(), *builtin]
+
+
+def _schema(graph: StateGraph[Any, Any, Any, Any]) -> Any:
+    """All of the graph's state, and our counts: a node that reads them adds their channels.
+
+    They are then neither in the input nor in the output of the graph.
+    """
+    # What has no reducer here takes that of the graph.
+    keys: dict[str, Any] = dict.fromkeys(graph.channels, Any)
+    managed = {key: Annotated[Any, each] for key, each in graph.managed.items()}
+    return _with_counts({**keys, **managed})
+
+
+def _own_schema(graph: StateGraph[Any, Any, Any, Any], node: Any) -> dict[str, Any]:
+    """The argument of `add_node` with which a node of the user's own has our counts, too.
+
+    For the rest it gets what it asks for. A class of the user's own has no place for the counts.
+    """
+    asked = StateGraph(graph.state_schema).add_node("model", node).nodes["model"].input_schema
+    if not _is_mapping(asked):
+        return {}
+    return {"input_schema": _with_counts(get_type_hints(asked, include_extras=True))}
+
+
+def _with_counts(keys: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(QuotaState, include_extras=True)
+    return TypedDict("State", {**keys, **{key: hints[key] for key in _KEPT}})  # type: ignore[operator]
+
+
+def _is_mapping(schema: Any) -> bool:
+    """Whether a graph gives its state to nodes as a dictionary."""
+    return not isinstance(schema, type) or issubclass(schema, dict)
+
+
+def _as_schema(schema: Any, state: dict[str, Any]) -> Any:
+    """The state as the tools of a graph get it: of the class that the graph has."""
+    if _is_mapping(schema):
+        return state
+    return schema(**{key: state[key] for key in get_type_hints(schema) if key in state})

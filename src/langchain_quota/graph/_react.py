@@ -1,0 +1,145 @@
+"""Limits for graphs that take hooks and no middleware: `create_react_agent`, a supervisor."""
+
+from typing import Annotated, Any, NotRequired, cast
+
+from langchain.agents.middleware.types import PrivateStateAttr
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, AnyMessage
+from langchain_core.runnables import Runnable, RunnableLambda
+from langgraph.constants import END
+from langgraph.managed import RemainingSteps
+from langgraph.types import Command
+
+from langchain_quota.graph._loop import Loop, State, Tools, joined, merged, runtime
+from langchain_quota.middleware._calls import Update
+from langchain_quota.middleware._context import runs_tools
+from langchain_quota.state import LEDGER, Ledger, QuotaState, ledger, merge_ledgers
+
+_MANAGED = ("remaining_steps", "is_last_step")
+"""What LangGraph itself writes to a state."""
+
+
+def merge_given_ledgers(old: Ledger, new: Ledger) -> Ledger:
+    """The reducer: as `merge_ledgers`, but an empty ledger from a graph around leaves a mark."""
+    return merge_ledgers(old, new) or Ledger(in_graph=True)
+
+
+class ReactState(QuotaState[Any]):
+    """The state that `create_react_agent` asks for, with the counts."""
+
+    remaining_steps: NotRequired[RemainingSteps]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_given_ledgers]]
+
+
+class ReactHooks:
+    """The two hooks, and a model that is not called when a run has ended.
+
+    `create_react_agent` goes from the first hook to its model, whatever the hook says. A graph
+    that has the agent as a node, as a supervisor's has, can be led to its end from the hook;
+    without one only the model itself can end.
+
+    Args:
+        loop: Judges.
+        has_model: Whether the model is `ReactModel`.
+    """
+
+    def __init__(self, loop: Loop, *, has_model: bool) -> None:
+        self._loop = loop
+        self._has_model = has_model
+
+    def before(self, state: State) -> Update | Command[Any]:
+        """Judge the model call; begin the run, if it is a new one."""
+        state = self._checked(state)
+        first = self._loop.begin_once(state)
+        update = joined(first, self._loop.judge_model(merged(state, first)))
+        return self._left(state, update)
+
+    async def abefore(self, state: State) -> Update | Command[Any]:
+        """Judge the model call; begin the run, if it is a new one."""
+        state = self._checked(state)
+        first = self._loop.begin_once(state)
+        update = joined(first, await self._loop.ajudge_model(merged(state, first)))
+        return self._left(state, update)
+
+    def after(self, state: State) -> Update:
+        """Judge the tool calls: those without an answer run, and without calls the run ends."""
+        return _over(state, self._loop.judge_tools(state))
+
+    async def aafter(self, state: State) -> Update:
+        """Judge the tool calls: those without an answer run, and without calls the run ends."""
+        return _over(state, await self._loop.ajudge_tools(state))
+
+    def _left(self, state: State, update: Update) -> Update | Command[Any]:
+        """The update; where a limit ends the run, on the way out of the graph around this one."""
+        ends = update["jump_to"] == "end"
+        if not ends or self._has_model:
+            return _without_jump(update)
+        update = _over(state, update)
+        # The graph around this one has got nothing yet of what this one wrote.
+        after = merged(state, update)
+        whole = {key: each for key, each in after.items() if key not in _MANAGED}
+        return Command(graph=Command.PARENT, goto=END, update=whole)
+
+    def _checked(self, state: State) -> State:
+        """The state without a mark, if a run can be ended before its model.
+
+        Raises:
+            RuntimeError: There is neither a model of ours nor a graph that this one is a node of.
+        """
+        known = ledger(state)
+        unmarked = {key: each for key, each in known.items() if key != "in_graph"}
+        info = getattr(runtime(), "execution_info", None)
+        if self._has_model or info is None or not self._loop.ends_before_model:
+            return {**state, LEDGER: unmarked}
+        around = info.checkpoint_ns.split("|")[:-1]
+        if not known or not around or runs_tools(around[-1]):
+            raise RuntimeError(
+                "create_react_agent calls its model whatever a hook says, and there is no graph "
+                "to end that has the agent as a node and shares its state, as create_supervisor "
+                "makes it. Give the model to the hooks: "
+                "create_react_agent(**quota.react_hooks(model, tools))"
+            )
+        return {**state, LEDGER: unmarked}
+
+
+class ReactModel:
+    """A model as `create_react_agent` takes one that depends on the state.
+
+    Args:
+        loop: Says what is left, and what may be called.
+        model: The model.
+        tools: The tools that it is offered.
+    """
+
+    def __init__(self, loop: Loop, model: BaseChatModel, tools: Tools) -> None:
+        self._loop = loop
+        self._model = model
+        self._tools = tools
+
+    def __call__(self, state: State, _runtime: Any) -> Runnable[list[AnyMessage], AIMessage]:
+        """The model for one call: the message itself, if a limit has just ended the run with it."""
+        newest = state["messages"][-1]
+        ended = ledger(state).get("ended")
+        if ended and ended == newest.id:
+            return RunnableLambda(lambda _: cast("AIMessage", newest))
+
+        def ask(messages: list[AnyMessage]) -> AIMessage:
+            return self._loop.ask(self._model, {**state, "messages": messages}, self._tools, None)
+
+        async def aask(messages: list[AnyMessage]) -> AIMessage:
+            asked = {**state, "messages": messages}
+            return await self._loop.aask(self._model, asked, self._tools, None)
+
+        return RunnableLambda(ask, aask)
+
+
+def _without_jump(update: Update) -> Update:
+    return {key: each for key, each in update.items() if key != "jump_to"}
+
+
+def _over(state: State, update: Update) -> Update:
+    """The update where the graph goes where it says: what runs behind the end is another's."""
+    update = _without_jump(update)
+    if merged(state, update)[LEDGER].get("ended"):
+        update = joined(update, {LEDGER: Ledger(ended=None)})
+    return update

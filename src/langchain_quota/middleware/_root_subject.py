@@ -1,0 +1,86 @@
+"""Whose calls a store counts together as those of a root run: its thread, and a number.
+
+The store numbers the root runs of a thread, so that one that is resumed elsewhere is found again.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from langchain_quota.decision import ROOT_RUN
+from langchain_quota.middleware._context import CallContext, call_context
+from langchain_quota.middleware._root_run import RootRun, root_run
+from langchain_quota.middleware._store import StoreClient
+from langchain_quota.state import ledger
+from langchain_quota.stores.keys import CountKey
+
+
+def root_subject(state: Mapping[str, Any], runtime: Any, store: StoreClient | None) -> str:
+    """Whose calls a store counts together with those of the running node.
+
+    Args:
+        state: The agent's state.
+        runtime: The hook's runtime.
+        store: Numbers the root runs of a thread; `None` where nothing is counted by them.
+    """
+    if store is None:
+        return ""
+    run, caller = root_run(), call_context(runtime, model_name=None)
+    subject = _known(run, state, caller)
+    if run is None or subject is not None:
+        return subject or caller.run()
+    thread, key = _numbered(run, caller)
+    found = store.peek([key]) if run.resumes else None
+    number = (found or {}).get(key)
+    if number is None:
+        number = store.number(key, name=run.key, start=int(time.time()))
+    return run.key if number is None else run.count_as(f"{thread}@{number}")
+
+
+async def aroot_subject(state: Mapping[str, Any], runtime: Any, store: StoreClient | None) -> str:
+    """Whose calls a store counts together with those of the running node.
+
+    Args:
+        state: The agent's state.
+        runtime: The hook's runtime.
+        store: Numbers the root runs of a thread; `None` where nothing is counted by them.
+    """
+    if store is None:
+        return ""
+    run, caller = root_run(), call_context(runtime, model_name=None)
+    subject = _known(run, state, caller)
+    if run is None or subject is not None:
+        return subject or caller.run()
+    thread, key = _numbered(run, caller)
+    found = await store.apeek([key]) if run.resumes else None
+    number = (found or {}).get(key)
+    if number is None:
+        number = await store.anumber(key, name=run.key, start=int(time.time()))
+    return run.key if number is None else run.count_as(f"{thread}@{number}")
+
+
+def _known(run: RootRun | None, state: Mapping[str, Any], caller: CallContext) -> str | None:
+    """The subject where the store need not be asked: the state's first, for a run that resumes."""
+    known = ledger(state)
+    kept = known.get("root_run")
+    if run is None or (kept is not None and run.subject is not None):
+        return kept
+    if kept is not None:
+        run.learn_used(known.get("root_used") or {})
+        return run.count_as(kept)
+    if run.subject is None and _thread(run, caller) is None:
+        return run.count_as(run.key)
+    return run.subject
+
+
+def _numbered(run: RootRun, caller: CallContext) -> tuple[object, str]:
+    """The thread of a root run, and where a store keeps the number of its newest one.
+
+    The number begins with the time: a thread whose number has expired gets no old one again.
+    """
+    thread = _thread(run, caller)
+    return thread, str(CountKey("", ROOT_RUN, str(thread)))
+
+
+def _thread(run: RootRun, caller: CallContext) -> object:
+    return caller.run_thread_id if run.thread_id is None else run.thread_id

@@ -1,0 +1,280 @@
+"""Hooks that somebody wires by hand: what the limits refused either does not run, or raises."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, StateGraph
+from langgraph.managed import RemainingSteps
+from langgraph.prebuilt import ToolNode, create_react_agent
+from langgraph.runtime import get_runtime
+from langgraph.types import Send
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    ModelCallLimit,
+    ModelCallLimitMiddleware,
+    QuotaMiddleware,
+    QuotaState,
+    QuotaWarning,
+    Telemetry,
+    ToolCallLimit,
+    ToolCallLimitMiddleware,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel
+from tests.agent.rules import CONFIG, check_history, recording
+from tests.conftest import Signals
+
+pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
+
+REMEDY = r".*GraphQuota\(limits\)\.add_to"
+THREAD: Any = {**CONFIG, "recursion_limit": 40}
+HELLO: dict[str, Any] = {"messages": [("user", "hi")]}
+
+
+class ReactState(QuotaState[Any]):
+    remaining_steps: RemainingSteps
+
+
+def for_ever(messages: list[AnyMessage]) -> Any:
+    return ["search", "search"]
+
+
+def by_hand(
+    hooks: Any,
+    *,
+    script: Any = for_ever,
+    ran: list[str] | None = None,
+    begins: bool = True,
+    routed: bool = True,
+    state: Any = QuotaState,
+    saves: bool = True,
+) -> Any:
+    """A loop of model and tools with hooks as nodes.
+
+    Args:
+        hooks: The middleware.
+        script: What the model plays.
+        ran: The tools that ran.
+        begins: Whether a node begins the runs.
+        routed: Whether the edges go where the hooks say, and leave out answered calls.
+        state: The graph's state.
+        saves: Whether it has a checkpointer.
+    """
+    model = ScriptedChatModel(script=script)
+    tools = [recording("search", [] if ran is None else ran)]
+
+    async def before(given: Any) -> Any:
+        update = await hooks.abefore_model(given, get_runtime())
+        return update or {"jump_to": None}
+
+    async def call(given: Any) -> Any:
+        return {"messages": [await model.bind_tools(tools).ainvoke(given["messages"])]}
+
+    async def after(given: Any) -> Any:
+        return await hooks.aafter_model(given, get_runtime())
+
+    def to_model(given: dict[str, Any]) -> str:
+        return END if routed and given.get("jump_to") == "end" else "model"
+
+    def to_tools(given: dict[str, Any]) -> Any:
+        newest = next(each for each in reversed(given["messages"]) if isinstance(each, AIMessage))
+        if not routed:
+            return "tools" if newest.tool_calls else "before"
+        answered = {getattr(each, "tool_call_id", None) for each in given["messages"]}
+        calls = [each for each in newest.tool_calls if each["id"] not in answered]
+        if given.get("jump_to") == "end" or not newest.tool_calls:
+            return END
+        return [Send("tools", [each]) for each in calls] or "before"
+
+    graph: Any = StateGraph(state)
+    graph.add_node("before", before)
+    graph.add_node("model", call)
+    graph.add_node("after", after)
+    graph.add_node("tools", ToolNode(tools))
+    if begins:
+        graph.add_node("begin", hooks.abefore_agent)
+        graph.add_edge("begin", "before")
+    graph.add_edge(START, "begin" if begins else "before")
+    graph.add_conditional_edges("before", to_model, ["model", END])
+    graph.add_edge("model", "after")
+    graph.add_conditional_edges("after", to_tools, ["tools", "before", END])
+    graph.add_edge("tools", "before")
+    return graph.compile(checkpointer=InMemorySaver() if saves else None)
+
+
+LIMITS: dict[str, tuple[Limit, str]] = {
+    "continue": (ToolCallLimit("search", run_limit=1), "the tool 'search' ran"),
+    "end": (ToolCallLimit("search", run_limit=1, exit_behavior="end"), "the model ran"),
+    "end of model calls": (ModelCallLimit(run_limit=1), "the model ran"),
+    "finalize": (ModelCallLimit(run_limit=1, exit_behavior="finalize"), "the model ran"),
+}
+
+
+@pytest.mark.parametrize(("limit", "text"), LIMITS.values(), ids=LIMITS.keys())
+async def test_jumps_that_are_not_followed(limit: Limit, text: str, signals: Signals) -> None:
+    """The next hook says what ran though it was refused, and what to do."""
+    hooks = QuotaMiddleware([limit], telemetry=signals.telemetry)
+    with pytest.raises(RuntimeError, match=text + REMEDY):
+        await by_hand(hooks, routed=False).ainvoke(HELLO, THREAD)
+
+
+@pytest.mark.parametrize("limit", [each for each, _ in LIMITS.values()], ids=LIMITS.keys())
+async def test_jumps_that_are_followed(limit: Limit, signals: Signals) -> None:
+    """A graph that is wired as the hooks say is left alone, over several runs."""
+    ran: list[str] = []
+    hooks = QuotaMiddleware([limit], telemetry=signals.telemetry)
+    turns = [["search", "search"], "done"]
+
+    def script(messages: list[AnyMessage]) -> Any:
+        return turns[messages[-1].type == "tool"]
+
+    app = by_hand(hooks, script=script, ran=ran)
+    for _ in range(3):
+        result = await app.ainvoke(HELLO, THREAD)
+    check_history(result["messages"])
+
+
+async def test_the_drop_ins(signals: Signals) -> None:
+    """Their hooks find it, too: the tools' one at the next batch, the model's at the next step."""
+    tools: Any = ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)
+    models: Any = ModelCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)
+
+    with pytest.raises(RuntimeError, match="the tool 'search' ran" + REMEDY):
+        await by_hand(tools, routed=False).ainvoke(HELLO, THREAD)
+    with pytest.raises(RuntimeError, match="the model ran" + REMEDY):
+        await by_hand(models, routed=False).ainvoke(HELLO, THREAD)
+
+
+@pytest.mark.parametrize("script", [for_ever, lambda messages: "done"], ids=["tools", "turns"])
+async def test_a_state_that_does_not_keep_the_counts(
+    script: Callable[[list[AnyMessage]], Any], signals: Signals
+) -> None:
+    """`create_react_agent(pre_model_hook=…)` alone drops what the hook writes: an error."""
+    hooks: Any = QuotaMiddleware([ModelCallLimit(run_limit=2)], telemetry=signals.telemetry)
+    model = ScriptedChatModel(script=script)
+    agent: Any = create_react_agent(
+        model,
+        [recording("search", [])],
+        pre_model_hook=hooks.abefore_model,
+        checkpointer=InMemorySaver(),
+    )
+
+    async def two_turns() -> None:
+        await agent.ainvoke(HELLO, THREAD)
+        await agent.ainvoke(HELLO, THREAD)
+
+    with pytest.raises(RuntimeError, match="no limit holds" + REMEDY):
+        await two_turns()
+    assert len(model.calls) == 1
+
+
+async def test_create_react_agent_ignores_a_jump(signals: Signals) -> None:
+    """With a state that keeps the counts its model is called once too often, and no more."""
+    hooks: Any = QuotaMiddleware([ModelCallLimit(run_limit=2)], telemetry=signals.telemetry)
+    model = ScriptedChatModel(script=for_ever)
+    agent = create_react_agent(
+        model,
+        [recording("search", [])],
+        pre_model_hook=hooks.abefore_model,
+        state_schema=ReactState,
+    )
+    with pytest.raises(RuntimeError, match="the model and the tool 'search' ran" + REMEDY):
+        await agent.ainvoke(HELLO, THREAD)
+    assert len(model.calls) == 3
+
+
+async def test_runs_that_never_begin(signals: Signals) -> None:
+    """Without `before_agent` a run limit never gets a new budget: one warning, at turn 2."""
+    limit = ToolCallLimit("search", run_limit=9)
+    hooks = QuotaMiddleware([limit], telemetry=signals.telemetry)
+    app = by_hand(hooks, script=[["search"], "done"] * 3, begins=False)
+    await app.ainvoke(HELLO, THREAD)
+    with pytest.warns(QuotaWarning, match="never given anew" + REMEDY) as found:
+        await app.ainvoke(HELLO, THREAD)
+    assert len(found) == 1
+    await app.ainvoke(HELLO, THREAD)
+
+
+async def test_nothing_to_count() -> None:
+    """Hooks that have written no counts do not miss any."""
+    telemetry = Telemetry(registry=CollectorRegistry(), spans="off")
+    hooks = QuotaMiddleware([ToolCallLimit("search", run_limit=9)], telemetry=telemetry)
+    app = by_hand(hooks, script=["hello"] * 3, begins=False)
+    for _ in range(3):
+        await app.ainvoke(HELLO, THREAD)
+
+
+async def test_a_thread_limit_needs_no_beginning(signals: Signals) -> None:
+    """Without a limit on runs there is nothing to warn of."""
+    hooks = QuotaMiddleware([ToolCallLimit("search", thread_limit=9)], telemetry=signals.telemetry)
+    app = by_hand(hooks, script=[["search"], "done"] * 2, begins=False)
+    for _ in range(2):
+        await app.ainvoke(HELLO, THREAD)
+
+
+async def test_a_thread_that_another_version_left_in_mid_run(signals: Signals) -> None:
+    """Its state has no ledger, and the run goes on without an error or a warning."""
+    limits: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=5)]
+    hooks = QuotaMiddleware(limits, telemetry=signals.telemetry)
+    app = by_hand(hooks, script=[["search"], "done", ["search"], "done"])
+    asked = [{"name": "search", "args": {}, "id": "call_0", "type": "tool_call"}]
+    left = [
+        HumanMessage("hi", id="1"),
+        AIMessage("", id="2", tool_calls=asked),
+        ToolMessage("ran", tool_call_id="call_0", id="3"),
+    ]
+    await app.aupdate_state(CONFIG, {"messages": left}, as_node="tools")
+    await app.ainvoke(None, THREAD)
+    result = await app.ainvoke(HELLO, THREAD)
+    check_history(result["messages"])
+
+
+@pytest.mark.parametrize("kept_by", ["no checkpointer", "a new thread", "a deleted thread"])
+async def test_a_history_that_the_client_keeps(kept_by: str, signals: Signals) -> None:
+    """Where each invocation begins without counts, there is no error and no warning."""
+    hooks = QuotaMiddleware([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
+    saves = kept_by != "no checkpointer"
+    app = by_hand(hooks, script=lambda messages: "hello", begins=False, saves=saves)
+    history: list[AnyMessage] = []
+    for turn in range(1, 4):
+        thread = str(turn) if kept_by == "a new thread" else "1"
+        given = {"messages": [*history, HumanMessage("hi")]}
+        history = (await app.ainvoke(given, {"configurable": {"thread_id": thread}}))["messages"]
+        assert [each.content for each in history] == ["hi", "hello"] * turn
+        if kept_by == "a deleted thread":
+            await app.checkpointer.adelete_thread(thread)
+
+
+async def test_a_history_that_reaches_the_hooks_by_another_way(signals: Signals) -> None:
+    """A later step of a later invocation shows nothing about the one before."""
+    hooks = QuotaMiddleware([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
+    inner = by_hand(hooks, script=lambda messages: "hello", begins=False, saves=False)
+
+    def to_hooks(given: dict[str, Any]) -> str:
+        return "inner" if len(given["messages"]) == 1 else "retrieve"
+
+    graph: Any = StateGraph(QuotaState)
+    graph.add_node("retrieve", lambda given: {})
+    graph.add_node("inner", inner)
+    graph.add_conditional_edges(START, to_hooks, ["inner", "retrieve"])
+    graph.add_edge("retrieve", "inner")
+    app = graph.compile()
+    first = await app.ainvoke(HELLO)
+    second = await app.ainvoke({"messages": [*first["messages"], HumanMessage("more")]})
+    assert second["messages"][-1].content == "hello"
+
+
+async def test_refusals_that_come_back_without_their_status(signals: Signals) -> None:
+    """A client that keeps messages as OpenAI's dictionaries loses it: no tool has run for that."""
+    hooks = QuotaMiddleware([ToolCallLimit("search", run_limit=1)], telemetry=signals.telemetry)
+    app = by_hand(hooks, script=[["search", "search"], "done"] * 2)
+    state = await app.ainvoke(HELLO, THREAD)
+    refusal = next(each for each in state["messages"] if getattr(each, "status", "") == "error")
+    lost = refusal.model_copy(update={"status": "success"})
+    await app.aupdate_state(CONFIG, {"messages": [lost]}, as_node="tools")
+    result = await app.ainvoke(None, THREAD)
+    check_history(result["messages"])
