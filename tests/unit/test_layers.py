@@ -32,7 +32,8 @@ LAYERS = [
 LAYER = {part: index for index, packages in enumerate(LAYERS) for part in packages}
 
 MIDDLEWARE_LAYERS = [
-    {"_context", "_history", "_observers", "_reset", "_root_run", "_sub_agents"},
+    {"_context", "_history", "_observers", "_reset", "_sub_agents"},
+    {"_root_run"},
     {"_calls"},
     {"_model_calls", "_store", "_subclassing", "_tool_calls", "_wiring"},
     {"_model_request", "_offered_tools", "_root_subject"},

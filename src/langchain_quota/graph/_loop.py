@@ -12,12 +12,10 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as as_tool
-from langgraph.config import get_config
 from langgraph.graph.message import add_messages
-from langgraph.runtime import get_runtime
 
 from langchain_quota.middleware._calls import Update
-from langchain_quota.middleware._context import CallContext
+from langchain_quota.middleware._context import CallContext, running_config, running_runtime
 from langchain_quota.middleware._history import pending_calls, since
 from langchain_quota.middleware._root_run import root_run
 from langchain_quota.middleware.quota import QuotaMiddleware
@@ -47,7 +45,7 @@ class Loop(QuotaMiddleware[Any, Any]):
 
     def begin(self, state: State) -> Update:
         """Begin a new run, whatever ran before."""
-        update = self._begin_run(state, runtime())
+        update = self._begin_run(state, running_runtime())
         update[LEDGER]["begun_in"] = _invocation()
         return update
 
@@ -71,21 +69,21 @@ class Loop(QuotaMiddleware[Any, Any]):
 
     def judge_model(self, state: State) -> Update:
         """Judge the next model call; what is written says where to go."""
-        update = self.before_model(_typed(state), runtime()) or {}
+        update = self.before_model(_typed(state), running_runtime()) or {}
         return joined(_resumed(state), {"jump_to": "model", **update})
 
     async def ajudge_model(self, state: State) -> Update:
         """Judge the next model call; what is written says where to go."""
-        update = await self.abefore_model(_typed(state), runtime()) or {}
+        update = await self.abefore_model(_typed(state), running_runtime()) or {}
         return joined(_resumed(state), {"jump_to": "model", **update})
 
     def judge_tools(self, state: State) -> Update:
         """Judge the tool calls that the model made; what is written says where to go."""
-        return _with_jump(state, self.after_model(_typed(state), runtime()) or {})
+        return _with_jump(state, self.after_model(_typed(state), running_runtime()) or {})
 
     async def ajudge_tools(self, state: State) -> Update:
         """Judge the tool calls that the model made; what is written says where to go."""
-        return _with_jump(state, await self.aafter_model(_typed(state), runtime()) or {})
+        return _with_jump(state, await self.aafter_model(_typed(state), running_runtime()) or {})
 
     def ask(self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt) -> AIMessage:
         """Call the model: told what is left, offered what it may call."""
@@ -112,14 +110,6 @@ class Loop(QuotaMiddleware[Any, Any]):
         if super()._counts_last(context):
             return True
         return bool(context.invocation) and (self._shares_state or _in_a_task())
-
-
-def runtime() -> Any:
-    """The runtime of the node that runs; `None` outside of a graph."""
-    try:
-        return get_runtime()
-    except (RuntimeError, KeyError):
-        return None
 
 
 def identified_state(state: State) -> dict[str, Any]:
@@ -170,7 +160,7 @@ def _invocation() -> str | None:
     root = root_run()
     if root is None:
         return None
-    running = runtime()
+    running = running_runtime()
     info = getattr(running, "execution_info", None)
     if info is None or "|" in info.checkpoint_ns:
         return root.key
@@ -200,7 +190,7 @@ def _asks_anew(state: State, known: Ledger) -> bool:
 
 def _in_a_task() -> bool:
     """Whether this is a task of the functional API, whose function keeps the state."""
-    path: Any = (get_config().get("metadata") or {}).get("langgraph_path") or ()
+    path: Any = (running_config().get("metadata") or {}).get("langgraph_path") or ()
     return len(path) > 1 and path[0] == "__pregel_push" and isinstance(path[1], tuple)
 
 
@@ -217,7 +207,7 @@ def _request(model: BaseChatModel, state: State, tools: Tools, prompt: Prompt) -
         "system_message": system,
         "tools": offered,
         "state": state,
-        "runtime": runtime(),
+        "runtime": running_runtime(),
     }
     return ModelRequest(**given)
 

@@ -10,9 +10,9 @@ from langgraph.constants import END
 from langgraph.managed import RemainingSteps
 from langgraph.types import Command
 
-from langchain_quota.graph._loop import Loop, State, Tools, joined, merged, runtime
+from langchain_quota.graph._loop import Loop, State, Tools, joined, merged
 from langchain_quota.middleware._calls import Update
-from langchain_quota.middleware._context import runs_tools
+from langchain_quota.middleware._context import running_runtime, runs_tools
 from langchain_quota.state import LEDGER, Ledger, QuotaState, ledger, merge_ledgers
 
 _MANAGED = ("remaining_steps", "is_last_step")
@@ -88,7 +88,7 @@ class ReactHooks:
         """
         known = ledger(state)
         unmarked = {key: each for key, each in known.items() if key != "in_graph"}
-        info = getattr(runtime(), "execution_info", None)
+        info = getattr(running_runtime(), "execution_info", None)
         if self._has_model or info is None or not self._loop.ends_before_model:
             return {**state, LEDGER: unmarked}
         around = info.checkpoint_ns.split("|")[:-1]

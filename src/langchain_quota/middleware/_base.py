@@ -269,11 +269,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                 each.call.kind == "tool" and each.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK)
                 for each in conclusion.decisions
             )
-            # Where the run is resumed it goes on with this budget.
-            if root.subject != request.known.get("root_run"):
-                written["root_run"] = root.subject
-            if root.used != (request.known.get("root_used") or {}):
-                written["root_used"] = {**root.used}
+            written.update(root.unsaved(request.known))
         if not written:
             return conclusion
         update = conclusion.update or {}

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 from langgraph.config import get_config
+from langgraph.runtime import get_runtime
 
 from langchain_quota.arguments import check_count
 from langchain_quota.decision import ROOT_RUN, RUN, THREAD
@@ -16,6 +17,9 @@ from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.recorder import Recorder
+
+HOOKS = ("before_agent", "before_model", "after_model")
+"""How the nodes end that judge, behind a dot."""
 
 _ARGUMENTS = ("thread_limit", "run_limit")
 
@@ -117,6 +121,16 @@ def runs_tools(namespace: str) -> bool:
     return f".{namespace.partition(':')[0]}".endswith(".tools") and ":" in namespace
 
 
+def graph_of(checkpoint_ns: str) -> str:
+    """The namespace of the graph that a task belongs to."""
+    return checkpoint_ns.rpartition("|")[0]
+
+
+def node_of(checkpoint_ns: str) -> str:
+    """The name of the node that a task runs."""
+    return checkpoint_ns.rpartition("|")[2].partition(":")[0]
+
+
 def running_agent() -> str | None:
     """The name of the agent that runs, if it has one."""
     return _agent(running_config())
@@ -129,6 +143,14 @@ def _digest(*parts: str) -> str:
 def _agent(config: Mapping[str, Any]) -> str | None:
     name: str | None = (config.get("metadata") or {}).get("lc_agent_name")
     return name
+
+
+def running_runtime() -> Any:
+    """The runtime of the running node; `None` outside of a graph."""
+    try:
+        return get_runtime()
+    except (RuntimeError, KeyError):
+        return None
 
 
 def running_config() -> Mapping[str, Any]:

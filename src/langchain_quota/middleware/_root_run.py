@@ -16,10 +16,11 @@ from weakref import WeakSet
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
-from langgraph.config import get_config
 from langgraph.types import Command
 
 from langchain_quota.locks import fork_safe_lock
+from langchain_quota.middleware._context import running_config
+from langchain_quota.state import Ledger
 from langchain_quota.telemetry.logs import logger
 
 
@@ -75,6 +76,19 @@ class RootRun(BaseCallbackHandler):
         """Learn what a store has counted; of answers that overtake each other the highest."""
         known = self.used
         self.used = {**known, **{key: max(n, known.get(key, 0)) for key, n in counts.items()}}
+
+    def unsaved(self, known: Ledger) -> Ledger:
+        """What the state is to keep, so that the run goes on with this budget where it is resumed.
+
+        Args:
+            known: What it keeps.
+        """
+        found = Ledger()
+        if self.subject != known.get("root_run"):
+            found["root_run"] = self.subject
+        if self.used != (known.get("root_used") or {}):
+            found["root_used"] = {**self.used}
+        return found
 
     def count_as(self, subject: str) -> str:
         """Settle whose calls a store counts together, and return it."""
@@ -133,9 +147,5 @@ def root_run() -> RootRun | None:
     """The root run that the running node belongs to; `None` outside of a graph."""
     if not _watching.is_set():
         return None
-    try:
-        callbacks = get_config().get("callbacks")
-    except RuntimeError:
-        return None
-    handlers = getattr(callbacks, "inheritable_handlers", ())
+    handlers = getattr(running_config().get("callbacks"), "inheritable_handlers", ())
     return next((each for each in handlers if isinstance(each, RootRun)), None)

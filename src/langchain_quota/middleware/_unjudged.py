@@ -9,11 +9,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from langgraph.config import get_config
-
 from langchain_quota.decision import Kind
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.middleware._context import running_agent
+from langchain_quota.middleware._context import (
+    HOOKS,
+    graph_of,
+    node_of,
+    running_agent,
+    running_config,
+)
 from langchain_quota.middleware._history import pending_calls
 from langchain_quota.middleware._root_run import RootRun, root_run, watch_root_runs
 from langchain_quota.telemetry.unjudged import UnjudgedCalls
@@ -26,8 +30,6 @@ MOST_CALLS = 10_000
 
 _MODEL = "model"
 """The node in which `create_agent` calls the model."""
-
-_HOOKS = ("before_agent", "before_model", "after_model")
 
 _REACT_MODEL = "agent"
 """The node in which `create_react_agent` calls the model."""
@@ -57,25 +59,17 @@ class _Call(NamedTuple):
     @property
     def graph(self) -> str:
         """The namespace of the graph that the task belongs to."""
-        return _graph(self.task)
+        return graph_of(self.task)
 
     @property
     def node(self) -> str:
         """The node that the task runs."""
-        return _node(self.task)
+        return node_of(self.task)
 
     @property
     def nodes(self) -> str:
         """The nodes in which it starts, from the outermost in."""
         return " > ".join(each.partition(":")[0] for each in self.task.split("|"))
-
-
-def _graph(task: str) -> str:
-    return task.rpartition("|")[0]
-
-
-def _node(task: str) -> str:
-    return task.rpartition("|")[2].partition(":")[0]
 
 
 def _judged_models(hook: str, agent: str | None) -> tuple[str | None, str | None]:
@@ -86,7 +80,7 @@ def _judged_models(hook: str, agent: str | None) -> tuple[str | None, str | None
         agent: The agent that LangChain names there.
     """
     owner, _, name = hook.rpartition(".")
-    if hook == _MODEL or (owner and name in _HOOKS):
+    if hook == _MODEL or (owner and name in HOOKS):
         # A loop that is written by hand may be one of several in its graph.
         prefix = owner.removesuffix("quota") if f".{owner}".endswith(".quota") else ""
         return f"{prefix}{_MODEL}", agent
@@ -133,8 +127,8 @@ class _Calls:
         """Note that an agent has a limiter, and which tool calls it has seen, if any."""
         if self._started >= MOST_CALLS:
             return
-        graph = _graph(task)
-        self._agents.setdefault(graph, set()).add(_judged_models(_node(task), agent))
+        graph = graph_of(task)
+        self._agents.setdefault(graph, set()).add(_judged_models(node_of(task), agent))
         if ids is not None:
             self._judged.setdefault(graph, set()).update(ids)
         self._held.pop(graph, None)
@@ -279,5 +273,5 @@ def mark_judged(counter: UnjudgedCalls | None, state: Mapping[str, Any] | None =
         pending = pending_calls(state)
         calls = pending.message.tool_calls if pending else ()
         ids = frozenset(each["id"] for each in calls)
-    task = get_config().get("configurable", {}).get("checkpoint_ns") or ""
+    task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
     run.calls.judge(task, running_agent(), counter, ids)

@@ -6,9 +6,15 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
-from langgraph.runtime import get_runtime
 
-from langchain_quota.middleware._context import call_context, running_config
+from langchain_quota.middleware._context import (
+    HOOKS,
+    call_context,
+    graph_of,
+    node_of,
+    running_config,
+    running_runtime,
+)
 from langchain_quota.middleware._history import since
 from langchain_quota.state import Batch, ledger
 
@@ -16,7 +22,7 @@ REMEDY = (
     "Let GraphQuota(limits).add_to(graph, model=…, tools=…) put the nodes and edges in, or take "
     "create_react_agent(**GraphQuota(limits).react_hooks(model, tools))"
 )
-_HOOKS = (".before_agent", ".before_model", ".after_model")
+_ROUTED = tuple(f".{hook}" for hook in HOOKS)
 """How the nodes end that create_agent makes for hooks; it routes their jumps."""
 _KEPT = 1000
 """The most places that are remembered at a time."""
@@ -39,7 +45,7 @@ class _Place(NamedTuple):
     def of(cls, runtime: Any, info: Any) -> "_Place":
         """The place in which a hook has a runtime, and the information about it."""
         context = call_context(runtime, model_name=None)
-        graph = info.checkpoint_ns.rpartition("|")[0]
+        graph = graph_of(info.checkpoint_ns)
         # Whoever calls a hook by hand may give less than LangGraph does.
         writer = getattr(runtime, "stream_writer", None)
         return cls(
@@ -83,7 +89,7 @@ class Wiring:
         if known.get("begun_by") and not ended and not (batch and batch.get("refused")):
             return False
         info = getattr(runtime, "execution_info", None)
-        if info is None or _node(info.checkpoint_ns).endswith(_HOOKS):
+        if info is None or node_of(info.checkpoint_ns).endswith(_ROUTED):
             return False
         messages: Sequence[AnyMessage] = state.get("messages") or ()
         ran = _behind_the_end(messages, ended) if ended else []
@@ -126,18 +132,10 @@ class Wiring:
             state: The state, as the hook gets it.
         """
         messages: Sequence[AnyMessage] = state.get("messages") or ()
-        try:
-            runtime = get_runtime()
-        except (RuntimeError, KeyError):
-            return
+        runtime = running_runtime()
         info = getattr(runtime, "execution_info", None)
         if info is not None and messages and messages[-1].id is not None:
             self._written.append((_Place.of(runtime, info), messages[-1].id))
-
-
-def _node(checkpoint_ns: str) -> str:
-    """The name of the node that runs."""
-    return checkpoint_ns.rpartition("|")[2].rpartition(":")[0]
 
 
 def _behind_the_end(messages: Sequence[AnyMessage], ended: str) -> list[str]:
