@@ -7,14 +7,11 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 from langchain.agents.middleware.types import AgentMiddleware
-from langchain_core.runnables.base import RunnableBindingBase
 from langgraph.prebuilt import ToolNode
-from langgraph.pregel import Pregel
 
-from langchain_quota.middleware._sub_agents import starters
+from langchain_quota.middleware._sub_agents import graphs_of, has_limits, starters
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
-from langchain_quota.state import LEDGER
 
 Arguments = ParamSpec("Arguments")
 Agent = TypeVar("Agent")
@@ -101,8 +98,8 @@ def with_limits(
         for name, value in limited.items():
             (bound.arguments if name in parameters else others)[name] = value
         agent = preset.func(*bound.args, **bound.kwargs)
-        for start in _starters(agent):
-            quota._left_out[start] = leave_out  # noqa: SLF001 - of this package
+        # All have limits, or are left out on purpose.
+        quota._looked_at.update(_starters(agent))  # noqa: SLF001 - of this package
         return agent
 
     return create_with_limits
@@ -141,7 +138,7 @@ def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mappi
         )
     if "runnable" not in spec:
         return {**spec, "middleware": _with_quota(spec.get("middleware"), quota)}
-    if not _has_limits(spec["runnable"]):
+    if not has_limits(spec["runnable"]):
         raise ValueError(
             f"sub-agent {name!r} is compiled without limits: build it with middleware=[quota], or "
             f"leave it as it is with leave_out=[{name!r}]"
@@ -160,27 +157,12 @@ def _with_quota(
     return [quota, *present] if isinstance(quota, InlineQuotaMiddleware) else [*present, quota]
 
 
-def _has_limits(runnable: object) -> bool:
-    """Whether a compiled agent, or a graph within it, keeps counts of ours."""
-    return any(LEDGER in graph.channels for graph in _graphs(runnable))
-
-
 def _starters(agent: object) -> Iterator[FunctionType]:
     """The functions by which an agent, or a graph around it, starts sub-agents."""
-    for graph in _graphs(agent):
+    for graph in graphs_of(agent):
         for node in graph.nodes.values():
             if isinstance(node.bound, ToolNode):
                 yield from starters(node.bound.tools_by_name.values())
-
-
-def _graphs(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
-    """A graph and those within it; none if it is no graph."""
-    while isinstance(runnable, RunnableBindingBase):
-        runnable = runnable.bound
-    if not isinstance(runnable, Pregel):
-        return []
-    graphs = [runnable, *(graph for _, graph in runnable.get_subgraphs(recurse=True))]
-    return [graph for graph in graphs if isinstance(graph, Pregel)]
 
 
 def _check(create: Any, quota: object, leave_out: object) -> None:

@@ -1,11 +1,11 @@
 """What every limiting middleware shares: its name, the beginning of a run, subclassing."""
 
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
@@ -92,9 +92,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._warned = self._warned_of_runs = False
         self._wiring = Wiring()
         self._offered = OfferedTools(limits, self._recorder)
-        # By the function that starts sub-agents; the second has those that are to have no limits.
+        # The functions that start sub-agents of which nothing is to be said any more.
         self._looked_at: WeakSet[FunctionType] = WeakSet()
-        self._left_out: WeakKeyDictionary[FunctionType, Collection[str]] = WeakKeyDictionary()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Honour a subclass's hook in both forms, and begin its runs whatever it overrides.
@@ -159,9 +158,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             if start in self._looked_at:
                 continue
             self._looked_at.add(start)
-            left_out = self._left_out.get(start, ())
-            found = (name for name in unlimited_sub_agents(start, Limiter) if name not in left_out)
-            unlimited = ", ".join(map(repr, found))
+            unlimited = ", ".join(map(repr, unlimited_sub_agents(start)))
             if unlimited:
                 warnings.warn(
                     f"the sub-agents that the tool 'task' of agent {running_agent() or UNNAMED!r} "

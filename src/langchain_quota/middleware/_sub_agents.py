@@ -5,8 +5,11 @@ from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
+from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.tools import StructuredTool
 from langgraph.pregel import Pregel
+
+from langchain_quota.state import LEDGER
 
 _DEEPAGENTS = "deepagents.middleware.subagents"
 """Where the tool `task` of deepagents is defined."""
@@ -22,23 +25,41 @@ def starters(tools: Iterable[Any]) -> list[FunctionType]:
     ]
 
 
-def unlimited_sub_agents(start: FunctionType, limiter: type) -> list[str]:
+def unlimited_sub_agents(start: FunctionType) -> list[str]:
     """The names of the sub-agents without limits that a function starts.
 
     Only what is sure to be so: of a sub-agent that is no agent of LangChain's, nothing is said.
 
     Args:
         start: The function.
-        limiter: The class of the middlewares that limit.
     """
     agents = inspect.getclosurevars(start).nonlocals.get("subagent_graphs")
     if not isinstance(agents, Mapping):
         return []
-    return [
-        name
-        for name, agent in agents.items()
-        if _is_agent(agent) and not _has_middleware(agent, limiter)
-    ]
+    return [name for name, agent in agents.items() if _is_agent(agent) and not has_limits(agent)]
+
+
+def has_limits(runnable: object) -> bool:
+    """Whether an agent, or a graph within it, keeps counts of ours.
+
+    Args:
+        runnable: The agent.
+    """
+    return any(LEDGER in graph.channels for graph in graphs_of(runnable))
+
+
+def graphs_of(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
+    """A graph and those within it; none if it is no graph.
+
+    Args:
+        runnable: The graph.
+    """
+    while isinstance(runnable, RunnableBindingBase):
+        runnable = runnable.bound
+    if not isinstance(runnable, Pregel):
+        return []
+    graphs = [runnable, *(graph for _, graph in runnable.get_subgraphs(recurse=True))]
+    return [graph for graph in graphs if isinstance(graph, Pregel)]
 
 
 def _is_agent(graph: Any) -> bool:
@@ -47,13 +68,3 @@ def _is_agent(graph: Any) -> bool:
         return False
     metadata = (graph.config or {}).get("metadata") or {}
     return "model" in graph.nodes and "ls_integration" in metadata
-
-
-def _has_middleware(agent: Pregel[Any, Any, Any, Any], kind: type) -> bool:
-    """Whether a hook of a middleware of this class is a node of an agent."""
-    hooks = (
-        getattr(node.bound, form, None)
-        for node in agent.nodes.values()
-        for form in ("func", "afunc")
-    )
-    return any(isinstance(getattr(hook, "__self__", None), kind) for hook in hooks)
