@@ -13,7 +13,7 @@ from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.keys import is_of_run
+from langchain_quota.stores.keys import dimension_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import Turn
 from tests.agent.rules import Scene
@@ -104,7 +104,7 @@ class SharedScene(Scene):
 def counts(store: Any) -> dict[str, int]:
     """What a store counts beside runs, by key; what was taken back to nothing is left out."""
     uses = store.usages()
-    return {each.key: each.used for each in uses if each.used and not is_of_run(each.key)}
+    return {each.key: each.used for each in uses if each.used and dimension_of(each.key) != "run"}
 
 
 def run_counts(store: Any, counter: str) -> list[int]:

@@ -35,7 +35,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.quotas import Quota
-from langchain_quota.stores.keys import CountKey, is_of_run
+from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import check_history
@@ -351,7 +351,8 @@ def nameless_counts(store: FickleStore) -> list[tuple[str, int]]:
 def _nameless(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Counts by key, in which those of runs do not say which."""
     return sorted(
-        (key.rpartition(":")[0] if is_of_run(key) else key, used) for key, used in counts.items()
+        (key.rpartition(":")[0] if dimension_of(key) == "run" else key, used)
+        for key, used in counts.items()
     )
 
 

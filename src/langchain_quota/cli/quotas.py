@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from langchain_quota.cli.command import CommandError, complain, say
+from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.keys import CountKey, is_of_root_run, is_of_run
+from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 
@@ -83,7 +84,7 @@ def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage]
                 for use in found
                 # Without a counter it is the number of a thread's newest root run.
                 if not use.key.startswith(":")
-                and (asked or not (is_of_run(use.key) or is_of_root_run(use.key)))
+                and (asked or dimension_of(use.key) not in (RUN, ROOT_RUN))
             }
             odd.update(others)
     except QuotaStoreError as error:

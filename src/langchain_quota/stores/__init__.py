@@ -7,8 +7,9 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.stores.keys import CountKey, is_of_root_run, is_of_run
+from langchain_quota.stores.keys import CountKey, dimension_of
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
@@ -204,9 +205,10 @@ def idle_time(key: str, idle: int) -> int:
         key: The key.
         idle: How long the store keeps others.
     """
-    if is_of_run(key):
+    dimension = dimension_of(key)
+    if dimension == RUN:
         return min(idle, RUN_IDLE)
-    return min(idle, ROOT_RUN_IDLE) if is_of_root_run(key) else idle
+    return min(idle, ROOT_RUN_IDLE) if dimension == ROOT_RUN else idle
 
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:

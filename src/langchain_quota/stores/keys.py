@@ -7,8 +7,6 @@ from functools import lru_cache
 from hashlib import sha256
 from urllib.parse import quote, unquote
 
-from langchain_quota.decision import ROOT_RUN, RUN
-
 MAX_LENGTH = 64
 """The longest value that stands in a key as it is, in characters after encoding."""
 
@@ -119,14 +117,9 @@ class CountKey:
         return ":".join([*values, *numbers])
 
 
-def is_of_run(key: str) -> bool:
-    """Whether a key, by its text, is that of a run's count."""
-    return key.split(":", 2)[1:2] == [RUN]
-
-
-def is_of_root_run(key: str) -> bool:
-    """Whether a key, by its text, is that of a root run's count."""
-    return key.split(":", 2)[1:2] == [ROOT_RUN]
+def dimension_of(key: str) -> str:
+    """For whom a key, by its text, counts; empty if it is no key of a count."""
+    return key.partition(":")[2].partition(":")[0]
 
 
 def _encoded(value: str) -> str:

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter, admit
+from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import (
@@ -28,7 +29,7 @@ from langchain_quota.stores import (
     metadata,
     window_end,
 )
-from langchain_quota.stores.keys import is_of_root_run, is_of_run
+from langchain_quota.stores.keys import dimension_of
 
 _PURGED_AT_ONCE = 100
 """Each operation makes so much room at most, so that none of them has to pay for all."""
@@ -266,6 +267,7 @@ class _Counts:
         self._runs: OrderedDict[str, None] = OrderedDict()
         # Of root runs, which are mirrored, too, and kept for a time of their own.
         self._root_runs: OrderedDict[str, None] = OrderedDict()
+        self._by_dimension = {RUN: self._runs, ROOT_RUN: self._root_runs}
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -305,12 +307,9 @@ class _Counts:
             expires = max(expires, kept.expires)
         if kept is None and ends is not None:
             heapq.heappush(self._windows, (expires, key))
-        elif is_of_run(key):
-            self._runs[key] = None
-            self._runs.move_to_end(key)
-        elif is_of_root_run(key):
-            self._root_runs[key] = None
-            self._root_runs.move_to_end(key)
+        elif (runs := self._by_dimension.get(dimension_of(key))) is not None:
+            runs[key] = None
+            runs.move_to_end(key)
         elif kept is None or key in self._lasting or key in self._mirrored:
             self._lasting.pop(key, None)
             self._mirrored.pop(key, None)
