@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import VariableHide
 
-from dashboards import overview, settings, thread
+from dashboards import budgets, overview, settings, thread
 
 FOLDER = Path(__file__).parent / "grafana"
 
@@ -19,6 +19,7 @@ _OF_INTERVALS = ("auto", "auto_count", "auto_min")
 def render() -> dict[str, str]:
     """The dashboards' JSON by the names of their files."""
     return {
+        f"{settings.BUDGETS_UID}.json": _json(budgets.build(), []),
         f"{settings.OVERVIEW_UID}.json": _json(overview.build(), overview.annotations()),
         f"{settings.THREAD_UID}.json": _json(thread.build(), thread.annotations()),
     }

@@ -1,10 +1,9 @@
 """The first dashboard: what is wrong, who is refused, and who is about to run out."""
 
-from collections.abc import Callable
-
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards import settings
+from dashboards.columns import LINKS, Ask, use_columns
 from dashboards.counters import bars as grown
 from dashboards.counters import per_minute, quantile, share, total
 from dashboards.panels import (
@@ -14,14 +13,11 @@ from dashboards.panels import (
     bars,
     breaches,
     count,
-    duration,
     fixed,
     from_one,
-    gauge,
     new_dashboard,
     row,
     stat,
-    state,
     table,
     text,
     timeseries,
@@ -53,17 +49,16 @@ from dashboards.queries import (
     among,
     firing_alerts,
     label_values,
+    of_limit,
     processes,
     scrape_duration,
     select,
     store_share,
-    thread_link,
-    traces_link,
     with_traced,
 )
 from dashboards.settings import COUNT, CRITICAL, NEUTRAL, OK, RANGE, RANGE_SECONDS, WARNING
 from dashboards.usage import (
-    Usage,
+    in_any_unit,
     latest_refusals,
     of_subjects,
     of_threads,
@@ -80,10 +75,6 @@ _REFUSALS = select(DECISIONS, AGENT, LIMIT, _BLOCKED)
 _OF_THREAD = "job, agent, limit, thread_id"
 _DECIDED = {"allowed": OK, "blocked": CRITICAL, "would_block": WARNING, "skipped": NEUTRAL}
 _NEAREST, _REFUSED = "nearest", "refused"
-_LINKS = [
-    {"title": "This thread", "url": thread_link()},
-    {"title": "Its calls in Tempo", "url": traces_link(), "targetBlank": True},
-]
 
 
 def build() -> Dashboard:
@@ -231,7 +222,7 @@ def _refused(board: Dashboard) -> None:
             "It is empty if that process refused nothing, or is gone. Click a thread for more, or "
             "for its traces.",
             [
-                text("Thread", "thread_id", 290, links=_LINKS),
+                text("Thread", "thread_id", 290, links=LINKS),
                 text("Agent", "agent", 140),
                 text("Limit", "limit", 140),
                 count("Refusals", with_traced(f"{refusals} {of_latest}"), 90),
@@ -257,13 +248,13 @@ def _about_to_run_out(board: Dashboard) -> None:
             "Which conversation has how much of its limit left: the fullest with calls left on "
             f"top, the exhausted ones last; {settings.TOP} at most. 'Time to exhaustion' goes on "
             f"with the pace of the last {settings.PACE_WINDOW}; it is empty for a thread that used "
-            f"no call in the last {settings.ACTIVE_WINDOW}. Click a thread for more, or for its "
-            "traces.",
+            f"no call in the last {settings.ACTIVE_WINDOW}. Limits of tokens and money have a "
+            "dashboard of their own. Click a thread for more, or for its traces.",
             [
-                text("Thread", "thread_id", 285, links=_LINKS),
+                text("Thread", "thread_id", 285, links=LINKS),
                 text("Agent", "agent", 120),
                 text("Limit", "limit", 120),
-                *_use(threads, threads.freshest, traced=True),
+                *use_columns(lambda ask: threads.freshest(ask(threads)), traced=True),
                 text("Job", "job", 100),
                 Column(TRACED, TRACED, {"custom.hidden": True}),
             ],
@@ -274,21 +265,27 @@ def _about_to_run_out(board: Dashboard) -> None:
 
 def _shared_quotas(board: Dashboard) -> None:
     shared = of_subjects('subject=""')
+
+    def of_all(ask: Ask) -> str:
+        return in_any_unit(lambda use: use.top(ask(use)), 'subject=""', of=of_subjects)
+
     board.with_panel(
         table(
             Place(25, 24, 6),
             "Shared quotas",
-            "How much is used of the quotas that an agent has, or that all share, and when they "
-            "are used up at the pace of the last " + settings.PACE_WINDOW + ". 'Resets' is empty "
+            "How many calls are used of the quotas that an agent has, or that all share, and when "
+            "they are used up at the pace of the last "
+            + settings.PACE_WINDOW
+            + ". 'Resets' is empty "
             "for a quota without a time window.",
             [
                 text("Quota", "scope", 110),
                 text("Agent", "agent", 140),
                 text("Limit", "limit", 140),
-                *_use(shared, shared.top),
+                *use_columns(of_all, amounts_of=lambda ask: shared.top(ask(shared))),
                 text("Job", "job", 110),
             ],
-            sort_by=shared.top(shared.rank),
+            sort_by=of_all(lambda use: use.rank),
         )
     )
     subjects = of_subjects('subject!=""')
@@ -296,34 +293,21 @@ def _shared_quotas(board: Dashboard) -> None:
         table(
             Place(26, 24, 8),
             "Top subjects of shared quotas",
-            "Which users, tenants or other subjects have how much of their quota left, the fullest "
-            "with calls left on top. Nobody is listed by default: name the quotas in "
+            "Which users, tenants or other subjects have how many calls of their quota left, the "
+            "fullest with calls left on top. Nobody is listed by default: name the quotas in "
             "Telemetry(subject_label=…).",
             [
                 text("Subject", "subject", 180),
                 text("Quota", "scope", 100),
                 text("Agent", "agent", 120),
                 text("Limit", "limit", 120),
-                *_use(subjects, subjects.top),
+                *use_columns(lambda ask: subjects.top(ask(subjects))),
                 text("Job", "job", 100),
             ],
             sort_by=subjects.top(subjects.rank),
             no_value="No subject has a label: see Telemetry(subject_label=…).",
         )
     )
-
-
-def _use(usage: Usage, of: Callable[[str], str], *, traced: bool = False) -> list[Column]:
-    """What tables say of the use of a limit, of those that a function narrows it to."""
-    share_of = of(usage.share)
-    return [
-        state("State", of(usage.state), 90),
-        gauge("Utilization", with_traced(share_of) if traced else share_of, 140),
-        count("Used", of(usage.used), 65),
-        count("Left", of(usage.remaining), 65),
-        duration("Time to exhaustion", of(usage.seconds_left), 130),
-        when("Resets", of(usage.resets), 110),
-    ]
 
 
 def _limits(board: Dashboard) -> None:
@@ -422,13 +406,15 @@ def _limits(board: Dashboard) -> None:
                 text("Agent", "agent", 120),
                 text("Limit", "limit", 120),
                 text("Scope", "scope", 80),
-                count("Allowed", _of_limit(CONFIGURED), 75),
+                count("Allowed", of_limit(CONFIGURED, "calls"), 75),
                 Column(
-                    "Near from", _of_limit(LIMIT_NEAR), {"unit": "percentunit", "custom.width": 80}
+                    "Near from",
+                    of_limit(LIMIT_NEAR, "calls"),
+                    {"unit": "percentunit", "custom.width": 80},
                 ),
                 Column(
                     "Alerts",
-                    _of_limit(LIMIT_ALERT),
+                    of_limit(LIMIT_ALERT, "calls"),
                     {"mappings": [words({"no": None, "yes": None})], "custom.width": 60},
                 ),
                 text("Job", "job", 80),
@@ -622,12 +608,3 @@ def _processes(board: Dashboard) -> None:
 
 def _subjects(name: str) -> str:
     return select(SUBJECTS, AGENT, LIMIT, f'state="{name}"')
-
-
-def _of_limit(metric: str) -> str:
-    """What is known of a limit, for each of its scopes."""
-    configured = select(CONFIGURED, AGENT, LIMIT)
-    if metric != CONFIGURED:
-        on = "on (job, instance, agent, limit) group_left ()"
-        configured = f"{configured} * 0 + {on} {select(metric, AGENT, LIMIT)}"
-    return f"max by (job, agent, limit, scope) ({configured})"

@@ -9,6 +9,7 @@ import json
 from urllib.parse import quote
 
 from dashboards import settings
+from langchain_quota.decision import Unit
 from langchain_quota.telemetry import names, tracing
 
 PROCESS = ('job=~"$job"', 'instance=~"$instance"')
@@ -25,14 +26,12 @@ CALLS = names.CALLS.name
 DECISIONS = names.LIMIT_DECISIONS.name
 NEAR = names.NEAR.name
 EXHAUSTED = names.EXHAUSTED.name
-CONFIGURED = names.LIMIT.name
+CONFIGURED = names.LIMIT["calls"].name
 LIMIT_NEAR = names.LIMIT_NEAR.name
 LIMIT_ALERT = names.LIMIT_ALERT.name
 SUBJECTS = names.SUBJECTS.name
-THREAD_USED = names.THREAD_USED.name
 THREAD_BLOCKED = names.THREAD_BLOCKED.name
 THREAD_DECIDED = names.THREAD_DECIDED.name
-THREAD_LIMIT = names.THREAD_LIMIT.name
 HIDDEN = names.THREADS_HIDDEN.name
 STORE = names.STORE_SECONDS.name
 STORE_KEYS = names.STORE_KEYS.name
@@ -46,6 +45,11 @@ RUNS = names.RUNS.name
 RUNS_ENDED = names.RUNS_ENDED.name
 DECISION = names.DECISION_SECONDS.name
 UNJUDGED = names.UNJUDGED_CALLS.name
+MODEL_RUNS = names.MODEL_RUNS.name
+UNKNOWN_PRICES = names.UNKNOWN_PRICES.name
+
+LIMIT_OF_RESULT = r'/limit="(.+)"\} /'
+"""The same for a limit."""
 
 TRACED = "traced"
 """The label with a thread's id, where that can stand in a link to its traces as it is."""
@@ -133,6 +137,7 @@ def spans(thread: str, *, refused: bool = False) -> str:
             tracing.SCOPE,
             tracing.AGENT_NAME,
             tracing.TOOL_NAME,
+            tracing.UNIT,
             tracing.THREAD_USED,
             tracing.THREAD_LIMIT,
             tracing.RUN_USED,
@@ -141,6 +146,15 @@ def spans(thread: str, *, refused: bool = False) -> str:
         )
     )
     return f'{{ span.{tracing.DECISION} =~ "{decisions}" && ({its}) }} | select({shown})'
+
+
+def of_limit(metric: str, unit: Unit) -> str:
+    """What is known of a limit that counts a unit, for each of its scopes."""
+    configured = select(names.LIMIT[unit].name, AGENT, LIMIT)
+    if metric != names.LIMIT[unit].name:
+        on = "on (job, instance, agent, limit) group_left ()"
+        configured = f"{configured} * 0 + {on} {select(metric, AGENT, LIMIT)}"
+    return f"max by (job, agent, limit, scope) ({configured})"
 
 
 def thread_link() -> str:

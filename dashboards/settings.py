@@ -7,6 +7,9 @@ OVERVIEW_TITLE = "LangChain quota: overview"
 THREAD_UID = "langchain-quota-thread"
 THREAD_TITLE = "LangChain quota: thread"
 
+BUDGETS_UID = "langchain-quota-budgets"
+BUDGETS_TITLE = "LangChain quota: tokens and money"
+
 TIME_FROM = "now-3h"
 REFRESH = "30s"
 
@@ -43,6 +46,7 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 REFUSED_SHARE_WARNING = 0.05
 REFUSED_SHARE_CRITICAL = 0.2
+ESTIMATED_SHARE_WARNING = 0.5
 LITTLE_TIME_SECONDS = 600
 SOME_TIME_SECONDS = 3600
 
@@ -60,6 +64,13 @@ STATES = {"ok": OK, "near": WARNING, "exhausted": CRITICAL}
 
 # Grafana's unit for whole numbers: 12,345 and not 12.3 K.
 COUNT = "locale"
+ROUNDED = "short"
+"""Of amounts that may have many digits, where a few of them say enough: `1.78 Mil`."""
+
+# Grafana's unit for US dollars: $1.50, and $1.50K. A conversation may cost a tenth of a cent.
+DOLLARS = "currencyUSD"
+DECIMALS_OF_TOTALS = 2
+DECIMALS_OF_THREADS = 4
 
 NO_DATA = "no data"
 

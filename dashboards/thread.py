@@ -27,7 +27,6 @@ from dashboards.queries import (
     THREAD,
     THREAD_BLOCKED,
     THREAD_DECIDED,
-    THREAD_LIMIT,
     label_values,
     select,
     spans,
@@ -35,14 +34,17 @@ from dashboards.queries import (
 from dashboards.settings import (
     COUNT,
     CRITICAL,
+    DOLLARS,
     NEUTRAL,
     OK,
     RANGE,
     RANGE_SECONDS,
     WARNING,
 )
-from dashboards.usage import of_threads, refused_since
-from dashboards.variables import common_variables, one, several
+from dashboards.usage import in_any_unit, of_threads, refused_since
+from dashboards.variables import common_variables, limits, one
+from langchain_quota.decision import Unit
+from langchain_quota.telemetry import names
 
 _USE = of_threads(THREAD)
 _REFUSALS = select(THREAD_BLOCKED, AGENT, LIMIT, THREAD)
@@ -56,10 +58,11 @@ def build() -> Dashboard:
         "What one conversation has used of its limits, what was refused on it, and why.",
     )
     threads = label_values(select(THREAD_DECIDED, AGENT), "thread_id")
-    limits = label_values(select(THREAD_LIMIT, AGENT, THREAD), "limit")
+    limited = " or ".join(select(spec.name, AGENT, THREAD) for spec in names.THREAD_LIMIT.values())
     thread = one("thread", "Thread", threads).regex(NO_BACKTICK)
-    board.variables([*common_variables(), thread, several("limit", "Limit", limits)])
+    board.variables([*common_variables(), thread, limits(limited)])
     _stats(board)
+    _budgets(board)
     _use(board)
     _refusals(board)
     return board
@@ -83,7 +86,7 @@ def annotations() -> list[dict[str, object]]:
 
 
 def _stats(board: Dashboard) -> None:
-    worst = f"max({_USE.freshest(_USE.state)})"
+    worst = f"max({in_any_unit(lambda use: use.freshest(use.state), THREAD)})"
     board.with_panel(
         stat(
             Place(12, 3, 4),
@@ -99,7 +102,7 @@ def _stats(board: Dashboard) -> None:
             Place(1, 3, 4),
             "Utilization",
             "The used share of the limit that is used most.",
-            f"max({_USE.freshest(_USE.share)})",
+            f"max({in_any_unit(lambda use: use.freshest(use.share), THREAD)})",
             unit="percentunit",
             steps=[(None, NEUTRAL)],
         )
@@ -108,7 +111,8 @@ def _stats(board: Dashboard) -> None:
         stat(
             Place(2, 3, 4),
             "Calls left",
-            "How many calls the limit with the fewest calls left still allows.",
+            "How many calls the limit with the fewest calls left still allows. No data: no limit "
+            "of the thread counts calls.",
             f"min({_USE.freshest(_USE.remaining)})",
             unit=COUNT,
             steps=[(None, NEUTRAL), (0, CRITICAL), (1, NEUTRAL)],
@@ -121,7 +125,7 @@ def _stats(board: Dashboard) -> None:
             "When the first limit is used up, if the thread goes on with the pace of the last "
             f"{settings.PACE_WINDOW}. Empty: it used no call in the last "
             f"{settings.ACTIVE_WINDOW}, or has used its limits up.",
-            f"min({_USE.freshest(_USE.seconds_left)})",
+            f"min({in_any_unit(lambda use: use.freshest(use.seconds_left), THREAD)})",
             unit="s",
             steps=TIME_LEFT,
             no_value="-",
@@ -174,32 +178,74 @@ def _stats(board: Dashboard) -> None:
     )
 
 
+def _budgets(board: Dashboard) -> None:
+    """What is left of budgets, and what was spent."""
+    budgets: tuple[tuple[int, Unit, str, str, int], ...] = (
+        (13, "tokens", "Tokens", COUNT, 0),
+        (15, "microdollars", "Money", DOLLARS, settings.DECIMALS_OF_THREADS),
+    )
+    for number, unit, what, dashboard_unit, decimals in budgets:
+        use = of_threads(THREAD, unit=unit)
+        board.with_panel(
+            stat(
+                Place(number, 6, 4),
+                f"{what} left",
+                f"What is left of the thread's smallest budget of {what.lower()}.",
+                f"min({use.freshest(use.remaining)})",
+                unit=dashboard_unit,
+                steps=[(None, NEUTRAL)],
+                no_value="no such limit",
+            ).decimals(decimals)
+        )
+        spent = select(names.THREAD_SPENT[unit].name, AGENT, LIMIT, THREAD)
+        by = "job, instance, agent, limit"
+        board.with_panel(
+            stat(
+                Place(number + 1, 6, 4),
+                f"{what} spent",
+                f"{what} that model runs of the thread spent in the chosen time. Of several limits "
+                "that count the same, the one that counts most.",
+                f"sum(max by (job, instance, agent) ({total(by, spent, RANGE, RANGE_SECONDS)}))",
+                unit=dashboard_unit,
+                steps=[(None, NEUTRAL)],
+                no_value="none",
+            ).decimals(decimals)
+        )
+
+
+def _used(unit: Unit, panel_unit: str) -> list[Query]:
+    """What is used, what may be used, and what will be used."""
+    use = of_threads(THREAD, unit=unit)
+    own = {"unit": panel_unit}
+    return [
+        Query(
+            use.freshest(use.used), "used ({{agent}}, {{limit}})", properties={**own, **fixed(OK)}
+        ),
+        Query(
+            use.freshest(use.limit),
+            "limit ({{agent}}, {{limit}})",
+            properties={**own, **dashed(CRITICAL)},
+        ),
+        Query(
+            use.freshest(use.predicted),
+            f"in {settings.PREDICTED_TEXT} ({{{{agent}}}}, {{{{limit}}}})",
+            properties={**own, **dashed(WARNING)},
+        ),
+    ]
+
+
 def _use(board: Dashboard) -> None:
     board.with_panel(
         timeseries(
             Place(6, 24, 10),
             "Used against limit: $limit",
-            "Calls that the thread has used, and how many it may use. The orange line is where it "
+            "What the thread has used, and what it may use: calls, tokens or dollars, as the limit "
+            "counts. The orange line is where it "
             f"will be {settings.PREDICTED_TEXT} later if it goes on with the pace of the last "
             f"{settings.PACE_WINDOW}: where it is at the limit, the thread runs out before.",
-            [
-                Query(
-                    _USE.freshest(_USE.used), "used ({{agent}}, {{limit}})", properties=fixed(OK)
-                ),
-                Query(
-                    _USE.freshest(_USE.limit),
-                    "limit ({{agent}}, {{limit}})",
-                    properties=dashed(CRITICAL),
-                ),
-                Query(
-                    _USE.freshest(_USE.predicted),
-                    f"in {settings.PREDICTED_TEXT} ({{{{agent}}}}, {{{{limit}}}})",
-                    properties=dashed(WARNING),
-                ),
-            ],
+            [*_used("calls", COUNT), *_used("tokens", COUNT), *_used("microdollars", DOLLARS)],
             unit=COUNT,
         )
-        .decimals(0)
         .repeat("limit")
         .repeat_direction("h")
         .max_per_row(2)

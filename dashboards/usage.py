@@ -7,11 +7,12 @@ that decided last.
 All values are the last ones of a short time: one scrape that fails takes no thread away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dashboards import settings
 from dashboards.queries import AGENT, LIMIT, select
+from langchain_quota.decision import Unit
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.names import MetricSpec
 
@@ -48,12 +49,12 @@ class Usage:
 
     @property
     def used(self) -> str:
-        """Calls used."""
+        """What is used."""
         return self._now(0)
 
     @property
     def limit(self) -> str:
-        """Calls allowed."""
+        """What is allowed."""
         return self._now(1)
 
     @property
@@ -63,17 +64,17 @@ class Usage:
 
     @property
     def rank(self) -> str:
-        """The share of what has calls left; 0 for what has none."""
+        """The share of what has something left; 0 for what has nothing."""
         return f"clamp_max({self.share}, 1) % 1"
 
     @property
     def remaining(self) -> str:
-        """Calls left."""
+        """What is left."""
         return f"clamp_min({self.limit} - {self.used}, 0)"
 
     @property
     def state(self) -> str:
-        """0 with calls left, 1 near the limit, 2 exhausted."""
+        """0 with something left, 1 near the limit, 2 exhausted."""
         near = f"({self.share} >= bool {_OF_LIMIT} {_near()})"
         return f"{near} + ({self.share} >= bool 1)"
 
@@ -87,7 +88,7 @@ class Usage:
 
     @property
     def predicted(self) -> str:
-        """Calls that will be used if it goes on like this, up to the limit."""
+        """What will be used if it goes on like this, up to the limit."""
         used = self._select(0)
         line = f"predict_linear({used}[{settings.PACE_WINDOW}], {settings.PREDICTED_SECONDS})"
         later = f"clamp_min({line}, 0)"
@@ -111,6 +112,11 @@ class Usage:
         nearest = f"topk({settings.TOP}, {self.freshest(self.rank)})"
         return f"{self.freshest(expression)} and on ({self.by}) {nearest}"
 
+    def dearest(self, expression: str) -> str:
+        """Of those who have used most only."""
+        dearest = f"topk({settings.TOP}, {self.freshest(self.used)})"
+        return f"{self.freshest(expression)} and on ({self.by}) {dearest}"
+
     @property
     def decided_last(self) -> str:
         """What narrows an expression to the replica that decided last."""
@@ -124,22 +130,33 @@ class Usage:
         return select(self.metrics[metric].name, AGENT, LIMIT, *self.only)
 
 
-def of_threads(*only: str) -> Usage:
-    """The use of threads."""
-    return Usage(
-        "thread_id",
-        (names.THREAD_USED, names.THREAD_LIMIT, names.THREAD_DECIDED, names.THREAD_RESETS),
-        only,
-    )
+def of_threads(*only: str, unit: Unit = "calls") -> Usage:
+    """The use of threads, of the limits that count one unit."""
+    used, limit = names.THREAD_USED[unit], names.THREAD_LIMIT[unit]
+    return Usage("thread_id", (used, limit, names.THREAD_DECIDED, names.THREAD_RESETS), only)
 
 
-def of_subjects(*only: str) -> Usage:
-    """The use of shared quotas."""
-    return Usage(
-        "scope, subject",
-        (names.SUBJECT_USED, names.SUBJECT_LIMIT, names.SUBJECT_DECIDED, names.SUBJECT_RESETS),
-        only,
-    )
+def of_subjects(*only: str, unit: Unit = "calls") -> Usage:
+    """The use of shared quotas that count one unit."""
+    used, limit = names.SUBJECT_USED[unit], names.SUBJECT_LIMIT[unit]
+    metrics = (used, limit, names.SUBJECT_DECIDED, names.SUBJECT_RESETS)
+    return Usage("scope, subject", metrics, only)
+
+
+def in_any_unit(
+    ask: Callable[[Usage], str], *only: str, of: Callable[..., Usage] = of_threads
+) -> str:
+    """The use of all limits: what has no unit, such as a share or a time.
+
+    Args:
+        ask: What is asked of each unit.
+        only: Matchers that narrow it.
+        of: Whose use it is.
+    """
+    units: tuple[Unit, ...] = ("calls", "tokens", "microdollars")
+    # What has no unit of its own, such as when a window ends, is asked once.
+    asked = dict.fromkeys(ask(of(*only, unit=unit)) for unit in units)
+    return " or ".join(asked)
 
 
 def threads_by_state() -> str:
@@ -148,9 +165,9 @@ def threads_by_state() -> str:
     A thread counts once, however many limits and replicas it has. Those without series of their own
     are counted by each process.
     """
-    threads = of_threads()
-    reached = f"floor(clamp_max({threads.share} >= {_OF_LIMIT} {_near()}, 1))"
-    levels = f"max by (job, agent, thread_id) ({reached} and {threads.decided_last})"
+    share = in_any_unit(lambda threads: threads.share)
+    reached = f"floor(clamp_max(({share}) >= {_OF_LIMIT} {_near()}, 1))"
+    levels = f"max by (job, agent, thread_id) ({reached} and {of_threads().decided_last})"
     listed = f'count_values("state", {levels})'
     for level, state in (("0", "near"), ("1", "exhausted")):
         listed = f'label_replace({listed}, "state", "{state}", "state", "{level}")'

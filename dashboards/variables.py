@@ -11,7 +11,15 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from dashboards.panels import PROMETHEUS
-from dashboards.queries import BUILD, CALLS, PROCESS, THREAD_OF_RESULT, label_values, select
+from dashboards.queries import (
+    BUILD,
+    CALLS,
+    LIMIT_OF_RESULT,
+    PROCESS,
+    THREAD_OF_RESULT,
+    label_values,
+    select,
+)
 
 
 def common_variables() -> list[Builder[VariableModel]]:
@@ -41,6 +49,13 @@ def found(name: str, label: str, expr: str) -> QueryVariable:
         .multi(multi=True)
         .include_all(include_all=True)
         .current(everything)
+    )
+
+
+def limits(expr: str) -> QueryVariable:
+    """The variable of limits that count different units."""
+    return several("limit", "Limit", f"query_result(group by (limit) ({expr}))").regex(
+        LIMIT_OF_RESULT
     )
 
 

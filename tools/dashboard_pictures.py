@@ -29,7 +29,7 @@ SCRAPE = 15
 
 
 def draw(render: str, prometheus: str, thread: str, minutes: int) -> None:
-    """Draw both dashboards in both themes, and the first screen of the overview."""
+    """Draw the dashboards in both themes, and the first screen of the overview."""
     common = ["--width", str(WIDTH), "--from", f"now-{minutes}m", "--scrape", str(SCRAPE)]
     wanted = [
         (
@@ -37,7 +37,11 @@ def draw(render: str, prometheus: str, thread: str, minutes: int) -> None:
             f"langchain-quota-{name}.json",
             [*extra, "--theme", theme],
         )
-        for name, extra in (("overview", []), ("thread", ["--var", f"thread={thread}"]))
+        for name, extra in (
+            ("overview", []),
+            ("thread", ["--var", f"thread={thread}"]),
+            ("budgets", []),
+        )
         for theme in THEMES
     ]
     screen = ["--theme", "dark", "--height", str(SCREEN)]
@@ -49,10 +53,10 @@ def draw(render: str, prometheus: str, thread: str, minutes: int) -> None:
 
 
 def most_refused(traffic: Traffic) -> str:
-    """The thread whose own limit refused most calls."""
-    refused = traffic.truth().refusals("scope", "thread")
-    thread = max((each for each in refused if each[0] == THREAD), key=refused.__getitem__)
-    return str(thread[1])
+    """The thread whose limit of tokens refused most calls."""
+    refused = traffic.truth().refusals("limit", "scope", "thread")
+    out_of_tokens = [each for each in refused if each[:2] == ("tokens", THREAD)]
+    return str(max(out_of_tokens, key=refused.__getitem__)[2])
 
 
 def main() -> None:

@@ -50,10 +50,12 @@ LINK = re.compile(r"\]\(([^)\s]+)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 IMPORT = f"""
 import importlib.util, sys
 import {PACKAGE}, {PACKAGE}.testing
-extras = ("opentelemetry.sdk", "redis", "rich")
+extras = ("genai_prices", "opentelemetry.sdk", "redis", "rich")
 print({PACKAGE}.__version__, {PACKAGE}.__file__)
 print(*(name for name in extras if importlib.util.find_spec(name)))
 """
+
+PRICES = f"import {PACKAGE} as q; q.QuotaMiddleware([q.CostLimit(run_limit=1)])"
 
 
 class DistError(Exception):
@@ -313,6 +315,7 @@ def check_bare(there: Elsewhere, wheel: Path) -> None:
             raise DistError(f"export grafana does not write {board.name}")
     expect("langchain-quota[demo]", there.run("langchain-quota", "demo", status=2))
     expect("langchain-quota[redis]", there.run("langchain-quota", "quotas", "show", status=2))
+    expect("langchain-quota[cost]", there.run("python", "-I", "-c", PRICES, status=1))
 
 
 def check_types(there: Elsewhere) -> None:

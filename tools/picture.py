@@ -25,7 +25,7 @@ from langchain_quota.cli.demo_view import table
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
 TITLE = "langchain-quota demo"
 THREADS = 6
-WIDTH = 114
+WIDTH = 124
 """In characters; the bars take what the names leave."""
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 

@@ -1,6 +1,7 @@
 """Limits for LangChain agents that can be seen: async-first middleware with full telemetry."""
 
 from langchain_quota._version import __version__
+from langchain_quota.budgets import CostLimit, TokenLimit
 from langchain_quota.decision import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.deep_agents import with_limits
 from langchain_quota.errors import (
@@ -9,13 +10,17 @@ from langchain_quota.errors import (
     QuotaStoreError,
     QuotaWarning,
     ToolCallLimitExceededError,
+    UnknownPriceError,
 )
+from langchain_quota.estimates import usage_bound
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
 from langchain_quota.graph import GraphQuota
 from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.drop_ins import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.model_usage import ModelUsage
+from langchain_quota.prices import Price
 from langchain_quota.quotas import Quota
 from langchain_quota.state import (
     ModelCallLimitState,
@@ -46,6 +51,7 @@ except ModuleNotFoundError as _missing:
 
 __all__ = [
     "Call",
+    "CostLimit",
     "Decision",
     "EventLoopBlockedError",
     "ExitBehavior",
@@ -60,7 +66,9 @@ __all__ = [
     "ModelCallLimitExceededError",
     "ModelCallLimitMiddleware",
     "ModelCallLimitState",
+    "ModelUsage",
     "Outcome",
+    "Price",
     "Quota",
     "QuotaMiddleware",
     "QuotaState",
@@ -72,14 +80,17 @@ __all__ = [
     "RedisStore",
     "Telemetry",
     "ThreadUsage",
+    "TokenLimit",
     "ToolCallLimit",
     "ToolCallLimitExceededError",
     "ToolCallLimitMiddleware",
     "ToolCallLimitState",
+    "UnknownPriceError",
     "__version__",
     "hmac_label",
     "metrics_app",
     "start_metrics_server",
     "usage",
+    "usage_bound",
     "with_limits",
 ]

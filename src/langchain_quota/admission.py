@@ -52,12 +52,16 @@ class Counter:
             that lasts until it is reset.
         mirrored: Whether the caller keeps a key's count, too, and brings it back as `used`: a
             store that is full may drop it.
+        lease: The request only holds what it charges under the key, for so many seconds from 1: a
+            store gives it back then, unless a compensation that `settles` the request has come
+            before. `None`: what is charged stays charged.
     """
 
     key: str | None = None
     used: int = 0
     expires_at: float | None = None
     mirrored: bool = False
+    lease: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class Compensation:
         idempotency_key: The request that it was an attempt for: if another attempt was answered,
             the amounts are counted already.
         starts: The caller's counts, by key: where a key begins if nothing is kept under it.
+        settles: The idempotency key of a request that holds something under the keys of the
+            amounts: what it still holds there is given back first. So the amounts, 0 included,
+            stand in place of what was held. They may exceed limits.
     """
 
     id: str
@@ -79,6 +86,7 @@ class Compensation:
     attempt_id: str | None = None
     idempotency_key: str = ""
     starts: Mapping[str, int] = field(default_factory=dict)
+    settles: str = ""
 
 
 @dataclass(frozen=True, slots=True)

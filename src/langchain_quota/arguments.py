@@ -81,3 +81,17 @@ def checked_name(value: object, default: str) -> str:
             f"name must have 1 to {MAX_NAME_LENGTH} printable characters, not {value!r}"
         )
     return value
+
+
+def check_switch(argument: str, value: object) -> None:
+    """Check that a value is one of the two of a switch.
+
+    Args:
+        argument: Its name, for the message.
+        value: What was given.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} must be True or False, not {value!r}")

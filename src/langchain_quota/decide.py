@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from langchain_quota.admission import AcquireResult
 from langchain_quota.decision import (
@@ -28,6 +29,8 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     refused_at: Scope | None = None,
     charging: bool = True,
     ends: bool = False,
+    spent: int | None = None,
+    needs: int = 0,
 ) -> LimitStatus:
     """How a limit stands at one call.
 
@@ -35,14 +38,20 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         limit: The limit.
         rows: Its counts.
         counts: The counts before the call, by name.
-        amount: What the call adds to each; 0 if it does not run.
+        amount: What the call adds to counts of calls; 0 if it does not run.
         refused_at: The scope at which the limit refuses the call, if it does.
         charging: Whether a call that it admits is charged to it now; if not, it is counted when it
             has returned.
         ends: Whether the limit gives up with this batch, and ends the run.
+        spent: What the call, which is done, has used of a budget.
+        needs: What the call may need of a budget.
     """
     of_thread, of_run, *of_quotas = rows
     thread, run = counts[of_thread.counter], counts[of_run.counter]
+    runs = amount > 0
+    if limit.is_budget:
+        # What a call uses up is known when it has returned.
+        amount, charging = spent or 0, spent is not None
     reason: Reason | None = None
     if refused_at is not None:
         reason = "store" if refused_at == STORE else "exhausted"
@@ -57,8 +66,8 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         run_limit=limit.run_limit,
         reason=reason,
         scope=refused_at if reason == "exhausted" else None,
-        charged=charging and amount > 0 and reason is None,
-        deferred=amount > 0 and not charging,
+        charged=charging and runs and reason is None,
+        deferred=runs and not charging,
         enforced=limit.limit.enforce,
         near=limit.limit.near,
         alert=limit.limit.alert,
@@ -77,6 +86,8 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
             if row.quota is not None
         ),
         shared=limit.shared,
+        unit=limit.limit.unit,
+        needs=needs if reason == "exhausted" else 0,
     )
 
 
@@ -118,6 +129,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
                 refused_at=refused.get(limit.limit.name),
                 charging=charging,
                 ends=limit.limit.name in ending,
+                needs=rows[0].hold if limit.is_budget else 0,
             )
             for limit, rows in limits
         )
@@ -136,6 +148,24 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     return decisions
 
 
+class Exceeded(NamedTuple):
+    """A threshold that refuses calls of a batch.
+
+    Attributes:
+        scope: Its scope.
+        used: The count as if all calls of the batch had run; of a budget before the call.
+        most: Its number.
+        resets_at: When it resets; `None` if it does not.
+        needs: What the call may need of a budget.
+    """
+
+    scope: Scope
+    used: int
+    most: int
+    resets_at: datetime | None
+    needs: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Breach:
     """An enforced limit that refuses calls of this batch.
@@ -146,8 +176,9 @@ class Breach:
         decision: The first refusal.
         refusals: How many calls it refuses; calls that share an id are one.
         unchecked: Whether it refuses because the store could not be asked.
-        thread_count, run_count: The counts as if all calls of the batch that it matches had run.
-        exceeded: The thresholds that those counts exceed: scope, count, limit, and when it resets.
+        thread_count, run_count: The counts as if all calls of the batch that it matches had run;
+            of a budget those before the call.
+        exceeded: The thresholds that refuse.
     """
 
     limit: ResolvedLimit
@@ -157,7 +188,7 @@ class Breach:
     unchecked: bool
     thread_count: int
     run_count: int
-    exceeded: tuple[tuple[Scope, int, int, datetime | None], ...]
+    exceeded: tuple[Exceeded, ...]
 
 
 def breaches(
@@ -191,6 +222,7 @@ def breaches(
         if not refused:
             continue
         decision, first = next(iter(refused.values()))
+        amount, needs = (0, rows[0].hold) if each.is_budget else (amount, 0)
         counts = [(row, result.used[row.counter] + amount) for row in rows]
         found.append(
             Breach(
@@ -202,9 +234,15 @@ def breaches(
                 counts[0][1],
                 counts[1][1],
                 tuple(
-                    (row.scope, count, row.most, row.quota.resets_at if row.quota else None)
+                    Exceeded(
+                        row.scope,
+                        count,
+                        row.most,
+                        row.quota.resets_at if row.quota else None,
+                        needs,
+                    )
                     for row, count in counts
-                    if row.most is not None and count > row.most
+                    if row.most is not None and count + needs > row.most - row.kept
                 ),
             )
         )

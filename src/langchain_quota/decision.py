@@ -25,6 +25,9 @@ STORE: Scope = "store"
 
 Exit = Literal["continue", "error", "end", "finalize"]
 
+Unit = Literal["calls", "tokens", "microdollars"]
+"""What a limit counts: calls, tokens, or millionths of a US dollar; always whole numbers."""
+
 Reason = Literal["exhausted", "store"]
 """Why a limit refuses a call: a threshold is exhausted, or the store could not be asked."""
 
@@ -154,7 +157,8 @@ class LimitStatus:
             could not be asked; `None` if it admits the call.
         scope: The threshold that is exhausted, thread before run before quotas; `None` for none.
         charged: Whether the call is charged to this limit by this decision.
-        deferred: Whether the call is let through now and counted when it has returned.
+        deferred: Whether the call is let through now and counted when it has returned, as all
+            calls are to budgets of tokens and money.
         enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
         near: The limit's own near share; `None` for that of the telemetry.
         alert: Whether its refusals are worth an alert.
@@ -167,6 +171,8 @@ class LimitStatus:
         run_limit: The run's limit, in calls; `None` for none.
         quotas: Likewise for each of the limit's quotas.
         shared: Whether a store keeps one of the counts.
+        unit: What all these numbers count.
+        needs: Of a call that a budget refuses: how much of the budget it may need; else 0.
 
     Examples:
         >>> from langchain_quota import LimitStatus
@@ -202,6 +208,8 @@ class LimitStatus:
     computed: tuple[Scope, ...] = ()
     quotas: tuple[QuotaStatus, ...] = ()
     shared: bool = False
+    unit: Unit = "calls"
+    needs: int = 0
 
     @property
     def refused(self) -> bool:
@@ -217,7 +225,7 @@ class LimitStatus:
         return STORE if self.reason == "store" else self.scope
 
     def threshold(self, scope: Scope) -> int | None:
-        """The limit of a scope, in calls; `None` for none.
+        """The limit of a scope, in its unit; `None` for none.
 
         Args:
             scope: `"thread"`, `"run"`, or a quota's name.
@@ -230,7 +238,7 @@ class LimitStatus:
         return None if quota is None else quota.limit
 
     def used(self, scope: Scope) -> int:
-        """The count of a scope after the call, in calls; 0 for a scope that it does not have.
+        """The count of a scope after the call, in its unit; 0 for a scope that it does not have.
 
         Args:
             scope: `"thread"`, `"run"`, or a quota's name.

@@ -52,14 +52,15 @@ class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
 
 
 class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
-    """A model call limit with `exit_behavior="error"` refused a call.
+    """A model call limit or a budget with `exit_behavior="error"` refused a model call.
 
-    A subclass of LangChain's exception of the same name, with its attributes and its text.
+    A subclass of LangChain's exception of the same name, with its attributes and its text. The
+    unit of the counts is that of the limit: calls, tokens or microdollars.
 
     Args:
-        thread_count: The thread's count, in calls, before the refused call.
+        thread_count: The thread's count, in the limit's unit, before the refused call.
         run_count: The run's count, likewise.
-        thread_limit: The thread's limit, in calls; `None` for none.
+        thread_limit: The thread's limit, likewise; `None` for none.
         run_limit: The run's limit, likewise.
         message: The text; by default made from the counts.
         decision: The refusal; `None` for an exception that no middleware raised.
@@ -99,10 +100,12 @@ class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
 class QuotaWarning(UserWarning):
     """A limit is set up so that it cannot hold as its user will expect.
 
-    Today there are three. A thread limit whose counts do not outlive the run: once per middleware,
+    Today there are four. A thread limit whose counts do not outlive the run: once per middleware,
     when a run begins. Sub-agents of deepagents without the limits of their parent: once per agent,
     at its first model call. A graph that is wired by hand and has a run limit, and no node of it
-    calls `before_agent`: once per middleware.
+    calls `before_agent`: once per middleware. A model under a limit of tokens or costs that reports
+    no usage, so that its tokens are estimated: once per model and `Telemetry`. Its answer is paid
+    when this is known: where warnings are errors, this one is logged, and the answer is not lost.
 
     Examples:
         Fail on it, in tests:
@@ -158,6 +161,44 @@ class EventLoopBlockedError(QuotaStoreError):
         >>> issubclass(EventLoopBlockedError, QuotaStoreError)
         True
     """
+
+
+class UnknownPriceError(LookupError):
+    """Nobody has said what the tokens of a model cost.
+
+    Args:
+        model: The model, by the most exact name that is known.
+        provider: Who serves it, as LangChain names it; empty if unknown.
+        reason: Why the price is not known, if it is not simply missing.
+
+    Examples:
+        >>> from langchain_quota import UnknownPriceError
+        >>> error = UnknownPriceError("my-deployment", "azure")
+        >>> (error.model, error.provider)
+        ('my-deployment', 'azure')
+    """
+
+    def __init__(self, model: str, provider: str = "", *, reason: str = "") -> None:
+        served = f" of {provider!r}" if provider else ""
+        if reason:
+            text = f"the price of the model {model!r}{served} is not known: {reason}"
+        elif model:
+            text = (
+                f"no price is known for the model {model!r}{served}: give it, "
+                f'prices={{{model!r}: Price(input="2.50", output="10")}}, in dollars per million '
+                "tokens; or give the chat model the name that its provider lists, model="
+            )
+        else:
+            text = (
+                f"no price is known for a model{served} that has no name: give its class a field "
+                "model or model_name, or give prices= as a function"
+            )
+        super().__init__(text)
+        self.model = model
+        self.provider = provider
+
+    def __reduce__(self) -> Copying:
+        return _copied, (type(self), self.args), vars(self)
 
 
 def _copied(kind: type[ErrorT], args: tuple[Any, ...]) -> ErrorT:

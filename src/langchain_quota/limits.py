@@ -1,30 +1,32 @@
 """What may be spent: the limits that a user sets, frozen and validated."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from langchain_quota.arguments import (
     ALL_TOOLS,
     check_choice,
     check_count,
-    check_share,
     checked_name,
     checked_tools,
 )
-from langchain_quota.decision import THREAD, Call, Decision
+from langchain_quota.budgets import CostLimit, TokenLimit
+from langchain_quota.decision import Call, Decision, Unit
+from langchain_quota.limit_options import (
+    MODEL,
+    MaxCalls,
+    ModelExitBehavior,
+    check_options,
+    set_field,
+    whole_amount,
+)
 from langchain_quota.quotas import Quota
 
-MODEL = "model"
-"""The counter of model calls."""
-
 ToolExitBehavior = Literal["continue", "error", "end"]
-ModelExitBehavior = Literal["end", "error", "finalize"]
 ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
-MaxCalls = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
-"""A number of calls, none, or a function of the agent's state and runtime that gives either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class ToolCallLimit:
 
     kind: ClassVar[Literal["tool"]] = "tool"
     """The kind of calls that are limited."""
+    unit: ClassVar[Unit] = "calls"
+    """What is counted."""
 
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
@@ -103,7 +107,7 @@ class ToolCallLimit:
         excluded = () if self.exclude in ((), []) else checked_tools("exclude", self.exclude)
         if tools and excluded:
             raise ValueError(f"exclude={self.exclude!r} goes with all tools, not with tool_name")
-        _check_common(self)
+        check_options(self)
         check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end"))
         thread, run = self.thread_limit, self.run_limit
         if isinstance(thread, int) and isinstance(run, int) and run > thread:
@@ -120,11 +124,11 @@ class ToolCallLimit:
                 )
         without = f"-{','.join(excluded)}" if excluded else ""
         if not isinstance(self.tool_name, str | None):
-            _set(self, "tool_name", tools)
-        _set(self, "tools", tools)
-        _set(self, "exclude", excluded)
-        _set(self, "counter", ",".join(tools) or ALL_TOOLS + without)
-        _set(self, "name", checked_name(self.name, f"tool:{','.join(tools) or '*' + without}"))
+            set_field(self, "tool_name", tools)
+        set_field(self, "tools", tools)
+        set_field(self, "exclude", excluded)
+        set_field(self, "counter", ",".join(tools) or ALL_TOOLS + without)
+        set_field(self, "name", checked_name(self.name, f"tool:{','.join(tools) or '*' + without}"))
 
     def matches(self, call: Call) -> bool:
         """Whether the limit applies to the call.
@@ -172,6 +176,8 @@ class ModelCallLimit:
 
     kind: ClassVar[Literal["model"]] = "model"
     """The kind of calls that are limited."""
+    unit: ClassVar[Unit] = "calls"
+    """What is counted."""
     counter: ClassVar[str] = MODEL
     """The key under which calls are counted."""
     tools: ClassVar[tuple[str, ...]] = ()
@@ -190,11 +196,11 @@ class ModelCallLimit:
     quotas: Sequence[Quota] = ()
 
     def __post_init__(self) -> None:
-        _check_common(self)
+        check_options(self)
         check_choice("exit_behavior", self.exit_behavior, ("end", "error", "finalize"))
         if self.exit_behavior == "finalize" and not self.enforce:
             raise ValueError("exit_behavior='finalize' goes with enforce=True")
-        _set(self, "name", checked_name(self.name, MODEL))
+        set_field(self, "name", checked_name(self.name, MODEL))
 
     def matches(self, call: Call) -> bool:
         """Whether the limit applies to the call.
@@ -205,7 +211,7 @@ class ModelCallLimit:
         return call.kind == "model"
 
 
-Limit = ToolCallLimit | ModelCallLimit
+Limit = ToolCallLimit | ModelCallLimit | TokenLimit | CostLimit
 """What a middleware of many limits takes: for the type of a list of both."""
 
 
@@ -234,8 +240,11 @@ def check_together(limits: Sequence[Limit]) -> None:
     if not limits:
         raise ValueError("limits must have at least one limit")
     for limit in limits:
-        if not isinstance(limit, ToolCallLimit | ModelCallLimit):
-            raise TypeError(f"limits must be ToolCallLimit or ModelCallLimit, not {limit!r}")
+        if not isinstance(limit, Limit):
+            raise TypeError(
+                "limits must be ToolCallLimit, ModelCallLimit, TokenLimit or CostLimit, "
+                f"not {limit!r}"
+            )
     for name, count in Counter(limit.name for limit in limits).items():
         if count > 1:
             raise ValueError(f"{count} limits are named {name!r}: give each a name of its own")
@@ -256,58 +265,24 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         or is_dynamic(limit)
         or is_dynamic(other)
         or limit.quotas
+        # It keeps something for a last answer, and so comes before its number.
+        or getattr(limit, "keep", None) is not None
     ):
         return False
+    thread, run = _number(limit, "thread_limit"), _number(limit, "run_limit")
+    other_thread, other_run = _number(other, "thread_limit"), _number(other, "run_limit")
     # A run is part of a thread: what exhausts the other's thread limit ends this run, too.
-    return _is_later(limit.thread_limit, other.thread_limit) and (
-        _is_later(limit.run_limit, other.run_limit)
-        or _is_later(limit.run_limit, other.thread_limit)
+    return _is_later(thread, other_thread) and (
+        _is_later(run, other_run) or _is_later(run, other_thread)
     )
 
 
-def _is_later(limit: MaxCalls, other: MaxCalls) -> bool:
+def _number(limit: Limit, argument: str) -> int | None:
+    """A number that is no function, as it is counted."""
+    value = getattr(limit, argument)
+    return None if value is None else whole_amount(limit.unit, argument, value)
+
+
+def _is_later(limit: int | None, other: int | None) -> bool:
     """Whether one number is reached after another one, or never."""
-    return limit is None or (isinstance(other, int) and isinstance(limit, int) and other < limit)
-
-
-def _check_common(limit: "ToolCallLimit | ModelCallLimit") -> None:
-    thresholds = {"thread_limit": limit.thread_limit, "run_limit": limit.run_limit}
-    _check_quotas(limit)
-    if all(value is None for value in thresholds.values()) and not limit.quotas:
-        raise ValueError("At least one limit must be specified: thread_limit or run_limit")
-    for argument, value in thresholds.items():
-        if value is not None and not callable(value):
-            check_count(argument, value)
-    if (
-        limit.message is not None
-        and not isinstance(limit.message, str)
-        and not callable(limit.message)
-    ):
-        raise TypeError(f"message must be a string, a function or None, not {limit.message!r}")
-    if limit.near is not None:
-        check_share("near", limit.near)
-    if not isinstance(limit.enforce, bool):
-        raise TypeError(f"enforce must be True or False, not {limit.enforce!r}")
-    if not isinstance(limit.alert, bool):
-        raise TypeError(f"alert must be True or False, not {limit.alert!r}")
-
-
-def _check_quotas(limit: "ToolCallLimit | ModelCallLimit") -> None:
-    if not isinstance(limit.quotas, Sequence) or not all(
-        isinstance(quota, Quota) for quota in limit.quotas
-    ):
-        raise TypeError(f"quotas must be a sequence of Quota, not {limit.quotas!r}")
-    scopes = [quota.name for quota in limit.quotas]
-    if limit.thread_limit is not None:
-        scopes.append(THREAD)
-    for scope, count in Counter(scopes).items():
-        if count > 1:
-            raise ValueError(
-                f"{count} thresholds of a limit have the scope {scope!r}: give quotas names of "
-                "their own"
-            )
-    _set(limit, "quotas", tuple(limit.quotas))
-
-
-def _set(limit: "ToolCallLimit | ModelCallLimit", attribute: str, value: object) -> None:
-    object.__setattr__(limit, attribute, value)
+    return limit is None or (other is not None and other < limit)

@@ -7,9 +7,10 @@ applications match on them.
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-from langchain_quota.decide import Breach
-from langchain_quota.decision import Decision
+from langchain_quota.decide import Breach, Exceeded
+from langchain_quota.decision import Decision, Unit
 from langchain_quota.limits import Limit
+from langchain_quota.money import as_dollars
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -22,6 +23,9 @@ FINALIZED = "This tool call was not run: the model call that made it was the las
 
 ABANDONED = "This tool call was not completed: the run that made it was stopped."
 """The answer given later to a tool call that an earlier run left without one."""
+
+
+_BUDGETS: Mapping[Unit, str] = {"tokens": "Token", "microdollars": "Cost"}
 
 
 def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
@@ -42,28 +46,42 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     return " ".join(dict.fromkeys(texts))
 
 
-def final(breaches: Sequence[Breach]) -> str:
+def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
     """What the user reads when the run ends at limits: every limit that was hit, with counts.
 
     Never blank: providers refuse a message without text, and supervisors pass on another one.
+
+    Args:
+        breaches: The limits.
+        is_last: Whether the run ends with a last call, which has what budgets keep for it.
     """
     return " ".join(
-        _own_final(breach.limit.limit.message, breach.decision) or reached(breach)
+        _own_final(breach.limit.limit.message, breach.decision) or reached(breach, is_last=is_last)
         for breach in breaches
     )
 
 
-def reached(breach: Breach) -> str:
+def reached(breach: Breach, *, is_last: bool = False) -> str:
     """Which thresholds of a limit are reached, with counts, and when quotas reset.
 
     For tools the counts are as if the refused calls had run, for the model those before the call.
+
+    Args:
+        breach: The limit.
+        is_last: As of `final`.
     """
     limit = breach.limit.limit
     if breach.unchecked:
         return _unchecked(limit)
+    if breach.limit.is_budget:
+        parts = [
+            f"{each.scope} limit ({_of_budget(each, limit.unit, is_last=is_last)}"
+            f"{_resets(each.resets_at)})"
+            for each in breach.exceeded
+        ]
+        return f"{_BUDGETS[limit.unit]} limits exceeded: {', '.join(parts)}"
     exceeded = [
-        (scope, count, most, "" if resets_at is None else f"; resets at {_utc(resets_at)}")
-        for scope, count, most, resets_at in breach.exceeded
+        (each.scope, each.used, each.most, _resets(each.resets_at)) for each in breach.exceeded
     ]
     if limit.kind == "model":
         parts = [f"{scope} limit ({n - 1}/{most}{resets})" for scope, n, most, resets in exceeded]
@@ -89,6 +107,8 @@ def _refusal(limit: Limit | None, decision: Decision, *, unchecked: bool = False
 
 
 def _unchecked(limit: Limit) -> str:
+    if limit.unit != "calls":
+        return f"{_BUDGETS[limit.unit]} limit could not be checked: try again later."
     if limit.kind == "model":
         return "Model call limit could not be checked: try again later."
     names = " or ".join(f"'{tool}'" for tool in limit.tools)
@@ -96,6 +116,28 @@ def _unchecked(limit: Limit) -> str:
         f"Tool call limit could not be checked, so the call {f'of {names} ' if names else ''}was "
         "not run. Try again later."
     )
+
+
+def _of_budget(exceeded: Exceeded, unit: Unit, *, is_last: bool) -> str:
+    """What is used of a budget, and why that is too much if something is left.
+
+    Such as `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
+    """
+    in_dollars = unit == "microdollars"
+    used, most, needs = (
+        as_dollars(each) if in_dollars else str(each)
+        for each in (exceeded.used, exceeded.most, exceeded.needs)
+    )
+    text = f"{used}/{most}" if in_dollars else f"{used}/{most} {unit}"
+    if exceeded.used >= exceeded.most:
+        return text
+    if is_last:
+        return f"{text}, the rest was kept for the last answer"
+    return f"{text}, the call may need {needs}"
+
+
+def _resets(moment: datetime | None) -> str:
+    return "" if moment is None else f"; resets at {_utc(moment)}"
 
 
 def _utc(moment: datetime) -> str:

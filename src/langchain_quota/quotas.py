@@ -1,13 +1,15 @@
-"""A quota: how many calls somebody or something may make, in a window or in all."""
+"""A quota: how much somebody or something may use, in a window or in all."""
 
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 from langchain_quota.arguments import check_count
 from langchain_quota.decision import ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.money import Dollars, checked_microdollars
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, "none")
@@ -22,8 +24,9 @@ class Quota:
     are thresholds over one count, whichever limit or agent of the store they belong to.
 
     Args:
-        limit: Most calls in a window, a whole number from 0 (which forbids); or a function of the
-            agent's state and runtime, sync or async, that gives it, or `None` for no limit now.
+        limit: Most calls in a window, a whole number from 0 (which forbids); in a `TokenLimit`
+            most tokens, in a `CostLimit` most dollars. Or a function of the agent's state and
+            runtime, sync or async, that gives it, or `None` for no limit now.
         per: Whose calls are counted together: those of a `"thread"`, of a `"root_run"` (the
             outermost run, with every sub-agent and sub-graph that it starts), of an `"agent"` (by
             its name), of all (`"global"`), of a value in `runtime.context` under this name (a
@@ -51,17 +54,14 @@ class Quota:
         'user_id'
     """
 
-    limit: "int | Callable[[Any, Any], int | Awaitable[int | None] | None]"
+    limit: "Dollars | Callable[[Any, Any], Dollars | Awaitable[Dollars | None] | None]"
     _: KW_ONLY
     per: "str | Callable[[Any, Any], object]" = THREAD
     window: timedelta | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
-        if self.limit is None:
-            raise TypeError("limit must be a whole number or a function, not None")
-        if not callable(self.limit):
-            check_count("limit", self.limit)
+        _check_limit(self.limit)
         if not isinstance(self.per, str) and not callable(self.per):
             raise TypeError(f"per must be a string or a function, not {self.per!r}")
         if self.window is not None and not isinstance(self.window, timedelta):
@@ -91,6 +91,23 @@ class Quota:
     def dimension(self) -> str:
         """Under which name its subjects are kept: quotas with one dimension share a count."""
         return self.per if isinstance(self.per, str) else self.name
+
+
+def _check_limit(limit: object) -> None:
+    """Check that a number is one of calls, tokens or dollars: which of them, the limit says.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is out of bounds, or cannot be read.
+    """
+    if limit is None:
+        raise TypeError("limit must be a whole number or a function, not None")
+    if isinstance(limit, float):
+        raise TypeError(f"limit must be a whole number, or dollars as a string, not {limit!r}")
+    if isinstance(limit, str | Decimal):
+        checked_microdollars("limit", limit)
+    elif not callable(limit):
+        check_count("limit", limit)
 
 
 def _check_free(name: str, per: object) -> None:

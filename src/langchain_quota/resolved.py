@@ -1,12 +1,12 @@
 """Limits at one moment: their numbers, and what each call asks of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, NamedTuple, get_args
 
-from langchain_quota.admission import Counter, Hits, Threshold
-from langchain_quota.arguments import check_count
+from langchain_quota.admission import Hits, Threshold
+from langchain_quota.budgets import CostLimit, TokenLimit
 from langchain_quota.decision import (
     ROOT_RUN,
     RUN,
@@ -17,10 +17,16 @@ from langchain_quota.decision import (
     Kind,
     Scope,
 )
-from langchain_quota.limits import MODEL, Limit, named_tools
+from langchain_quota.limit_options import UNITS, whole_amount
+from langchain_quota.limits import Limit, named_tools
 
 Outage = Literal["deny", "allow"]
 """What becomes of calls that need a store which cannot be asked."""
+
+LEASE = 900
+"""How long a store holds an amount for a model call, in seconds. When a process has died, it is
+given back then. A call that takes longer is charged all the same: others may have used by then
+what it held. Clients of providers give up after 600 seconds, if nobody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class ResolvedQuota:
 
     Attributes:
         scope: The quota's name.
-        limit: Its number, in calls.
+        limit: Its number, in the limit's unit.
         subject: Whose calls are counted; empty for all.
         key: Where the store keeps the count.
         resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
@@ -57,12 +63,14 @@ class ResolvedLimit:
 
     Attributes:
         limit: The limit.
-        thread_limit, run_limit: Its numbers, in calls; `None` for none.
+        thread_limit, run_limit: Its numbers, in its unit; `None` for none.
         thread_key: Where a store keeps the thread's count; `None` if only the state does.
         run_key: Where it keeps the run's, likewise.
         quotas: The quotas.
         computed: The scopes whose number was computed.
         remembers: Whether the state outlives the run, so that it has the thread's count, too.
+        hold: What one call adds to its counts when it is admitted: of a budget its reserve.
+        keep: What is kept for the last answer of the run.
     """
 
     limit: Limit
@@ -73,6 +81,8 @@ class ResolvedLimit:
     quotas: tuple[ResolvedQuota, ...] = ()
     computed: tuple[Scope, ...] = ()
     remembers: bool = False
+    hold: int = 1
+    keep: int = 0
 
     @classmethod
     def of(
@@ -83,7 +93,7 @@ class ResolvedLimit:
         run_key: str | None = None,
         quotas: tuple[ResolvedQuota, ...] = (),
         remembers: bool = False,
-        **computed: int | None,
+        **computed: object,
     ) -> "ResolvedLimit":
         """A limit with its numbers.
 
@@ -103,8 +113,15 @@ class ResolvedLimit:
         for argument in ("thread_limit", "run_limit"):
             value = computed.get(argument, getattr(limit, argument))
             if value is not None:
-                check_count(f"{argument} of limit {limit.name!r}", value)
+                what = f"{argument} of limit {limit.name!r}"
+                value = whole_amount(limit.unit, what, value)
             numbers[argument] = value
+        options = {}
+        if isinstance(limit, TokenLimit | CostLimit):
+            if limit.reserve is not None and not callable(limit.reserve):
+                options["hold"] = whole_amount(limit.unit, "reserve", limit.reserve)
+            if limit.keep is not None:
+                options["keep"] = whole_amount(limit.unit, "keep", limit.keep)
         return cls(
             limit,
             numbers["thread_limit"],
@@ -118,7 +135,13 @@ class ResolvedLimit:
                 *(quota.scope for quota in quotas if quota.computed),
             ),
             remembers,
+            **options,
         )
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether it limits what model calls use up, and not their number."""
+        return self.limit.unit != "calls"
 
     @property
     def shared(self) -> bool:
@@ -142,7 +165,8 @@ def stored_as(limit: Limit) -> str:
 
     A tool may be named `"model"`. Its counter starts with a comma, so the two counts stay apart.
     """
-    return f",{MODEL}" if limit.kind == "tool" and limit.counter == MODEL else limit.counter
+    counter = limit.counter
+    return f",{counter}" if limit.kind == "tool" and counter in UNITS else counter
 
 
 def thread_counter(limit: Limit) -> str:
@@ -165,6 +189,9 @@ class Row(NamedTuple):
         key: Where a store keeps it; `None` if only the state does.
         mirrored: Whether the state has the count, too.
         quota: The quota, if it is one's.
+        hold: What the limit reserves for one call.
+        lease: How long a store only holds that; `None` if it is charged.
+        kept: How much of its number is not for the call that is judged.
     """
 
     scope: Scope
@@ -173,6 +200,9 @@ class Row(NamedTuple):
     key: str | None
     mirrored: bool
     quota: ResolvedQuota | None = None
+    hold: int = 1
+    lease: int | None = None
+    kept: int = 0
 
 
 class Asked(NamedTuple):
@@ -188,6 +218,30 @@ class Asked(NamedTuple):
     limits: tuple[tuple[ResolvedLimit, tuple[Row, ...]], ...]
     hits: Hits
     shared: bool
+
+    def keeping(self) -> "Asked":
+        """The same for a call that leaves what budgets keep for the last answer, and holds none."""
+        return self._with(
+            (each, tuple(row._replace(hold=1, kept=each.keep) for row in rows))
+            for each, rows in self.limits
+        )
+
+    def reserving(self, bounds: Mapping[str, int]) -> "Asked":
+        """The same for a call that can use that much, by the limit's name."""
+        return self._with(
+            (
+                each,
+                tuple(
+                    row._replace(hold=max(row.hold, bounds.get(each.limit.name, 0))) for row in rows
+                ),
+            )
+            for each, rows in self.limits
+        )
+
+    def _with(self, limits: Iterable[tuple[ResolvedLimit, tuple[Row, ...]]]) -> "Asked":
+        limits = tuple(limits)
+        denied = {each.limit for each in self.hits.thresholds if each.scope == STORE}
+        return Asked(limits, _hits(limits, denied), self.shared)
 
 
 class ResolvedLimits:
@@ -208,10 +262,13 @@ class ResolvedLimits:
             if each.enforce and (each.exit_behavior != "continue" or each.give_up_after is not None)
         }
         """The limits whose refusals stop a batch, and after how many in a run."""
+        self.has_budgets = any(each.is_budget for each in self.limits)
+        """Whether one of them limits what model calls use up."""
         self._outage = outage
         self._named = {tool for each in self.limits for tool in named_tools(each.limit)}
         self._are_ours = {type(each.limit) for each in self.limits} <= {*get_args(Limit)}
         self._asked: dict[tuple[Kind, str | None], Asked] = {}
+        self._rows: dict[str, Sequence[Row]] = {}
 
     def without_store(self, outage: Outage) -> "ResolvedLimits":
         """The same limits while the store cannot be asked.
@@ -241,12 +298,18 @@ class ResolvedLimits:
                 self._asked[key] = found
         return found
 
-    def rows(self, limit: ResolvedLimit) -> list[Row]:
+    def rows(self, limit: ResolvedLimit) -> Sequence[Row]:
         """The counters that a limit looks at: the thread's, the run's, and those of its quotas.
 
         Args:
-            limit: The limit.
+            limit: The limit, which is one of these.
         """
+        rows = self._rows.get(limit.limit.name)
+        if rows is None:
+            rows = self._rows[limit.limit.name] = self._made_rows(limit)
+        return rows
+
+    def _made_rows(self, limit: ResolvedLimit) -> list[Row]:
         thread, run = thread_counter(limit.limit), run_counter(limit.limit)
         rows = [
             Row(THREAD, thread, limit.thread_limit, limit.thread_key, limit.remembers),
@@ -267,49 +330,44 @@ class ResolvedLimits:
                 )
                 for each in limit.quotas
             ]
+        if limit.is_budget:
+            rows = [row._replace(hold=limit.hold, lease=LEASE) for row in rows]
         return rows
 
     def _ask(self, matching: Sequence[ResolvedLimit]) -> Asked:
-        limits, thresholds = [], []
-        for each in matching:
-            limit, rows = each.limit, self.rows(each)
-            if self._outage == "deny" and each.shared:
-                # Any of its counters will do: every count is above -1.
-                run = rows[1].counter
-                thresholds.append(Threshold(limit.name, STORE, run, -1, limit.enforce))
-            thresholds += [
-                Threshold(limit.name, row.scope, row.counter, row.most, limit.enforce)
-                for row in rows
-                if row.most is not None
-            ]
-            limits.append((each, tuple(rows)))
-        amounts = dict.fromkeys((row.counter for _, rows in limits for row in rows), 1)
+        limits = tuple((each, tuple(self.rows(each))) for each in matching)
+        denies = self._outage == "deny"
+        denied = {each.limit.name for each in matching if denies and each.shared}
         shared = self._outage is None and any(each.shared for each in matching)
-        return Asked(tuple(limits), Hits(amounts, tuple(thresholds)), shared)
+        return Asked(limits, _hits(limits, denied), shared)
 
 
-def counters_of(asked: Iterable[Asked], used: Mapping[str, int]) -> dict[str, Counter]:
-    """The counters that calls would hit, by name.
+def _hits(limits: Iterable[tuple[ResolvedLimit, tuple[Row, ...]]], denied: Collection[str]) -> Hits:
+    """What a call adds to the counts of limits.
+
+    Limits that share a count hold the most that an enforced one of them reserves. Each is judged by
+    its own reserve alone: its number is moved by what the amount differs from that.
 
     Args:
-        asked: What the calls ask.
-        used: The caller's counts, by name; a missing one counts as zero.
+        limits: The limits, each with its counts.
+        denied: The names of those that refuse the call since the store cannot be asked.
     """
-    counters: dict[str, Counter] = {}
-    for limits, _, _ in asked:
-        for row in (row for _, rows in limits for row in rows):
-            known = counters.get(row.counter)
-            if known is None:
-                ends = row.quota.resets_at if row.quota else None
-                counters[row.counter] = Counter(
-                    row.key,
-                    used.get(row.counter, 0),
-                    None if ends is None else ends.timestamp(),
-                    row.mirrored,
-                )
-            elif known.key is None and row.key is not None:
-                counters[row.counter] = replace(known, key=row.key)
-    return counters
+    amounts: dict[str, int] = {}
+    for each, rows in limits:
+        for row in rows:
+            hold = row.hold if each.limit.enforce else 1
+            amounts[row.counter] = max(hold, amounts.get(row.counter, 1))
+    thresholds = []
+    for each, rows in limits:
+        name, enforced = each.limit.name, each.limit.enforce
+        if name in denied:
+            # Any of its counters will do: every count is above -1.
+            thresholds.append(Threshold(name, STORE, rows[1].counter, -1, enforced))
+        for row in rows:
+            if row.most is not None:
+                most = row.most - row.kept - row.hold + amounts[row.counter]
+                thresholds.append(Threshold(name, row.scope, row.counter, most, enforced))
+    return Hits(amounts, tuple(thresholds))
 
 
 def hits_of(calls: Sequence[Call], asked: Sequence[Asked]) -> tuple[list[Hits], list[int]]:

@@ -3,12 +3,10 @@
 The annotations here are resolved by LangGraph at run time, in this module.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, NotRequired, cast
-from uuid import uuid4
 
 from langchain.agents.middleware.types import AgentState, PrivateStateAttr, ResponseT
 from langgraph.channels.untracked_value import UntrackedValue
@@ -63,6 +61,15 @@ class Abandoned(TypedDict):
     acquired: NotRequired[Acquired]
 
 
+class Held(TypedDict):
+    """What a store holds of budgets until a model call is done."""
+
+    request: str
+    """The idempotency key of the request that holds it."""
+    keys: dict[str, str]
+    """The store's keys, each with the counter whose amounts it counts."""
+
+
 class Ledger(TypedDict, total=False):
     """What the hooks of a thread tell each other; every value is plain JSON."""
 
@@ -76,6 +83,8 @@ class Ledger(TypedDict, total=False):
     """Tool calls let through in this run, by counter."""
     run_model: int
     """Model calls let through in this run."""
+    thread_model: int
+    """Model calls of the thread, where they were counted under budgets alone."""
     model_mode: str | None
     """When this run's model calls are counted: when `"admitted"`, or when `"returned"`."""
     model_counted: bool
@@ -101,6 +110,16 @@ class Ledger(TypedDict, total=False):
     abandoned: Abandoned | None
     trace: dict[str, str] | None
     """The first span of this run, where none was active, as the W3C's headers name it."""
+    thread_spent: dict[str, int]
+    """What the model calls of the thread have used of budgets, by counter."""
+    run_spent: dict[str, int]
+    """Likewise of this run."""
+    spent_by: str | None
+    """Names the newest call whose use these have: this process may know of others."""
+    held: Held | None
+    """What a store holds for the model call that is about to be made."""
+    uncharged: bool
+    """Whether a graph of the user's own has yet to charge this step's model call to budgets."""
     pending_refunds: dict[str, Amounts]
     """What a store charged and is to take back at the next occasion, by a name of the refund."""
 
@@ -210,7 +229,7 @@ def run_tools(state: Mapping[str, Any]) -> dict[str, int]:
 
 def thread_model(state: Mapping[str, Any]) -> int:
     """Model calls of the thread."""
-    return int(state.get(THREAD_MODEL) or 0)
+    return max(int(state.get(THREAD_MODEL) or 0), ledger(state).get("thread_model", 0))
 
 
 def run_model(state: Mapping[str, Any]) -> int:
@@ -219,9 +238,15 @@ def run_model(state: Mapping[str, Any]) -> int:
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
 
+def spent(state: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """What model calls have used of budgets, by counter: those of the thread, and of the run."""
+    known = ledger(state)
+    return dict(known.get("thread_spent") or {}), dict(known.get("run_spent") or {})
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadUsage:
-    """What a thread has used, in calls.
+    """What a thread has used, in calls, and of budgets in tokens and microdollars.
 
     Attributes:
         tools: Tool calls of the thread, by what is counted: a tool's name, several joined by
@@ -229,6 +254,10 @@ class ThreadUsage:
         model: Model calls of the thread.
         run_tools: Tool calls of its newest run, likewise.
         run_model: Model calls of its newest run.
+        spent: What the model calls of the thread have used of the budgets that it has, by
+            `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
+            `"model.microdollars"`.
+        run_spent: Those of its newest run, likewise.
 
     Examples:
         >>> from langchain_quota import ThreadUsage
@@ -241,6 +270,8 @@ class ThreadUsage:
     model: int
     run_tools: Mapping[str, int]
     run_model: int
+    spent: Mapping[str, int] = field(default_factory=dict)
+    run_spent: Mapping[str, int] = field(default_factory=dict)
 
 
 def usage(snapshot: StateSnapshot) -> ThreadUsage:
@@ -265,112 +296,23 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
         1
     """
     state = snapshot.values
+    of_thread, of_run = spent(state)
     return ThreadUsage(
         tools=MappingProxyType(thread_tools(state)),
         model=thread_model(state),
         run_tools=MappingProxyType(run_tools(state)),
         run_model=run_model(state),
+        spent=MappingProxyType(of_thread),
+        run_spent=MappingProxyType(of_run),
     )
 
 
-UNUSED: Mapping[str, Any] = {THREAD_TOOLS: {}, THREAD_MODEL: 0, LEDGER: NEW_RUN}
+NOTHING_SPENT: Ledger = {"run_spent": {}, "held": None}
+"""What a run with budgets begins with, beside `NEW_RUN`."""
+
+UNUSED: Mapping[str, Any] = {
+    THREAD_TOOLS: {},
+    THREAD_MODEL: 0,
+    LEDGER: {**NEW_RUN, **NOTHING_SPENT, "thread_spent": {}, "thread_model": 0},
+}
 """The counts of a thread that has used nothing."""
-
-
-class ToolCounts:
-    """The counts of tool calls as one hook reads and rewrites them.
-
-    Args:
-        thread: The thread's counts, by counter; changed in place.
-        run: The run's counts, by counter; changed in place.
-        charges: The charges of the current batch; changed in place.
-        acquired: What a store charged for its calls; changed in place.
-        pending_refunds: What a store is to take back; changed in place.
-    """
-
-    def __init__(
-        self,
-        thread: dict[str, int],
-        run: dict[str, int],
-        charges: Charges,
-        acquired: Acquired | None = None,
-        pending_refunds: dict[str, Amounts] | None = None,
-    ) -> None:
-        self.thread = thread
-        self.run = run
-        self.charges = charges
-        self.acquired = {} if acquired is None else acquired
-        self.pending_refunds = {} if pending_refunds is None else pending_refunds
-        self.passed: list[str] = []
-        """The names of the middlewares that have let it pass."""
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
-        """The counts in a state, with what is charged to the calls of an AIMessage."""
-        known = ledger(state)
-        run = known.get("run_tools")
-        batch: Any = known.get("batch")
-        if batch is None or message_id is None or batch["message"] != message_id:
-            batch = {}
-        counts = cls(
-            dict(state.get(THREAD_TOOLS) or {}),
-            dict(run if run is not None else state.get(RUN_TOOLS) or {}),
-            deepcopy(batch.get("charges", {})),
-            deepcopy(batch.get("acquired")),
-            dict(known.get("pending_refunds") or {}),
-        )
-        counts.passed = batch.get("passed", [])
-        return counts
-
-    def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
-        """The thread's and the run's count of a counter, without what these calls are charged."""
-        own = 0
-        if self.charges:
-            own = sum(self._charged(call_id, counter) for call_id in ids)
-        # Never below zero, even where someone else reset the counts.
-        return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
-
-    def charge(self, call_id: str, counter: str, limit: tuple[str, str], amount: int) -> None:
-        """Charge a call to a limit, known by middleware and name; its counter counts it once."""
-        before = self._charged(call_id, counter)
-        middleware, name = limit
-        by_middleware = self.charges.setdefault(call_id, {}).setdefault(counter, {})
-        by_middleware.setdefault(middleware, {})[name] = amount
-        self._add(counter, self._charged(call_id, counter) - before)
-
-    def take_back(self, call_id: str) -> list[tuple[str, int]]:
-        """Take all charges of a call back; each limit's name and amount."""
-        self.refund_later(self.acquired.pop(call_id, {}).values())
-        taken: list[tuple[str, int]] = []
-        for counter in self.charges.get(call_id, {}):
-            self._add(counter, -self._charged(call_id, counter))
-        for by_middleware in self.charges.pop(call_id, {}).values():
-            for by_limit in by_middleware.values():
-                taken += by_limit.items()
-        return taken
-
-    def refund_later(self, charged: Iterable[Amounts]) -> None:
-        """Have a store take back what it charged, at the next occasion."""
-        self.pending_refunds |= {uuid4().hex: amounts for amounts in charged}
-
-    def renew(self, call_id: str, middleware: str, keys: Collection[str]) -> Amounts:
-        """Forget what a store charged for a call that a middleware judges (again), and return it.
-
-        What another one charged stays charged, but for the keys that this one charges, too: a key
-        counts a call once.
-        """
-        by_middleware = self.acquired.get(call_id, {})
-        amounts = by_middleware.pop(middleware, {})
-        for others in by_middleware.values():
-            for key in others.keys() & keys:
-                amounts[key] = amounts.get(key, 0) + others.pop(key)
-        return amounts
-
-    def _charged(self, call_id: str, counter: str) -> int:
-        by_middleware = self.charges.get(call_id, {}).get(counter, {})
-        amounts = (each for by_limit in by_middleware.values() for each in by_limit.values())
-        return max(amounts, default=0)
-
-    def _add(self, counter: str, amount: int) -> None:
-        self.thread[counter] = max(0, self.thread.get(counter, 0) + amount)
-        self.run[counter] = max(0, self.run.get(counter, 0) + amount)

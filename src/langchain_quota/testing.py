@@ -73,6 +73,8 @@ class ScriptedChatModel(BaseChatModel):
             such an answer, which keeps concurrent conversations apart.
         keep_calls: How many requests `calls` keeps, the newest ones, from 0; `None` for all. A
             process that runs for long needs a bound, because each request has a whole history.
+        model: The name of the model that it plays, such as `"gpt-4o"`: a `CostLimit` looks for
+            its price in the table `prices=`. Empty for none.
 
     Raises:
         TypeError: `keep_calls` has the wrong type.
@@ -92,6 +94,7 @@ class ScriptedChatModel(BaseChatModel):
 
     script: Any
     keep_calls: int | None = None
+    model: str = ""
     _position: int = PrivateAttr(default=0)
     _calls: deque[ModelCall] = PrivateAttr()
     _ids: Iterator[int] = PrivateAttr(default_factory=lambda: count(1))

@@ -125,7 +125,7 @@ class Total:
     """A line of the summary."""
 
     carried_over: int
-    allowed: int
+    charged: int
     blocked: int
     near: int
     exhausted: int
@@ -133,7 +133,9 @@ class Total:
 
 def totals(output: str) -> dict[str, Total]:
     rows = re.findall(
-        r"^(tool:search|tool:\*|model) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+)$", output, re.MULTILINE
+        r"^(tool:search|tool:\*|model|tokens) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+)$",
+        output,
+        re.MULTILINE,
     )
     return {limit: Total(*map(int, numbers)) for limit, *numbers in rows}
 
@@ -166,9 +168,11 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_summary(two_runs: tuple[str, str]) -> None:
     """The summary tells of calls that were let through and calls that were blocked."""
     found = totals(two_runs[0])
-    assert set(found) == {"tool:search", "tool:*", "model"}
-    assert all(total.allowed > 0 for total in found.values())
+    assert set(found) == {"tool:search", "tool:*", "model", "tokens"}
+    assert all(total.charged > 0 for total in found.values())
     assert found["tool:search"].blocked > 0
+    # A machine that is slow plays fewer turns; a second run begins with what the first has used.
+    assert totals(two_runs[1])["tokens"].blocked > 0
     assert "scrape http://127.0.0.1:" in two_runs[0]
 
 
@@ -176,9 +180,15 @@ def test_summary_agrees_with_metrics(two_runs: tuple[str, str]) -> None:
     """What the threads' states add up to is what /metrics says, read back over HTTP."""
     for output in two_runs:
         metrics = limit_decisions(output)
-        for limit, total in totals(output).items():
-            assert metrics[limit, "allowed"] - metrics[limit, "refunded"] == total.allowed
+        found = totals(output)
+        for limit, total in found.items():
+            if limit != "tokens":
+                assert metrics[limit, "allowed"] - metrics[limit, "refunded"] == total.charged
             assert metrics[limit, "blocked"] == total.blocked
+        tokens = re.findall(
+            r'spent_tokens_total{.*limit="tokens",.*} ([\d.]+)$', output, re.MULTILINE
+        )
+        assert sum(map(float, tokens)) == found["tokens"].charged
 
 
 def test_spans_agree_with_metrics(two_runs: tuple[str, str]) -> None:
@@ -198,7 +208,7 @@ def test_second_run_goes_on(two_runs: tuple[str, str]) -> None:
     first, second = (totals(output) for output in two_runs)
     for limit, total in first.items():
         assert total.carried_over == 0
-        assert second[limit].carried_over == total.allowed
+        assert second[limit].carried_over == total.charged
     assert "6 carried over" in two_runs[1]
     counts = re.compile(
         r"^(customer-\d)  search (\d)/8 .* tools (\d+)/16 .* model (\d+)/20 ", re.MULTILINE
@@ -344,8 +354,8 @@ def test_model_of_a_provider(provider: dict[str, str]) -> None:
     ended = demo("--model", "openai:fast", "--seconds", "1", "--port", "0", **provider)
     assert ended.returncode == 0, ended.stderr
     found = totals(ended.stdout)
-    assert found["model"].allowed > 0
-    assert found["tool:search"].allowed == 0
+    assert found["model"].charged > 0
+    assert found["tool:search"].charged == 0
 
 
 @pytest.mark.parametrize("name", ["openai:fast", "nobody:fast", "fast"])
@@ -384,7 +394,7 @@ def test_model_that_hangs(provider: dict[str, str]) -> None:
         "--model", "openai:slow", "--seconds", "1", "--port", "0", code=short + CODE, **provider
     )
     assert ended.returncode == 0, ended.stderr
-    assert totals(ended.stdout)["model"].allowed == 6
+    assert totals(ended.stdout)["model"].charged == 6
 
 
 def test_spans_reach_a_collector() -> None:

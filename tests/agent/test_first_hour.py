@@ -4,10 +4,12 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypedDict
 
 import pytest
 from langchain.agents import create_agent
+from langchain_core.messages import AIMessage
 from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import MessagesState, StateGraph
@@ -15,17 +17,22 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.warnings import LangGraphDeprecatedSinceV10
 
 from langchain_quota import (
+    CostLimit,
     GraphQuota,
     InlineQuotaMiddleware,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitMiddleware,
+    ModelUsage,
+    Price,
     Quota,
     QuotaMiddleware,
     QuotaWarning,
     RedisStore,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitMiddleware,
+    UnknownPriceError,
     with_limits,
 )
 from langchain_quota.graph._react import ReactState
@@ -347,6 +354,32 @@ def the_last_line_of_its_stack(bench: Bench) -> str:
 def what_the_model_reads_without_redis(bench: Bench) -> str:
     _, result = while_nobody_listens(bench)
     return str(result["messages"][-2].content)
+
+
+@sees("no price is known for the model …: give it, …")
+def a_model_without_a_price(bench: Bench) -> str:
+    quota = bench.quota(CostLimit(run_limit=1), prices={"gpt-4o": Price(input="2.50", output=10)})
+    model = ScriptedChatModel(script=["Never said."], model="prod-chat")
+    agent = create_agent(model, middleware=[quota])
+    return raised(UnknownPriceError, lambda: agent.invoke(ASKED))
+
+
+@sees("the price of the model … is not known: …")
+def a_prices_function_that_fails(bench: Bench) -> str:
+    def prices(used: ModelUsage) -> Decimal:
+        return Decimal(1) / (1 - min(used.total_tokens, 1))
+
+    used: Any = {"input_tokens": 3, "output_tokens": 1, "total_tokens": 4}
+    quota = bench.quota(CostLimit(run_limit=1), prices=prices)
+    model = ScriptedChatModel(script=[AIMessage("Hello.", usage_metadata=used)] * 2, model="ours")
+    agent = create_agent(model, middleware=[quota])
+    agent.invoke(ASKED)
+    return raised(UnknownPriceError, lambda: agent.invoke(ASKED))
+
+
+@sees("model … reports no usage: its tokens are estimated. …")
+def a_model_that_reports_no_usage(bench: Bench) -> str:
+    return warned(bench.agent(bench.quota(TokenLimit(run_limit=10_000))))
 
 
 NEEDS_INLINE = {

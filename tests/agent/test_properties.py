@@ -376,6 +376,7 @@ def drop_in(limit: Limit, telemetry: Telemetry) -> Any:
     }
     if isinstance(limit, ModelCallLimit):
         return ModelCallLimitMiddleware(**options)
+    assert isinstance(limit, ToolCallLimit)
     tool_name: Any = limit.tool_name
     return ToolCallLimitMiddleware(tool_name=tool_name, **options)
 

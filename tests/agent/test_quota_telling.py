@@ -14,7 +14,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel, PrivateAttr
 
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
-from langchain_quota.limits import Limit, ModelExitBehavior
+from langchain_quota.limit_options import ModelExitBehavior
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ModelCall, ScriptedChatModel
 from tests.agent.rules import CONFIG, Scene, recording
 from tests.conftest import Signals

@@ -40,7 +40,7 @@ HERE = (
     "https://raw.githubusercontent.com/langchain-quota/langchain-quota/main/",
 )
 
-OTHERS = ("deepagents", "langfuse", "langgraph_supervisor", "langgraph_swarm")
+OTHERS = ("deepagents", "langchain_openai", "langfuse", "langgraph_supervisor", "langgraph_swarm")
 """Packages of pages that the oldest environment does not have."""
 
 RUNS = 5
@@ -232,7 +232,7 @@ def test_references_are_defined_and_used() -> None:
     assert defined == sorted(set(defined))
 
 
-EXTRAS = {"redis", "otlp", "demo"}
+EXTRAS = {"cost", "demo", "otlp", "redis"}
 """In brackets, and no references."""
 
 
@@ -255,7 +255,8 @@ def _check(svg: str) -> None:
     assert heading == "thread allowed blocked last refusal"
     assert len(lines) == len(rows)
     for row, line in zip(rows, lines, strict=True):
-        uses = [rf"{use.title} \d+/{use.limit} [▇_]+" for use in row.uses]
+        limits = {use.title: re.sub("000$", "k", str(use.limit)) for use in row.uses}
+        uses = [rf"{title} [\d.]+k?/{limit} [▇_]+" for title, limit in limits.items()]
         refusal = r"( \w+ \((thread|run)\))?"
         assert re.fullmatch(rf"{row.thread} {' '.join(uses)} \d+ \d+{refusal}", line), line
     assert not re.search(r"…|@font-face|@import|url\((?!#)|href|<image", svg)
@@ -279,7 +280,7 @@ def test_the_picture_can_be_made(tmp_path: Path) -> None:
 
 def test_nothing_is_cut_in_the_view() -> None:
     """The demo's view has room for the last refusal in every terminal that is wide enough."""
-    most = {"search": 8, "tools": 16, "model": 20}
+    most = {"search": 8, "tools": 16, "model": 20, "tokens": 6000}
     uses = tuple(Use(title, limit, limit, Level.EXHAUSTED) for title, limit in most.items())
     row = Row("customer-1", uses, last_refusal="search (thread)")
     cut = []

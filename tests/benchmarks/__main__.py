@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from tests.benchmarks import (
+    budgets,
     concurrency,
     decisions,
     per_step,
@@ -19,6 +20,7 @@ from tests.benchmarks.sizes import FULL, QUICK
 
 BENCHMARKS = {
     "steps": per_step.measure,
+    "budgets": budgets.measure,
     "runs": runs.measure,
     "concurrency": concurrency.measure,
     "decisions": decisions.measure,

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 
+from langchain_quota.admission import Compensation
 from tests.benchmarks.optional import required
 from tests.benchmarks.report import NOTHING, Ratio, Result, Table, divided, number
 from tests.benchmarks.scenes import UNREACHED
@@ -16,6 +17,7 @@ from tests.benchmarks.sizes import Size
 TITLE = "Acquiring in Redis"
 TARGET = ("Redis acquire with 8 limits, to one with 1", 1.7)
 LIMITS = (1, 8)
+HOLD, SETTLE = "hold for a model call, 1 budget", "settle it"
 
 
 def measure(size: Size) -> Result:
@@ -35,7 +37,11 @@ def measure(size: Size) -> Result:
         [what, number(median(each), 0), number(quantiles(each, n=100)[98], 0)]
         for what, each in taken.items()
     ]
-    note = "Microseconds by the clock, one after the other, over the loopback."
+    note = (
+        "Microseconds by the clock, one after the other, over the loopback. A model call under a "
+        "budget in the store takes two round trips: one that holds an amount before it, and one "
+        "that settles what it has used."
+    )
     table = Table(TITLE, ("what", "median", "p99"), rows, note)
     least, most = (median(taken[_name(limits)]) for limits in LIMITS)
     return Result([table], [Ratio(*TARGET, divided(most, least))])
@@ -49,7 +55,7 @@ async def _measure(url: str, times: int) -> dict[str, list[float]]:
     from redis.asyncio import Redis  # noqa: PLC0415 - an extra
 
     from langchain_quota import RedisStore  # noqa: PLC0415 - needs redis
-    from tests.servers.stores import batch  # noqa: PLC0415 - needs redis
+    from tests.servers.stores import batch, compensating  # noqa: PLC0415 - needs redis
 
     store, client = RedisStore(url), Redis.from_url(url)
 
@@ -58,9 +64,23 @@ async def _measure(url: str, times: int) -> dict[str, list[float]]:
         most = dict.fromkeys(keys, UNREACHED)
         return lambda: store.aacquire(batch(dict.fromkeys(keys, 1), limits=most))
 
+    key, held = "model.total_tokens:user:ada", ""
+
+    def holding() -> Awaitable[object]:
+        nonlocal held
+        sent = batch({key: 1}, limits={key: 10**12}, leases={key: 900})
+        held = sent.idempotency_key
+        return store.aacquire(sent)
+
+    def settling() -> Awaitable[object]:
+        used = Compensation(f"settled-{held}", {key: 110}, settles=held)
+        return store.aacquire(compensating(used))
+
     asked: dict[str, Callable[[], Awaitable[object]]] = {
         "PING": client.ping,
         **{_name(limits): acquiring(limits) for limits in LIMITS},
+        HOLD: holding,
+        SETTLE: settling,
     }
     taken: dict[str, list[float]] = {what: [] for what in asked}
     for turn in range(times + 10):

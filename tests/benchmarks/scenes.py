@@ -9,6 +9,7 @@ from langchain.agents.middleware import ModelCallLimitMiddleware as LangChainMod
 from langchain.agents.middleware import ToolCallLimitMiddleware as LangChainToolLimiter
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.base import BaseCheckpointSaver
@@ -18,14 +19,18 @@ from opentelemetry.trace import NoOpTracerProvider
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import (
+    CostLimit,
     InlineQuotaMiddleware,
     ModelCallLimit,
     ModelCallLimitMiddleware,
+    Price,
     QuotaMiddleware,
     Telemetry,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
+from langchain_quota.limits import Limit
 
 TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
 """The tools of the agent; its steps call them in turn."""
@@ -46,8 +51,20 @@ Middlewares = list[AgentMiddleware[Any, Any, Any]]
 Setup = Callable[[Telemetry, Limits], Middlewares]
 
 
+REPORTED = UsageMetadata(input_tokens=100, output_tokens=10, total_tokens=110)
+"""What a model call has used, where the model says so."""
+
+
 class InstantModel(BaseChatModel):
-    """A model that answers at once: the tools in turn, as many calls as it was asked for."""
+    """A model that answers at once: the tools in turn, as many calls as it was asked for.
+
+    Attributes:
+        model: Its name.
+        reports: Whether it says how many tokens it has used, as a provider's model does.
+    """
+
+    model: str = "instant"
+    reports: bool = False
 
     @property
     def _llm_type(self) -> str:
@@ -63,11 +80,13 @@ class InstantModel(BaseChatModel):
 
     def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
         done = sum(message.type == "tool" for message in messages)
-        answer = AIMessage("done")
+        used = REPORTED if self.reports else None
+        named = {"model_name": "instant"} if self.reports else {}
+        answer = AIMessage("done", usage_metadata=used, response_metadata=named)
         if done < int(str(messages[0].content)):
             name = TOOLS[done % len(TOOLS)]
             call = ToolCall(name=name, args={}, id=f"call_{done}", type="tool_call")
-            answer = AIMessage("", tool_calls=[call])
+            answer = AIMessage("", tool_calls=[call], usage_metadata=used, response_metadata=named)
         return ChatResult(generations=[ChatGeneration(message=answer)])
 
 
@@ -121,12 +140,15 @@ def _together(
     tools: Sequence[str | None],
     *,
     model: bool,
+    budgets: Sequence[type[TokenLimit | CostLimit]] = (),
 ) -> Setup:
     def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
         first = [ModelCallLimit(**limits)] if model else []
-        together: list[ModelCallLimit | ToolCallLimit] = [*first]
+        together: list[Limit] = [*first]
         together += [ToolCallLimit(name, **limits) for name in tools]
-        return [kind(together, telemetry=telemetry)]
+        together += [each(**limits) for each in budgets]
+        prices = {"instant": Price(input="2.50", output=10)} if CostLimit in budgets else None
+        return [kind(together, telemetry=telemetry, prices=prices)]
 
     return make
 
@@ -153,6 +175,20 @@ SETUPS: dict[str, Setup] = {
 eight are those and one on each tool."""
 
 
+BUDGETS: dict[str, Setup] = {
+    "QuotaMiddleware, 8 and tokens": _together(
+        QuotaMiddleware, EACH, model=True, budgets=[TokenLimit]
+    ),
+    "QuotaMiddleware, 8, tokens, cost": _together(
+        QuotaMiddleware, EACH, model=True, budgets=[TokenLimit, CostLimit]
+    ),
+    "Inline, 8 and tokens": _together(
+        InlineQuotaMiddleware, EACH, model=True, budgets=[TokenLimit]
+    ),
+}
+"""Set-ups of eight limits with budgets beside them."""
+
+
 LIMITERS = {
     "model": "the model limiter",
     "tool": "the tool limiter",
@@ -167,15 +203,19 @@ def middlewares(setup: str, *, has_threads: bool, mode: Mode = "not sampled") ->
     limits: Limits = {"run_limit": UNREACHED}
     if has_threads:
         limits["thread_limit"] = UNREACHED
-    return SETUPS[setup](telemetry(mode), limits)
+    return (SETUPS | BUDGETS)[setup](telemetry(mode), limits)
 
 
 def agent(
-    setup: str, saver: BaseCheckpointSaver[Any] | None = None, mode: Mode = "not sampled"
+    setup: str,
+    saver: BaseCheckpointSaver[Any] | None = None,
+    mode: Mode = "not sampled",
+    *,
+    reports: bool = False,
 ) -> Any:
-    """An agent of a set-up."""
+    """An agent of a set-up; its model reports what it has used if it should, or has budgets."""
     return create_agent(
-        InstantModel(),
+        InstantModel(reports=reports or setup in BUDGETS),
         tools=list(tools()),
         middleware=middlewares(setup, has_threads=saver is not None, mode=mode),
         checkpointer=saver,

@@ -30,11 +30,19 @@ Repeat = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of an agent: its set-up, whether it has a checkpointer, in memory, and its spans."""
+    """A step of an agent.
+
+    Attributes:
+        setup: Its set-up.
+        has_memory: Whether it has a checkpointer, in memory.
+        mode: What becomes of its spans.
+        reports: Whether its model reports what it has used.
+    """
 
     setup: str
     has_memory: bool
     mode: scenes.Mode = "not sampled"
+    reports: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,8 @@ def _prepared(work: Work) -> Repeat:
 
 
 def _steps(work: Step) -> Repeat:
-    agent = scenes.agent(work.setup, InMemorySaver() if work.has_memory else None, work.mode)
+    saver = InMemorySaver() if work.has_memory else None
+    agent = scenes.agent(work.setup, saver, work.mode, reports=work.reports)
     threads = count()
 
     def steps(number: int) -> None:

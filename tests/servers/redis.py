@@ -7,13 +7,16 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from langchain_quota.stores.redis_script import SCRIPT
 from tests.servers.programs import required_program
 from tests.servers.prometheus import eventually
 
@@ -183,3 +186,20 @@ def detour(server: RedisServer, *, hold: bytes) -> Iterator[Detour]:
         yield way
     finally:
         way.end()
+
+
+@contextmanager
+def time_from(key: str) -> Iterator[None]:
+    """Have RedisStores of this process read the time, in seconds, from a key of their server."""
+    script = SCRIPT
+    for clock, other in (
+        ("redis.call('TIME')[1]", f"redis.call('GET', '{key}')"),
+        ("'EX', ", "'EXAT', now + "),
+    ):
+        assert clock in script
+        script = script.replace(clock, other)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("langchain_quota.stores.redis.SCRIPT", script)
+        sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
+        patch.setattr("langchain_quota.stores.redis.SHA", sha)
+        yield

@@ -23,6 +23,7 @@ def batch(
     attempt: str | None = None,
     stops: Mapping[str, int] | None = None,
     compensations: Sequence[Compensation] = (),
+    leases: Mapping[str, int] | None = None,
 ) -> AcquireRequest:
     """Calls that are charged to keys, each of which is the name of its counter, too.
 
@@ -35,13 +36,19 @@ def batch(
         attempt: The attempt's id, likewise.
         stops: After how many refused calls which limit stops the batch.
         compensations: The compensations.
+        leases: How long what is charged to keys is held, in seconds.
     """
     over = {each: Threshold("limit", each, each, most) for each, most in (limits or {}).items()}
     return AcquireRequest(
         fresh("key") if key is None else key,
         fresh("attempt") if attempt is None else attempt,
         {
-            each: Counter(each, (used or {}).get(each, 0), (ends or {}).get(each))
+            each: Counter(
+                each,
+                (used or {}).get(each, 0),
+                (ends or {}).get(each),
+                lease=(leases or {}).get(each),
+            )
             for each in dict.fromkeys(each for added in amounts for each in added)
         },
         tuple(
@@ -69,6 +76,11 @@ def calls(
         attempt=attempt,
         compensations=compensations,
     )
+
+
+def settlement(request: AcquireRequest, amounts: Mapping[str, int], name: str = "") -> Compensation:
+    """That amounts stand in place of what a request holds; a name is that of the settlement."""
+    return Compensation(name or fresh("settlement"), amounts, settles=request.idempotency_key)
 
 
 def compensating(*compensations: Compensation) -> AcquireRequest:

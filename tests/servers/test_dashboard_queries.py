@@ -8,18 +8,23 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from langchain_core.messages import AIMessage
+from langchain_core.messages.ai import UsageMetadata
 from langgraph.checkpoint.memory import InMemorySaver
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import (
+    CostLimit,
     MemoryStore,
+    Price,
     Quota,
     QuotaMiddleware,
     QuotaStore,
     RedisStore,
     Telemetry,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitMiddleware,
     start_metrics_server,
@@ -30,6 +35,8 @@ from tests.servers.conftest import StartPrometheus
 from tests.servers.demo import running_demo
 from tests.servers.prometheus import Prometheus, eventually
 
+pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
+
 OVERVIEW, THREAD = "langchain-quota-overview", "langchain-quota-thread"
 
 CUSTOMERS = [f"customer-{number}" for number in range(1, 5)]
@@ -39,6 +46,7 @@ BACKSLASH = "a\\b"
 QUIET = "quiet"
 SHARING = "sharing"
 LOOPING = "looping"
+SPENDING = "spending"
 ALLOWED = 4
 """How often the agents of the second job may search on a thread."""
 TRIED = 7
@@ -126,6 +134,21 @@ class Searchers:
             for store in stores
         ]
 
+        of_all = [
+            [Quota(most, per=per, window=hour) for per in ("global", "tenant", "thread")]
+            for most in (10_000, 1)
+        ]
+        self._budgets = QuotaMiddleware(
+            [
+                TokenLimit(run_limit=10_000, quotas=of_all[0]),
+                CostLimit(run_limit=1, quotas=of_all[1]),
+            ],
+            prices={"priced": Price(input=3, output=15)},
+            unknown_price="allow",
+            store=stores[0],
+            telemetry=telemetry,
+        )
+
     def search(self, thread: str, times: int) -> None:
         """Search in one run on a thread."""
         script = [["search"] * times, "done"]
@@ -143,6 +166,18 @@ class Searchers:
             config = {"configurable": {"thread_id": SHARING}}
             asyncio.run(agent.ainvoke({"messages": []}, config, context={"tenant": "acme"}))
 
+    def spend(self) -> None:
+        """Spend tokens and dollars; a part is estimated, and a part has no price."""
+        used = UsageMetadata(input_tokens=20, output_tokens=10, total_tokens=30)
+        answers = [
+            AIMessage("", response_metadata={"model_name": model}, usage_metadata=reported)
+            for model, reported in (("priced", used), ("priced", None), ("unpriced", used))
+        ]
+        for answer in answers:
+            agent = build_agent([answer], [self._budgets], name="spending", saver=self._saver)
+            config = {"configurable": {"thread_id": SPENDING}}
+            asyncio.run(agent.ainvoke({"messages": []}, config, context={"tenant": "acme"}))
+
 
 @pytest.fixture(scope="module")
 def seen(
@@ -157,6 +192,7 @@ def seen(
     searchers.search(QUIET, 1)
     searchers.share()
     searchers.loop()
+    searchers.spend()
     began = time.time()
     with (
         running_demo(output, threads=len(CUSTOMERS)) as demo,
@@ -168,6 +204,7 @@ def seen(
         searchers.search(QUIET, 1)
         searchers.share()
         searchers.loop()
+        searchers.spend()
         demo.wait_for_end_of_traffic()
         wait_for_scrapes(prometheus, 4)
         yield Seen(prometheus, began)
@@ -192,10 +229,10 @@ def choices(board: Board, seen: Seen, *, everything: bool) -> Iterator[Values]:
     after_thread: list[Variable] = []
     thread: Variable | None = None
     for variable in board.variables:
-        if variable.expr:
-            values[variable.name] = seen.offered(variable, values)
-        elif thread is not None:
+        if thread is not None:
             after_thread.append(variable)
+        elif variable.expr:
+            values[variable.name] = seen.offered(variable, values)
         elif variable.several:
             values[variable.name] = ALL if everything else seen.offered(variable, values)
         else:
@@ -237,10 +274,12 @@ def test_every_variable_offers_values(seen: Seen) -> None:
     assert {HOSTILE, LOOPING} <= offered.pop("refused") <= {*CUSTOMERS, HOSTILE, LOOPING}
     assert offered == {
         "job": {"demo", "agents"},
-        "agent": {"support", "finder", "sharing", "looping"},
-        "limit": {"model", "tool:*", "tool:search"},
-        "thread": {*CUSTOMERS, HOSTILE, BACKSLASH, QUIET, SHARING, LOOPING},
+        "agent": {"support", "finder", "sharing", "looping", "spending"},
+        "limit": {"model", "tool:*", "tool:search", "tokens", "cost"},
+        "thread": {*CUSTOMERS, HOSTILE, BACKSLASH, QUIET, SHARING, LOOPING, SPENDING},
         "nearest": {*CUSTOMERS, HOSTILE, BACKSLASH, QUIET, SHARING},
+        "nearest_money": {SPENDING},
+        "nearest_tokens": {*CUSTOMERS, SPENDING},
     }
 
 

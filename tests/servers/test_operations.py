@@ -44,7 +44,7 @@ from tests.servers.programs import required_program
 from tests.servers.prometheus import DEADLINE, Prometheus, eventually
 from tests.servers.redis import RedisServer
 from tests.servers.stack import Program
-from tests.servers.stores import calls, compensating
+from tests.servers.stores import batch, calls, compensating
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "operations.md").read_text()
@@ -565,6 +565,8 @@ def use_all_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         store.acquire(compensating(Compensation(lost.attempt_id, attempt_id=lost.attempt_id)))
         store.peek(["search"])
         asyncio.run(store.aacquire(calls("search", 1)))
+        # What is only held is given back by the reset.
+        store.acquire(batch({"search": 1}, leases={"search": 900}))
     monkeypatch.setenv(URL_VARIABLE, url)
     assert main(["quotas", "show"]) == 0
     assert main(["quotas", "reset", "--yes"]) == 0

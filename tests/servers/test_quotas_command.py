@@ -5,16 +5,27 @@ import pty
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import redis
+from langchain_core.messages import AIMessage
+from langchain_core.messages.ai import UsageMetadata
 
+from langchain_quota import (
+    CostLimit,
+    ModelCallLimitExceededError,
+    Quota,
+    QuotaMiddleware,
+    TokenLimit,
+)
 from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
 from tests.forked import COMMAND_LINE, run_python, start_python
+from tests.servers.agents import build_agent
 from tests.servers.redis import RedisServer, free_port, running_redis
 from tests.servers.stores import batch, calls, compensating
 
@@ -62,6 +73,35 @@ def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         "search   user_id  'ada'       3     5  reset",
         "search   user_id  'bob'      12  1000  reset",
     ]
+
+
+def test_budgets_have_units(
+    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an agent's calls used is shown in tokens and dollars; after a reset it may go on."""
+    used = UsageMetadata(input_tokens=1_199, output_tokens=1, total_tokens=1_200)
+    answer = AIMessage("Hello.", usage_metadata=used)
+    budgets: list[TokenLimit | CostLimit] = [
+        TokenLimit(quotas=[Quota(50_000, per="user_id")]),
+        CostLimit(quotas=[Quota(4, per="tenant")], exit_behavior="error"),
+    ]
+    quota = QuotaMiddleware(budgets, store=store, prices=lambda _: Decimal("4.250001"))
+    agent = build_agent([answer, answer], [quota])
+
+    def ask() -> None:
+        agent.invoke({"messages": []}, context={"tenant": "acme", "user_id": "ada"})
+
+    ask()
+    with pytest.raises(ModelCallLimitExceededError):
+        ask()
+    assert run("reset", "--key", "model.*", "--yes") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "counted             per      subject          used             of  until",
+        "model.microdollars  tenant   'acme'      $4.250001          $4.00  reset",
+        "model.total_tokens  user_id  'ada'    1,200 tokens  50,000 tokens  reset",
+        "2 reset to 0",
+    ]
+    ask()
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,15 @@ from tests.forked import run_python
 from tests.servers.programs import required_program
 from tests.servers.prometheus import eventually
 from tests.servers.proxy import proxy, replaced
-from tests.servers.redis import Detour, RedisServer, detour, free_port, running_redis
-from tests.servers.stores import batch, calls, compensating, used
+from tests.servers.redis import (
+    Detour,
+    RedisServer,
+    detour,
+    free_port,
+    running_redis,
+    time_from,
+)
+from tests.servers.stores import batch, calls, compensating, settlement, used
 
 PATIENCE = 60
 """Seconds after which something hangs; no timeout in these tests is near it."""
@@ -137,12 +144,11 @@ class TestWhatIsNoCount:
 
     def test_what_may_not_be_read_is_an_error(self, own_redis: RedisServer) -> None:
         """A command that the user has no right to does not make counts odd."""
-        with own_redis.client() as client:
+        with own_redis.client() as client, opened(own_redis) as store:
+            store.acquire(calls("search", 1))
             client.execute_command("ACL", "SETUSER", "default", "-hmget")
-            with opened(own_redis) as store:
-                store.acquire(calls("search", 1))
-                with pytest.raises(QuotaStoreError, match="can't run this command"):
-                    store.listing()
+            with pytest.raises(QuotaStoreError, match="can't run this command"):
+                store.listing()
 
 
 class TestOutages:
@@ -301,9 +307,14 @@ class TestConnections:
             store.acquire(
                 compensating(Compensation("s", {"key-1": 1}), Compensation("t", {"key-2": 1}))
             )
+            held = batch({"key-3": 9}, leases={"key-3": 60})
+            store.acquire(held)
+            store.acquire(compensating(settlement(held, {"key-3": 4})))
             statistics = client.info("commandstats")
-        assert statistics["cmdstat_evalsha"]["calls"] == 2
+        assert statistics["cmdstat_evalsha"]["calls"] == 4
         assert "cmdstat_eval" not in statistics
+        # Only a lease that is over has what is held looked through.
+        assert "cmdstat_hgetall" not in statistics
 
     @FORMS
     def test_forgotten_script(
@@ -603,6 +614,54 @@ class TestKeys:
         assert used(store, "email") == [None]
 
 
+class TestLeases:
+    """What is held, as Redis keeps it."""
+
+    def test_what_is_no_hold(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """What others have written where a hold should be gives nothing back."""
+        held = batch({"search": 5}, leases={"search": 60})
+        store.acquire(held)
+        with redis_server.client() as client:
+            name = f"{{{store._prefix}}}:count:search"
+            (field,) = (each for each in client.hkeys(name) if each.startswith(b"held:"))
+            assert len(field) <= 64
+            for odd in ("", "5", "5 x", "-5 9", "5 " + "9" * 400, "1e3 9"):
+                client.hset(name, field.decode(), odd)
+                client.hset(name, "next_end", 1)
+                store.acquire(compensating(settlement(held, {"search": 0})))
+                assert used(store, "search") == [5]
+
+    def test_lease_of_a_full_server(self, own_redis: RedisServer) -> None:
+        """A server that takes no more writes still shows what is used without what is over."""
+        with opened(own_redis) as store, own_redis.client() as client, time_from("now"):
+            now = int(time.time())
+            client.set("now", now)
+            store.acquire(batch({"search": 5}, leases={"search": 60}))
+            client.set("now", now + 61)
+            client.config_set("maxmemory", 1)
+            assert used(store, "search") == [0]
+            with pytest.raises(QuotaStoreError, match="used memory > 'maxmemory'"):
+                store.acquire(calls("email", 1))
+
+    def test_many_holds(self, store: RedisStore, redis_server: RedisServer) -> None:
+        """Thousands that are over at the same moment are given back in one step."""
+        running = batch({"search": 7}, leases={"search": 3600})
+        now = int(time.time())
+        with redis_server.client() as client, time_from("now"):
+            client.set("now", now)
+            for _ in range(2000):
+                store.acquire(batch({"search": 1}, leases={"search": 60}))
+            store.acquire(running)
+            client.set("now", now + 60)
+            assert store.acquire(calls("search", 1, limit=5000)).used == {"search": 2007}
+            client.set("now", now + 61)
+            assert store.acquire(calls("search", 1)).used == {"search": 8}
+            fields = client.hkeys(f"{{{store._prefix}}}:count:search")
+        assert sum(each.startswith(b"held:") for each in fields) == 1
+        store.acquire(compensating(settlement(running, {"search": 2})))
+        assert used(store, "search") == [4]
+
+
 class TestSecrets:
     """Credentials appear nowhere."""
 
@@ -610,7 +669,9 @@ class TestSecrets:
     def locked(self, own_redis: RedisServer) -> RedisServer:
         """A server that lets in a user with the least rights, and nobody else."""
         with own_redis.client() as client:
-            commands = "evalsha eval hget hmget hset get set del exists expireat time scan"
+            commands = (
+                "evalsha eval hget hgetall hmget hset hdel get set del exists expireat time scan"
+            )
             allowed = [f"+{each}" for each in commands.split()]
             keys = "~{langchain_quota}:*"
             command(client, "ACL", "SETUSER", "worker", "on", f">{SECRET}", keys, *allowed)
@@ -627,6 +688,12 @@ class TestSecrets:
                     store, compensating(Compensation(lost.attempt_id, attempt_id=lost.attempt_id))
                 )
                 lost = calls("search", 1)
+            over, running = (batch({"search": 2}, leases={"search": lease}) for lease in (1, 60))
+            store.acquire(over)
+            store.acquire(running)
+            eventually(lambda: used(store, "search") == [2])
+            store.acquire(compensating(settlement(running, {"search": 1})))
+            assert used(store, "search") == [1]
             store.reset(["search"])
             assert [use.used for use in store.usages()] == [0]
 

@@ -31,6 +31,8 @@ LIMITS = {
     "THREAD_MODEL_LIMIT": 12,
     "THREAD_SEARCH_LIMIT": 2,
     "USER_MODEL_LIMIT": 6,
+    "THREAD_TOKEN_LIMIT": 20_000,
+    "USER_COST_LIMIT": 1,
 }
 LOOP = "1 2 3 4 5"
 """The scripted model calls a tool for every word, one in each model call."""
@@ -42,6 +44,7 @@ SEARCH_USED_UP = {
     "scope": "thread",
     "kind": "tool",
     "tool": "search",
+    "unit": "calls",
     "used": 2,
     "limit_value": 2,
     "resets_at": None,
@@ -53,6 +56,7 @@ RUN_USED_UP = {
     "scope": "run",
     "kind": "model",
     "tool": None,
+    "unit": "calls",
     "used": 4,
     "limit_value": 4,
     "resets_at": None,
@@ -160,6 +164,34 @@ def test_a_user_who_can_wait(service: Service) -> None:
     assert service.ask(f"thread-{uuid4().hex}", "!").status_code == 200
 
 
+def test_a_thread_without_tokens(thread: str, tmp_path: Path) -> None:
+    """A thread that has used its tokens is answered with 403, in tokens."""
+    with running_service(tmp_path, THREAD_TOKEN_LIMIT=2000) as service:
+        response = service.ask(thread, LOOP)
+        used = service.usage(thread)["thread"]["tokens"]
+    assert response.status_code == 403
+    error = response.json()["error"]
+    assert error["unit"] == "tokens"
+    assert (error["limit"], error["scope"], error["kind"]) == ("tokens", "thread", "model")
+    assert (error["used"], error["limit_value"]) == (used, 2000)
+    assert error["message"] == f"the thread limit of 'tokens' is used up ({used} of 2000 tokens)"
+
+
+def test_a_user_without_money(tmp_path: Path) -> None:
+    """A user whose calls cost too much in an hour is answered with 429, in dollars."""
+    user = f"user-{uuid4().hex}"
+    with running_service(tmp_path, USER_COST_LIMIT="0.002") as service:
+        response = until_refused(service, user)
+    assert response.status_code == 429
+    assert int(response.headers["retry-after"]) > 0
+    error = response.json()["error"]
+    assert (error["limit"], error["scope"]) == ("user cost", "user_id")
+    assert (error["unit"], error["used"], error["limit_value"]) == ("dollars", 0.0024, 0.002)
+    assert error["message"] == (
+        "the user_id limit of 'user cost' is used up (0.0024 of 0.002 dollars)"
+    )
+
+
 def test_of_two_limits_the_harder_one_is_told(service: Service, thread: str) -> None:
     """Where waiting helps against one limit and not against another, it does not help."""
     user = f"user-{uuid4().hex}"
@@ -215,11 +247,24 @@ def test_usage(service: Service, thread: str) -> None:
     service.ask(thread, "ash")
     assert service.usage(thread) == {
         "thread_id": thread,
-        "thread": {"model": 5, "tools": {"search": 2}},
-        "run": {"model": 2, "tools": {"search": 1}},
+        "thread": {"model": 5, "tools": {"search": 2}, "tokens": 2550, "dollars": 0.0075},
+        "run": {"model": 2, "tools": {"search": 1}, "tokens": 1200, "dollars": 0.00345},
         "limits": [
-            {"limit": "model", "scope": "thread", "used": 5, "limit_value": 12},
-            {"limit": "tool:search", "scope": "thread", "used": 2, "limit_value": 2},
+            {"limit": "model", "scope": "thread", "unit": "calls", "used": 5, "limit_value": 12},
+            {
+                "limit": "tokens",
+                "scope": "thread",
+                "unit": "tokens",
+                "used": 2550,
+                "limit_value": 20_000,
+            },
+            {
+                "limit": "tool:search",
+                "scope": "thread",
+                "unit": "calls",
+                "used": 2,
+                "limit_value": 2,
+            },
         ],
     }
 

@@ -38,6 +38,8 @@ LIMITS = {
     "THREAD_MODEL_LIMIT": NO_LIMIT,
     "THREAD_SEARCH_LIMIT": 2,
     "USER_MODEL_LIMIT": NO_LIMIT,
+    "THREAD_TOKEN_LIMIT": 999_999_999,
+    "USER_COST_LIMIT": 999_999,
 }
 TEXTS = ("!", "oak", "7", "1 2 3 4")
 """The last one is a loop, which a limit ends. Of the searches a thread has two, the others fail."""

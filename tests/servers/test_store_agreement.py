@@ -1,12 +1,15 @@
-"""MemoryStore, RedisStore and the rule itself agree on random requests, call by call."""
+"""MemoryStore, RedisStore and the rule itself agree on random requests, call by call, over time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from math import inf
+from typing import TypeVar
 from uuid import uuid4
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from langchain_quota.admission import (
@@ -19,39 +22,62 @@ from langchain_quota.admission import (
     admit,
 )
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.stores import QuotaStore
+from langchain_quota.stores import (
+    COMPENSATED,
+    GRACE,
+    REMEMBERED,
+    QuotaStore,
+    window_end,
+)
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
-from tests.servers.redis import RedisServer
+from tests.clock import Clock
+from tests.servers.redis import RedisServer, time_from
 from tests.servers.stores import used
 
+START = 3 * 10**9
+"""When a history begins: so late that Redis, by its own clock, forgets nothing meanwhile."""
+IDLE = 300
+"""How long a count without a window is kept, in seconds."""
 KEYS = (
     "plain",
     str(CountKey("search", "user_id", "ada")),
-    str(CountKey("search", "user_id", "ada", 86_400, 40_000)),
-    str(CountKey("__all__", "tenant", "Grüße:{*}", 3600, 900_000)),
+    str(CountKey("search", "user_id", "ada", 86_400, START // 86_400)),
+    str(CountKey("__all__", "tenant", "Grüße:{*}", 3600, START // 3600)),
 )
+NOW = "now"
+"""Where Redis reads the time."""
 COUNTERS = ("a", "b", "c", "d", "Zähler %2F\ud800")
+V = TypeVar("V")
 LIMITS = ("one", "two", "drei: 100 %\n", "\ud800")
 SCOPES = ("thread", "run", "%41 ü")
 ATTEMPTS = ("", "x", "y", "z")
 REQUESTS = ("", "i", "j", "k")
 
-counters = st.builds(
-    Counter,
-    key=st.none() | st.sampled_from(KEYS),
-    used=st.integers(0, 3) | st.just(10**15),
-    expires_at=st.none() | st.sampled_from([5e9, 5e9 + 0.5]),
-    mirrored=st.booleans(),
-)
+
+@st.composite
+def counters(draw: st.DrawFn, *, named: bool) -> Counter:
+    """A counter; whose request has a name, it may have a lease."""
+    key = draw(st.none() | st.sampled_from(KEYS))
+    ends = None if key is None else window_end(key)
+    return Counter(
+        key,
+        draw(st.integers(0, 3) | st.just(10**15)),
+        None if ends is None else ends - draw(st.sampled_from([0, 0.5])),
+        mirrored=draw(st.booleans()),
+        lease=draw(st.sampled_from([None, 5, 5, 60, 10_000])) if named else None,
+    )
+
+
 compensations = st.builds(
     Compensation,
-    id=st.sampled_from(["s", "t", "u", "v"]),
+    id=st.sampled_from("stuvwxyz"),
     amounts=st.dictionaries(st.sampled_from(KEYS), st.sampled_from([-7, -1, 0, 2]), max_size=3),
     attempt_id=st.none() | st.sampled_from(ATTEMPTS),
     idempotency_key=st.sampled_from(REQUESTS),
     starts=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 9), max_size=2),
+    settles=st.sampled_from(REQUESTS),
 )
 
 
@@ -74,10 +100,11 @@ def requests(draw: st.DrawFn) -> AcquireRequest:
         amounts = dict.fromkeys(draw(st.sampled_from([names, names[:1], names[1:]])), amount)
         order = thresholds if draw(st.booleans()) else thresholds[::-1]
         hits.append(Hits(amounts, tuple(each for each in order if each.counter in amounts)))
+    key = draw(st.sampled_from(REQUESTS))
     return AcquireRequest(
-        draw(st.sampled_from(REQUESTS)),
+        key,
         draw(st.sampled_from(ATTEMPTS)),
-        {name: draw(counters) for name in names},
+        {name: draw(counters(named=bool(key))) for name in names},
         tuple(hits),
         draw(st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2)),
         tuple(draw(st.lists(compensations, max_size=2))),
@@ -85,11 +112,39 @@ def requests(draw: st.DrawFn) -> AcquireRequest:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[AcquireRequest]:
-    """Requests; some are tried again, with what a caller may have changed or compensates."""
+def holding(draw: st.DrawFn) -> AcquireRequest:
+    """A request that is always admitted, and holds something for a while."""
+    lease = st.sampled_from([5, 5, 60, 10_000])
+    counters = {
+        name: Counter(key, expires_at=window_end(key), lease=draw(lease))
+        for name, key in zip("ab", draw(st.permutations(KEYS)), strict=False)
+    }
+    return AcquireRequest(
+        draw(st.sampled_from(REQUESTS[1:])),
+        draw(st.sampled_from(ATTEMPTS)),
+        counters,
+        (Hits({"a": draw(st.integers(1, 9)), "b": draw(st.integers(1, 9))}),),
+        compensations=tuple(draw(st.lists(compensations, max_size=1))),
+    )
+
+
+Step = AcquireRequest | tuple[str, ...] | int
+"""What is asked, the keys that are reset, or how many seconds pass."""
+
+resets = st.lists(st.sampled_from(KEYS), min_size=1, max_size=2).map(tuple)
+waits = st.sampled_from([1, 5, 6, 61]) | st.sampled_from(
+    [IDLE, 2400, GRACE, REMEMBERED, 86_400, COMPENSATED]
+)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Step]:
+    """Requests; some are tried again, with what a caller may have changed, undoes or settles."""
     made: list[AcquireRequest] = []
-    for _ in range(draw(st.integers(1, 8))):
-        asked = draw(requests())
+    steps: list[Step] = []
+    for _ in range(draw(st.integers(1, 10))):
+        steps.extend(draw(st.lists(resets | waits, max_size=2)))
+        asked = draw(requests() | holding())
         if draw(st.booleans()) and made:
             earlier = draw(st.sampled_from(made))
             undone = replace(
@@ -97,36 +152,92 @@ def histories(draw: st.DrawFn) -> list[AcquireRequest]:
                 attempt_id=earlier.attempt_id,
                 idempotency_key=earlier.idempotency_key,
             )
+            settled = replace(
+                draw(compensations),
+                attempt_id=None,
+                amounts={each.key: 1 for each in earlier.counters.values() if each.key},
+                settles=earlier.idempotency_key,
+            )
             again = (
                 earlier,
                 replace(earlier, counters=dict(draw(st.permutations([*earlier.counters.items()])))),
                 replace(earlier, attempt_id=asked.attempt_id, compensations=(undone,)),
                 replace(asked, idempotency_key=earlier.idempotency_key),
                 replace(asked, compensations=(undone,)),
+                replace(asked, compensations=(settled,)),
+                replace(asked, compensations=(settled, undone)),
             )
             asked = draw(st.sampled_from(again))
+            if not asked.idempotency_key:
+                asked = replace(
+                    asked,
+                    counters={
+                        name: replace(each, lease=None) for name, each in asked.counters.items()
+                    },
+                )
         made.append(asked)
-    return made
+        steps.append(asked)
+    return steps
+
+
+class Known(dict[str, tuple[V, float]]):
+    """What is remembered, each with the time when it is forgotten."""
+
+    def of(self, name: str) -> V | None:
+        return self[name][0] if name in self else None
+
+    def forget(self, now: float) -> None:
+        for name in [name for name, (_, until) in self.items() if until <= now]:
+            del self[name]
+
+
+@dataclass
+class Hold:
+    """What a request holds under a key, and when its lease ends."""
+
+    key: str
+    request: str
+    amount: int
+    ends: int
 
 
 @dataclass
 class Model:
-    """What stores promise, said as plainly as can be, without time."""
+    """What stores promise, said as plainly as can be."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    results: dict[str, AcquireResult] = field(default_factory=dict)
-    made: dict[str, tuple[str, dict[str, int]]] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
-    compensated: set[str] = field(default_factory=set)
+    now: int = START
+    counts: Known[int] = field(default_factory=Known)
+    holds: list[Hold] = field(default_factory=list)
+    results: Known[AcquireResult] = field(default_factory=Known)
+    made: Known[tuple[str, list[tuple[str, int, bool]]]] = field(default_factory=Known)
+    refused: Known[bool] = field(default_factory=Known)
+    compensated: Known[bool] = field(default_factory=Known)
+    settled: Known[bool] = field(default_factory=Known)
+
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        for known in (self.results, self.made, self.refused, self.compensated, self.settled):
+            known.forget(self.now)
+        self.counts.forget(self.now)
+        self.holds = [each for each in self.holds if each.key in self.counts]
+        for hold in [each for each in self.holds if each.ends <= self.now]:
+            self.give_back(hold)
+
+    def reset(self, keys: tuple[str, ...]) -> None:
+        self.holds = [each for each in self.holds if each.key not in keys]
+        for key in keys:
+            self.put(key, 0)
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         for compensation in request.compensations:
-            if compensation.id not in self.compensated:
-                self.compensated.add(compensation.id)
+            made = self.settled if compensation.settles else self.compensated
+            if compensation.id not in made:
+                kept = REMEMBERED if compensation.settles else COMPENSATED
+                made[compensation.id] = True, self.now + kept
                 self.compensate(compensation)
         if request.attempt_id in self.refused:
             raise QuotaStoreError("compensated")
-        known = self.results.get(request.idempotency_key)
+        known = self.results.of(request.idempotency_key)
         if known is None:
             return self.admit(request)
         if (len(known.used), len(known.admitted)) != (len(request.counters), len(request.hits)):
@@ -136,44 +247,80 @@ class Model:
         )
 
     def admit(self, request: AcquireRequest) -> AcquireResult:
-        used = {
-            name: self.counts.get(counter.key or "", counter.used)
-            for name, counter in request.counters.items()
-        }
+        used = {}
+        for name, counter in request.counters.items():
+            kept = self.counts.of(counter.key or "")
+            used[name] = counter.used if kept is None else kept
         result = admit(request.hits, used, request.stops)
-        charged: dict[str, int] = {}
+        charged: list[tuple[str, int, bool]] = []
         for name, amount in result.charged(request.hits).items():
-            key = request.counters[name].key
-            if key and amount:
-                charged[key] = charged.get(key, 0) + amount
-                self.add(key, amount, request.counters[name].used)
+            counter = request.counters[name]
+            if counter.key and amount:
+                charged.append((counter.key, amount, counter.lease is not None))
+                self.add(counter.key, amount, counter.used)
+                if counter.lease is not None:
+                    self.hold(counter.key, request.idempotency_key, amount, counter.lease)
+        until = self.now + REMEMBERED
         if charged:
             if request.idempotency_key:
-                self.results[request.idempotency_key] = result
+                self.results[request.idempotency_key] = result, until
             if request.attempt_id:
-                self.made[request.attempt_id] = (request.idempotency_key, charged)
+                self.made[request.attempt_id] = (request.idempotency_key, charged), until
         return result
+
+    def hold(self, key: str, request: str, amount: int, lease: int) -> None:
+        ends = self.now + lease + 1
+        for each in self.held(key, request):
+            each.amount += amount
+            each.ends = max(each.ends, ends)
+            return
+        self.holds.append(Hold(key, request, amount, ends))
+
+    def held(self, key: str, request: str) -> list[Hold]:
+        return [each for each in self.holds if (each.key, each.request) == (key, request)]
+
+    def give_back(self, hold: Hold, most: float = inf) -> None:
+        amount = min(hold.amount, most)
+        hold.amount -= int(amount)
+        self.add(hold.key, -int(amount))
+        if not hold.amount:
+            self.holds.remove(hold)
 
     def compensate(self, compensation: Compensation) -> None:
         if compensation.attempt_id:
-            self.refused.add(compensation.attempt_id)
-            key, charged = self.made.pop(compensation.attempt_id, ("", {}))
-            self.results.pop(key, None)
-            for each, amount in charged.items():
-                self.add(each, -amount)
+            self.refused[compensation.attempt_id] = True, self.now + REMEMBERED
+            if compensation.attempt_id in self.made:
+                (name, charged), _ = self.made.pop(compensation.attempt_id)
+                self.results.pop(name, None)
+                for key, amount, leased in charged:
+                    if leased:
+                        for hold in self.held(key, name):
+                            self.give_back(hold, amount)
+                    else:
+                        self.add(key, -amount)
         if compensation.idempotency_key not in self.results:
-            for each, amount in compensation.amounts.items():
-                self.add(each, amount, compensation.starts.get(each, 0))
+            for key, amount in compensation.amounts.items():
+                for hold in self.held(key, compensation.settles):
+                    self.give_back(hold)
+                self.add(key, amount, compensation.starts.get(key, 0))
 
     def add(self, key: str, amount: int, start: int = 0) -> None:
-        if amount > 0 or key in self.counts:
-            self.counts[key] = max(0, self.counts.get(key, start) + amount)
+        used = self.counts.of(key)
+        if amount > 0:
+            self.put(key, amount + (start if used is None else used))
+        elif used is not None:
+            self.counts[key] = max(0, used + amount), self.counts[key][1]
+
+    def put(self, key: str, used: int) -> None:
+        ends = window_end(key)
+        until = self.now + IDLE if ends is None else max(ends, self.now) + GRACE
+        self.counts[key] = used, until
 
 
 @pytest.fixture(scope="module")
 def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
     """A client of the module's server, which is emptied afterwards."""
-    with redis_server.client() as client:
+    with redis_server.client() as client, time_from(NOW):
         yield client
         client.flushall()
 
@@ -186,20 +333,58 @@ def outcome(store: Model | QuotaStore, request: AcquireRequest) -> AcquireResult
         return None
 
 
+def let_pass(client: redis.Redis, clock: Clock, seconds: int) -> None:
+    """Move the time of MemoryStore and Redis; what ends meanwhile is gone, as Redis does it."""
+    clock.now += seconds
+    client.set(NOW, int(clock.now))
+    for name in client.scan_iter(count=1000):
+        if 0 <= client.expiretime(name) <= clock.now:
+            client.delete(name)
+
+
+def _held_twice() -> list[Step]:
+    """A request holds again when its answer is forgotten; then only that is undone."""
+    key = KEYS[2]
+    held = Counter(key, expires_at=window_end(key), lease=10_000)
+    first = AcquireRequest("i", "x", {"a": held}, (Hits({"a": 5}),))
+    undo = AcquireRequest("", "", compensations=(Compensation("s", attempt_id="y"),))
+    settle = AcquireRequest("", "", compensations=(Compensation("t", {key: 1}, settles="i"),))
+    again = replace(first, attempt_id="y")
+    return [first, REMEMBERED, again, undo, again, settle]
+
+
+def _held_longest() -> list[Step]:
+    """Of two leases of one request under one key the longer one holds."""
+    counters = {name: Counter(KEYS[0], lease=lease) for name, lease in (("a", 60), ("b", 5))}
+    return [AcquireRequest("i", "x", counters, (Hits({"a": 1, "b": 2}),)), 6, 55]
+
+
 @settings(
     deadline=None,
-    max_examples=200,
+    max_examples=400,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(asked=histories())
-def test_all_agree(client: redis.Redis, asked: list[AcquireRequest]) -> None:
+@given(steps=histories())
+@example(steps=_held_twice())
+@example(steps=_held_longest())
+def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
     """The same requests get the same answers, and leave the same counts, limits and windows."""
-    model, memory = Model(), MemoryStore()
-    shared = RedisStore(client, prefix=uuid4().hex)
-    for request in asked:
-        expected = outcome(model, request)
-        assert outcome(memory, request) == expected
-        assert outcome(shared, request) == expected
+    client.flushall()
+    idle, clock, model = timedelta(seconds=IDLE), Clock(START), Model()
+    memory = MemoryStore(idle_ttl=idle, clock=clock)
+    shared = RedisStore(client, prefix=uuid4().hex, idle_ttl=idle)
+    let_pass(client, clock, 0)
+    for step in steps:
+        if isinstance(step, int):
+            model.wait(step)
+            let_pass(client, clock, step)
+        elif isinstance(step, tuple):
+            for store in (model, memory, shared):
+                store.reset(step)
+        else:
+            expected = outcome(model, step)
+            assert outcome(memory, step) == expected
+            assert outcome(shared, step) == expected
         kept = memory.peek(KEYS)
         assert shared.peek(KEYS) == kept
-        assert used(memory, *KEYS) == [model.counts.get(key) for key in KEYS]
+        assert used(memory, *KEYS) == [model.counts.of(key) for key in KEYS]

@@ -1,18 +1,27 @@
 """Many at once: no more is admitted than there is, and no less."""
 
 import asyncio
+import json
 import multiprocessing
+import os
+import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
+from langchain_quota.admission import AcquireRequest, Compensation
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
-from tests.servers.redis import RedisServer
-from tests.servers.stores import batch, calls, used
+from tests.servers.prometheus import eventually
+from tests.servers.redis import RedisServer, time_from
+from tests.servers.stores import batch, calls, compensating, used
 
 PROCESSES = 4
 AT_ONCE = 50
@@ -20,6 +29,15 @@ LIMIT = 100
 ROUNDS = 20
 PATIENCE = 120
 """Seconds after which a process will not answer any more."""
+
+CALLERS = 25
+"""How many callers of a process spend a budget at the same time."""
+BUDGET = 2_000_000
+BOUND = 1_000
+"""No call uses more than this."""
+LEASE = 3600
+KILLS = 4
+CALLS_BETWEEN_KILLS = 200
 
 
 async def admitted(store: MemoryStore | RedisStore, key: str, attempts: int = AT_ONCE) -> int:
@@ -41,10 +59,16 @@ def worker(url: str, prefix: str, orders: Connection) -> None:
     asyncio.run(work())
 
 
-def test_processes_share_a_quota(redis_server: RedisServer) -> None:
-    """Four processes with 50 requests each at the same time: exactly 100 are admitted."""
+@pytest.fixture
+def context() -> ForkServerContext:
+    """What starts processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    return context
+
+
+def test_processes_share_a_quota(redis_server: RedisServer, context: ForkServerContext) -> None:
+    """Four processes with 50 requests each at the same time: exactly 100 are admitted."""
     prefix = redis_server.prefix()
     with ExitStack() as stack:
         ends = []
@@ -67,6 +91,108 @@ def test_processes_share_a_quota(redis_server: RedisServer) -> None:
     assert rounds == [LIMIT] * ROUNDS
     with closing(RedisStore(redis_server.url, prefix=prefix, timeout=60)) as store:
         assert [use.used for use in store.usages()] == [LIMIT] * ROUNDS
+
+
+def spender(url: str, prefix: str, diary: str, hold: int) -> None:
+    """A process whose callers hold an amount, use another, and settle, until they are refused.
+
+    What a call has used is written down before it is settled.
+    """
+    written = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    chance = random.Random()  # noqa: S311 - no secret
+
+    async def call(store: RedisStore) -> bool:
+        held = batch(
+            {"tokens": hold},
+            limits={"tokens": BUDGET},
+            leases={"tokens": LEASE},
+            key=uuid4().hex,
+            attempt=uuid4().hex,
+        )
+        if not (await store.aacquire(held)).admitted[0]:
+            return False
+        await asyncio.sleep(chance.uniform(0, 0.01))
+        used = chance.randint(1, BOUND)
+        name = held.idempotency_key
+        os.write(written, f"{json.dumps([name, used])}\n".encode())
+        await store.aacquire(settled((name, used)))
+        return True
+
+    async def caller(store: RedisStore) -> None:
+        while await call(store):
+            pass
+
+    async def work() -> None:
+        store = RedisStore(url, prefix=prefix, timeout=60)
+        await asyncio.gather(*(caller(store) for _ in range(CALLERS)))
+
+    asyncio.run(work())
+
+
+def settled(*calls: tuple[str, int]) -> AcquireRequest:
+    """That calls have used amounts."""
+    return compensating(
+        *(Compensation(f"of {name}", {"tokens": amount}, settles=name) for name, amount in calls)
+    )
+
+
+@pytest.mark.parametrize("hold", [BOUND, 1])
+def test_processes_share_a_budget(
+    redis_server: RedisServer, context: ForkServerContext, tmp_path: Path, hold: int
+) -> None:
+    """Of 4 processes with 25 callers each some are killed: nothing is overspent, nothing is lost.
+
+    With a true bound held, the budget is never exceeded; with less, by no more than what the calls
+    in flight use beyond it. What the killed ones held is free again after its lease.
+    """
+    diary, prefix = tmp_path / "diary", redis_server.prefix()
+    diary.touch()
+
+    def written() -> list[tuple[str, int]]:
+        lines = diary.read_text().split("\n")[:-1]
+        return [(name, amount) for name, amount in map(json.loads, lines)]
+
+    with ExitStack() as stack:
+
+        def start() -> multiprocessing.process.BaseProcess:
+            given = (redis_server.url, prefix, str(diary), hold)
+            process = context.Process(target=spender, args=given, daemon=True)
+            process.start()
+            stack.callback(process.kill)
+            return process
+
+        alive = [start() for _ in range(PROCESSES)]
+        for number in range(1, KILLS + 1):
+            eventually(lambda: len(written()) > number * CALLS_BETWEEN_KILLS)  # noqa: B023 - called now
+            oldest = alive.pop(0)
+            assert oldest.is_alive()
+            oldest.kill()
+            alive.append(start())
+        for process in alive:
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+
+    with (
+        closing(RedisStore(redis_server.url, prefix=prefix, timeout=60)) as store,
+        redis_server.client() as client,
+    ):
+        most = BUDGET + PROCESSES * CALLERS * (BOUND - hold)
+        (count,) = used(store, "tokens")
+        assert count is not None
+        assert BUDGET - hold < count <= most
+        # Some that were killed have not settled what they have written down. Twice is once.
+        spent = written()
+        for first in range(0, len(spent), 500):
+            store.acquire(settled(*spent[first : first + 500]))
+        total = sum(amount for _, amount in spent)
+        assert total <= most
+        (count,) = used(store, "tokens")
+        assert count is not None
+        assert count > total
+        assert (count - total) % hold == 0
+        with time_from("now"):
+            client.set("now", int(time.time()) + LEASE + 1)
+            assert used(store, "tokens") == [total]
 
 
 @pytest.fixture(params=["memory", "redis"])

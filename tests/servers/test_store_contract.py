@@ -5,6 +5,7 @@ test_store_agreement.py. Here each promise of `QuotaStore` is said once.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -17,11 +18,13 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 from tests.servers.prometheus import eventually
 from tests.servers.redis import RedisServer
-from tests.servers.stores import batch, calls, compensating, used
+from tests.servers.stores import batch, calls, compensating, settlement, used
 
 KEY = str(CountKey("search", "user_id", "ada"))
 OTHER = str(CountKey("email", "user_id", "ada"))
 DAY = CountKey.at("search", "user_id", "ada", timedelta(days=1), 4e9)
+LONG = 3600
+"""A lease that no test outlasts, in seconds."""
 
 Store = MemoryStore | RedisStore
 Make = Callable[..., Store]
@@ -239,6 +242,114 @@ class TestCompensations:
         store.acquire(compensating(*(Compensation(each, attempt_id=each) for each in attempts)))
         assert used(store, KEY) == [2]
         assert store.acquire(calls(KEY, 2, limit=2, key=made.idempotency_key)).replayed
+
+
+class TestLeases:
+    """What is only held, until it is settled."""
+
+    def test_held_counts_like_anything(self, store: Store) -> None:
+        """What is held is used, and refuses others; that of a refused call is not held."""
+        bound = batch({KEY: 60}, limits={KEY: 100}, leases={KEY: LONG})
+        assert store.acquire(bound).admitted == (True,)
+        other = batch({KEY: 60}, limits={KEY: 100}, leases={KEY: LONG})
+        assert store.acquire(other).admitted == (False,)
+        store.acquire(compensating(settlement(other, {KEY: 0})))
+        assert used(store, KEY) == [60]
+
+    def test_settled_once_in_the_same_step(self, store: Store) -> None:
+        """What was used stands in place of what was held, before the next call is judged."""
+        first = batch({KEY: 60, OTHER: 1}, limits={KEY: 100}, leases={KEY: LONG, OTHER: LONG})
+        store.acquire(first)
+        done = settlement(first, {KEY: 30})
+        second = batch({KEY: 70}, limits={KEY: 100}, leases={KEY: LONG}, compensations=[done, done])
+        result = store.acquire(second)
+        assert (result.used, result.admitted) == ({KEY: 30}, (True,))
+        store.acquire(compensating(done, settlement(first, {KEY: 5})))
+        assert used(store, KEY, OTHER) == [105, 1]
+        store.acquire(compensating(settlement(second, {KEY: 0})))
+        assert store.peek([KEY]) == (QuotaUsage(KEY, 35, 100, None),)
+
+    def test_only_what_has_a_lease_is_given_back(self, store: Store) -> None:
+        """Two counters with one key, of which one has a lease: the other's charge stays."""
+        counters = {"call": Counter(KEY), "held": Counter(KEY, lease=LONG)}
+        hits = Hits({"call": 1, "held": 7})
+        request = AcquireRequest("one", "first", counters, (hits,))
+        store.acquire(request)
+        assert used(store, KEY) == [8]
+        store.acquire(compensating(settlement(request, {KEY: 4})))
+        assert used(store, KEY) == [5]
+
+    def test_lease_that_is_over(self, store: Store) -> None:
+        """What nobody settles is given back, and nothing else; a late settlement charges all."""
+        crashed = batch({KEY: 60, str(DAY): 5}, leases={KEY: 1, str(DAY): 1})
+        running = batch({KEY: 10}, leases={KEY: LONG})
+        for request in (crashed, running, calls(KEY, 3)):
+            store.acquire(request)
+        assert used(store, KEY, str(DAY)) == [73, 5]
+        eventually(lambda: used(store, KEY, str(DAY)) == [13, 0])
+        over = batch({KEY: 87}, limits={KEY: 100}, used={KEY: 99})
+        assert store.acquire(over).admitted == (True,)
+        late = settlement(crashed, {KEY: 20, str(DAY): 1})
+        store.acquire(compensating(late, late, settlement(running, {KEY: 0})))
+        assert used(store, KEY, str(DAY)) == [110, 1]
+
+    def test_window_that_ends_during_a_call(self, store: Store) -> None:
+        """The settlement goes to the window that was charged, though it is over."""
+        past = CountKey.at("search", "user_id", "ada", timedelta(hours=1), 1e9)
+        assert past.ends is not None
+        held = batch({str(past): 9}, ends={str(past): past.ends}, leases={str(past): LONG})
+        store.acquire(held)
+        store.acquire(compensating(settlement(held, {str(past): 4})))
+        assert used(store, str(past)) == [4]
+
+    def test_undone_once(self, store: Store) -> None:
+        """A hold is taken back by the settlement, or by what undoes the attempt, and not twice."""
+        undone = batch({KEY: 9, OTHER: 1}, leases={KEY: LONG})
+        settled = batch({KEY: 9, OTHER: 1}, leases={KEY: LONG})
+        for request in (undone, settled, calls(KEY, 50)):
+            store.acquire(request)
+        undo = [
+            Compensation(each.attempt_id, attempt_id=each.attempt_id) for each in (undone, settled)
+        ]
+        store.acquire(compensating(undo[0], settlement(undone, {KEY: 2})))
+        assert used(store, KEY, OTHER) == [61, 1]
+        store.acquire(compensating(settlement(settled, {KEY: 3}), undo[1]))
+        assert used(store, KEY, OTHER) == [55, 0]
+
+    def test_replay_holds_nothing_more(self, store: Store) -> None:
+        """A request that runs again can give its hold back, and hold anew, in one step."""
+        first = batch({KEY: 60, OTHER: 1}, limits={KEY: 100}, leases={KEY: LONG})
+        store.acquire(first)
+        again = replace(first, attempt_id="again")
+        assert store.acquire(again).replayed
+        assert used(store, KEY, OTHER) == [60, 1]
+        anew = batch(
+            {KEY: 60},
+            limits={KEY: 100},
+            leases={KEY: LONG},
+            compensations=[settlement(first, {KEY: 0})],
+        )
+        assert store.acquire(anew).admitted == (True,)
+        store.acquire(compensating(settlement(anew, {KEY: 8})))
+        assert used(store, KEY, OTHER) == [8, 1]
+
+    def test_reset(self, store: Store) -> None:
+        """A reset count forgets what is held: what settles it charges what was used."""
+        before = batch({KEY: 60}, leases={KEY: LONG})
+        store.acquire(before)
+        store.reset([KEY])
+        assert used(store, KEY) == [0]
+        store.acquire(batch({KEY: 5}))
+        store.acquire(compensating(settlement(before, {KEY: 20})))
+        assert used(store, KEY) == [25]
+
+    def test_needs_a_name(self, store: Store) -> None:
+        """Without an idempotency key nothing could settle it: ValueError, nothing charged."""
+        with pytest.raises(
+            ValueError, match=r"idempotency_key must not be empty: .* 'search:user_id:ada'"
+        ):
+            store.acquire(batch({KEY: 5}, leases={KEY: LONG}, key=""))
+        assert used(store, KEY) == [None]
 
 
 class TestCounts:

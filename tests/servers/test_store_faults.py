@@ -13,7 +13,8 @@ import redis.asyncio
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-from langchain_quota.middleware._store import COMPENSATED_AT_ONCE, StoreClient
+from langchain_quota.middleware._corrections import COMPENSATED_AT_ONCE
+from langchain_quota.middleware._store import StoreClient
 from langchain_quota.stores import QuotaStore, QuotaUsage, deadline
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.telemetry import recorder_of

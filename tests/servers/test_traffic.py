@@ -1,9 +1,11 @@
 """The simulated service counts the truth, and its metrics agree with it."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,22 @@ import httpx
 import pytest
 
 from langchain_quota import Level
+from langchain_quota.decision import Unit
+from langchain_quota.money import MICRODOLLARS
 from tests.forked import Program, as_module, start_python
 from tests.servers.programs import required_program
 from tests.servers.prometheus import DEADLINE, parse_openmetrics, series_of
-from tests.traffic.agents import MEANT_TO_BE_HIT
+from tests.traffic.agents import DRAFTS, MEANT_TO_BE_HIT, NOTES, PRICES
 from tests.traffic.running import running_traffic
 from tests.traffic.truth import SubjectKey, Truth
 
 CALLS = ("agent", "kind", "tool", "decision")
 REFUSALS = ("agent", "limit", "scope")
+SPENT: Mapping[str, tuple[Unit, int]] = {
+    "langchain_quota_spent_tokens_total": ("tokens", 1),
+    "langchain_quota_spent_dollars_total": ("microdollars", MICRODOLLARS),
+}
+"""The counters of what was spent, and how many of the unit's parts they count as one."""
 
 SERVERS = (
     ("redis-server", "redis-server"),
@@ -35,8 +44,10 @@ Counts = Counter[tuple[str, ...]]
 class Counted:
     """What processes say that they have counted, summed over them."""
 
-    calls: Counts
-    refusals: Counts
+    calls: Counts = field(default_factory=Counter)
+    refusals: Counts = field(default_factory=Counter)
+    spent: Counter[tuple[Unit, str, str]] = field(default_factory=Counter)
+    estimated: int = 0
 
     def add(self, target: str) -> None:
         """Add what a process says."""
@@ -50,12 +61,22 @@ class Counted:
                 found["decision"] == "blocked"
             ):
                 self.refusals[tuple(found[label] for label in REFUSALS)] += int(value)
+            elif name in SPENT and found["limit"] in ("tokens", "cost"):
+                unit, parts = SPENT[name]
+                self.spent[unit, found["agent"], found["model"]] += round(value * parts)
+            elif name == "langchain_quota_model_runs_total" and found["usage"] == "estimated":
+                self.estimated += int(value)
 
     def check(self, truth: Truth) -> None:
         """Assert that this is what happened."""
         assert self.calls
         assert +self.calls == truth.calls(*CALLS)
         assert +self.refusals == truth.refusals(*REFUSALS)
+        for unit, _ in SPENT.values():
+            by_agent: Counts = Counter()
+            for (what, agent, _), amount in self.spent.items():
+                by_agent[agent,] += amount if what == unit else 0
+            assert +by_agent == truth.spent(unit, "agent")
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,7 @@ class Seen:
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """A busy service after five minutes, without a restart."""
-    counted = Counted(Counter(), Counter())
+    counted = Counted()
     with running_traffic(
         "busy",
         seconds=300,
@@ -138,14 +159,40 @@ def test_threads_of_a_busy_service_are_near_and_exhausted(busy: Seen) -> None:
     assert all(first <= last for first, last in refused.values())
 
 
+def test_budgets_are_charged_what_models_report(busy: Seen) -> None:
+    """Of each model it is what it reported, priced by hand; what it did not report is estimated."""
+    counted: Counter[tuple[Unit, str, str]] = Counter()
+    for each in busy.truth.answers("writer"):
+        price, used = PRICES[each["model"]], each["used"]
+        dollars_per_million = (
+            Decimal(str(price.input)) * used["input_tokens"]
+            + Decimal(str(price.output)) * used["output_tokens"]
+        )
+        counted["tokens", "writer", each["model"]] += used["total_tokens"]
+        counted["microdollars", "writer", each["model"]] += math.ceil(dollars_per_million)
+    assert {model for _, _, model in counted} == {DRAFTS, NOTES}
+    spent = busy.counted.spent
+    assert counted == Counter({key: spent[key] for key in spent if key[1] == "writer"})
+    reported = [each["used"] is not None for each in busy.truth.answers("writer", "support")]
+    assert 0 < reported.count(False) < reported.count(True)
+    assert busy.counted.estimated == reported.count(False)
+
+
+def test_a_budget_of_a_thread_is_used_up(busy: Seen) -> None:
+    """A writer's thread that has written all its drafts is refused, and its run ended."""
+    refused = busy.truth.refusals("limit", "scope", "agent")
+    assert refused["tokens", "thread", "writer"]
+    assert busy.truth.runs_ended() == {("writer", "tokens"): refused["tokens", "thread", "writer"]}
+
+
 def test_nothing_is_lost_by_a_graceful_restart(tmp_path: Path) -> None:
     """A replica that was scraped before its kill comes back on its port, and all is counted.
 
     So are refusals because the store is lost, and resets.
     """
-    counted = Counted(Counter(), Counter())
+    counted = Counted()
     with running_traffic(
-        "broken", seconds=180, speed=90, threads=14, directory=tmp_path
+        "broken", seconds=180, speed=45, threads=14, directory=tmp_path
     ) as traffic:
         targets = traffic.targets
         traffic.scrape = lambda: counted.add(targets[0])
@@ -159,8 +206,8 @@ def test_nothing_is_lost_by_a_graceful_restart(tmp_path: Path) -> None:
     assert {(each["replica"], each["life"]) for each in truth.decisions} == {(0, 1), (0, 2), (1, 1)}
     assert truth.unscraped() == []
     assert sum(event["event"] == "reset" for event in truth.events) == 3
-    assert truth.refusals("agent", "scope").keys() == {("researcher", "store")}
-    assert truth.runs_ended()["researcher", "model"] == truth.refusals("scope")["store",]
+    assert truth.refusals("agent", "scope").keys() == {("researcher", "store"), ("writer", "store")}
+    assert sum(truth.runs_ended().values()) == truth.refusals("scope")["store",]
 
 
 def test_the_command_compares_and_ends(command: Command) -> None:

@@ -9,20 +9,24 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from langchain.agents import create_agent
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall, ToolMessage
+from langchain_core.messages.ai import UsageMetadata
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
 from langchain_quota import (
+    CostLimit,
     Decision,
     ModelCallLimit,
+    Price,
     Quota,
     QuotaMiddleware,
     RedisStore,
     Telemetry,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
-from langchain_quota.testing import ScriptedChatModel, Turn
+from langchain_quota.testing import ScriptedChatModel
 
 Profile = Literal["healthy", "busy", "loop", "broken"]
 PROFILES: tuple[Profile, ...] = ("healthy", "busy", "loop", "broken")
@@ -33,10 +37,23 @@ MEANT_TO_BE_HIT = "browse at most 4"
 THREAD_LIMIT = 20
 """How often a thread may call the tool that its agent is for."""
 
-_AGENTS = ("support", "researcher", "support", "support", "clerk", "researcher", "support")
-_MAIN_TOOLS = {"support": "search", "researcher": "report", "clerk": "file"}
-_TOOLS = ("search", "report", "file", "fetch", "browse", "lookup")
+_AGENTS = ("support", "researcher", "support", "writer", "clerk", "researcher", "support")
+MAIN_TOOLS = {"support": "search", "researcher": "report", "writer": "draft", "clerk": "file"}
+_TOOLS = (*MAIN_TOOLS.values(), "fetch", "browse", "lookup")
 _LOOP = "|".join(["lookup"] * 12)
+
+
+ANSWERS, DRAFTS, NOTES = "gpt-5", "claude-sonnet-4-5", "claude-haiku-4-5"
+"""The models that answer, that write drafts, and that say that these are done."""
+
+PRICES = {
+    ANSWERS: Price(input="1.25", output="10"),
+    DRAFTS: Price(input="3", output="15"),
+    NOTES: Price(input="1", output="5"),
+}
+
+_PER_DRAFT = (2_400, 600)
+"""The tokens that a draft takes in and gives out."""
 
 
 class Question(NamedTuple):
@@ -64,12 +81,24 @@ def build_agents(
     store: RedisStore,
     saver: BaseCheckpointSaver[Any],
     telemetry: Telemetry,
+    *,
     on_decision: Callable[[Decision], None],
+    on_answer: Callable[[str, AIMessage], None],
     speed: float,
 ) -> tuple[Mapping[str, Any], Mapping[str, QuotaMiddleware]]:
     """The agents by their names, and by the same what resets their threads.
 
     The clerk has a drop-in instead, which neither resets nor tells an observer what it decides.
+    Support and the writer have budgets: a thread of the writer has tokens for `THREAD_LIMIT`
+    drafts.
+
+    Args:
+        store: Keeps the shared counts.
+        saver: Keeps the threads.
+        telemetry: Makes visible what limits do.
+        on_decision: Sees every decision.
+        on_answer: Sees every answer of a model, and whose it is.
+        speed: How many simulated seconds pass in a real one.
     """
 
     def window(**duration: float) -> timedelta:
@@ -88,7 +117,10 @@ def build_agents(
             ),
             ToolCallLimit("fetch", quotas=[Quota(400, per="global", window=minutes)]),
             ToolCallLimit("fetch", run_limit=1, enforce=False, name="fetch on trial"),
+            TokenLimit(quotas=[Quota(2_000_000, per="tenant", window=hour)]),
+            CostLimit(thread_limit=2, quotas=[Quota(20, per="agent", window=hour)]),
         ],
+        prices=PRICES,
         store=store,
         on_store_error="allow",
         on_decision=on_decision,
@@ -108,6 +140,17 @@ def build_agents(
         on_decision=on_decision,
         telemetry=telemetry,
     )
+    writer = QuotaMiddleware(
+        [
+            TokenLimit(thread_limit=THREAD_LIMIT * sum(_PER_DRAFT), alert=False),
+            CostLimit(thread_limit="0.40", name="thread cost", alert=False),
+            CostLimit(quotas=[Quota(6, per="global", window=hour)]),
+        ],
+        prices=PRICES,
+        store=store,
+        on_decision=on_decision,
+        telemetry=telemetry,
+    )
     clerk = ToolCallLimitMiddleware(
         tool_name="file",
         thread_limit=THREAD_LIMIT,
@@ -115,17 +158,27 @@ def build_agents(
         alert=False,
         telemetry=telemetry,
     )
+
+    def scripted(name: str) -> ScriptedChatModel:
+        def answer(messages: Sequence[BaseMessage]) -> AIMessage:
+            message = _answer(name, messages)
+            on_answer(name, message)
+            return message
+
+        return ScriptedChatModel(script=answer, keep_calls=0, model=ANSWERS)
+
+    quotas = {"support": support, "researcher": researcher, "writer": writer}
     agents = {
         name: create_agent(
-            ScriptedChatModel(script=_answer),
+            scripted(name),
             tools=[_tool(tool, 0.2 / speed) for tool in _TOOLS],
             middleware=[middleware],
             name=name,
             checkpointer=saver,
         )
-        for name, middleware in (("support", support), ("researcher", researcher), ("clerk", clerk))
+        for name, middleware in {**quotas, "clerk": clerk}.items()
     }
-    return agents, {"support": support, "researcher": researcher}
+    return agents, quotas
 
 
 def questions(
@@ -134,7 +187,8 @@ def questions(
     """What is asked, in order of time: on each thread something about every minute.
 
     Each thread uses the tool that its agent is for evenly, up to a number of calls that it reaches
-    after three quarters of the time, but not before five minutes: in a run it makes few. With
+    after three quarters of the time, but not before five minutes: in a run it makes few. When the
+    service is busy, the first thread of the writer reaches the limit. With
     events, the three support threads with the highest numbers are reset.
     """
     random = Random(seed)  # noqa: S311 - traffic, no secret
@@ -146,6 +200,8 @@ def questions(
         user, tenant = f"user-{number % 20:02}", f"tenant-{number % 4}"
         thread = Question(seconds * 0.6, agent, f"{agent}-{number:02}", user, tenant)
         goal = _goal(random, profile)
+        if profile == "busy" and number == _AGENTS.index("writer"):
+            goal = THREAD_LIMIT
         goals.append((goal, thread))
         done = 0
         for turn in range(turns):
@@ -184,7 +240,7 @@ def _goal(random: Random, profile: Profile) -> int:
 
 def _text(random: Random, profile: Profile, agent: str, times: int) -> str:
     """A question that lets an agent use its tool so many times, and others beside."""
-    tools = [_MAIN_TOOLS[agent]] * times
+    tools = [MAIN_TOOLS[agent]] * times
     batches = [tools[:3], tools[3:]]
     if agent == "support" and random.random() < 0.5:
         batches.append(["fetch"] * random.randint(1, 2))
@@ -193,18 +249,36 @@ def _text(random: Random, profile: Profile, agent: str, times: int) -> str:
     return "|".join(" ".join(batch) for batch in batches if batch)
 
 
-def _answer(messages: Sequence[BaseMessage]) -> Turn:
-    """What the model answers: the calls that the question names, and then a text."""
+def _answer(agent: str, messages: Sequence[BaseMessage]) -> AIMessage:
+    """What the model answers: the calls that the question names, and then a text.
+
+    What it used is not reported after a page was fetched: as if these answers were cut off.
+    """
     asked = max(at for at, each in enumerate(messages) if isinstance(each, HumanMessage))
     answers = sum(isinstance(each, AIMessage) for each in messages[asked:])
     batches = [batch for batch in str(messages[asked].content).split("|") if batch]
-    if answers >= len(batches):
-        return "That is all."
-    # Processes share the threads: ids must be unique beyond one.
-    return [
-        ToolCall(name=name, args={}, id=f"call_{uuid4().hex}", type="tool_call")
-        for name in batches[answers].split()
-    ]
+    names = batches[answers].split() if answers < len(batches) else []
+    last = messages[-1]
+    fetched = isinstance(last, ToolMessage) and last.name == "fetch"
+    drafts = names.count("draft")
+    if drafts:
+        model, used = DRAFTS, [drafts * each for each in _PER_DRAFT]
+    elif agent == "writer":
+        model, used = NOTES, [15, 5]
+    else:
+        model, used = ANSWERS, [800 + 150 * len(messages), 40 + 60 * len(names)]
+    return AIMessage(
+        "" if names else "That is all.",
+        # Processes share the threads: ids must be unique beyond one.
+        tool_calls=[
+            ToolCall(name=name, args={}, id=f"call_{uuid4().hex}", type="tool_call")
+            for name in names
+        ],
+        response_metadata={"model_name": model},
+        usage_metadata=None
+        if fetched
+        else UsageMetadata(input_tokens=used[0], output_tokens=used[1], total_tokens=sum(used)),
+    )
 
 
 def _tool(name: str, seconds: float) -> Callable[[], Any]:

@@ -9,13 +9,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from langchain_core.messages import HumanMessage, RemoveMessage
+from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from langchain_quota import Decision, RedisStore, Telemetry, start_metrics_server
+from langchain_quota import Decision, RedisStore, Telemetry, start_metrics_server, usage
 from langchain_quota.telemetry import capturing
 from tests.traffic.agents import Question, build_agents
 from tests.traffic.truth import Journal
@@ -45,6 +45,9 @@ async def main(order: Mapping[str, Any]) -> None:
     def on_decision(decision: Decision) -> None:
         journal.decided(decision, _run.get())
 
+    def on_answer(agent: str, message: AIMessage) -> None:
+        journal.answered(agent, message, _run.get())
+
     async def answer(number: int, question: Question) -> None:
         _run.set(number)
         config: RunnableConfig = {"configurable": {"thread_id": question.thread}}
@@ -59,6 +62,8 @@ async def main(order: Mapping[str, Any]) -> None:
             context = {"user_id": question.user, "tenant": question.tenant}
             with nullcontext() if question.agent in quotas else capturing(_Written(journal)):
                 await agent.ainvoke({"messages": said}, config, context=context, durability="exit")
+            used = usage(await agent.aget_state(config))
+            journal.spent(question.agent, question.thread, used, number)
         print(number, flush=True)  # noqa: T201 - an answer to the driver
 
     reader = asyncio.StreamReader()
@@ -67,7 +72,14 @@ async def main(order: Mapping[str, Any]) -> None:
     async with AsyncSqliteSaver.from_conn_string(order["checkpoints"]) as saver:
         await saver.setup()
         telemetry = Telemetry(registry=registry, subject_label={"tenant": str})
-        agents, quotas = build_agents(store, saver, telemetry, on_decision, order["speed"])
+        agents, quotas = build_agents(
+            store,
+            saver,
+            telemetry,
+            on_decision=on_decision,
+            on_answer=on_answer,
+            speed=order["speed"],
+        )
         with start_metrics_server(port=order["port"], registry=registry) as server:
             print(server.port, flush=True)  # noqa: T201 - the same
             async with asyncio.TaskGroup() as answering:

@@ -169,8 +169,12 @@ class Traffic:
 
     def reset(self, agent: str, thread: str) -> None:
         """Reset what a thread has used, when it is at rest; it must have had a run."""
-        self._ask(Question(0, agent, thread))
-        self._wait_until(lambda: self._at_rest(thread))
+        self.ask(Question(0, agent, thread))
+
+    def ask(self, question: Question) -> None:
+        """Ask now, and wait for the answer; replicas take turns."""
+        self._ask(question)
+        self._wait_until(lambda: self._at_rest(question.thread))
 
     def loop(self, seconds: float) -> None:
         """Let an agent call a tool again and again on some threads, for simulated seconds."""

@@ -8,10 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from langchain_quota.decision import RUN, STORE, THREAD, Decision, Level, LimitStatus, level
+from langchain_core.messages import AIMessage
+
+from langchain_quota import ThreadUsage
+from langchain_quota.decision import RUN, STORE, THREAD, Decision, Level, LimitStatus, Unit, level
+from langchain_quota.limit_options import MICRODOLLARS, TOTAL_TOKENS
 from langchain_quota.telemetry.labels import NONE
 
 Row = Mapping[str, Any]
+
+COUNTERS: Mapping[Unit, str] = {"tokens": TOTAL_TOKENS, "microdollars": MICRODOLLARS}
+"""What counts the amounts that budgets of the traffic have."""
 
 
 class Journal:
@@ -50,6 +57,19 @@ class Journal:
             limits=[_limit(status, call.thread_id) for status in decision.limits],
         )
 
+    def answered(self, agent: str, message: AIMessage, run: object) -> None:
+        """Write an answer of a model, and what it reports."""
+        model, used = message.response_metadata["model_name"], message.usage_metadata
+        self.write("answer", run=run, agent=agent, model=model, used=used)
+
+    def spent(self, agent: str, thread: str, used: ThreadUsage, run: object) -> None:
+        """Write what a run and its thread have spent by the thread's state."""
+        of_run, of_thread = (
+            {unit: amounts.get(counter, 0) for unit, counter in COUNTERS.items()}
+            for amounts in (used.run_spent, used.spent)
+        )
+        self.write("spent", run=run, agent=agent, thread=thread, **of_run, all=of_thread)
+
 
 class SubjectKey(NamedTuple):
     """Whose use of which limit; the scope of a thread's own quota is `thread`, too."""
@@ -65,11 +85,12 @@ class Use:
     """What a subject has used of a limit.
 
     Attributes:
-        used: The count, in calls.
-        cap: The limit, in calls.
+        used: The count, in the limit's unit.
+        cap: The limit, in that unit.
         near: The share from which the limit is near.
         at: When this was known.
         resets: When the window of a quota ends, if it has one.
+        unit: What is counted.
     """
 
     used: int
@@ -77,6 +98,7 @@ class Use:
     near: float
     at: float
     resets: float | None
+    unit: Unit = "calls"
 
     @property
     def level(self) -> Level:
@@ -139,6 +161,8 @@ class Truth:
     def uses(self, *, near: float = 0.8, now: float | None = None) -> dict[SubjectKey, Use]:
         """What each subject has used of each limit that is enforced: the newest that is known.
 
+        Of limits of tokens and money only threads are known, when a run is over.
+
         Args:
             near: The share from which a limit without one of its own is near.
             now: The time; windows that ended before it count nothing any more.
@@ -149,10 +173,14 @@ class Truth:
             if event["event"] == "decision":
                 for key, use in _uses(event, near):
                     found[key] = _newer(key, found.get(key), use)
-            elif event["event"] == "reset":
+            elif event["event"] in ("reset", "spent"):
+                amounts = event.get("all", {})
                 for key, use in found.items():
                     if key[0::2] == (event["agent"], THREAD) and key.subject == event["thread"]:
-                        found[key] = replace(use, used=0, at=event["at"], resets=None)
+                        if event["event"] == "reset":
+                            found[key] = replace(use, used=0, at=event["at"], resets=None)
+                        elif use.unit in amounts:
+                            found[key] = replace(use, used=amounts[use.unit], at=event["at"])
         ended = [key for key, use in found.items() if use.resets is not None and use.resets <= now]
         return found | {key: replace(found[key], used=0, resets=None) for key in ended}
 
@@ -179,6 +207,28 @@ class Truth:
             if row["exit"] == "end"
         }
         return Counter((agent, limit) for *_, agent, limit in ended)
+
+    def spent(self, unit: Unit, *fields: str, since: float = 0) -> Counter[tuple[Any, ...]]:
+        """How much runs have spent, by some fields, as the threads' states say.
+
+        Args:
+            unit: What is counted.
+            fields: `agent`, `thread` or `run`.
+            since: Only runs that have ended after this time.
+        """
+        amounts: Counter[tuple[Any, ...]] = Counter()
+        for event in self.events:
+            if event["event"] == "spent" and event["at"] > since:
+                amounts[tuple(event[name] for name in fields)] += event[unit]
+        return +amounts
+
+    def answers(self, *agents: str, since: float = 0) -> list[Row]:
+        """What the models of agents have answered after a time; `used` is what they report."""
+        return [
+            event
+            for event in self.events
+            if event["event"] == "answer" and event["agent"] in agents and event["at"] > since
+        ]
 
     def unscraped(self) -> list[Row]:
         """The decisions of killed processes that are not known to have been scraped before."""
@@ -214,6 +264,7 @@ def _limit(status: LimitStatus, thread: object) -> Row:
     ]
     return {
         "limit": status.limit,
+        "unit": status.unit,
         "refused": status.refusal_scope,
         "charged": status.charged,
         "enforced": status.enforced,
@@ -227,13 +278,15 @@ def _uses(decision: Row, near: float) -> Iterable[tuple[SubjectKey, Use]]:
     """What a decision tells about subjects; without an answer of the store that is nothing."""
     for limit in decision["limits"]:
         if limit["enforced"] and limit["refused"] != STORE:
+            unit = limit.get("unit", "calls")
             for use in limit["uses"]:
-                if use["scope"] != RUN:
+                # What a call has used is charged after the decision.
+                if use["scope"] == THREAD or (unit == "calls" and use["scope"] != RUN):
                     key = (decision["agent"], limit["limit"], use["scope"], use["subject"])
                     share = near if limit["near"] is None else limit["near"]
                     yield (
                         SubjectKey(*key),
-                        Use(use["used"], use["cap"], share, decision["at"], use["resets"]),
+                        Use(use["used"], use["cap"], share, decision["at"], use["resets"], unit),
                     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from langchain_quota.decision import Level
+from langchain_quota.money import MICRODOLLARS
 from langchain_quota.monitoring import exports
 from tests.servers.alertmanager import (
     Webhook,
@@ -25,7 +26,11 @@ from tests.traffic.running import Traffic
 JOB = "agents"
 
 _EXHAUSTED = """
-langchain_quota_thread_used >= langchain_quota_thread_limit
+(
+  langchain_quota_thread_used >= langchain_quota_thread_limit
+  or langchain_quota_thread_used_tokens >= langchain_quota_thread_limit_tokens
+  or langchain_quota_thread_used_dollars >= langchain_quota_thread_limit_dollars
+)
 and on (job, instance, agent, limit, thread_id)
 topk by (job, agent, limit, thread_id) (1, langchain_quota_thread_last_decision_timestamp_seconds)
 """
@@ -57,8 +62,10 @@ class Watch:
 
         eventually(done)
 
-    def totals(self, selector: str, *labels: str) -> Counts:
+    def totals(self, selector: str, *labels: str, parts: int = 1) -> Counts:
         """What counters have counted in all processes, restarted ones included, by labels.
+
+        It is in whole parts of the counter's unit: `parts` of them are one.
 
         From the samples themselves, with the process that each is of: a counter that has begun anew
         and is not below its old value when it is scraped looks as if nothing had happened.
@@ -78,7 +85,9 @@ class Watch:
                 last[json.dumps(metric), process] = float(value)
         totals: Counts = Counter()
         for (metric, _), value in last.items():
-            totals[tuple(json.loads(metric).get(label, "") for label in labels)] += int(value)
+            totals[tuple(json.loads(metric).get(label, "") for label in labels)] += round(
+                value * parts
+            )
         return +totals
 
     def _samples(self, selector: str) -> Any:
@@ -111,6 +120,20 @@ class Watch:
                 ),
             ),
             ("threads exhausted", threads, self.exhausted()),
+            (
+                "tokens",
+                truth.spent("tokens", "agent"),
+                self.totals("langchain_quota_spent_tokens_total", "agent"),
+            ),
+            (
+                "millionths of a dollar",
+                truth.spent("microdollars", "agent"),
+                self.totals(
+                    'langchain_quota_spent_dollars_total{limit="cost"}',
+                    "agent",
+                    parts=MICRODOLLARS,
+                ),
+            ),
         ):
             for key in sorted({*true, *told}):
                 yield what, key, true[key], told[key]

@@ -1,5 +1,6 @@
 """GraphQuota with graphs of one's own, by mypy and pyright; never run."""
 
+from decimal import Decimal
 from typing import Any, TypedDict, assert_type
 
 from langchain_core.messages import AIMessage, ToolCall
@@ -7,7 +8,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
 
-from langchain_quota import GraphQuota, ModelCallLimit, ToolCallLimit
+from langchain_quota import CostLimit, GraphQuota, ModelCallLimit, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 
 
@@ -49,4 +50,10 @@ assert_type(state, dict[str, Any])
 assert_type(quota.open_calls(quota.after_model(state)), list[ToolCall])
 
 quota.add_to(NoMessages, model=model, tools=[])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+GraphQuota(
+    [CostLimit(run_limit="0.50")],
+    prices=lambda used: Decimal(used.total_tokens) / 10**6,
+    unknown_price="allow",
+)
+GraphQuota([CostLimit(run_limit=1)], unknown_price="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 GraphQuota(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import QuotaMiddleware, ToolCallLimit
 from langchain_quota.testing import captured_decisions
-from tests.benchmarks import concurrency, costs, decisions, per_step, scenes, scrape
+from tests.benchmarks import budgets, concurrency, costs, decisions, per_step, scenes, scrape
 from tests.benchmarks.optional import required
 from tests.benchmarks.report import Ratio, Table, targets
 from tests.benchmarks.runs import per_step as stored_per_step
@@ -33,7 +33,7 @@ from tests.servers.programs import required_program
 
 SETUPS = [
     pytest.param(setup, marks=needs_inline) if setup.startswith("Inline") else setup
-    for setup in scenes.SETUPS
+    for setup in scenes.SETUPS | scenes.BUDGETS
 ]
 
 ADDED = {
@@ -51,6 +51,9 @@ ADDED = {
     "Inline, 1": 0,
     "Inline, 2": 0,
     "Inline, 8": 0,
+    "QuotaMiddleware, 8 and tokens": 2,
+    "QuotaMiddleware, 8, tokens, cost": 2,
+    "Inline, 8 and tokens": 0,
 }
 """The nodes that limits add to a step."""
 
@@ -106,6 +109,20 @@ async def test_supersteps_of_a_step(setup: str) -> None:
     found = await stored(setup)
     expected = 2 + ADDED.get(setup, 0)
     assert (found.supersteps, found.checkpoints) == (expected, expected)
+
+
+@pytest.mark.parametrize("has_memory", [False, True])
+async def test_budgets_are_charged(*, has_memory: bool) -> None:
+    """What the model reports of each call is charged to both budgets."""
+    saver = InMemorySaver() if has_memory else None
+    agent = scenes.agent("QuotaMiddleware, 8, tokens, cost", saver, reports=True)
+    with captured_decisions() as found:
+        state = await scenes.run(agent, 3, "thread")
+    answers = [message for message in state["messages"] if message.type == "ai"]
+    assert [answer.usage_metadata for answer in answers] == [scenes.REPORTED] * 4
+    models = [each for each in found if each.call.kind == "model"]
+    used = {each.limit: each.run_before for each in models[-1].limits}
+    assert (used["tokens"], used["cost"]) == (330, 3 * 350)
 
 
 @needs_inline
@@ -195,7 +212,7 @@ def test_every_set_up_has_a_row() -> None:
 
 
 @needs_inline
-@pytest.mark.parametrize("part", [concurrency, decisions, scrape])
+@pytest.mark.parametrize("part", [budgets, concurrency, decisions, scrape])
 def test_parts_can_be_tried(part: Any) -> None:
     """Each part of the benchmark ends with a table, in small, too."""
     found = part.measure(TINY)

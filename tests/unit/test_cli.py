@@ -132,9 +132,9 @@ def test_totals() -> None:
     one.take(decide(SEARCH, 3, search(1, thread="bob")))
     searches, tools, model = one.totals()
     assert (searches.limit, searches.carried_over) == ("tool:search", 2)
-    assert (searches.allowed, searches.blocked) == (7, 1)
+    assert (searches.charged, searches.blocked) == (7, 1)
     assert searches.levels == {Level.EXHAUSTED: 1, Level.NEAR: 1}
-    assert (tools.allowed, model.allowed) == (0, 0)
+    assert (tools.charged, model.charged) == (0, 0)
     assert one.carried_over == 1
 
 
@@ -148,6 +148,8 @@ def test_totals() -> None:
         (8, 8, "search 8/8 ▇▇▇▇▇▇▇▇"),
         (9, 8, "search 9/8 ▇▇▇▇▇▇▇▇"),
         (0, 0, "search 0/0 ▇▇▇▇▇▇▇▇"),
+        (950, 7_000, "search 950/7k  ▇_______"),
+        (6_999, 7_000, "search 6.9k/7k ▇▇▇▇▇▇▇_"),
     ],
 )
 def test_gauge(used: int, limit: int, expected: str) -> None:
@@ -178,14 +180,15 @@ def test_table_fits(width: int) -> None:
         Use("search", 8, 8, Level.EXHAUSTED),
         Use("tools", 13, 16, Level.NEAR),
         Use("model", 20, 20, Level.EXHAUSTED),
+        Use("tokens", 5_999, 6_000, Level.NEAR),
     )
     console = Console(file=io.StringIO(), width=width)
     console.print(table([Row("customer-1", uses, 27, 12, "search (thread)")], console))
     assert isinstance(console.file, io.StringIO)
     heading, text = console.file.getvalue().splitlines()
     assert "blocked" in heading
-    for use in uses:
-        assert f"{use.title} {use.used}/{use.limit}" in text
+    for shown in ("search 8/8 ▇▇", "tools 13/16 ▇", "model 20/20 ▇▇", "tokens 5.9k/6k ▇"):
+        assert shown in text
     assert ("search (thread)" in text) == (width > 80)
 
 

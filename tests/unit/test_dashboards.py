@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -16,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from dashboards import build
-from langchain_quota import Call, Telemetry, ToolCallLimit
+from langchain_quota import Call, Decision, LimitStatus, Outcome, Telemetry, ToolCallLimit
 from langchain_quota.monitoring import exports
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.names import METRICS
@@ -24,7 +25,7 @@ from tests.conftest import Signals
 from tests.faults import at, differences, no_faults
 from tests.grafana import ALL, Board, Query, Values, boards, interpolate
 from tests.judged import Used, judge
-from tests.metrics import LABELS_OF
+from tests.metrics import LABELS_OF, UNIT_OF, mixed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "dashboards.md"
@@ -33,6 +34,7 @@ SCHEMA = json.loads((ROOT / "tests/assets/grafana/dashboard.schema.json").read_t
 
 BOARDS = {board.uid: board for board in boards()}
 OVERVIEW, THREAD = "langchain-quota-overview", "langchain-quota-thread"
+BUDGETS = "langchain-quota-budgets"
 
 QUERIES = [query for board in BOARDS.values() for query in board.queries]
 VARIABLES = [(board, variable) for board in BOARDS.values() for variable in board.variables]
@@ -102,10 +104,37 @@ PANELS = {
         10: "Refused since",
         11: "Resets",
         12: "State",
+        13: "Tokens left",
+        14: "Tokens spent",
+        15: "Money left",
+        16: "Money spent",
+    },
+    BUDGETS: {
+        1: "Money spent",
+        2: "Tokens spent",
+        3: "Estimated usage",
+        4: "Calls without a price",
+        5: "Money",
+        6: "Money per hour",
+        7: "Limits of money",
+        8: "Threads that spend most of money",
+        9: "Threads about to run out of money",
+        10: "Shared quotas of money",
+        11: "Subjects that have used most of money",
+        12: "Tokens",
+        13: "Tokens per hour",
+        14: "Limits of tokens",
+        15: "Threads that spend most of tokens",
+        16: "Threads about to run out of tokens",
+        17: "Shared quotas of tokens",
+        18: "Subjects that have used most of tokens",
+        19: "Prices and usage, whatever Limit is chosen",
+        20: "Estimated usage by model",
+        21: "Calls without a price by model",
     },
 }
 """The panels by their ids. Links point to them: a new panel gets a new id, none gets another's."""
-GONE = {OVERVIEW: {3, 4}, THREAD: set[int]()}
+GONE = {OVERVIEW: {3, 4}, THREAD: set[int](), BUDGETS: set[int]()}
 """The ids of panels that are no more."""
 
 
@@ -175,20 +204,20 @@ def test_the_files_are_what_is_generated() -> None:
 
 
 def test_the_page_has_every_panel_once() -> None:
-    """docs/dashboards.md has a row for every panel of both dashboards, and for nothing else."""
+    """docs/dashboards.md has a row for every panel of each dashboard, and for nothing else."""
     text = PAGE.read_text(encoding="utf-8")
     tables = [part.partition("\n## ")[0] for part in text.split("| panel |")[1:]]
     faults: list[str] = []
-    for table, board in zip(tables, BOARDS.values(), strict=True):
+    for table, uid in zip(tables, (OVERVIEW, THREAD, BUDGETS), strict=True):
         said = re.findall(r"(?m)^\| ([^|]+?) \|", table)
-        titles = [each["title"] for each in board.panels]
+        titles = [each["title"] for each in BOARDS[uid].panels]
         faults += differences(PAGE, said[1:] if said[:1] == ["---"] else said, titles, kind="panel")
     no_faults(faults, remedy="Give every panel its row.")
 
 
 def test_the_uids_never_change() -> None:
     """Bookmarks and links from elsewhere have the dashboards' UIDs."""
-    assert set(BOARDS) == {OVERVIEW, THREAD}
+    assert set(BOARDS) == {OVERVIEW, THREAD, BUDGETS}
 
 
 def test_panels_keep_their_ids() -> None:
@@ -207,7 +236,7 @@ def test_queries_of_a_panel_have_ids() -> None:
             for board in BOARDS.values()
             for each in board.panels
             if (found := [target["refId"] for target in each["targets"]])
-            != list("ABCDEFGH")[: len(found)]
+            != list(ascii_uppercase)[: len(found)]
             or not found
         ),
         remedy="Letter its queries A, B, C.",
@@ -369,6 +398,7 @@ def test_variables() -> None:
     assert {uid: [each.name for each in board.variables] for uid, board in BOARDS.items()} == {
         OVERVIEW: ["job", "instance", "agent", "limit", "nearest", "refused"],
         THREAD: ["job", "instance", "agent", "thread", "limit"],
+        BUDGETS: ["job", "instance", "agent", "limit", "nearest_money", "nearest_tokens"],
     }
     no_faults(
         (
@@ -468,6 +498,66 @@ def test_labels_of_variables_exist() -> None:
     no_faults(wrong, remedy="Offer the values of a label that the metric has.")
 
 
+def test_units_are_never_brought_together() -> None:
+    """No query adds or compares calls, tokens and dollars, nor shows two of them as one."""
+    no_faults(
+        (
+            f"{where}: {fault}"
+            for where, expr in expressions()
+            if not expr.startswith("group by (limit)")  # their names only
+            for fault in mixed(expr)
+        ),
+        remedy="Ask for one unit, or for shares.",
+    )
+
+
+NO_AMOUNT = {"percentunit", "s", "dateTimeFromNow", "state", "hidden"}
+"""How a query is shown that makes something else from amounts."""
+
+
+def shown(each: Any, ref_id: str) -> str:
+    """The unit in which a panel shows a query, or what else it makes of it."""
+    name = f"Value #{ref_id}" if len(each["targets"]) > 1 else "Value"
+    for step in each.get("transformations", []):
+        if step["id"] == "organize":
+            if step["options"]["excludeByName"].get(name):
+                return "hidden"
+            name = step["options"]["renameByName"].get(name, name)
+    unit: str = each["fieldConfig"]["defaults"]["unit"]
+    own = {
+        one["id"]: one["value"]
+        for override in each["fieldConfig"]["overrides"]
+        if override["matcher"]["options"] in {name, ref_id}
+        for one in override["properties"]
+    }
+    if "mappings" in {*own, *each["fieldConfig"]["defaults"]} and "unit" not in own:
+        return "state"
+    return str(own.get("unit", unit))
+
+
+def amounts(expr: str) -> set[str]:
+    """The units of a query's amounts; of several units, a share or a time is made."""
+    return {UNIT_OF[metric] for metric, _ in selectors(expr) if metric in UNIT_OF}
+
+
+def test_amounts_are_shown_in_their_unit() -> None:
+    """Dollars are drawn as dollars; tokens and calls as whole numbers, many tokens rounded."""
+    found = {
+        (unit, shown(each, target["refId"]))
+        for board in BOARDS.values()
+        for each in board.panels
+        for target in each["targets"]
+        if len(units := amounts(target.get("expr", ""))) == 1
+        for unit in units
+    }
+    assert {each for each in found if each[1] not in NO_AMOUNT} == {
+        ("calls", "locale"),
+        ("tokens", "locale"),
+        ("tokens", "short"),
+        ("microdollars", "currencyUSD"),
+    }
+
+
 def test_every_metric_is_on_a_dashboard() -> None:
     """No metric of the code is without a panel."""
     shown = {metric for query in QUERIES for metric, _ in selectors(query.expr)}
@@ -553,6 +643,9 @@ def test_trace_queries_name_attributes_of_spans(signals: Signals) -> None:
         registry=CollectorRegistry(), tracer_provider=provider, thread_label=lambda _: "hidden"
     )
     decide(hiding, "anna")
+    status = LimitStatus("budget", "end", 0, 1, 2, 0, 1, None, unit="tokens")
+    budget = Decision(Call("model", agent="boss"), Outcome.ALLOWED, (status,))
+    signals.recorder.record([budget], started=1)
     known = {
         name
         for span in (*signals.spans(), *hidden.get_finished_spans())
@@ -733,4 +826,4 @@ def test_boards_are_read() -> None:
     """What is asserted of all dashboards is asserted of something."""
     assert all(isinstance(board, Board) for board in BOARDS.values())
     assert len(QUERIES) >= 40
-    assert len(VARIABLES) == 11
+    assert len(VARIABLES) == 17

@@ -21,7 +21,7 @@ from langchain_quota import (
     QuotaStatus,
     ToolCallLimit,
 )
-from langchain_quota.decide import Breach, status
+from langchain_quota.decide import Breach, Exceeded, status
 from langchain_quota.limits import Limit, ToolExitBehavior
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedLimits, ResolvedQuota
 from tests.judged import Judged, Used, judge
@@ -198,7 +198,7 @@ def test_a_breach_counts_as_if_all_had_run(behavior: ToolExitBehavior) -> None:
             unchecked=False,
             thread_count=4,
             run_count=3,
-            exceeded=(("thread", 4, 3, None), ("run", 3, 2, None)),
+            exceeded=(Exceeded("thread", 4, 3, None), Exceeded("run", 3, 2, None)),
         )
     ]
 
@@ -290,7 +290,7 @@ def test_a_quota_refuses_like_a_limit() -> None:
     assert first.quotas == (QuotaStatus("user_id", "ann", 1, 2, 2, NOON),)
     assert (second.charged, second.scope, second.resets_at) == (False, "user_id", NOON)
     assert second.quotas == (QuotaStatus("user_id", "ann", 2, 2, 2, NOON),)
-    assert judged.breaches[0].exceeded == (("user_id", 3, 2, NOON),)
+    assert judged.breaches[0].exceeded == (Exceeded("user_id", 3, 2, NOON),)
 
 
 def test_a_quota_per_thread_is_the_threads_count() -> None:
@@ -655,7 +655,7 @@ def test_a_breach_tells_what_its_limit_refused(batch: Batch) -> None:
                 thread_count=batch.count(each, "thread", everything),
                 run_count=batch.count(each, "run", everything),
                 exceeded=tuple(
-                    (scope, batch.count(each, scope, everything), number, ends.get(scope))
+                    Exceeded(scope, batch.count(each, scope, everything), number, ends.get(scope))
                     for scope, number in batch.exceeded(each, everything).items()
                 ),
             )

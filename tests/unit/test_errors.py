@@ -27,6 +27,7 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
 )
+from langchain_quota.errors import UnknownPriceError
 
 
 def test_an_except_for_langchains_tool_error_catches_ours() -> None:
@@ -138,6 +139,7 @@ ERRORS = [
     OwnError("acme"),
     QuotaStoreError("no answer within 1.0 s", timed_out=True),
     QuotaWarning("forgetful"),
+    UnknownPriceError("mine", "azure"),
 ]
 
 

@@ -128,6 +128,7 @@ def test_writes_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             "kustomization.yaml",
             "langchain-quota-podmonitor.yaml",
             "langchain-quota-prometheusrule.yaml",
+            "langchain-quota-budgets-configmap.yaml",
             "langchain-quota-overview-configmap.yaml",
             "langchain-quota-thread-configmap.yaml",
         )
@@ -151,6 +152,7 @@ def test_objects_have_the_form_that_a_cluster_takes(options: list[str], tmp_path
     files = export(tmp_path, *options)
     found = objects(files)
     assert sorted(found) == [
+        "ConfigMap/langchain-quota-budgets",
         "ConfigMap/langchain-quota-overview",
         "ConfigMap/langchain-quota-thread",
         "Kustomization/None",
@@ -186,7 +188,7 @@ def test_dashboards_are_those_of_the_other_export(tmp_path: Path) -> None:
     selector = 'namespace="agents",team=~"ä|\\"b"'
     found = objects(export(tmp_path, "--selector", selector))
     boards = exports.dashboards(selector=selector)
-    assert len(boards) == 2
+    assert len(boards) == 3
     for file, board in boards.items():
         config = found[f"ConfigMap/{file.removesuffix('.json')}"]
         assert config["data"] == {file: board}

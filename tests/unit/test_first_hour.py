@@ -19,6 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import (
+    CostLimit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -26,6 +27,7 @@ from langchain_quota import (
     QuotaStoreError,
     RedisStore,
     Telemetry,
+    TokenLimit,
     ToolCallLimit,
     start_metrics_server,
     with_limits,
@@ -80,6 +82,7 @@ def of_sub_agents(*, middleware: Any = (), subagents: Any = ()) -> None:
 
 # What the type checker would refuse is made all the same.
 tool_limit: Any = ToolCallLimit
+cost_limit: Any = CostLimit
 quotas: Any = QuotaMiddleware
 quota: Any = Quota
 
@@ -108,8 +111,24 @@ MISTAKES |= {
     "limits must be a sequence of limits, such as [ToolCallLimit(…)], not …": refused(
         TypeError, lambda: quotas(SEARCH)
     ),
-    "limits must be ToolCallLimit or ModelCallLimit, not …": refused(
+    "limits must be ToolCallLimit, ModelCallLimit, TokenLimit or CostLimit, not …": refused(
         TypeError, lambda: quotas([Quota(3)])
+    ),
+    "run_limit must not be a float, which holds … only nearly: write it as a string, …": refused(
+        TypeError, lambda: cost_limit(run_limit=0.1)
+    ),
+    "run_limit must have at most six decimal places, not …": refused(
+        ValueError, lambda: CostLimit(run_limit="0.0000001")
+    ),
+    "keep=… must be at least reserve=…": refused(
+        ValueError,
+        lambda: TokenLimit(run_limit=9, exit_behavior="finalize", keep=2, reserve=3),
+    ),
+    "charge_all_models=True needs a budget to charge: …": refused(
+        ValueError, lambda: QuotaMiddleware([SEARCH], charge_all_models=True)
+    ),
+    "exit_behavior='finalize' needs keep: …": refused(
+        ValueError, lambda: CostLimit(run_limit=1, exit_behavior="finalize")
     ),
     "QuotaMiddleware.__init__() takes 2 positional arguments but … were given": refused(
         TypeError, lambda: quotas(SEARCH, ModelCallLimit(run_limit=9))
@@ -331,6 +350,12 @@ def a_web_server_in_place_of_redis(_: Bench) -> str:
         Thread(target=serve, daemon=True).start()
         store = RedisStore(f"redis://127.0.0.1:{server.getsockname()[1]}/0", timeout=30)
         return raised(QuotaStoreError, lambda: store.peek(["x"]))
+
+
+@sees("prices of known models need the package genai-prices: …")
+def prices_without_a_list(bench: Bench) -> str:
+    bench.monkeypatch.setitem(sys.modules, "genai_prices.data_snapshot", None)
+    return raised(ModuleNotFoundError, lambda: QuotaMiddleware([CostLimit(run_limit=1)]))
 
 
 @sees("langchain-quota quotas: --redis has a password")

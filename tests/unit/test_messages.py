@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import Call, Decision, ModelCallLimit, Quota, ToolCallLimit, messages
+from langchain_quota import (
+    Call,
+    CostLimit,
+    Decision,
+    ModelCallLimit,
+    Quota,
+    TokenLimit,
+    ToolCallLimit,
+    messages,
+)
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
 from tests.judged import Judged, Used, judge
@@ -276,4 +285,60 @@ def test_a_model_call_that_could_not_be_checked() -> None:
     judged = by_quotas(ModelCallLimit(quotas=[Quota(5)]), user(), call=MODEL, outage="deny")
     assert messages.final(judged.breaches) == (
         "Model call limit could not be checked: try again later."
+    )
+
+
+def of_need(decision: Decision) -> str:
+    (status,) = decision.limits
+    return f"{status.run_limit} {status.unit}, {status.run_used} used, {status.needs} needed"
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        (TokenLimit(run_limit=10), 10, "Token limits exceeded: run limit (10/10 tokens)"),
+        (
+            TokenLimit(run_limit=10, reserve=4),
+            7,
+            "Token limits exceeded: run limit (7/10 tokens, the call may need 4)",
+        ),
+        (
+            TokenLimit(run_limit=10, reserve=4),
+            11,
+            "Token limits exceeded: run limit (11/10 tokens)",
+        ),
+        (
+            TokenLimit(run_limit=9, thread_limit=11, reserve=4),
+            10,
+            (
+                "Token limits exceeded: thread limit (10/11 tokens, the call may need 4), "
+                "run limit (10/9 tokens)"
+            ),
+        ),
+        (
+            CostLimit(run_limit="0.50", reserve="0.36"),
+            200_000,
+            "Cost limits exceeded: run limit ($0.20/$0.50, the call may need $0.36)",
+        ),
+        (
+            TokenLimit(run_limit=10, reserve=4, message=of_need),
+            7,
+            "10 tokens, 7 used, 4 needed",
+        ),
+    ],
+)
+def test_a_budget_with_something_left_says_what_the_call_may_need(
+    limit: Limit, used: int, expected: str
+) -> None:
+    """What is left is too little for the call: the user reads how much it may need."""
+    assert final([limit], Used(used, used)) == expected
+
+
+def test_a_quota_with_something_left_says_what_the_call_may_need() -> None:
+    """Also of a quota, before the time when it resets."""
+    limit = TokenLimit(quotas=[Quota(8, per="user_id")], reserve=4)
+    judged = by_quotas(limit, user(8, DAY), call=MODEL)
+    assert messages.final(judged.breaches) == (
+        "Token limits exceeded: user_id limit (5/8 tokens, the call may need 4; "
+        "resets at 2026-01-02T00:00:00Z)"
     )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,13 +13,14 @@ from langchain_quota import (
     Call,
     Decision,
     Level,
+    LimitStatus,
     ModelCallLimit,
     Outcome,
     Telemetry,
     ToolCallLimit,
     __version__,
 )
-from langchain_quota.decision import Refund
+from langchain_quota.decision import QuotaStatus, Refund, Unit
 from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
@@ -60,6 +62,24 @@ def stored(
     return judge([resolved], counted, batch, outage=outage).decisions
 
 
+def budget(unit: Unit, used: int = 4_000_000, limit: int = 5_000_000) -> Decision:
+    """A model call that a budget of a thread, and of all, lets through."""
+    status = LimitStatus(
+        limit=f"{unit} of models",
+        exit_behavior="end",
+        thread_before=used - 1,
+        thread_used=used,
+        thread_limit=limit,
+        run_before=0,
+        run_used=1,
+        run_limit=None,
+        charged=True,
+        quotas=(QuotaStatus("global", "", used - 1, used, 2 * limit, per="global"),),
+        unit=unit,
+    )
+    return Decision(Call("model", agent="boss", thread_id="t1"), Outcome.ALLOWED, (status,))
+
+
 def samples(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
     """The samples of one name by the values of their labels."""
     return {
@@ -83,6 +103,12 @@ def test_names_types_and_labels(signals: Signals) -> None:
     for per in ("global", "thread"):
         quota = ResolvedQuota(per, 5, "t1", per, tomorrow, per)
         signals.recorder.record(stored(quota), started=0)
+    units: tuple[Unit, ...] = ("tokens", "microdollars")
+    for unit in units:
+        signals.recorder.record([budget(unit)], started=0)
+        spent = [(f"{unit} of models", unit, 7)]
+        signals.recorder.record_spent("boss", "t1", spent, model="gpt-5")
+    signals.recorder.record_unknown_price("boss", "gpt-9")
     signals.recorder.record_refunds([Refund(decisions[0].call, limit.name)])
     signals.recorder.record_error("metrics", OSError("disk full"))
     signals.recorder.observe_store("acquire", "ok", 0.001)
@@ -129,6 +155,8 @@ def test_gauges_can_be_merged_over_processes() -> None:
     }
     assert modes == {
         "langchain_quota_limit": "mostrecent",
+        "langchain_quota_limit_tokens": "mostrecent",
+        "langchain_quota_limit_dollars": "mostrecent",
         "langchain_quota_limit_near_ratio": "mostrecent",
         "langchain_quota_limit_alert": "mostrecent",
         "langchain_quota_build_info": "max",
@@ -683,3 +711,113 @@ def test_decisions_without_the_store_are_counted(signals: Signals) -> None:
         ("unnamed", "deny"): 1,
         ("unnamed", "allow"): 0,
     }
+
+
+@pytest.mark.parametrize(
+    ("unit", "ending", "used", "most"),
+    [("tokens", "tokens", 4_000_000, 5_000_000), ("microdollars", "dollars", 4.0, 5.0)],
+)
+def test_each_unit_has_metrics_of_its_own(
+    signals: Signals, unit: Unit, ending: str, used: float, most: float
+) -> None:
+    """Tokens and dollars have names of their own, in base units; series of calls have neither."""
+    signals.recorder.record([budget(unit)], started=0)
+    limit = f"{unit} of models"
+    shared = ("boss", limit, "global", "")
+    expected = {
+        "limit": {("boss", limit, "thread"): most, ("boss", limit, "global"): 2 * most},
+        "thread_used": {("boss", limit, "t1"): used},
+        "thread_limit": {("boss", limit, "t1"): most},
+        "subject_used": {shared: used},
+        "subject_limit": {shared: 2 * most},
+    }
+    for name, found in expected.items():
+        assert samples(signals.registry, f"langchain_quota_{name}_{ending}") == found
+        assert samples(signals.registry, f"langchain_quota_{name}") == {}
+
+
+def test_a_decision_about_a_budget_counts_one_call(signals: Signals) -> None:
+    """What a limit did is counted in calls, whatever the limit counts."""
+    signals.recorder.record([budget("microdollars")], started=0)
+    found = samples(signals.registry, LIMIT_DECISIONS)
+    assert found["boss", "microdollars of models", "none", "allowed"] == 1
+
+
+def test_what_model_runs_spend_is_counted(signals: Signals) -> None:
+    """Amounts are counted by agent, limit and model, each unit under a name of its own."""
+    spent: list[tuple[str, Unit, int]] = [("model", "tokens", 1200), ("cost", "microdollars", 4251)]
+    for _ in range(2):
+        signals.recorder.record_spent("boss", "t1", spent, model="gpt-5")
+    signals.recorder.record_spent(None, None, [("model", "tokens", 0)], model=None)
+    assert samples(signals.registry, "langchain_quota_spent_tokens_total") == {
+        ("boss", "model", "gpt-5"): 2400,
+        ("unnamed", "model", "unnamed"): 0,
+    }
+    dollars = samples(signals.registry, "langchain_quota_spent_dollars_total")
+    assert dollars == {("boss", "cost", "gpt-5"): pytest.approx(0.008502, abs=1e-12)}
+    assert samples(signals.registry, "langchain_quota_thread_spent_tokens_total") == {
+        ("boss", "model", "t1"): 2400
+    }
+    assert samples(signals.registry, "langchain_quota_thread_spent_dollars_total") == {
+        ("boss", "cost", "t1"): 0.008502
+    }
+
+
+def test_estimated_usage_is_counted(signals: Signals) -> None:
+    """Runs are counted by where their usage is from."""
+    for estimated in (False, True, True):
+        spent: list[tuple[str, Unit, int]] = [("model", "tokens", 5), ("cost", "microdollars", 5)]
+        signals.recorder.record_spent("boss", "t1", spent, model="gpt-5", estimated=estimated)
+    assert samples(signals.registry, "langchain_quota_model_runs_total") == {
+        ("boss", "gpt-5", "reported"): 1,
+        ("boss", "gpt-5", "estimated"): 2,
+    }
+
+
+def test_unknown_prices_are_counted_and_logged_once(
+    signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each call without a price counts; the first of a model says what to do."""
+    for model in ("gpt-9", "gpt-9", "my deployment"):
+        signals.recorder.record_unknown_price("boss", model)
+    assert samples(signals.registry, "langchain_quota_unknown_prices_total") == {
+        ("boss", "gpt-9"): 2,
+        ("boss", "my deployment"): 1,
+    }
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "'gpt-9' in agent 'boss'" in first
+    assert "'my deployment' in agent 'boss'" in second
+    assert "model=" in first
+    assert "prices=" in first
+
+
+def test_names_of_models_are_bounded(signals: Signals) -> None:
+    """A gateway may pass on what callers invent: after a hundred names the others are one."""
+    for number in range(103):
+        spent: list[tuple[str, Unit, int]] = [("model", "tokens", 1)]
+        signals.recorder.record_spent("boss", None, spent, model=f"m/{number}\n" + "x" * number)
+    found = samples(signals.registry, "langchain_quota_spent_tokens_total")
+    assert len(found) == 101
+    assert found["boss", "model", "_other"] == 3
+    assert all(len(model) <= 64 and model.isprintable() for _, _, model in found)
+
+
+def test_a_settled_budget_is_seen_at_once(
+    signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is charged after the call crosses thresholds, and says how much is used."""
+    (after,) = budget("microdollars", used=5_000_010).limits
+    settled = replace(after, thread_before=1)
+    call = Call("model", agent="boss", thread_id="t1")
+    signals.recorder.record_charge(call, settled)
+    key = ("boss", after.limit, "thread")
+    assert samples(signals.registry, "langchain_quota_exhausted_total")[key] == 1
+    used = samples(signals.registry, "langchain_quota_thread_used_dollars")
+    assert used == {("boss", after.limit, "t1"): 5.00001}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "limit 'microdollars of models' exhausted: agent 'boss', thread 't1', "
+        "thread $5.00001 of $5.00"
+    )
+    fields = {key: getattr(record, f"quota_{key}") for key in ("used", "threshold", "unit")}
+    assert fields == {"used": 5.00001, "threshold": 5.0, "unit": "dollars"}

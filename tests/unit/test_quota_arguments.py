@@ -10,12 +10,15 @@ from langchain_core.messages import AIMessage, ToolCall
 from langchain_quota import (
     Call,
     Decision,
+    GraphQuota,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitMiddleware,
     Outcome,
+    Price,
     Quota,
     QuotaMiddleware,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
@@ -66,7 +69,7 @@ def test_limits_are_a_sequence(value: object, signals: Signals) -> None:
 @pytest.mark.parametrize("value", [[SEARCH, "calc"], [SEARCH, None], [ToolCallLimit]])
 def test_limits_are_limits(value: Sequence[object], signals: Signals) -> None:
     """What is no limit is a TypeError that names it."""
-    with pytest.raises(TypeError, match="ToolCallLimit or ModelCallLimit") as caught:
+    with pytest.raises(TypeError, match="TokenLimit or CostLimit") as caught:
         make(value, signals)
     culprit = next(each for each in value if not isinstance(each, ToolCallLimit))
     assert repr(culprit) in str(caught.value)
@@ -154,6 +157,12 @@ def test_limits_that_can_all_be_reached(first: Limit, second: Limit, signals: Si
     [
         ("tell_model", 1, TypeError, "tell_model must be True or False"),
         ("hide_exhausted", None, TypeError, "hide_exhausted must be True or False"),
+        ("charge_all_models", 1, TypeError, "charge_all_models must be True or False, not 1"),
+        ("charge_all_models", True, ValueError, "needs a budget to charge: add a TokenLimit"),
+        ("prices", {"x": 3}, TypeError, r"a Price for the name of each model, not 3 for 'x'"),
+        ("prices", 3, TypeError, "prices must be a table of Price by model, a function or None"),
+        ("unknown_price", "ignore", ValueError, "Invalid unknown_price"),
+        ("unknown_price", "allow", ValueError, "needs a limit of costs: add a CostLimit"),
         ("on_decision", None, TypeError, "on_decision must be a function or several"),
         ("on_decision", [observer, "log"], TypeError, "on_decision must be a function or several"),
         ("on_decision", {observer}, TypeError, "on_decision must be a function or several"),
@@ -170,7 +179,19 @@ def test_an_argument_that_will_not_do(
     """The error names the argument and the value."""
     with pytest.raises(error, match=said) as caught:
         make([SEARCH], signals, **{argument: value})
-    assert repr(value) in str(caught.value)
+    shown = value["x"] if isinstance(value, dict) else value
+    assert repr(shown) in str(caught.value)
+
+
+@pytest.mark.parametrize("prices", [{"gpt-9": Price(input=1, output=2)}, {}, lambda _: None])
+@pytest.mark.parametrize("limits", [[SEARCH], [TokenLimit(run_limit=9)]])
+@pytest.mark.parametrize("kind", [QuotaMiddleware, GraphQuota])
+def test_prices_are_for_costs(
+    kind: Any, limits: list[Limit], prices: Any, signals: Signals
+) -> None:
+    """Without a limit of costs, prices would be in vain: the limit is forgotten, or they are."""
+    with pytest.raises(ValueError, match="prices= needs a limit of costs: add a CostLimit"):
+        kind(limits, prices=prices, telemetry=signals.telemetry)
 
 
 @pytest.mark.parametrize("value", [[], observer, async_observer, (observer, async_observer)])

@@ -5,15 +5,18 @@ import asyncio
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from langchain.agents import create_agent
+from langchain_core.messages import AIMessage, ToolCall
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -23,6 +26,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, Metric
 
 from langchain_quota import (
+    CostLimit,
     Decision,
     MemoryStore,
     ModelCallLimit,
@@ -30,13 +34,15 @@ from langchain_quota import (
     QuotaMiddleware,
     QuotaStoreError,
     Telemetry,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
     __version__,
     hmac_label,
 )
-from langchain_quota.decision import Exit
+from langchain_quota.decision import Exit, Unit
+from langchain_quota.model_usage import ModelUsage
 from langchain_quota.telemetry import names, tracing, usage
 from langchain_quota.testing import Script, ScriptedChatModel
 from tests.faults import at, differences, no_faults
@@ -56,8 +62,24 @@ LIMITED = "bert"
 """A thread with a thread limit, and no other."""
 LABELLED = hmac_label("at least sixteen bytes")
 RAISED = {"KeyError", "QuotaStoreError"}
-GIVEN = {"", AGENT, THREAD, LIMITED, USER, PER, TOOL, __version__, *RAISED}
+MODEL = "gpt-5"
+GIVEN = {
+    "",
+    AGENT,
+    THREAD,
+    LIMITED,
+    USER,
+    PER,
+    TOOL,
+    __version__,
+    *RAISED,
+    *(f"of {unit}" for unit in get_args(Unit)),
+    *(f"{THREAD} in {unit}" for unit in get_args(Unit)),
+    *(MODEL, *(f"{MODEL}-{number}" for number in range(100))),
+}
 """What the scene brings along; every other value is the code's own."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
 
 
 def section(heading: str) -> str:
@@ -201,6 +223,41 @@ async def play_all(telemetry: Telemetry, hiding: Telemetry) -> None:
         daily = ToolCallLimit(TOOL, quotas=[Quota(5, per="global")])
         await play(searches, quota(daily, store=Broken(), on_store_error=action))
     await play([[TOOL], "done"], ToolCallLimitMiddleware(run_limit=5, telemetry=hiding))
+    await spend(quota)
+
+
+async def spend(quota: Callable[..., Any]) -> None:
+    """Model calls under limits of tokens and dollars; some are estimated, some have no price."""
+    shared = [Quota(5, per="global")]
+    for limit in (
+        TokenLimit(name="of tokens", thread_limit=5, run_limit=5, quotas=shared),
+        CostLimit(name="of microdollars", thread_limit=5, run_limit=5, quotas=shared),
+    ):
+        script = [answer(4), answer(4, model=MODEL), answer(4)]
+        prices = a_dollar_a_token if isinstance(limit, CostLimit) else None
+        limited = quota(limit, prices=prices, store=MemoryStore())
+        await play(script, limited, thread=f"{THREAD} in {limit.unit}")
+        await play(
+            [answer(None, model=MODEL, calls=())],
+            quota(limit, prices=prices, store=MemoryStore()),
+        )
+    unpriced = quota(
+        CostLimit(name="of microdollars", run_limit=1), prices=lambda _: None, unknown_price="allow"
+    )
+    await play([answer(4, model=f"{MODEL}-{number}") for number in range(101)] + ["done"], unpriced)
+
+
+def answer(tokens: int | None, *, model: str = "", calls: Sequence[str] = (TOOL,)) -> AIMessage:
+    """An answer that has cost so many tokens; `None` if the model does not say."""
+    used = tokens and UsageMetadata(input_tokens=tokens - 1, output_tokens=1, total_tokens=tokens)
+    named = {"model_name": model} if model else {}
+    calls_made = [ToolCall(name=name, args={}, id=f"{name}-{model}-{tokens}") for name in calls]
+    return AIMessage("", tool_calls=calls_made, usage_metadata=used, response_metadata=named)
+
+
+def a_dollar_a_token(used: ModelUsage) -> Decimal:
+    """What a model run costs."""
+    return Decimal(used.total_tokens)
 
 
 @pytest.fixture(scope="module")

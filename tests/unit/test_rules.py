@@ -19,7 +19,7 @@ from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.stores import NEARLY_FULL
 from tests.faults import at, differences, no_faults
 from tests.judged import Used, judge
-from tests.metrics import LABELS_OF
+from tests.metrics import LABELS_OF, mixed
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "src" / "langchain_quota" / "monitoring" / "rules.yaml"
@@ -116,6 +116,7 @@ def values() -> dict[str, dict[str, set[str]]]:
     recorder.watch_store(in_memory)
     recorder.observe_store("acquire", "ok", 0.001)
     recorder.record_fallback("researcher", "deny", 1)
+    recorder.record_spent("researcher", "ann", [], model="gpt-5", estimated=True)
     found: dict[str, dict[str, set[str]]] = {}
     for family in registry.collect():
         for sample in family.samples:
@@ -200,7 +201,7 @@ def lacking(name: str, alert: Any) -> Iterator[str]:
         yield f"leads to {texts['runbook_url']}, not to its runbook"
     yield from (f"has a line break in {key}" for key, text in texts.items() if "\n" in text)
     found = re.fullmatch(
-        rf"{exports.GRAFANA_URL}/d/([\w-]+)\?(.+)&viewPanel=(\d+)", texts["dashboard_url"]
+        rf"{exports.GRAFANA_URL}/d/([\w-]+)\?(.+)&viewPanel=(.+)", texts["dashboard_url"]
     )
     if not found or found[1] not in boards():
         yield f"leads to {texts['dashboard_url']}, which is no dashboard"
@@ -209,8 +210,11 @@ def lacking(name: str, alert: Any) -> Iterator[str]:
     for variable in re.findall(r"var-(\w+)=", found[2]):
         if variable not in variables:
             yield f"sets {variable!r}, which its dashboard has not"
-    if int(found[3]) not in panels(boards()[found[1]]):
-        yield f"opens on the panel {found[3]}, which its dashboard has not"
+    # Which panel it is may depend on the limit's unit: what chooses it stands in braces.
+    chosen = re.sub(r"\{\{.+?\}\}", " ", found[3]).split()
+    for panel in chosen:
+        if int(panel) not in panels(boards()[found[1]]):
+            yield f"opens on the panel {panel}, which its dashboard has not"
 
 
 def test_an_alert_has_all_that_it_needs() -> None:
@@ -301,7 +305,7 @@ def test_rules_about_refusals_leave_out_limits_that_are_meant_to_be_hit() -> Non
         for name, expr in rules.items()
         if re.search(r"\blimit\b", expr) and ":ratio_rate" not in expr
     }
-    assert len(of_limits) == 8
+    assert len(of_limits) == 9
     worth_it = re.compile(
         r"\nunless on \(job, agent, limit\) "
         r"last_over_time\(langchain_quota_limit_alert\[\d+m\]\) == 0\n\Z"
@@ -315,6 +319,7 @@ def test_rules_about_refusals_leave_out_limits_that_are_meant_to_be_hit() -> Non
         ("LangChainQuotaStoreNearlyFull", NEARLY_FULL),
         ("LangChainQuotaBlockRatioHigh", settings.REFUSED_SHARE_CRITICAL),
         ("LangChainQuotaEnforcementDegraded", 0.05),
+        ("LangChainQuotaUsageEstimated", settings.ESTIMATED_SHARE_WARNING),
     ],
 )
 def test_a_threshold_is_the_same_everywhere(name: str, threshold: float) -> None:
@@ -380,6 +385,32 @@ def test_rules_name_what_the_code_has() -> None:
         ),
         remedy="Name what telemetry/names.py has.",
     )
+
+
+def test_units_are_never_brought_together() -> None:
+    """No rule adds or compares calls, tokens and dollars; what is about all is about shares."""
+    no_faults(
+        (
+            f"{at_rule(rule.get('alert') or rule['record'])}: {fault}"
+            for rule in all_rules()
+            for fault in mixed(rule["expr"])
+        ),
+        remedy="Let the rule be about one unit, or about shares.",
+    )
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        "langchain_quota_thread_used + langchain_quota_thread_used_tokens",
+        "sum(langchain_quota_thread_used or langchain_quota_thread_used_dollars)",
+        "langchain_quota_subject_used_tokens / langchain_quota_subject_limit_dollars",
+        "a:langchain_quota_subject_used:max > a:langchain_quota_subject_limit_dollars:max",
+    ],
+)
+def test_units_that_are_brought_together_are_found(expr: str) -> None:
+    """The search finds a sum, a union, a quotient and a comparison of two units."""
+    assert [*mixed(expr)]
 
 
 def test_the_selectors_keep_to_labels_of_the_scrape() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from langchain_quota.middleware._tool_counts import ToolCounts
 from langchain_quota.state import (
     LEDGER,
     NEW_RUN,
@@ -15,7 +16,6 @@ from langchain_quota.state import (
     Batch,
     Charges,
     Ledger,
-    ToolCounts,
     latest,
     ledger,
     merge_ledgers,

@@ -12,7 +12,7 @@ import pytest
 
 from langchain_quota import MemoryStore, QuotaStoreError, QuotaUsage
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, admit
-from langchain_quota.middleware import _store as store_client
+from langchain_quota.middleware import _corrections as corrections
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import Outage
@@ -464,7 +464,7 @@ async def test_the_store_first_learns_what_it_is_to_take_back(signals: Signals) 
 
 async def test_corrections_are_bounded(monkeypatch: pytest.MonkeyPatch, signals: Signals) -> None:
     """Beyond so many the oldest is lost, and that is counted."""
-    monkeypatch.setattr(store_client, "MAX_PENDING", 2)
+    monkeypatch.setattr(corrections, "MAX_PENDING", 2)
     asking = Asking(signals)
     lost = [asking.lose().attempt_id for _ in range(2)]
     assert failures(signals) == 2

@@ -34,7 +34,7 @@ from langchain_quota.decision import Refund
 from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
-from langchain_quota.telemetry import default_telemetry, recorder_of
+from langchain_quota.telemetry import charges, default_telemetry, recorder_of
 from langchain_quota.telemetry import recorder as recorder_module
 from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.reruns import RecentTasks
@@ -259,7 +259,7 @@ PARTS = [
     Part(lambda recorder: recorder._tracing, "place", "tracing"),
     Part(lambda recorder: recorder._tracing, "record", "tracing", frozenset({"span"})),
     Part(lambda _: recorder_module, "carried", "tracing"),
-    Part(lambda _: recorder_module, "exemplar", "tracing"),
+    Part(lambda _: charges, "exemplar", "tracing"),
     Part(lambda recorder: recorder._metrics, "record", "metrics", frozenset({"calls"})),
     Part(lambda recorder: recorder._metrics, "crossed", "metrics", frozenset({"threshold_events"})),
     Part(
@@ -1121,6 +1121,7 @@ def test_a_log_line_can_be_read_and_queried(caplog: pytest.LogCaptureFixture) ->
         "quota_thread": "t1",
         "quota_used": 8,
         "quota_threshold": 10,
+        "quota_unit": "calls",
     }
 
 

@@ -19,6 +19,7 @@ from langchain_core.messages import (
 from langchain_core.tools import tool
 
 from langchain_quota import Call, Decision, Outcome
+from langchain_quota.estimates import asked_of
 from langchain_quota.testing import (
     ScriptedChatModel,
     assert_valid_history,
@@ -157,6 +158,13 @@ def test_a_failed_request_is_recorded() -> None:
     with pytest.raises(TimeoutError):
         model.invoke("hi")
     assert len(model.calls) == 1
+
+
+def test_a_model_may_have_a_name() -> None:
+    """A table of prices is asked for the name that is given; without one there is none."""
+    named = ScriptedChatModel(script=[], model="gpt-4o")
+    assert asked_of(named, {}).models == ("gpt-4o",)
+    assert asked_of(ScriptedChatModel(script=[]), {}).models == ()
 
 
 @pytest.mark.parametrize(

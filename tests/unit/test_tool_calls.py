@@ -12,8 +12,9 @@ from langchain_quota.decision import Refund
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._calls import Conclusion
 from langchain_quota.middleware._tool_calls import BatchRequest, conclude, pending
+from langchain_quota.middleware._tool_counts import ToolCounts
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedLimits, ResolvedQuota
-from langchain_quota.state import LEDGER, RUN_TOOLS, THREAD_TOOLS, Batch, Ledger, ToolCounts
+from langchain_quota.state import LEDGER, RUN_TOOLS, THREAD_TOOLS, Batch, Ledger
 
 QUOTA = "QuotaMiddleware"
 ANN, ALL = "search:user_id:ann", "__all__:global:"

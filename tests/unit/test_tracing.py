@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry
 from langchain_quota import (
     Call,
     Decision,
+    LimitStatus,
     ModelCallLimit,
     Outcome,
     Telemetry,
@@ -37,6 +38,7 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     __version__,
 )
+from langchain_quota.decision import QuotaStatus, Unit
 from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
@@ -135,6 +137,38 @@ def test_a_model_call(signals: Signals) -> None:
         "langchain_quota.run.used": 1,
         "langchain_quota.run.limit": 5,
     }
+
+
+@pytest.mark.parametrize(
+    ("unit", "shown", "used", "most"),
+    [("tokens", "tokens", 900_000, 1_000_000), ("microdollars", "dollars", 0.9, 1.0)],
+)
+def test_a_budget(signals: Signals, unit: Unit, shown: str, used: float, most: float) -> None:
+    """The span says in which unit its amounts are; dollars are dollars."""
+    status = LimitStatus(
+        limit="budget",
+        exit_behavior="end",
+        thread_before=0,
+        thread_used=900_000,
+        thread_limit=1_000_000,
+        run_before=0,
+        run_used=900_000,
+        run_limit=None,
+        quotas=(QuotaStatus("global", "", 0, 900_000, 1_000_000),),
+        unit=unit,
+    )
+    decision = Decision(Call("model", agent="boss"), Outcome.ALLOWED, (status,))
+    signals.recorder.record([decision], started=0)
+    (span,) = signals.spans()
+    found = attributes(span)
+    assert {key: found[key] for key in found if key.split(".")[1] in {"unit", "thread", "run"}} == {
+        "langchain_quota.unit": shown,
+        "langchain_quota.thread.used": used,
+        "langchain_quota.thread.limit": most,
+        "langchain_quota.run.used": used,
+    }
+    assert found["langchain_quota.global.used"] == used
+    assert found["langchain_quota.global.limit"] == most
 
 
 def test_a_call_without_limits(signals: Signals) -> None:

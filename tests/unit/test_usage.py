@@ -40,6 +40,7 @@ STANDING = LimitStatus(
 TTL = 3600
 USED = "langchain_quota_thread_used"
 LIMIT = "langchain_quota_thread_limit"
+SPENT = "langchain_quota_thread_spent"
 BLOCKED = "langchain_quota_thread_blocked_total"
 LAST = "langchain_quota_thread_last_decision_timestamp_seconds"
 RESETS = "langchain_quota_thread_reset_timestamp_seconds"
@@ -196,6 +197,66 @@ class TestThreads:
             for limit, level in (("search", "exhausted"), ("all", "ok"))
             for state, value in (zero | {level: 1.0}).items()
         }
+
+    def test_a_budget_of_a_thread(self, bench: Bench) -> None:
+        """Tokens and dollars are exported in base units, and never under the names of calls."""
+        table = bench.table()
+        money = decide(1_500_000, 2_000_000, "cost", unit="microdollars")
+        table.record("boss", "t1", [decide(3), decide(900, 1000, "model", unit="tokens"), money])
+        assert samples(table, USED) == {("boss", "search", "t1"): 3}
+        assert samples(table, f"{USED}_tokens") == {("boss", "model", "t1"): 900}
+        assert samples(table, f"{LIMIT}_tokens") == {("boss", "model", "t1"): 1000}
+        assert samples(table, f"{USED}_dollars") == {("boss", "cost", "t1"): 1.5}
+        assert samples(table, f"{LIMIT}_dollars") == {("boss", "cost", "t1"): 2.0}
+        assert states(table, "model") == {"near": 1}
+
+    def test_what_a_thread_spends_adds_up(self, bench: Bench) -> None:
+        """It outlasts decisions and resets, and is there for a limit without a thread's number."""
+        table = bench.table()
+        table.spend("boss", "t1", [("cost", "microdollars", 1_000_000)])
+        table.record("boss", "t1", [decide(1, 10, "cost", unit="microdollars")])
+        table.spend("boss", "t1", [("cost", "microdollars", 500_000), ("run", "tokens", 40)])
+        table.reset("boss", "t1", [])
+        assert samples(table, f"{SPENT}_dollars_total") == {("boss", "cost", "t1"): 1.5}
+        assert samples(table, f"{SPENT}_tokens_total") == {("boss", "run", "t1"): 40}
+
+    def test_what_a_thread_spends_in_a_moment_is_written_once(self, bench: Bench) -> None:
+        """As many rows are written for many model calls as for one; decisions do not part them."""
+        written = []
+        for calls in (1, 20):
+            table = bench.table()
+            for number in range(calls):
+                table.record("boss", "t1", [decide(number)])
+                table.spend("boss", "t1", [("cost", "microdollars", 1), ("run", "tokens", 4)])
+            table.flush()
+            database = table._link.database
+            assert database is not None
+            written.append(database._connection.total_changes)
+            assert samples(table, f"{SPENT}_tokens_total") == {("boss", "run", "t1"): 4 * calls}
+        assert written[0] == written[1]
+
+    def test_a_name_that_is_given_to_another_unit(self, bench: Bench) -> None:
+        """Amounts of two units are never added, and never exported together."""
+        table = bench.table()
+        table.record("boss", "t1", [decide(3)])
+        table.spend("boss", "t1", [("search", "tokens", 40)])
+        table.record("boss", "t1", [decide(40, 100, unit="tokens")])
+        table.spend("boss", "t1", [("search", "microdollars", 7)])
+        table.record("boss", "t1", [decide(7, 100, unit="microdollars")])
+        table.spend("boss", "t2", [("search", "tokens", 40)])
+        table.record("boss", "t2", [decide(7, 100)])
+        assert samples(table, f"{USED}_tokens") == {}
+        assert samples(table, USED) == {("boss", "search", "t2"): 7}
+        assert samples(table, f"{USED}_dollars") == {("boss", "search", "t1"): 7e-06}
+        assert samples(table, f"{SPENT}_tokens_total") == {}
+        assert samples(table, f"{SPENT}_dollars_total") == {("boss", "search", "t1"): 7e-06}
+
+    def test_calls_are_not_taken_back_from_a_budget(self, bench: Bench) -> None:
+        """A call that did not run gives back a call: what tokens it held is settled apart."""
+        table = bench.table()
+        table.record("boss", "t1", [decide(40, 100, unit="tokens")])
+        table.refund("boss", "t1", "search", 1)
+        assert samples(table, f"{USED}_tokens") == {("boss", "search", "t1"): 40}
 
     def test_agents_do_not_share_threads(self, bench: Bench) -> None:
         """Two agents on one thread id are two subjects."""
@@ -913,6 +974,14 @@ class TestWorkers:
         assert used(one) == {"t1": (10, 10), "t2": (2, 10)}
         assert blocked(one) == blocked(two) == {"t1": 2}
 
+    def test_what_all_spend_adds_up(self, bench: Bench, file: Path) -> None:
+        """Workers spend on one thread at the same time, and nothing of it is lost."""
+        one, two = bench.table(file), bench.table(file)
+        for table in (one, two, one):
+            table.spend("boss", "t1", [("cost", "microdollars", 250_000)])
+        two.flush()
+        assert samples(one, f"{SPENT}_dollars_total") == {("boss", "cost", "t1"): 0.75}
+
     def test_the_latest_decision_holds(self, bench: Bench, file: Path) -> None:
         """What a worker writes late hides nothing that was decided since."""
         one, two = bench.table(file), bench.table(file)
@@ -1025,7 +1094,7 @@ class TestWorkers:
             database.execute("PRAGMA user_version = 7")
         bench.table(file).flush()
         (error,) = bench.errors
-        assert "has version 7, not 2: empty the directory before the service starts" in str(error)
+        assert "has version 7, not 3: empty the directory before the service starts" in str(error)
         bench.errors.clear()
 
     def test_what_cannot_be_written_waits(self, bench: Bench, file: Path) -> None:

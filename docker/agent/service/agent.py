@@ -12,23 +12,30 @@ from langchain.agents import create_agent
 from langchain.chat_models import init_chat_model
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.tools import BaseTool, tool
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
 from langchain_quota import (
+    CostLimit,
     Decision,
     ModelCallLimit,
+    Price,
     Quota,
     QuotaMiddleware,
     QuotaStore,
+    TokenLimit,
     ToolCallLimit,
 )
-from langchain_quota.testing import ScriptedChatModel, Turn
+from langchain_quota.testing import ScriptedChatModel
 from service.settings import SCRIPTED, Settings, SettingsError
 
 NAME = "librarian"
 
-Limit = ModelCallLimit | ToolCallLimit
+Limit = ModelCallLimit | ToolCallLimit | TokenLimit | CostLimit
+
+PRICES = {SCRIPTED: Price(input="2.50", output="10")}
+"""In dollars per million tokens; those of real models are in genai-prices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +58,18 @@ def limits(settings: Settings) -> list[Limit]:
             quotas=[Quota(settings.user_model_limit, per="user_id", window=timedelta(hours=1))],
             exit_behavior="error",
         ),
+        CostLimit(
+            name="user cost",
+            quotas=[Quota(settings.user_cost_limit, per="user_id", window=timedelta(hours=1))],
+            exit_behavior="error",
+        ),
         # Refused: the run ends, with a message for the user.
         ModelCallLimit(
             run_limit=settings.run_model_limit,
             thread_limit=settings.thread_model_limit,
             exit_behavior="end",
         ),
+        TokenLimit(thread_limit=settings.thread_token_limit, exit_behavior="end"),
         # Refused: the model is told so, and goes on.
         ToolCallLimit(
             "search", thread_limit=settings.thread_search_limit, exit_behavior="continue"
@@ -86,7 +99,16 @@ def build_agent(
         system_prompt="You look things up for the readers of a library. Be brief.",
         context_schema=Caller,
         checkpointer=checkpointer,
-        middleware=[QuotaMiddleware(limits(settings), store=store, on_decision=on_decision)],
+        middleware=[
+            QuotaMiddleware(
+                limits(settings),
+                prices=PRICES,
+                # A model that is newer than the list is served all the same; an alert says so.
+                unknown_price="allow",
+                store=store,
+                on_decision=on_decision,
+            )
+        ],
     )
 
 
@@ -98,7 +120,7 @@ def build_model(name: str) -> BaseChatModel:
     """
     if name == SCRIPTED:
         # Requests are kept for tests to look at; a service that keeps them grows with each call.
-        return ScriptedChatModel(script=_next_turn, keep_calls=0)
+        return ScriptedChatModel(script=_next_turn, keep_calls=0, model=SCRIPTED)
     try:
         return init_chat_model(name)
     except Exception as error:  # a missing package or key: each provider raises its own
@@ -122,14 +144,18 @@ def _tools(seconds: float) -> list[BaseTool]:
     return [search, loan]
 
 
-def _next_turn(messages: Sequence[BaseMessage]) -> Turn:
+def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
     """Look up every word of the question, one after the other: long questions are loops."""
     asked = max(index for index, each in enumerate(messages) if isinstance(each, HumanMessage))
     words = re.findall(r"\w+", messages[asked].text)
     done = sum(isinstance(each, AIMessage) for each in messages[asked:])
+    # As with real models, a call takes in all that was said before.
+    given, made = 300 + 30 * len(messages), 30
+    used = UsageMetadata(input_tokens=given, output_tokens=made, total_tokens=given + made)
     if done >= len(words):
-        return f"I looked up {len(words)} words."
+        return AIMessage(f"I looked up {len(words)} words.", usage_metadata=used)
     word = words[done]
     name, args = ("loan", {"number": word}) if word.isdecimal() else ("search", {"query": word})
     # Other processes and later ones play on the same threads: ids must be unique beyond one.
-    return [ToolCall(name=name, args=args, id=f"call_{uuid4().hex}", type="tool_call")]
+    call = ToolCall(name=name, args=args, id=f"call_{uuid4().hex}", type="tool_call")
+    return AIMessage("", tool_calls=[call], usage_metadata=used)

@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from langchain_quota import metrics_app, usage
+from langchain_quota import CostLimit, metrics_app, usage
 from service.agent import build_agent, limits
 from service.bodies import BoundedBodies
 from service.runs import BusyError, Run, Runs, Token, ToolCalls, ToolResult, observe
 from service.settings import Settings
 from service.shapes import (
+    MICRODOLLARS,
     Answer,
     Counts,
     Failed,
@@ -30,12 +31,16 @@ from service.shapes import (
     Refused,
     Shape,
     Usage,
+    unit_of,
 )
 from service.storage import open_quotas, open_threads, reachable
 from service.telemetry import REQUEST_SPANS, tracing
 
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this status but the access log: the client is gone."""
+
+TOKENS = "model.total_tokens"
+"""Under which name the state keeps all tokens."""
 
 _EVENTS: dict[type[Shape], str] = {
     Token: "token",
@@ -158,18 +163,30 @@ async def _usage(request: Request, thread_id: Id) -> Usage:
     if not snapshot.values:
         raise HTTPException(404, "there is no such thread")
     used = usage(snapshot)
-    counts = {"model": used.model, **used.tools}
+    counts = {"model": used.model, **used.tools, **used.spent}
     return Usage(
         thread_id=thread_id,
-        thread=Counts(model=used.model, tools=dict(used.tools)),
-        run=Counts(model=used.run_model, tools=dict(used.run_tools)),
+        thread=_counts(used.model, used.tools, used.spent),
+        run=_counts(used.run_model, used.run_tools, used.run_spent),
         limits=[
             Limited(
-                limit=each.name, used=counts.get(each.counter, 0), limit_value=each.thread_limit
+                limit=each.name,
+                unit=unit_of(each.unit),
+                used=counts.get(each.counter, 0),
+                limit_value=each.thread_limit,
             )
             for each in request.app.state.limits
             if each.thread_limit is not None
         ],
+    )
+
+
+def _counts(model: int, tools: Mapping[str, int], spent: Mapping[str, int]) -> Counts:
+    return Counts(
+        model=model,
+        tools=dict(tools),
+        tokens=spent.get(TOKENS, 0),
+        dollars=spent.get(CostLimit.counter, 0) / MICRODOLLARS,
     )
 
 

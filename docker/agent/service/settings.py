@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from psycopg import ProgrammingError
@@ -41,7 +42,9 @@ class Settings:
         run_model_limit: Most model calls in a run.
         thread_model_limit: Most model calls over the life of a thread.
         thread_search_limit: Most searches over the life of a thread.
+        thread_token_limit: Most tokens over the life of a thread.
         user_model_limit: Most model calls of a user in an hour.
+        user_cost_limit: Most US dollars that the model calls of a user cost in an hour.
         tool_seconds: How long a tool takes.
         shutdown_seconds: How long requests may go on after SIGTERM.
     """
@@ -56,7 +59,9 @@ class Settings:
     run_model_limit: int
     thread_model_limit: int
     thread_search_limit: int
+    thread_token_limit: int
     user_model_limit: int
+    user_cost_limit: Decimal
     tool_seconds: float
     shutdown_seconds: int
 
@@ -86,7 +91,9 @@ class Settings:
             run_model_limit=read("RUN_MODEL_LIMIT", "8", _whole(1)),
             thread_model_limit=read("THREAD_MODEL_LIMIT", "60", _whole(1)),
             thread_search_limit=read("THREAD_SEARCH_LIMIT", "10", _whole(0)),
+            thread_token_limit=read("THREAD_TOKEN_LIMIT", "14000", _whole(0, 999_999_999)),
             user_model_limit=read("USER_MODEL_LIMIT", "40", _whole(0)),
+            user_cost_limit=read("USER_COST_LIMIT", "0.08", _dollars),
             tool_seconds=read("TOOL_SECONDS", "0.1", _seconds),
             shutdown_seconds=read("SHUTDOWN_SECONDS", "6", _whole(1, 3600)),
         )
@@ -141,6 +148,12 @@ def _whole(least: int, most: int = 1_000_000) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _dollars(text: str) -> Decimal:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
+        raise ValueError(f"must be US dollars from 0 to 999999.999999, not {text!r}")
+    return Decimal(text)
 
 
 def _seconds(text: str) -> float:

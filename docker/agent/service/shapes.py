@@ -19,6 +19,13 @@ STORE_RETRY_SECONDS = 5
 REPLACEMENT = "\ufffd"
 """What bytes that are no text became on the way in: two ids must not become one."""
 
+MICRODOLLARS = 1_000_000
+"""Limits count money in whole millionths of a dollar."""
+
+Unit = Literal["calls", "tokens", "dollars"]
+Amount = int | float
+"""Dollars have decimals."""
+
 
 def _printable(value: str) -> str:
     if not value.isprintable() or REPLACEMENT in value:
@@ -50,7 +57,8 @@ class Refusal(Shape):
         limit: The limit's name.
         scope: What is used up: `run`, `thread`, a quota's name, or `store` if nobody knows.
         kind, tool: The call.
-        used, limit_value: The count and the limit; `None` for the scope `store`.
+        unit: What the limit counts.
+        used, limit_value: The count and the limit, in that unit; `None` for the scope `store`.
         resets_at: When a call could be admitted again; `None` if waiting does not help.
         message: The same in words.
     """
@@ -60,8 +68,9 @@ class Refusal(Shape):
     scope: str
     kind: str
     tool: str | None
-    used: int | None
-    limit_value: int | None
+    unit: Unit
+    used: Amount | None
+    limit_value: Amount | None
     resets_at: datetime | None
     message: str
 
@@ -112,10 +121,12 @@ class Failed(Shape):
 
 
 class Counts(Shape):
-    """Calls by what is counted."""
+    """Calls by what is counted, and what those of the model used."""
 
     model: int
     tools: dict[str, int]
+    tokens: int
+    dollars: float
 
 
 class Limited(Shape):
@@ -123,8 +134,9 @@ class Limited(Shape):
 
     limit: str
     scope: Literal["thread"] = "thread"
-    used: int
-    limit_value: int
+    unit: Unit
+    used: Amount
+    limit_value: Amount
 
 
 class Usage(Shape):
@@ -146,23 +158,49 @@ def refusal(decision: Decision) -> Refusal:
     shown = min(refusing, key=_patience)
     scope = str(shown.refusal_scope)
     unknown = scope == STORE
-    used = None if unknown else shown.used(scope)
-    limit = None if unknown else shown.threshold(scope)
+    unit = unit_of(shown.unit)
+    used = None if unknown else amount(shown.used(scope), unit)
+    limit = None if unknown else amount(shown.threshold(scope), unit)
     resets_at = None if unknown else decision.resets_at
     if unknown:
         message = f"the limit {shown.limit!r} could not be checked"
     else:
-        message = f"the {scope} limit of {shown.limit!r} is used up ({used} of {limit} calls)"
+        shares = f"{_worded(used, unit)} of {_worded(limit, unit)}"
+        message = f"the {scope} limit of {shown.limit!r} is used up ({shares} {unit})"
     return Refusal(
         limit=shown.limit,
         scope=scope,
         kind=decision.call.kind,
         tool=decision.call.tool,
+        unit=unit,
         used=used,
         limit_value=limit,
         resets_at=resets_at,
         message=message,
     )
+
+
+def unit_of(counted: Literal["calls", "tokens", "microdollars"]) -> Unit:
+    """The unit in which the API shows what a limit counts.
+
+    Args:
+        counted: What it counts.
+    """
+    return "dollars" if counted == "microdollars" else counted
+
+
+def amount(count: int | None, unit: Unit) -> Amount | None:
+    """A count in the unit of the API.
+
+    Args:
+        count: What the limit has counted.
+        unit: The unit.
+    """
+    return count / MICRODOLLARS if count is not None and unit == "dollars" else count
+
+
+def _worded(shown: Amount | None, unit: Unit) -> str:
+    return f"{shown:.6f}".rstrip("0").rstrip(".") if unit == "dollars" else str(shown)
 
 
 def ends_run(decision: Decision) -> bool:

@@ -37,7 +37,7 @@ from langchain_quota.cli.demo_traffic import (
 from langchain_quota.cli.demo_view import Display, display
 from langchain_quota.decision import Decision, Level
 from langchain_quota.exposition import MetricsServer, start_metrics_server
-from langchain_quota.state import thread_model, thread_tools
+from langchain_quota.state import usage
 from langchain_quota.telemetry import Telemetry, names
 from langchain_quota.testing import captured_decisions
 
@@ -49,6 +49,7 @@ GRACE_SECONDS = 10
 _SHOWN_METRICS = (
     f"{names.CALLS.name}{{",
     f"{names.LIMIT_DECISIONS.name}{{",
+    f"{names.SPENT['tokens'].name}{{",
     f"{names.SUBJECTS.name}{{",
 )
 
@@ -162,10 +163,10 @@ class _Traffic:
 
     async def _take_states(self, agent: Any) -> None:
         for thread in self._threads:
-            state = (await agent.aget_state(_config(thread))).values
-            counts = {MODEL.counter: thread_model(state), **thread_tools(state)}
-            used = {limit.name: counts.get(limit.counter, 0) for limit in LIMITS}
-            self.board.take_state(thread, used)
+            used = usage(await agent.aget_state(_config(thread)))
+            counts = {MODEL.counter: used.model, **used.tools, **used.spent}
+            by_limit = {limit.name: counts.get(limit.counter, 0) for limit in LIMITS}
+            self.board.take_state(thread, by_limit)
 
 
 def _config(thread: str) -> RunnableConfig:
@@ -235,11 +236,11 @@ def _summarize(options: Namespace, board: Board, spans: SpanCounter, *, seconds:
     say()
     say(f"{options.threads} threads in {seconds:.1f} s, {board.carried_over} carried over")
     layout = "{:<12}{:>14}{:>9}{:>9}{:>14}{:>19}"
-    headings = ("carried over", "allowed", "blocked", "threads near", "threads exhausted")
+    headings = ("carried over", "charged", "blocked", "threads near", "threads exhausted")
     say(layout.format("limit", *headings))
     for total in board.totals():
         threads = (total.levels.get(Level.NEAR, 0), total.levels.get(Level.EXHAUSTED, 0))
-        counts = (total.carried_over, total.allowed, total.blocked, *threads)
+        counts = (total.carried_over, total.charged, total.blocked, *threads)
         say(layout.format(total.limit, *counts))
     by_decision = ", ".join(f"{count} {name}" for name, count in sorted(spans.decisions.items()))
     where = otlp_endpoint() or "none, set OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -13,7 +13,7 @@ _SEVERITY = tuple(Level)
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a thread has used of its limit, in calls."""
+    """What a thread has used of its limit, in the limit's unit."""
 
     title: str
     used: int
@@ -39,11 +39,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class LimitTotal:
-    """What became of one limit over all threads, in calls; `levels` counts threads."""
+    """What became of one limit over all threads.
+
+    Attributes:
+        limit: The limit's name.
+        carried_over: What was used before, in the limit's unit.
+        charged: What was used since then, in the limit's unit.
+        blocked: How many calls it refused.
+        levels: How many threads are where.
+    """
 
     limit: str
     carried_over: int
-    allowed: int
+    charged: int
     blocked: int
     levels: Mapping[Level, int]
 
@@ -122,7 +130,7 @@ class Board:
         return LimitTotal(
             limit.name,
             carried_over=carried_over,
-            allowed=used - carried_over,
+            charged=used - carried_over,
             blocked=self._blocked[limit.name],
             levels=Counter(self._use(limit, used).level for used in self._used.values()),
         )

@@ -8,20 +8,23 @@ from uuid import uuid4
 from langchain.agents import create_agent
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.tools import BaseTool, tool
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
+from langchain_quota.budgets import TokenLimit
 from langchain_quota.limits import ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.telemetry import Telemetry
-from langchain_quota.testing import ScriptedChatModel, Turn
+from langchain_quota.testing import ScriptedChatModel
 
 AGENT = "support"
 
 SEARCH = ToolCallLimit("search", thread_limit=8, run_limit=3)
 ALL_TOOLS = ToolCallLimit(thread_limit=16, run_limit=6)
 MODEL = ModelCallLimit(thread_limit=20, run_limit=6)
-LIMITS = (SEARCH, ALL_TOOLS, MODEL)
+TOKENS = TokenLimit(thread_limit=6_000)
+LIMITS = (SEARCH, ALL_TOOLS, MODEL, TOKENS)
 
 Request = tuple[str, dict[str, Any]]
 
@@ -59,17 +62,25 @@ def scripted_model() -> BaseChatModel:
     return ScriptedChatModel(script=_next_turn, keep_calls=0)
 
 
-def _next_turn(messages: Sequence[BaseMessage]) -> Turn:
+def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
     asked = max(index for index, each in enumerate(messages) if isinstance(each, HumanMessage))
     answers = sum(isinstance(each, AIMessage) for each in messages[asked:])
     batches = _SCRIPT[str(messages[asked].content)]
-    if answers == len(batches):
-        return "That is all that I found."
-    # A thread kept in a file meets several models: ids must be unique beyond one.
-    return [
-        ToolCall(name=name, args=args, id=f"call_{uuid4().hex}", type="tool_call")
-        for name, args in batches[answers]
-    ]
+    calls = batches[answers] if answers < len(batches) else ()
+    # As with real models, a call takes in all that was said before.
+    given, made = 120 + 22 * len(messages), 20 + 25 * len(calls)
+    return AIMessage(
+        "" if calls else "That is all that I found.",
+        # A thread kept in a file meets several models: ids must be unique beyond one.
+        tool_calls=[
+            ToolCall(name=name, args=args, id=f"call_{uuid4().hex}", type="tool_call")
+            for name, args in calls
+        ],
+        response_metadata={"model_name": "scripted"},
+        usage_metadata=UsageMetadata(
+            input_tokens=given, output_tokens=made, total_tokens=given + made
+        ),
+    )
 
 
 def build_agent(

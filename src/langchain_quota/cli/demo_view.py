@@ -15,11 +15,13 @@ from langchain_quota.cli.demo_board import Row, Use
 from langchain_quota.decision import Level
 
 _STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
-_BAR_WIDTHS = (3, 20)
+_BAR_WIDTHS = (2, 20)
 _REFUSAL_HEADING = "last refusal   "
-_WIDTH_WITH_REFUSALS = 100
-# What a line of the table takes beside the thread's name, the bars and the last refusal.
-_FIXED_WIDTH = len(" search 8/8  tools 16/16  model 20/20  allowed blocked ")
+_THOUSAND = 1000
+_WIDE = 110
+"""From how many columns on there is room for the allowed calls and the last refusal."""
+# What a line of the table takes beside the thread's name, the bars and what only a wide one has.
+_FIXED_WIDTH = len(" search 8/8  tools 16/16  model 20/20  tokens 5.9k/6k  blocked")
 
 
 class Display(Protocol):
@@ -73,16 +75,19 @@ def display() -> Iterator[Display]:
 
 def table(rows: Sequence[Row], console: Console) -> Table:
     """The threads as a table; names are shown as they are, never read as markup."""
-    with_refusals = console.width >= _WIDTH_WITH_REFUSALS
+    wide = console.width >= _WIDE
     fixed = max(len(row.thread) for row in rows) + _FIXED_WIDTH
-    fixed += len(_REFUSAL_HEADING) + 1 if with_refusals else 0
+    fixed += len(f" allowed {_REFUSAL_HEADING}") if wide else 0
     least, most = _BAR_WIDTHS
     bar = max(least, min(most, (console.width - fixed) // len(rows[0].uses)))
     characters = _bar_characters(console.encoding)
-    shown = Table("thread", *("" for _ in rows[0].uses), box=None, padding=(0, 1, 0, 0))
-    shown.add_column("allowed", justify="right")
+    shown = Table(
+        "thread", *("" for _ in rows[0].uses), box=None, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    if wide:
+        shown.add_column("allowed", justify="right")
     shown.add_column("blocked", justify="right")
-    if with_refusals:
+    if wide:
         shown.add_column(_REFUSAL_HEADING)
     for column in shown.columns:
         column.no_wrap = True
@@ -90,10 +95,11 @@ def table(rows: Sequence[Row], console: Console) -> Table:
         cells = [
             Text(row.thread),
             *(Text(gauge(use, bar, characters), _STYLES[use.level]) for use in row.uses),
-            Text(str(row.allowed)),
+            *([Text(str(row.allowed))] if wide else []),
             Text(str(row.blocked), "red" if row.blocked else ""),
+            *([Text(row.last_refusal)] if wide else []),
         ]
-        shown.add_row(*cells, *([Text(row.last_refusal)] if with_refusals else []))
+        shown.add_row(*cells)
     return shown
 
 
@@ -112,8 +118,18 @@ def gauge(use: Use, width: int, characters: str = "▇_") -> str:
     share = use.used / use.limit if use.limit else 1.0
     filled = min(width, max(int(width * share), 1 if use.used else 0))
     bar = full * filled + empty * (width - filled)
-    numbers = f"{use.used}/{use.limit}".ljust(2 * len(str(use.limit)) + 1)
+    most = _short(use.limit)
+    # Thousands have a decimal.
+    room = 2 * len(most) + (1 if use.limit < _THOUSAND else 3)
+    numbers = f"{_short(use.used)}/{most}".ljust(room)
     return f"{use.title} {numbers} {bar}"
+
+
+def _short(amount: int) -> str:
+    """An amount in few characters, such as `950` or `8.9k`, and never more than it is."""
+    if amount < _THOUSAND:
+        return str(amount)
+    return f"{amount * 10 // _THOUSAND / 10:g}k"
 
 
 def _bar_characters(encoding: str | None) -> str:

@@ -9,10 +9,12 @@ from datetime import UTC, datetime
 from langchain_quota.cli.command import CommandError, complain, say
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limit_options import UNITS
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
+from langchain_quota.telemetry.units import shown
 
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
 _AT_ONCE = 500
@@ -122,8 +124,9 @@ def _row(use: QuotaUsage) -> tuple[str, ...]:
         names = (_escaped(key.counter), _escaped(key.dimension), repr(key.subject))
     except ValueError:  # another program's key
         names = (_escaped(use.key), "-", "-")
-    limit = "-" if use.limit is None else str(use.limit)
-    return (*names, str(use.used), limit, _until(use.expires_at))
+    unit = UNITS.get(names[0], "calls")
+    limit = "-" if use.limit is None else shown(use.limit, unit)
+    return (*names, shown(use.used, unit), limit, _until(use.expires_at))
 
 
 def _until(expires_at: float | None) -> str:

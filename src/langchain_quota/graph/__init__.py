@@ -1,6 +1,6 @@
 """GraphQuota: limits for graphs that are written by hand, without create_agent."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from langchain.chat_models import init_chat_model
@@ -25,6 +25,7 @@ from langchain_quota.graph._react import ReactHooks, ReactModel, ReactState
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._observers import Observer
 from langchain_quota.middleware._root_run import watch_root_runs
+from langchain_quota.prices import Price, Prices, UnknownPrice
 from langchain_quota.resolved import Outage
 from langchain_quota.state import RUN_MODEL, RUN_TOOLS
 from langchain_quota.stores import QuotaStore
@@ -39,6 +40,9 @@ class GraphQuota:
     `create_supervisor` (`react_hooks`). Limits, counts, messages, exceptions and telemetry are the
     same. A run is one invocation of the outermost graph; loops of one graph count together.
 
+    A `reserve` that is a number is held from `before_model` on, since the request may never be
+    seen. If a run stops before its model call, the number stays held for 15 minutes.
+
     Args:
         limits: The limits, at least one, each under a name of its own.
         tell_model: As of `QuotaMiddleware`.
@@ -46,12 +50,13 @@ class GraphQuota:
         on_decision: As of `QuotaMiddleware`.
         store: As of `QuotaMiddleware`.
         on_store_error: As of `QuotaMiddleware`.
+        prices: As of `QuotaMiddleware`.
+        unknown_price: As of `QuotaMiddleware`.
         telemetry: As of `QuotaMiddleware`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, one can never be reached, one has quotas
-            and there is no store, or `on_store_error` is unknown.
+        ValueError: There is no limit, or arguments do not go together; see `QuotaMiddleware`.
 
     Examples:
         >>> from langgraph.graph import MessagesState, StateGraph
@@ -77,6 +82,8 @@ class GraphQuota:
         on_decision: Observer | Sequence[Observer] = (),
         store: QuotaStore | None = None,
         on_store_error: Outage = "deny",
+        prices: Prices | Mapping[str, Price] | None = None,
+        unknown_price: UnknownPrice = "error",
         telemetry: Telemetry | None = None,
     ) -> None:
         self._loop = Loop(
@@ -86,6 +93,8 @@ class GraphQuota:
             on_decision=on_decision,
             store=store,
             on_store_error=on_store_error,
+            prices=prices,
+            unknown_price=unknown_price,
             telemetry=telemetry,
         )
         watch_root_runs()
@@ -195,15 +204,21 @@ class GraphQuota:
 
         For a model's node of your own and for the functional API. Without it `tell_model`,
         `hide_exhausted` and the last request of `"finalize"` do not reach the model; the limits
-        hold all the same.
+        hold all the same, but for a `reserve` that is a function.
 
         Args:
             model: The chat model, without tools.
             state: The state.
             tools: The tools that it is offered.
             prompt: The system prompt.
+
+        Raises:
+            ModelCallLimitExceededError: By a `reserve` that is a function, the call could exceed a
+                limit with `exit_behavior="error"`.
+            UnknownPriceError: There is a limit of costs, and no price for the model.
         """
-        return self._loop.ask(model, state, tools, prompt)
+        message, _ = self._loop.ask(model, state, tools, prompt)
+        return message
 
     async def acall_model(
         self,
@@ -220,8 +235,14 @@ class GraphQuota:
             state: The state.
             tools: The tools that it is offered.
             prompt: The system prompt.
+
+        Raises:
+            ModelCallLimitExceededError: By a `reserve` that is a function, the call could exceed a
+                limit with `exit_behavior="error"`.
+            UnknownPriceError: There is a limit of costs, and no price for the model.
         """
-        return await self._loop.aask(model, state, tools, prompt)
+        message, _ = await self._loop.aask(model, state, tools, prompt)
+        return message
 
     def after_model(self, state: State) -> dict[str, Any]:
         """Judge the tool calls that the model made; `jump_to` then says where the loop goes.
@@ -284,11 +305,14 @@ class GraphQuota:
 
         Raises:
             TypeError: The model has the wrong type.
+            ValueError: There is no model, and a limit has a `reserve` that is a function.
         """
         if isinstance(model, str):
             model = init_chat_model(model)
         if model is not None:
             check_model(model)
+        else:
+            self._loop.check_bounds()
         # Without a model it is a part of a graph, as in create_supervisor.
         loop = self._loop.sharing_state() if model is None else self._loop
         hooks = ReactHooks(loop, has_model=model is not None)

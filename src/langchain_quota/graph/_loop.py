@@ -1,6 +1,6 @@
 """The hooks of QuotaMiddleware as steps of a loop that somebody else drives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, Literal
 from uuid import uuid4
@@ -14,7 +14,9 @@ from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as as_tool
 from langgraph.graph.message import add_messages
 
+from langchain_quota.graph._charges import LoopBudgets
 from langchain_quota.middleware._calls import Update
+from langchain_quota.middleware._charged_response import ChargedResponse
 from langchain_quota.middleware._context import CallContext, running_config, running_runtime
 from langchain_quota.middleware._history import pending_calls, since
 from langchain_quota.middleware._root_run import root_run
@@ -31,6 +33,8 @@ class Loop(QuotaMiddleware[Any, Any]):
     """Judges in a loop of model and tools that `create_agent` did not make."""
 
     _shares_state = False
+    _budgets_class = LoopBudgets
+    _budgets: LoopBudgets | None
 
     def sharing_state(self) -> "Loop":
         """The same, in a graph that has its state from the graph around it, and gives it back."""
@@ -70,40 +74,119 @@ class Loop(QuotaMiddleware[Any, Any]):
     def judge_model(self, state: State) -> Update:
         """Judge the next model call; what is written says where to go."""
         update = self.before_model(_typed(state), running_runtime()) or {}
-        return joined(_resumed(state), {"jump_to": "model", **update})
+        return self._to_model(state, update)
 
     async def ajudge_model(self, state: State) -> Update:
         """Judge the next model call; what is written says where to go."""
         update = await self.abefore_model(_typed(state), running_runtime()) or {}
-        return joined(_resumed(state), {"jump_to": "model", **update})
+        return self._to_model(state, update)
 
     def judge_tools(self, state: State) -> Update:
         """Judge the tool calls that the model made; what is written says where to go."""
-        return _with_jump(state, self.after_model(_typed(state), running_runtime()) or {})
+        runtime = running_runtime()
+        charged: Update = {}
+        if self._budgets is not None:
+            known = self._budgets.unwritten(state)
+            if known is None and ledger(state).get("uncharged"):
+                limits = self._resolve("model", state, runtime)
+                known = self._budgets.charge_answer(state, runtime, limits)
+            charged = known or {}
+        update = self.after_model(_typed(merged(state, charged)), runtime) or {}
+        return joined(charged, _with_jump(state, update))
 
     async def ajudge_tools(self, state: State) -> Update:
         """Judge the tool calls that the model made; what is written says where to go."""
-        return _with_jump(state, await self.aafter_model(_typed(state), running_runtime()) or {})
+        runtime = running_runtime()
+        charged: Update = {}
+        if self._budgets is not None:
+            known = self._budgets.unwritten(state)
+            if known is None and ledger(state).get("uncharged"):
+                limits = await self._aresolve("model", state, runtime)
+                known = await self._budgets.acharge_answer(state, runtime, limits)
+            charged = known or {}
+        update = await self.aafter_model(_typed(merged(state, charged)), runtime) or {}
+        return joined(charged, _with_jump(state, update))
 
-    def ask(self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt) -> AIMessage:
-        """Call the model: told what is left, offered what it may call."""
+    def ask(
+        self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
+    ) -> tuple[AIMessage, Update]:
+        """Call the model: told what is left, offered what it may call; and what is written."""
 
         def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
             bound, given = _bound(request)
             return ModelResponse(result=[bound.invoke(given)])
 
-        return _answer(self.wrap_model_call(_request(model, state, tools, prompt), call))
+        request = _request(model, state, tools, prompt)
+        return self._answer(state, self.wrap_model_call(request, call))
 
     async def aask(
         self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
-    ) -> AIMessage:
-        """Call the model: told what is left, offered what it may call."""
+    ) -> tuple[AIMessage, Update]:
+        """Call the model: told what is left, offered what it may call; and what is written."""
 
         async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
             bound, given = _bound(request)
             return ModelResponse(result=[await bound.ainvoke(given)])
 
-        return _answer(await self.awrap_model_call(_request(model, state, tools, prompt), call))
+        request = _request(model, state, tools, prompt)
+        return self._answer(state, await self.awrap_model_call(request, call))
+
+    def run_node(self, state: State, run: Callable[[], Any]) -> tuple[Any, Update]:
+        """Run a model's node of the user's own, where there are budgets; and what is written."""
+        assert self._budgets is not None  # noqa: S101 - for the type checker
+        runtime = running_runtime()
+        limits = self._resolve("model", state, runtime)
+        return self._budgets.run_node(state, runtime, limits, run)
+
+    async def arun_node(
+        self, state: State, run: Callable[[], Awaitable[Any]]
+    ) -> tuple[Any, Update]:
+        """Run a model's node of the user's own, where there are budgets; and what is written."""
+        assert self._budgets is not None  # noqa: S101 - for the type checker
+        runtime = running_runtime()
+        limits = await self._aresolve("model", state, runtime)
+        return await self._budgets.arun_node(state, runtime, limits, run)
+
+    @property
+    def has_budgets(self) -> bool:
+        """Whether what model calls use is charged."""
+        return self._budgets is not None
+
+    def check_bounds(self) -> None:
+        """Check that no limit needs a request, where nobody has one.
+
+        Raises:
+            ValueError: One does.
+        """
+        for limit in self._limits_of["model"]:
+            if callable(getattr(limit, "reserve", None)):
+                raise ValueError(  # noqa: TRY004 - a number would do
+                    f"limit {limit.name!r} has a reserve that is a function of the request, and "
+                    "hooks without a model do not see one: give reserve as a number, or the model "
+                    "to the hooks: react_hooks(model, tools)"
+                )
+
+    def _to_model(self, state: State, update: Update) -> Update:
+        """The update with where to go: to the model, unless a limit ends the run."""
+        update = joined(_resumed(state), {"jump_to": "model", **update})
+        if self._budgets is None or update["jump_to"] == "end":
+            return update
+        return joined(update, {LEDGER: Ledger(uncharged=True)})
+
+    def _answer(self, state: State, response: ModelResponse[Any]) -> tuple[AIMessage, Update]:
+        """What the model answers, and what is written of the call."""
+        (message,) = response.result
+        assert isinstance(message, AIMessage)  # noqa: S101 - for the type checker
+        if self._budgets is None or not isinstance(response, ChargedResponse):
+            return message, {}
+        update: Any = response.command and response.command.update
+        if not update:
+            # The node around it is charged.
+            return message, {}
+        if "ended" in update[LEDGER]:
+            self._budgets.nothing_used(state)
+        self._budgets.write_with_node(update)
+        return message, joined(update, {LEDGER: Ledger(uncharged=False)})
 
     def _counts_last(self, context: CallContext) -> bool:
         """Whether the counts of threads outlive the run: an entrypoint can save its state."""
@@ -216,12 +299,8 @@ def _bound(request: ModelRequest[Any]) -> tuple[Runnable[Any, Any], list[Any]]:
     """The model with the tools that it is offered, and the messages."""
     bound: Runnable[Any, Any] = request.model
     if request.tools:
-        bound = request.model.bind_tools(request.tools)
+        bound = request.model.bind_tools(request.tools, **request.model_settings)
+    elif request.model_settings:
+        bound = request.model.bind(**request.model_settings)
     system = [] if request.system_message is None else [request.system_message]
     return bound, [*system, *request.messages]
-
-
-def _answer(response: ModelResponse[Any]) -> AIMessage:
-    (message,) = response.result
-    assert isinstance(message, AIMessage)  # noqa: S101 - for the type checker
-    return message

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 from langchain_core.language_models import BaseChatModel
@@ -15,6 +16,7 @@ from langgraph.pregel import Pregel
 from langgraph.types import Command, Send
 
 from langchain_quota.graph._loop import Loop, Prompt, State, Tools, merged, open_calls
+from langchain_quota.graph._own_node import ChargedNode
 from langchain_quota.middleware._calls import Update
 from langchain_quota.state import (
     LEDGER,
@@ -89,7 +91,8 @@ class Nodes:
             model_node, of_model = self._calling(model, offered, prompt), own
         else:
             _check_node(model, prompt)
-            model_node, of_model = model, {**_own_schema(graph, model), **labelled}
+            model_node, of_model = self._own(model)
+            of_model |= labelled
         begin = RunnableLambda(self._loop.begin_once, self._loop.abegin_once, name=self._begin)
         before = RunnableLambda(self._judge_model, self._ajudge_model, name=self._before)
         after = RunnableLambda(self._judge_tools, self._ajudge_tools, name=self._after)
@@ -118,18 +121,39 @@ class Nodes:
     def _calling(self, model: BaseChatModel, tools: Tools, prompt: Prompt) -> Runnable[Any, Any]:
         """The node that calls a chat model."""
 
-        def said(message: Any) -> Update:
+        def said(message: Any, charged: Update) -> Update:
             if self._name is not None:
                 message.name = self._name
-            return {"messages": [message]}
+            return {"messages": [message], **charged}
 
         def call(state: State) -> Update:
-            return said(self._loop.ask(model, state, tools, prompt))
+            return said(*self._loop.ask(model, state, tools, prompt))
 
         async def acall(state: State) -> Update:
-            return said(await self._loop.aask(model, state, tools, prompt))
+            return said(*await self._loop.aask(model, state, tools, prompt))
 
         return RunnableLambda(call, acall, name=self._model)
+
+    def _own(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        """The model's node of the user's own, and the arguments of `add_node` for it.
+
+        It gets what it asks for. A mapping has our counts, too; a class has no place for them.
+        """
+        spec = StateGraph(self._graph.state_schema).add_node("model", model).nodes["model"]
+        asked: Any = spec.input_schema
+        hints = get_type_hints(asked, include_extras=True)
+        if not self._loop.has_budgets:
+            return model, {"input_schema": _with_counts(hints)} if _is_mapping(asked) else {}
+        own: Any = spec.runnable
+        keys = {*hints, *_KEPT}
+
+        def given(state: State) -> Any:
+            return _as_schema(asked, {key: each for key, each in state.items() if key in keys})
+
+        schema = _schema(self._graph, hints)
+        destinations = spec.ends or None
+        node = ChargedNode(self._loop, own, given)
+        return node, {"input_schema": schema, "destinations": destinations}
 
     def _behind_tools(self, direct: Collection[str]) -> Callable[[Any], str]:
         """Where the loop goes from the tools, of which some return directly."""
@@ -249,7 +273,9 @@ def _tools(tools: Any) -> tuple[ToolNode, list[Any]]:
     return node, [*node.tools_by_name.values(), *builtin]
 
 
-def _schema(graph: StateGraph[Any, Any, Any, Any]) -> Any:
+def _schema(
+    graph: StateGraph[Any, Any, Any, Any], others: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
     """All of the graph's state, and our counts: a node that reads them adds their channels.
 
     They are then neither in the input nor in the output of the graph.
@@ -257,18 +283,7 @@ def _schema(graph: StateGraph[Any, Any, Any, Any]) -> Any:
     # What has no reducer here takes that of the graph.
     keys: dict[str, Any] = dict.fromkeys(graph.channels, Any)
     managed = {key: Annotated[Any, each] for key, each in graph.managed.items()}
-    return _with_counts({**keys, **managed})
-
-
-def _own_schema(graph: StateGraph[Any, Any, Any, Any], node: Any) -> dict[str, Any]:
-    """The argument of `add_node` with which a node of the user's own has our counts, too.
-
-    For the rest it gets what it asks for. A class of the user's own has no place for the counts.
-    """
-    asked = StateGraph(graph.state_schema).add_node("model", node).nodes["model"].input_schema
-    if not _is_mapping(asked):
-        return {}
-    return {"input_schema": _with_counts(get_type_hints(asked, include_extras=True))}
+    return _with_counts({**keys, **managed, **others})
 
 
 def _with_counts(keys: Mapping[str, Any]) -> Any:

@@ -124,11 +124,14 @@ class ReactModel:
             return RunnableLambda(lambda _: cast("AIMessage", newest))
 
         def ask(messages: list[AnyMessage]) -> AIMessage:
-            return self._loop.ask(self._model, {**state, "messages": messages}, self._tools, None)
+            asked = {**state, "messages": messages}
+            message, _ = self._loop.ask(self._model, asked, self._tools, None)
+            return message
 
         async def aask(messages: list[AnyMessage]) -> AIMessage:
             asked = {**state, "messages": messages}
-            return await self._loop.aask(self._model, asked, self._tools, None)
+            message, _ = await self._loop.aask(self._model, asked, self._tools, None)
+            return message
 
         return RunnableLambda(ask, aask)
 

@@ -29,6 +29,7 @@ from langchain_quota.middleware._offered_tools import OfferedTools
 from langchain_quota.middleware._root_run import root_run, watch_root_runs
 from langchain_quota.middleware._sub_agents import starters, unlimited_sub_agents
 from langchain_quota.middleware._subclassing import begins_runs, complete
+from langchain_quota.middleware._tool_counts import ToolCounts
 from langchain_quota.middleware._unjudged import count_unjudged_calls, mark_judged
 from langchain_quota.middleware._wiring import REMEDY, Wiring
 from langchain_quota.state import (
@@ -37,7 +38,6 @@ from langchain_quota.state import (
     THREAD_TOOLS,
     Abandoned,
     Ledger,
-    ToolCounts,
     ledger,
     thread_tools,
 )

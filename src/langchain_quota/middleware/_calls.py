@@ -1,17 +1,24 @@
 """What a hook judges and what becomes of it: the same for tool calls and model calls."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Hits, admit
+from langchain_quota.admission import (
+    AcquireRequest,
+    AcquireResult,
+    Compensation,
+    Counter,
+    Hits,
+    admit,
+)
 from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import ROOT_RUN, Call, Decision, Refund
 from langchain_quota.middleware._context import CallContext
 from langchain_quota.middleware._root_run import root_run
-from langchain_quota.resolved import Asked, Outage, ResolvedLimits, counters_of, hits_of
+from langchain_quota.resolved import Asked, Outage, ResolvedLimits, hits_of
 from langchain_quota.state import Amounts, Ledger
 
 Update = dict[str, Any]
@@ -34,6 +41,18 @@ class Conclusion(NamedTuple):
     error: Exception | None = None
 
 
+class Late(NamedTuple):
+    """What calls have used of budgets that is not in the state yet.
+
+    Attributes:
+        amounts: What they have used, by counter.
+        newest: Names the newest one.
+    """
+
+    amounts: Mapping[str, int]
+    newest: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """Calls that wait to be judged, and what they ask of which counters.
@@ -53,6 +72,9 @@ class Request:
         index_of: For each call the index of its hits.
         sent: What a store was asked, if one was.
         answered: Whether it answered.
+        holds: The idempotency key of the request that holds what the calls may use; empty for none.
+        late: What calls of the run have used of budgets that is not in the state yet.
+        anew: Whether it asks for more than what it has asked for before in this step.
     """
 
     state: Mapping[str, Any]
@@ -69,6 +91,9 @@ class Request:
     index_of: Sequence[int] = field(init=False)
     sent: AcquireRequest | None = None
     answered: bool = False
+    holds: str = ""
+    late: "Late | None" = None
+    anew: bool = False
 
     def __post_init__(self) -> None:
         self.hits, self.index_of = hits_of(self.calls, self.asked)
@@ -104,7 +129,7 @@ class Request:
 
     def to_store(self) -> AcquireRequest:
         """What a store is asked."""
-        name = self.context.step(self.task)
+        name = uuid4().hex if self.anew else self.context.step(self.task)
         run = root_run()
         counters = counters_of(self.asked, {**self.used, **run.used} if run else self.used)
         self.sent = AcquireRequest(
@@ -119,10 +144,40 @@ class Request:
                 for refund, amounts in self.refunds_due().items()
             ),
         )
+        if self.limits.has_budgets and any(each.lease for each in counters.values()):
+            self.holds = self.sent.idempotency_key
+            held = self.known.get("held")
+            if held is not None and held["keys"]:
+                # The call that it was held for was not made.
+                unused = _given_back(held["request"], held["keys"])
+                compensations = (*self.sent.compensations, unused)
+                self.sent = replace(self.sent, compensations=compensations)
         return self.sent
+
+    def to_store_again(self, sent: AcquireRequest) -> AcquireRequest | None:
+        """What a store is asked that has answered before: what it held then may be over.
+
+        Args:
+            sent: What it has answered.
+        """
+        if not self.holds:
+            return None
+        counters = {name: each for name, each in sent.counters.items() if each.lease is not None}
+        keys = [each.key for each in counters.values() if each.key is not None]
+        self.holds = f"{sent.idempotency_key}/{uuid4().hex}"
+        return AcquireRequest(
+            self.holds,
+            uuid4().hex,
+            counters,
+            tuple(_only(hits, counters) for hits in sent.hits),
+            sent.stops,
+            (_given_back(sent.idempotency_key, keys),),
+        )
 
     def mirror_root_run(self, result: AcquireResult) -> None:
         """Keep what the store has counted of the root run, if a quota is per root run.
+
+        What it only holds is not counted yet: that is learnt when it is settled.
 
         Args:
             result: The store's answer.
@@ -136,7 +191,7 @@ class Request:
             {
                 row.counter: result.used[row.counter] + charged[row.counter]
                 for row in rows
-                if row.quota is not None and row.quota.per == ROOT_RUN
+                if row.quota is not None and row.quota.per == ROOT_RUN and row.lease is None
             }
         )
 
@@ -172,3 +227,41 @@ class Request:
         if not any(result.refused):
             return decisions, []
         return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)
+
+
+def counters_of(asked: Iterable[Asked], used: Mapping[str, int]) -> dict[str, Counter]:
+    """The counters that calls would hit, by name.
+
+    Args:
+        asked: What the calls ask.
+        used: The caller's counts, by name; a missing one counts as zero.
+    """
+    counters: dict[str, Counter] = {}
+    for limits, _, _ in asked:
+        for row in (row for _, rows in limits for row in rows):
+            known = counters.get(row.counter)
+            if known is None:
+                ends = row.quota.resets_at if row.quota else None
+                counters[row.counter] = Counter(
+                    row.key,
+                    used.get(row.counter, 0),
+                    None if ends is None else ends.timestamp(),
+                    row.mirrored,
+                    row.lease,
+                )
+            elif known.key is None and row.key is not None:
+                counters[row.counter] = replace(known, key=row.key)
+    return counters
+
+
+def _given_back(request: str, keys: Iterable[str]) -> Compensation:
+    """A correction that gives back what a request holds under keys."""
+    return Compensation(f"{request}/unused", dict.fromkeys(keys, 0), settles=request)
+
+
+def _only(hits: Hits, counters: Collection[str]) -> Hits:
+    """Of hits, those of some counters."""
+    return Hits(
+        {name: amount for name, amount in hits.amounts.items() if name in counters},
+        tuple(each for each in hits.thresholds if each.counter in counters),
+    )

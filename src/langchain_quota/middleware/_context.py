@@ -10,8 +10,8 @@ from uuid import UUID, uuid4
 from langgraph.config import get_config
 from langgraph.runtime import get_runtime
 
-from langchain_quota.arguments import check_count
 from langchain_quota.decision import ROOT_RUN, RUN, THREAD
+from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
 from langchain_quota.state import ledger
@@ -285,7 +285,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
         if number is None:
             continue
         what = f"quota {quota.name!r} of limit {limit.name!r}"
-        check_count(f"limit of {what}", number)
+        number = whole_amount(limit.unit, f"limit of {what}", number)
         if ("per", index) in values:
             subject = checked_subject(what, values["per", index])
         else:

@@ -6,6 +6,7 @@ conclusion = conclude(request, result)
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -14,17 +15,30 @@ from langchain_core.messages import AIMessage
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, admit
 from langchain_quota.decide import Breach
-from langchain_quota.decision import RUN, THREAD, Call, Decision, Outcome
+from langchain_quota.decision import RUN, THREAD, Call, Outcome
 from langchain_quota.errors import ModelCallLimitExceededError
-from langchain_quota.limits import MODEL
-from langchain_quota.middleware._calls import Conclusion, Request, Update
-from langchain_quota.middleware._context import call_context
+from langchain_quota.limit_options import BUDGETS, MODEL
+from langchain_quota.middleware._calls import Conclusion, Late, Request, Update
+from langchain_quota.middleware._context import CallContext, call_context
 from langchain_quota.middleware._history import newest_name
-from langchain_quota.resolved import ResolvedLimits
-from langchain_quota.state import LEDGER, THREAD_MODEL, Ledger, ledger, run_model, thread_model
+from langchain_quota.middleware._let_through import Admitted
+from langchain_quota.resolved import Asked, ResolvedLimits
+from langchain_quota.state import (
+    LEDGER,
+    THREAD_MODEL,
+    Held,
+    Ledger,
+    ledger,
+    merge_ledgers,
+    run_model,
+    spent,
+    thread_model,
+)
 
 _THREAD = f"{MODEL}/{THREAD}"
 _RUN = f"{MODEL}/{RUN}"
+_NAMES = [(each, f"{each}/{THREAD}", f"{each}/{RUN}") for each in BUDGETS]
+"""What model calls use up, and the names of its counters."""
 
 
 def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
@@ -32,8 +46,43 @@ def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
     return {_THREAD: thread_model(state), _RUN: run_model(state)}
 
 
+def budget_counts(state: Mapping[str, Any], late: Late | None) -> dict[str, int]:
+    """The state's counts of what model calls have used of budgets, by the name of the counter.
+
+    Args:
+        state: The agent's state.
+        late: What is not in it yet.
+    """
+    of_thread, of_run = spent(state)
+    counts = {}
+    for counter, thread, run in _NAMES:
+        beside = late.amounts.get(counter, 0) if late else 0
+        counts[thread] = of_thread.get(counter, 0) + beside
+        counts[run] = of_run.get(counter, 0) + beside
+    return counts
+
+
+def spending(state: Mapping[str, Any], late: Late) -> Ledger:
+    """What is written to the state when model calls have used something of budgets.
+
+    Args:
+        state: The agent's state.
+        late: What they have used.
+    """
+    of_thread, of_run = spent(state)
+    for counter, amount in late.amounts.items():
+        of_thread[counter] = of_thread.get(counter, 0) + amount
+        of_run[counter] = of_run.get(counter, 0) + amount
+    return Ledger(thread_spent=of_thread, run_spent=of_run, spent_by=late.newest)
+
+
 def pending(
-    state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits, *, task: str
+    state: Mapping[str, Any],
+    runtime: Any,
+    limits: ResolvedLimits,
+    *,
+    task: str,
+    late: Late | None = None,
 ) -> Request:
     """The model call that is about to be made, and what it asks.
 
@@ -42,11 +91,13 @@ def pending(
         runtime: The hook's runtime.
         limits: The limits for model calls.
         task: The name of this work, among all that the middleware does in a step.
+        late: What calls of the run have used of budgets that is not in the state yet.
     """
     used = model_counts(state)
-    name = newest_name(state.get("messages") or ()) if used[_RUN] else None
-    context = call_context(runtime, model_name=name)
+    context = _context(state, runtime, used)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
+    if limits.has_budgets:
+        used |= budget_counts(state, late)
     return Request(
         state=state,
         known=ledger(state),
@@ -57,7 +108,31 @@ def pending(
         asked=[limits.asked(call)],
         used=used,
         stops=limits.stops,
+        late=late,
     )
+
+
+def bounded(request: Request, bounds: Mapping[str, int]) -> Request:
+    """The same call, asking of budgets all that it can use.
+
+    Args:
+        request: The call, judged by budgets alone.
+        bounds: The most that it can use, by the name of the limit that says so.
+    """
+    (asked,) = request.asked
+    # What a call has held before may be in use: this is held beside it.
+    return replace(request, asked=[asked.reserving(bounds)], anew=True)
+
+
+def made(state: Mapping[str, Any], runtime: Any) -> Call:
+    """The model call that is being made."""
+    context = _context(state, runtime, model_counts(state))
+    return Call("model", agent=context.agent, thread_id=context.thread_id)
+
+
+def _context(state: Mapping[str, Any], runtime: Any, used: Mapping[str, int]) -> CallContext:
+    name = newest_name(state.get("messages") or ()) if used[_RUN] else None
+    return call_context(runtime, model_name=name)
 
 
 def conclude(request: Request, result: AcquireResult, *, charging: bool = True) -> Conclusion:
@@ -72,43 +147,138 @@ def conclude(request: Request, result: AcquireResult, *, charging: bool = True) 
     error = _exceeded(breaches)
     if error is not None:
         return Conclusion(decisions, error=error)
-    written = Ledger()
+    written = spending(request.state, request.late) if request.late else Ledger()
     if request.answered and request.known.get("pending_refunds"):
         written["pending_refunds"] = {}
     if decisions[0].outcome is Outcome.BLOCKED:
         written["ended"] = str(uuid4())
         name = request.context.own_name
         final = AIMessage(content=messages.final(breaches), name=name, id=written["ended"])
-        update: Update = {"jump_to": "end", "messages": [final], LEDGER: written}
-        return Conclusion(decisions, update)
+        return Conclusion(decisions, {"jump_to": "end", "messages": [final], LEDGER: written})
     if not charging or not request.asked[0].limits:
         return Conclusion(decisions)
     charged = result.charged(request.hits)
     after = {name: used + charged[name] for name, used in result.used.items()}
-    written["run_model"] = after[_RUN]
-    written["final"] = _final(request, decisions[0], after)
-    return Conclusion(decisions, {THREAD_MODEL: after[_THREAD], LEDGER: written})
+    update: Update = {LEDGER: written}
+    if _RUN in request.hits[0].amounts:
+        update[THREAD_MODEL] = after[_THREAD]
+        written["run_model"] = after[_RUN]
+    else:
+        # Budgets alone: another middleware may count calls where LangChain does.
+        written["thread_model"] = thread_model(request.state) + 1
+        written["run_model"] = request.used[_RUN] + 1
+    written["final"] = _final(request, result.used, after)
+    if request.limits.has_budgets:
+        written["held"] = held_for(request)
+    return Conclusion(decisions, update)
 
 
-def _final(request: Request, decision: Decision, after: Mapping[str, int]) -> str:
-    """What the run ends with if this call, the last of its budget, says nothing; else empty."""
-    finalizing = [each for each in decision.limits if each.exit_behavior == "finalize"]
-    if not any(
-        each.used(scope) == each.threshold(scope) for each in finalizing for scope in each.scopes
-    ):
+def _final(request: Request, before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """What the run ends with if this call, the last of its budget, says nothing; else empty.
+
+    Args:
+        request: The call.
+        before: The counts before it.
+        after: The counts with it.
+    """
+    (asked,) = request.asked
+    finalizing = {
+        each.limit.name for each, _ in asked.limits if each.limit.exit_behavior == "finalize"
+    }
+    if not finalizing:
         return ""
-    # What the user would read of one more call.
-    _, breaches = request.decided(admit(request.hits, after, request.stops))
-    return messages.final(breaches)
+    # One more call: it would be refused if this one is the last. What this one will use of budgets
+    # is not known.
+    next_call = replace(request, asked=[asked.keeping()])
+    budgets = {row.counter for each, rows in asked.limits if each.is_budget for row in rows}
+    counts = {name: before[name] if name in budgets else after[name] for name in after}
+    result = admit(next_call.hits, counts, next_call.stops)
+    if finalizing.isdisjoint(result.refused[0]):
+        return ""
+    _, breaches = next_call.decided(result)
+    return messages.final(breaches, is_last=True)
+
+
+def uncounted(request: Request, conclusion: Conclusion, *, by_budgets: bool) -> Conclusion:
+    """What is written when a call is refused that was let through, and counted, before.
+
+    Args:
+        request: The call.
+        conclusion: What is decided about it now.
+        by_budgets: Whether there are budgets alone, so that it was counted in the ledger.
+    """
+    of_thread = max(0, request.used[_THREAD] - 1)
+    update = dict(conclusion.update or {})
+    known: Ledger = update[LEDGER]
+    written = merge_ledgers(known, Ledger(run_model=max(0, request.used[_RUN] - 1)))
+    if by_budgets:
+        written["thread_model"] = of_thread
+    else:
+        update[THREAD_MODEL] = of_thread
+    return conclusion._replace(update={**update, LEDGER: written})
+
+
+def admitted(request: Request, conclusion: Conclusion, *, decided: bool) -> Admitted:
+    """What is kept of a call that is let through until it is made.
+
+    Args:
+        request: The call.
+        conclusion: What is decided about it.
+        decided: Whether that is decided for good.
+    """
+    if decided:
+        return Admitted()
+    return Admitted(
+        conclusion.decisions,
+        request.started,
+        request.task_id,
+        request.known.get("trace"),
+        request.follows_refusal,
+        {
+            row.key: 1
+            for limit, rows in request.asked[0].limits
+            for row in rows
+            if not limit.is_budget and row.key is not None
+        },
+    )
+
+
+def held_for(request: Request) -> Held:
+    """What a store holds of budgets for the call, for who settles it; without one, its name."""
+    keys = {
+        row.key: limit.limit.counter
+        for limit, rows in request.asked[0].limits
+        for row in rows
+        if limit.is_budget and row.key is not None
+    }
+    if not keys or not request.answered:
+        return Held(request=uuid4().hex, keys={})
+    return Held(request=request.holds, keys=keys)
+
+
+def held_amounts(asked: Asked) -> dict[str, int]:
+    """What a call holds of budgets, by the model's counter.
+
+    Args:
+        asked: What it asks.
+    """
+    found: dict[str, int] = {}
+    for each, rows in asked.limits:
+        if each.is_budget:
+            amounts = [asked.hits.amounts[row.counter] for row in rows]
+            counter = each.limit.counter
+            found[counter] = max(found.get(counter, 0), *amounts)
+    return found
 
 
 def _exceeded(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:
     breach = next((each for each in breaches if each.exit_behavior == "error"), None)
     if breach is None:
         return None
+    calls = 0 if breach.limit.is_budget else 1
     return ModelCallLimitExceededError(
-        thread_count=breach.thread_count - 1,
-        run_count=breach.run_count - 1,
+        thread_count=breach.thread_count - calls,
+        run_count=breach.run_count - calls,
         thread_limit=breach.limit.thread_limit,
         run_limit=breach.limit.run_limit,
         message=" ".join(map(messages.reached, breaches)),

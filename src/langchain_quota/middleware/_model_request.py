@@ -9,10 +9,17 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMes
 
 from langchain_quota.admission import admit
 from langchain_quota.decision import Call, Level, level
+from langchain_quota.limit_options import (
+    INPUT_TOKENS,
+    MICRODOLLARS,
+    OUTPUT_TOKENS,
+    TOTAL_TOKENS,
+)
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._model_calls import model_counts
+from langchain_quota.middleware._model_calls import budget_counts, model_counts
+from langchain_quota.money import as_dollars
 from langchain_quota.resolved import ResolvedLimits, run_counter, thread_counter
-from langchain_quota.state import run_tools, thread_tools
+from langchain_quota.state import ledger, run_tools, thread_tools
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
@@ -29,27 +36,91 @@ _OF_ONE_PROVIDER = {
 NO_TOOLS = "No tool may be called now: every tool call will be refused."
 
 
+_SPENT = {
+    TOTAL_TOKENS: "tokens",
+    INPUT_TOKENS: "input tokens",
+    OUTPUT_TOKENS: "output tokens",
+    MICRODOLLARS: "money",
+}
+"""What a note calls a budget."""
+
+
 def counts_now(
     state: Mapping[str, Any], limits: ResolvedLimits, kept: Mapping[str, int]
 ) -> dict[str, int]:
     """The counts by the name of the counter: the store's, and the state's for all others.
 
+    What is held of budgets for the call that is about to be made is left to it.
+
     Args:
         state: The state.
-        limits: The limits.
+        limits: The limits, as they judge a call before its request is known.
         kept: The store's counts, by key.
     """
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
+    if limits.has_budgets:
+        counts |= budget_counts(state, None)
     for each in limits.limits:
         if each.limit.kind == "tool":
             counter = each.limit.counter
             counts[thread_counter(each.limit)] = thread.get(counter, 0)
             counts[run_counter(each.limit)] = run.get(counter, 0)
+    own = _held(state, limits)
     for each in limits.limits:
         for row in limits.rows(each):
-            counts[row.counter] = kept.get(row.key or "", counts.get(row.counter, 0))
+            counts[row.counter] = counts.get(row.counter, 0)
+            if row.key is not None and row.key in kept:
+                counts[row.counter] = max(0, kept[row.key] - own.get(row.key, 0))
     return counts
+
+
+def _held(state: Mapping[str, Any], limits: ResolvedLimits) -> dict[str, int]:
+    """What the store holds of budgets for the call that is about to be made, by key."""
+    held = ledger(state).get("held")
+    if held is None:
+        return {}
+    asked = limits.asked(Call("model"))
+    return {
+        row.key: asked.hits.amounts[row.counter]
+        for _, rows in asked.limits
+        for row in rows
+        if row.key is not None and row.key in held["keys"]
+    }
+
+
+def shaped(
+    request: ModelRequest[Any],
+    limits: ResolvedLimits,
+    kept: Mapping[str, int] | None,
+    *,
+    near: float | None,
+    hides: bool,
+) -> ModelRequest[Any]:
+    """The request as the model gets it: told what is left, offered what it may call.
+
+    Args:
+        request: The request.
+        limits: The limits, as they judge a call before its request is known.
+        kept: The store's counts, by key; `None` if it did not answer.
+        near: The share from which the model is told what is left; `None` to tell it nothing.
+        hides: Whether tools with nothing left are not offered.
+    """
+    state: Mapping[str, Any] = request.state
+    if ledger(state).get("final"):
+        return last_call(request)
+    if kept is None:
+        # The store did not answer: what the state knows is shown, and no quota.
+        limits, kept = limits.without_store("allow"), {}
+    counts = counts_now(state, limits, kept)
+    notes = []
+    if near is not None:
+        notes.append(remaining(limits, counts, near=near))
+    if hides:
+        request, note = without_exhausted(request, limits, counts)
+        notes.append(note)
+    text = " ".join(note for note in notes if note)
+    return request.override(messages=with_note(request.messages, text)) if text else request
 
 
 def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float) -> str | None:
@@ -71,7 +142,15 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
         share = near if each.limit.near is None else each.limit.near
         is_near = is_near or any(level(*number, share) is not Level.OK for number in numbers)
         count, most = min(numbers, key=lambda number: number[1] - number[0])
-        if each.limit.kind == "model":
+        if each.is_budget:
+            left = max(0, most - count)
+            shown = (
+                (as_dollars(left), as_dollars(most))
+                if each.limit.unit == "microdollars"
+                else (left, most)
+            )
+            parts.append(f"{_SPENT[each.limit.counter]}: {shown[0]} of {shown[1]} left")
+        elif each.limit.kind == "model":
             parts.append(f"this is model call {count} of {most}")
         else:
             parts.append(f"{_subject(each.limit)}: {max(0, most - count)} of {most} left")

@@ -10,6 +10,7 @@ from langgraph.types import PregelTask, StateSnapshot
 
 from langchain_quota.decision import THREAD, LimitStatus, QuotaStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import stored_as
 from langchain_quota.stores.keys import CountKey
@@ -86,7 +87,7 @@ def after_reset(limits: Sequence[Limit]) -> list[LimitStatus]:
             exit_behavior=limit.exit_behavior,
             thread_before=0,
             thread_used=0,
-            thread_limit=None if callable(limit.thread_limit) else limit.thread_limit,
+            thread_limit=_number(limit, "thread_limit", limit.thread_limit),
             run_before=0,
             run_used=0,
             run_limit=None,
@@ -94,13 +95,20 @@ def after_reset(limits: Sequence[Limit]) -> list[LimitStatus]:
             near=limit.near,
             alert=limit.alert,
             quotas=tuple(
-                QuotaStatus(quota.name, "", 0, 0, quota.limit, per=THREAD)
+                QuotaStatus(quota.name, "", 0, 0, number, per=THREAD)
                 for quota in limit.quotas
-                if quota.per == THREAD and not callable(quota.limit)
+                if quota.per == THREAD
+                and (number := _number(limit, "limit", quota.limit)) is not None
             ),
+            unit=limit.unit,
         )
         for limit in limits
     ]
+
+
+def _number(limit: Limit, argument: str, value: object) -> int | None:
+    """A number as it is counted; `None` for none, and for a function."""
+    return None if value is None or callable(value) else whole_amount(limit.unit, argument, value)
 
 
 def thread_keys(limits: Sequence[Limit], config: RunnableConfig, now: float) -> list[str]:

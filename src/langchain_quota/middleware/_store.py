@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, islice
 from typing import Self
 from uuid import uuid4
 
@@ -25,17 +24,14 @@ from langchain_quota.admission import (
     Hits,
 )
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._calls import Request
+from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations
 from langchain_quota.resolved import Outage
 from langchain_quota.stores import QuotaStore
+from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
-
-MAX_PENDING = 10_000
-"""The most corrections that wait for the store to come back."""
-
-COMPENSATED_AT_ONCE = 5
-"""The most corrections that one request carries: they double what it costs, and no more."""
 
 
 class StoreClient:
@@ -53,7 +49,7 @@ class StoreClient:
         self._recorder = recorder
         self._lock = fork_safe_lock()
         self._down = False
-        self._pending = _PendingCompensations()
+        self._pending = PendingCompensations()
         self._fills = recorder.watch_store(store)
         """Whether it can be full, and has not been nearly so yet."""
 
@@ -74,6 +70,9 @@ class StoreClient:
                 with self._carrying(sent) as (asked, last):
                     answer = self.store.acquire(asked)
                 result = _checked(answer, sent) if last else None
+            again = _anew(request, sent, result)
+            if again is not None:
+                result = _joined(result, self.store.acquire(again))
         return self._or_fallback(request, sent, result)
 
     async def aacquire(self, request: Request) -> AcquireResult:
@@ -89,7 +88,66 @@ class StoreClient:
                 with self._carrying(sent) as (asked, last):
                     answer = await self.store.aacquire(asked)
                 result = _checked(answer, sent) if last else None
+            again = _anew(request, sent, result)
+            if again is not None:
+                result = _joined(result, await self.store.aacquire(again))
         return self._or_fallback(request, sent, result)
+
+    def settle(self, sent: AcquireRequest) -> Mapping[str, int] | None:
+        """Charge what was used in place of what was held.
+
+        Args:
+            sent: Counters, and the corrections; what cannot be sent now is sent later.
+
+        Returns:
+            The counts after it; `None` if the store does not answer.
+        """
+        counts: Mapping[str, int] | None = None
+        last = False
+        try:
+            with self._asking("acquire"):
+                while not last:
+                    with self._carrying(sent) as (asked, last):
+                        answer = self.store.acquire(asked)
+                counts = answer.used
+        finally:
+            if counts is None:
+                self._make_later(sent.compensations)
+        return counts
+
+    async def asettle(self, sent: AcquireRequest) -> Mapping[str, int] | None:
+        """Charge what was used in place of what was held.
+
+        Args:
+            sent: Counters, and the corrections; what cannot be sent now is sent later.
+
+        Returns:
+            The counts after it; `None` if the store does not answer.
+        """
+        counts: Mapping[str, int] | None = None
+        last = False
+        try:
+            with self._asking("acquire"):
+                while not last:
+                    with self._carrying(sent) as (asked, last):
+                        answer = await self.store.aacquire(asked)
+                counts = answer.used
+        finally:
+            if counts is None:
+                self._make_later(sent.compensations)
+        return counts
+
+    def settle_soon(self, sent: AcquireRequest, *, may_wait: bool) -> None:
+        """Charge what was used where nobody can await it: at once, or with the next request.
+
+        Args:
+            sent: Counters, and the corrections.
+            may_wait: Whether this thread may wait for the store.
+        """
+        if may_wait or isinstance(self.store, MemoryStore):
+            self.settle(sent)
+        else:
+            self._make_later(sent.compensations)
 
     def number(self, key: str, *, name: str, start: int) -> int | None:
         """Add one to a count, and return it; `None` if the store does not answer.
@@ -178,7 +236,8 @@ class StoreClient:
         ran: dict[str, int] = {}
         for hits, admitted in zip(sent.hits, result.admitted, strict=True):
             if admitted and not result.stopped:
-                for key, amount in sent.keyed(hits.amounts).items():
+                # What was only to be held is charged when it is known what was used.
+                for key, amount in sent.keyed(_charged(hits, sent)).items():
                     ran[key] = ran.get(key, 0) + amount
         self.compensate_later(sent, ran)
         self._recorder.record_fallback(request.context.agent, self._outage, calls)
@@ -201,8 +260,11 @@ class StoreClient:
             request.idempotency_key,
             {each.key: each.used for each in request.counters.values() if each.key is not None},
         )
+        self._make_later([compensation])
+
+    def _make_later(self, compensations: Sequence[Compensation]) -> None:
         with self._lock:
-            lost = self._pending.add(compensation)
+            lost = sum([self._pending.add(each) for each in compensations])
         if lost:
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
             self._recorder.record_error("store", error, log=False)
@@ -266,82 +328,23 @@ class StoreClient:
             self._recorder.observe_store(operation, outcome, time.perf_counter() - started)
 
 
-class _PendingCompensations:
-    """Corrections that the store has not confirmed, the oldest first.
+def check_store(store: object, limits: Sequence[Limit]) -> None:
+    """Check that a store is one, and that there is one where limits need it.
 
-    Only one request at a time carries old ones. Otherwise every caller would send the same ones to
-    a store that has just come back.
+    Raises:
+        TypeError: It is none.
+        ValueError: There is none, and a limit has quotas.
     """
-
-    def __init__(self) -> None:
-        self._numbers = count()
-        self._by_attempt: dict[str, tuple[int, Compensation]] = {}
-        self._about: dict[str, set[str]] = {}
-        self._travelling: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self._by_attempt)
-
-    def add(self, compensation: Compensation) -> bool:
-        """Keep a correction; whether the oldest had to make room for it."""
-        self._by_attempt[compensation.id] = next(self._numbers), compensation
-        for subject in _subjects(compensation):
-            self._about.setdefault(subject, set()).add(compensation.id)
-        full = len(self) > MAX_PENDING
-        if full:
-            self._remove(next(iter(self._by_attempt)))
-        return full
-
-    def take(self, request: AcquireRequest) -> tuple[tuple[Compensation, ...], bool]:
-        """What the next request to the store carries, and whether that can be the request itself.
-
-        Before it the store must know of its earlier attempts, and of all that may be in counts
-        which the caller has, or corrects. One request at a time carries others, too.
-        """
-        attempts = self._made_again(request.idempotency_key)
-        for key in _callers(request):
-            attempts |= self._about.get(key, set())
-        # The oldest goes first: its `starts` is the right start.
-        first = [each for _, each in sorted(self._by_attempt[each] for each in attempts)]
-        others: list[Compensation] = []
-        if len(first) < COMPENSATED_AT_ONCE and not self._travelling:
-            oldest = islice(self._by_attempt.items(), COMPENSATED_AT_ONCE)
-            others = [each for attempt, (_, each) in oldest if attempt not in attempts]
-            others = others[: COMPENSATED_AT_ONCE - len(first)]
-            self._travelling = {each.id for each in others}
-        return (*first[:COMPENSATED_AT_ONCE], *others), len(first) <= COMPENSATED_AT_ONCE
-
-    def give_back(self, taken: Sequence[Compensation], *, made: bool) -> None:
-        """Forget what was made; what was not can travel again."""
-        for each in taken:
-            self._travelling.discard(each.id)
-            if made:
-                self._remove(each.id)
-
-    def _made_again(self, name: str) -> set[str]:
-        """The earlier attempts of a request that a hook makes when it runs again.
-
-        What they let through did not run.
-        """
-        found = set()
-        for attempt in self._about.get(name, ()) if name else ():
-            number, compensation = self._by_attempt[attempt]
-            if compensation.idempotency_key == name:
-                found.add(attempt)
-                self._by_attempt[attempt] = number, replace(compensation, amounts={})
-        return found
-
-    def _remove(self, attempt: str) -> None:
-        _, compensation = self._by_attempt.pop(attempt, (0, None))
-        for subject in _subjects(compensation) if compensation else ():
-            self._about[subject].discard(attempt)
-            if not self._about[subject]:
-                del self._about[subject]
-
-
-def _subjects(compensation: Compensation) -> set[str]:
-    """What a correction is about: a request, and keys."""
-    return {compensation.idempotency_key, *compensation.starts}
+    if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
+        # Not the value of a URL: it may hold a password.
+        shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
+        raise TypeError(f"store must be a QuotaStore or None, not {shown}")
+    for limit in limits:
+        if store is None and limit.quotas:
+            raise ValueError(
+                f"limit {limit.name!r} has quotas: give a store that counts them, "
+                "store=MemoryStore() in one process, store=RedisStore() in several"
+            )
 
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
@@ -366,7 +369,27 @@ def _about(keys: Sequence[str]) -> AcquireRequest:
     return AcquireRequest("", "", {key: Counter(key, used=1) for key in keys})
 
 
-def _callers(request: AcquireRequest) -> set[str]:
-    """The keys of which the caller has a count, or has something to correct."""
-    keys = {each.key for each in request.counters.values() if each.key is not None and each.used}
-    return keys.union(*(each.amounts for each in request.compensations))
+def _charged(hits: Hits, request: AcquireRequest) -> dict[str, int]:
+    """What hits add to the counts that a request does not only hold."""
+    counters = request.counters
+    return {name: each for name, each in hits.amounts.items() if counters[name].lease is None}
+
+
+def _anew(
+    request: Request, sent: AcquireRequest, result: AcquireResult | None
+) -> AcquireRequest | None:
+    """What is to be held anew, since a request that is answered again holds nothing more."""
+    return request.to_store_again(sent) if result is not None and result.replayed else None
+
+
+def _joined(first: AcquireResult | None, again: AcquireResult) -> AcquireResult | None:
+    """The answer to a request that was answered before, with what it holds anew."""
+    return first and replace(
+        first,
+        used={**first.used, **again.used},
+        refused=tuple(
+            {**each, **other} for each, other in zip(first.refused, again.refused, strict=True)
+        ),
+        admitted=tuple(map(all, zip(first.admitted, again.admitted, strict=True))),
+        stopped=first.stopped or again.stopped,
+    )

@@ -20,6 +20,7 @@ from langchain_quota.errors import ToolCallLimitExceededError
 from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._context import call_context
 from langchain_quota.middleware._history import PendingCalls, answer, pending_calls
+from langchain_quota.middleware._tool_counts import ToolCounts
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import (
     LEDGER,
@@ -28,7 +29,6 @@ from langchain_quota.state import (
     Amounts,
     Batch,
     Ledger,
-    ToolCounts,
     ledger,
 )
 

@@ -21,11 +21,14 @@ from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExc
 from langchain_quota.limits import Limit
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
+from langchain_quota.middleware._agent_budgets import alate_use, late_use
 from langchain_quota.middleware._base import ContextT
-from langchain_quota.middleware._calls import Request, Update
-from langchain_quota.middleware._history import identified, since
+from langchain_quota.middleware._budgeted_call import BudgetedCall
+from langchain_quota.middleware._calls import Late, Request, Update
+from langchain_quota.middleware._history import identified, overruled, since
 from langchain_quota.middleware._observers import Observer
 from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.prices import Price, Prices, UnknownPrice
 from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.state import (
     LEDGER,
@@ -59,12 +62,15 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         on_decision: As of `QuotaMiddleware`.
         store: As of `QuotaMiddleware`.
         on_store_error: As of `QuotaMiddleware`.
+        prices: As of `QuotaMiddleware`.
+        unknown_price: As of `QuotaMiddleware`.
+        charge_all_models: As of `QuotaMiddleware`.
         telemetry: As of `QuotaMiddleware`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, one can never be reached, one has quotas
-            and there is no store, or `on_store_error` is unknown.
+        ValueError: An argument is out of bounds, or arguments do not go together; see
+            `QuotaMiddleware`.
 
     Examples:
         >>> from langchain.agents import create_agent
@@ -84,6 +90,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         on_decision: Observer | Sequence[Observer] = (),
         store: QuotaStore | None = None,
         on_store_error: Outage = "deny",
+        prices: Prices | Mapping[str, Price] | None = None,
+        unknown_price: UnknownPrice = "error",
+        charge_all_models: bool = False,
         telemetry: Telemetry | None = None,
     ) -> None:
         super().__init__(
@@ -93,6 +102,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             on_decision=on_decision,
             store=store,
             on_store_error=on_store_error,
+            prices=prices,
+            unknown_price=unknown_price,
+            charge_all_models=charge_all_models,
             telemetry=telemetry,
         )
 
@@ -130,13 +142,25 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             ValueError: It is out of bounds or missing.
         """
         step = _Step(self.name, request)
-        call = step.model_call(self._resolve("model", step.state, request.runtime))
-        conclusion = model_calls.conclude(call, self._acquire(call))
+        limits = self._resolve("model", step.state, request.runtime)
+        late = late_use(self._budgets, step.state, request.runtime, limits)
+        call = step.model_call(self._before_request(limits), late)
+        conclusion = self._let_through(call, self._acquire(call))
         step.write(self._take_effect(call, conclusion))
         if not step.ended:
             self._learn_tools(request)
             given = step.request
-            step.answer(handler(self._shape(given) if self._shapes_requests else given))
+            given = self._shape(given) if self._shapes_requests else given
+            if self._budgets is None:
+                step.answer(handler(given))
+            else:
+                judged = BudgetedCall(self._budgets, given, limits, task=self.name)
+                hooks = self._acquire, self._take_effect, self._observers
+                response, update = judged.make(handler, *hooks)
+                step.write(update)
+                if response is None:
+                    return step.response()
+                step.answer(response)
             calls = step.tool_calls(self._resolve("tool", step.state, request.runtime))
             if calls is not None:
                 conclusion = tool_calls.conclude(calls, self._acquire(calls))
@@ -161,14 +185,25 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             ValueError: It is out of bounds or missing.
         """
         step = _Step(self.name, request)
-        call = step.model_call(await self._aresolve("model", step.state, request.runtime))
-        conclusion = model_calls.conclude(call, await self._aacquire(call))
+        limits = await self._aresolve("model", step.state, request.runtime)
+        late = await alate_use(self._budgets, step.state, request.runtime, limits)
+        call = step.model_call(self._before_request(limits), late)
+        conclusion = self._let_through(call, await self._aacquire(call))
         step.write(await self._atake_effect(call, conclusion))
         if not step.ended:
             self._learn_tools(request)
             given = step.request
             given = await self._ashape(given) if self._shapes_requests else given
-            step.answer(await handler(given))
+            if self._budgets is None:
+                step.answer(await handler(given))
+            else:
+                judged = BudgetedCall(self._budgets, given, limits, task=self.name)
+                hooks = self._aacquire, self._atake_effect, self._observers
+                response, update = await judged.amake(handler, *hooks)
+                step.write(update)
+                if response is None:
+                    return step.response()
+                step.answer(response)
             calls = step.tool_calls(await self._aresolve("tool", step.state, request.runtime))
             if calls is not None:
                 conclusion = tool_calls.conclude(calls, await self._aacquire(calls))
@@ -215,7 +250,7 @@ class _Step:
             )
         self._middleware = middleware
         self._given = request
-        self._overruled = _overruled(request.state.get("messages") or ())
+        self._overruled = overruled(request.state.get("messages") or ())
         self._written: Update = {}
         self._messages: list[Any] = []
         self._structured: Any = None
@@ -274,10 +309,10 @@ class _Step:
         self._messages += [_chargeable(message, answered) for message in response.result]
         self._structured = response.structured_response
 
-    def model_call(self, limits: ResolvedLimits) -> Request:
+    def model_call(self, limits: ResolvedLimits, late: Late | None) -> Request:
         """The model call that is about to be made."""
         task = f"{self._middleware}.model"
-        return model_calls.pending(self.state, self._given.runtime, limits, task=task)
+        return model_calls.pending(self.state, self._given.runtime, limits, task=task, late=late)
 
     def tool_calls(self, limits: ResolvedLimits) -> tool_calls.BatchRequest | None:
         """The tool calls that the model has made."""
@@ -349,19 +384,3 @@ def _chargeable(message: BaseMessage, answered: set[str]) -> BaseMessage:
         # A copy: a cache may give the same message again.
         message = message.model_copy(update={"id": str(uuid4())})
     return identified(message, answered)
-
-
-def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
-    """The ids of our refusals of calls that a reviewer has answered, too."""
-    overruled: dict[str, str] = {}
-    answered: set[str] = set()
-    for message in reversed(messages):
-        if isinstance(message, AIMessage):
-            ids = [call["id"] for call in message.tool_calls]
-            # Two calls under one id have two answers.
-            return {each for each, call_id in overruled.items() if ids.count(call_id) == 1}
-        if isinstance(message, ToolMessage):
-            if message.tool_call_id in answered and message.status == "error" and message.id:
-                overruled[message.id] = message.tool_call_id
-            answered.add(message.tool_call_id)
-    return set()

@@ -10,46 +10,43 @@ from langchain.agents.middleware.types import (
     ResponseT,
     hook_config,
 )
-from langchain_core.runnables import RunnableConfig
-from langgraph.constants import END
-from langgraph.pregel import Pregel
 from langgraph.runtime import Runtime
 
 from langchain_quota.admission import AcquireResult
-from langchain_quota.arguments import check_choice
+from langchain_quota.arguments import check_choice, check_switch
 from langchain_quota.decision import Kind
 from langchain_quota.limits import Limit, check_together, is_dynamic
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._base import ContextT, Limiter, effect
+from langchain_quota.middleware._agent_budgets import alate_use, budgets_of, late_use
+from langchain_quota.middleware._base import ContextT, effect
+from langchain_quota.middleware._budgeted_call import BudgetedCall
+from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Conclusion, Request, Update
+from langchain_quota.middleware._charged_response import ChargedResponse, has_ended
 from langchain_quota.middleware._context import CallContext, aresolve, resolve
-from langchain_quota.middleware._model_request import (
-    counts_now,
-    last_call,
-    remaining,
-    with_note,
-    without_exhausted,
-)
+from langchain_quota.middleware._model_request import shaped
 from langchain_quota.middleware._observers import Observer, Observers
-from langchain_quota.middleware._reset import after_reset, check_at_rest, own_node, thread_keys
+from langchain_quota.middleware._resettable import Resettable
 from langchain_quota.middleware._root_subject import aroot_subject, root_subject
-from langchain_quota.middleware._store import StoreClient
+from langchain_quota.middleware._store import StoreClient, check_store
+from langchain_quota.prices import Price, Prices, UnknownPrice
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedLimits
-from langchain_quota.state import UNUSED, QuotaState, ledger
+from langchain_quota.state import LEDGER, QuotaState
 from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import Telemetry
 
 
-class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
+class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, ResponseT]):
     """Holds an agent to many limits at once, and makes every call visible.
 
     All limits are judged together: a call runs only if every limit that matches it admits it, and
     a refused call is charged to none. Usage is kept per thing counted (a tool, a set of tools,
     all tools, the model), so two limits on one tool are two thresholds over one count. Where one
     batch of calls hits several limits, `"error"` goes before `"end"` before `"continue"`. A model
-    call is charged when it is admitted, so one that raises has been counted; list this
-    middleware after those whose `before_model` can jump.
+    call is counted when it is admitted, also if it raises. What it uses of a budget is charged when
+    it is done. List this middleware after those whose `before_model` can jump and, with a
+    `reserve`, after those that retry or fall back.
 
     Args:
         limits: The limits, at least one, each under a name of its own.
@@ -68,13 +65,30 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         on_store_error: What becomes of calls when the store cannot be asked. `"deny"` refuses
             them, with the scope `"store"`; `"allow"` judges them by what the state knows, without
             quotas, and tells the store of them later. Each call tries again.
+        prices: What tokens cost; needs a `CostLimit`. A table of `Price` by model, or a function
+            from the `ModelUsage` of one model run to a `Decimal` of dollars. By default, and for
+            models that are not in the table: the prices of the package genai-prices, without
+            network. The function is also asked before the first call of a model, when there are no
+            tokens and only the `request_model` is known.
+        unknown_price: What becomes of a call of a model without a price. `"error"` raises
+            `UnknownPriceError` before the first one, also if a middleware or a fallback takes
+            another model. If the price of a call fails afterwards, the call is charged what was
+            held for it, or a millionth of a dollar, and the model's next call is that error.
+            Models that only `charge_all_models` charges are not refused. `"allow"` makes the call,
+            and needs a `CostLimit`. The call costs nothing, unless the answer names a model that
+            has a price, as Azure's answers do.
+        charge_all_models: Whether budgets (`TokenLimit`, `CostLimit`) are also charged for the
+            model calls that the agent's tools, sub-agents and other middlewares make; needs a
+            budget. Only the agent's own calls are refused.
         telemetry: Where decisions are made visible; by default shared by the process, on
             Prometheus' global registry and OpenTelemetry's global tracer provider.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, one can never be reached, one has quotas
-            and there is no store, or `on_store_error` is unknown.
+        ValueError: There is no limit, two have one name, one can never be reached, one would refuse
+            every call by a `reserve`, one has quotas and there is no store, `on_store_error` or
+            `unknown_price` is unknown, `charge_all_models` has no budget to charge, or there are
+            prices and no `CostLimit`.
 
     Examples:
         >>> from langchain.agents import create_agent
@@ -98,6 +112,7 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
     """
 
     state_schema: type[QuotaState[Any]] = QuotaState
+    _budgets_class: type[Budgets] = Budgets
 
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
@@ -108,38 +123,36 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         on_decision: Observer | Sequence[Observer] = (),
         store: QuotaStore | None = None,
         on_store_error: Outage = "deny",
+        prices: Prices | Mapping[str, Price] | None = None,
+        unknown_price: UnknownPrice = "error",
+        charge_all_models: bool = False,
         telemetry: Telemetry | None = None,
     ) -> None:
         check_together(limits)
         check_choice("on_store_error", on_store_error, ("deny", "allow"))
-        if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
-            given: object = store
-            # Not the value of a URL: it may hold a password.
-            shown = "a string: RedisStore(url) is one" if isinstance(given, str) else repr(given)
-            raise TypeError(f"store must be a QuotaStore or None, not {shown}")
-        for limit in limits:
-            if store is None and limit.quotas:
-                raise ValueError(
-                    f"limit {limit.name!r} has quotas: give a store that counts them, "
-                    "store=MemoryStore() in one process, store=RedisStore() in several"
-                )
+        check_store(store, limits)
         for argument, value in (("tell_model", tell_model), ("hide_exhausted", hide_exhausted)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{argument} must be True or False, not {value!r}")
+            check_switch(argument, value)
         super().__init__(tuple(limits), limit_name=None, telemetry=telemetry)
         self._observers = Observers(on_decision, self._recorder)
         self._has_store = store is not None
         self._store = None if store is None else StoreClient(store, on_store_error, self._recorder)
+        self._budgets = budgets_of(
+            self._budgets_class,
+            limits,
+            prices=prices,
+            unknown_price=unknown_price,
+            store=self._store,
+            recorder=self._recorder,
+            charge_all_models=charge_all_models,
+        )
         self._numbers_root_runs = self._store if self._counts_root_runs else None
         self._clock = time.time
         self._tell_model = tell_model
         self._hide_exhausted = hide_exhausted
         self._shows_usage = tell_model or hide_exhausted
-        self._shapes_requests = (
-            tell_model
-            or hide_exhausted
-            or any(limit.exit_behavior == "finalize" for limit in limits)
-        )
+        finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
+        self._shapes_requests = self._shows_usage or finalizes
         self._limits_of: dict[Kind | None, list[Limit]] = {
             "model": [limit for limit in limits if limit.kind == "model"],
             "tool": [limit for limit in limits if limit.kind == "tool"],
@@ -168,10 +181,14 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
             ValueError: It is out of bounds or missing.
         """
         self._check_wiring(state, runtime)
+        if self._budgets is not None and has_ended(state):
+            return {"jump_to": "end"}
         limits = self._resolve("model", state, runtime)
-        request = model_calls.pending(state, runtime, limits, task=self.name)
+        late = late_use(self._budgets, state, runtime, limits)
+        first = self._before_request(limits)
+        request = model_calls.pending(state, runtime, first, task=self.name, late=late)
         result = self._acquire(request)
-        return self._take_effect(request, model_calls.conclude(request, result))
+        return self._take_effect(request, self._let_through(request, result))
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(
@@ -187,10 +204,14 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
             ValueError: It is out of bounds or missing.
         """
         self._check_wiring(state, runtime)
+        if self._budgets is not None and has_ended(state):
+            return {"jump_to": "end"}
         limits = await self._aresolve("model", state, runtime)
-        request = model_calls.pending(state, runtime, limits, task=self.name)
+        late = await alate_use(self._budgets, state, runtime, limits)
+        first = self._before_request(limits)
+        request = model_calls.pending(state, runtime, first, task=self.name, late=late)
         result = await self._aacquire(request)
-        return await self._atake_effect(request, model_calls.conclude(request, result))
+        return await self._atake_effect(request, self._let_through(request, result))
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -206,6 +227,8 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
             ValueError: It is out of bounds or missing.
         """
         self._check_wiring(state, runtime)
+        if self._budgets is not None:
+            self._budgets.learn_written(state)
         limits = self._resolve("tool", state, runtime)
         request = tool_calls.pending(state, runtime, limits, middleware=self.name, every_call=True)
         if request is None:
@@ -227,6 +250,8 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
             ValueError: It is out of bounds or missing.
         """
         self._check_wiring(state, runtime)
+        if self._budgets is not None:
+            self._budgets.learn_written(state)
         limits = await self._aresolve("tool", state, runtime)
         request = tool_calls.pending(state, runtime, limits, middleware=self.name, every_call=True)
         if request is None:
@@ -239,83 +264,43 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ModelResponse[ResponseT]:
-        """Tell the model what is left, and offer it what it may call.
+        """Tell the model what is left, offer it what it may call, and charge what it uses.
 
         Raises:
             RuntimeError: A limit's function is async.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
+            UnknownPriceError: There is a limit of costs, and no price for the model.
         """
         self._learn_tools(request)
-        return handler(self._shape(request) if self._shapes_requests else request)
+        given = self._shape(request) if self._shapes_requests else request
+        if self._budgets is None:
+            return handler(given)
+        limits = self._resolve("model", request.state, request.runtime)
+        call = BudgetedCall(self._budgets, given, limits, task=self.name)
+        made = call.make(handler, self._acquire, self._take_effect, self._observers)
+        return ChargedResponse.of(*made)
 
     async def awrap_model_call(
         self,
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ModelResponse[ResponseT]:
-        """Tell the model what is left, and offer it what it may call."""
+        """Tell the model what is left, offer it what it may call, and charge what it uses."""
         self._learn_tools(request)
-        return await handler(await self._ashape(request) if self._shapes_requests else request)
+        given = await self._ashape(request) if self._shapes_requests else request
+        if self._budgets is None:
+            return await handler(given)
+        limits = await self._aresolve("model", request.state, request.runtime)
+        call = BudgetedCall(self._budgets, given, limits, task=self.name)
+        made = await call.amake(handler, self._aacquire, self._atake_effect, self._observers)
+        return ChargedResponse.of(*made)
 
     @property
     def name(self) -> str:
         """The middleware's name in the graph: that of the class."""
         return type(self).__name__
-
-    def reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        """Set what a thread has used back to nothing, in its state and in the store.
-
-        Args:
-            agent: The agent, as `create_agent` made it with this middleware.
-            config: Names the thread: `{"configurable": {"thread_id": …}}`.
-
-        Raises:
-            TypeError: The agent runs elsewhere.
-            ValueError: The agent does not have this middleware.
-            RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
-            QuotaStoreError: The store could not be asked.
-        """
-        node = own_node(agent, self.name)
-        check_at_rest(agent.get_state(config), config, self._judging_nodes())
-        if self._store is not None:
-            self._store.reset(thread_keys(self._limits, config, self._clock()))
-        agent.update_state(config, dict(UNUSED), as_node=node)
-        # What the update made the graph want to run next.
-        agent.update_state(config, None, as_node=END)
-        self._record_reset(agent, config)
-
-    async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        """Set what a thread has used back to nothing, in its state and in the store.
-
-        Args:
-            agent: The agent, as `create_agent` made it with this middleware.
-            config: Names the thread: `{"configurable": {"thread_id": …}}`.
-
-        Raises:
-            TypeError: The agent runs elsewhere.
-            ValueError: The agent does not have this middleware.
-            RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
-            QuotaStoreError: The store could not be asked.
-        """
-        node = own_node(agent, self.name)
-        check_at_rest(await agent.aget_state(config), config, self._judging_nodes())
-        if self._store is not None:
-            await self._store.areset(thread_keys(self._limits, config, self._clock()))
-        await agent.aupdate_state(config, dict(UNUSED), as_node=node)
-        # What the update made the graph want to run next.
-        await agent.aupdate_state(config, None, as_node=END)
-        self._record_reset(agent, config)
-
-    def _judging_nodes(self) -> tuple[str, ...]:
-        """The nodes of the graph in which this middleware judges."""
-        return f"{self.name}.before_model", f"{self.name}.after_model"
-
-    def _record_reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
-        thread_id = config.get("configurable", {}).get("thread_id")
-        self._recorder.record_reset(name, thread_id, after_reset(self._limits))
 
     def _resolve(self, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
         """The limits on calls of a kind, or all of them, as they are at this moment."""
@@ -337,6 +322,10 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         found = await aresolve(limits, state, runtime, self._recorder, now=now, root_run=root)
         return ResolvedLimits(found)
 
+    def _before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
+        """The limits that judge a model call before its request is known."""
+        return limits if self._budgets is None else self._budgets.before_request(limits)
+
     def _acquire(self, request: Request) -> AcquireResult:
         """The answer: by the state's counts, or by the store's where it keeps any."""
         if self._store is None or not request.shared:
@@ -351,6 +340,17 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
             return request.by_state()
         return await self._store.aacquire(request)
 
+    def _let_through(self, request: Request, result: AcquireResult) -> Conclusion:
+        """What is decided about a model call; a call under budgets may be judged once more."""
+        conclusion = model_calls.conclude(request, result)
+        if self._budgets is None or not all(result.admitted):
+            return conclusion
+        decided = not self._budgets.bounds_calls
+        held: Any = (conclusion.update or {})[LEDGER]["held"]
+        call = model_calls.admitted(request, conclusion, decided=decided)
+        self._budgets.let_through.add(held["request"], call)
+        return conclusion if decided else conclusion._replace(decisions=())
+
     def _take_effect(self, request: Request, conclusion: Conclusion) -> Update | None:
         """Make a conclusion visible, also to the observers, and then let it take effect."""
         self._observers.refuse_async()
@@ -364,6 +364,12 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         if self._observers.present:
             await self._observers.anotify(conclusion.decisions, request.task_id)
         return effect(recorded)
+
+    def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:
+        update = super()._begin_run(state, runtime)
+        if self._budgets is not None:
+            update[LEDGER] |= self._budgets.begun(state)
+        return update
 
     def _counts_last(self, context: CallContext) -> bool:
         """Whether the counts of threads outlive the run."""
@@ -388,18 +394,6 @@ class QuotaMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ContextT, Respo
         limits: ResolvedLimits,
         kept: Mapping[str, int] | None,
     ) -> ModelRequest[ContextT]:
-        state: Mapping[str, Any] = request.state
-        if ledger(state).get("final"):
-            return last_call(request)
-        if kept is None:
-            # The store did not answer: what the state knows is shown, and no quota.
-            limits, kept = limits.without_store("allow"), {}
-        counts = counts_now(state, limits, kept)
-        notes = []
-        if self._tell_model:
-            notes.append(remaining(limits, counts, near=self._recorder.near))
-        if self._hide_exhausted:
-            request, note = without_exhausted(request, limits, counts)
-            notes.append(note)
-        text = " ".join(note for note in notes if note)
-        return request.override(messages=with_note(request.messages, text)) if text else request
+        near = self._recorder.near if self._tell_model else None
+        limits = self._before_request(limits)
+        return shaped(request, limits, kept, near=near, hides=self._hide_exhausted)

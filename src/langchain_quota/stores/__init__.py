@@ -36,7 +36,8 @@ class QuotaUsage:
 
     Attributes:
         key: The key.
-        used: The count, in calls.
+        used: The count, in the unit of its limits; of a budget with what is held for the calls that
+            run.
         limit: The smallest enforced limit when it was last charged, for show; `None` for none.
         expires_at: When its window ends, in seconds since the Unix epoch; `None` if it has none.
 
@@ -88,8 +89,9 @@ class QuotaStore(Protocol):
     none happens in part. The async forms do the same.
 
     What is over expires: a count an hour after its window; one without a window when nobody has
-    charged it for long (by default a year, a root run's for a week, a run's for a day). Results
-    and refused attempts are remembered for an hour, compensations for a week.
+    charged it for long (by default a year, a root run's for a week, a run's for a day). Results,
+    refused attempts and what settles a request are remembered for an hour, other compensations for
+    a week.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. What was asked may have
@@ -117,6 +119,9 @@ class QuotaStore(Protocol):
            attempt refused if it arrives later. Amounts are added to counts, unless another
            attempt of the request is answered: negative ones down to 0, and never to a key that
            does not exist; positive ones to where such a key starts.
+           One that settles a request first gives back what the request still holds under the
+           keys of its amounts. A hold is given back once: by what settles the request, by what
+           undoes the attempt, or by the end of its lease.
         2. An attempt that was compensated before it arrived charges nothing: `QuotaStoreError`.
         3. A request whose idempotency key (if it has one) was answered before gets the same
            answer, with `replayed`, and is not charged again. Its counters are told by position.
@@ -125,10 +130,12 @@ class QuotaStore(Protocol):
            of it is charged.
         5. The keys are charged; one that did not exist begins at the count of the first counter
            that is charged to it. The result is remembered if it charged a key, else the next try
-           is judged anew.
+           is judged anew. What a counter with a lease charges counts like anything else, until
+           it is settled or its lease is over (a second later at most): then it is given back.
 
         Args:
-            request: The batch; its counts without a key are the caller's, and stay so.
+            request: The batch; its counts without a key are the caller's, and stay so. One with a
+                lease needs an idempotency key, which names what is held.
         """
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
@@ -141,7 +148,8 @@ class QuotaStore(Protocol):
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0.
 
-        The keys are kept, or made, so that a caller's own count does not fill them again.
+        The keys are kept, or made, so that a caller's own count does not fill them again. What
+        requests hold is forgotten: what settles them adds its amounts, and gives nothing back.
 
         Args:
             keys: The keys, as `QuotaUsage` and `Counter` have them.
@@ -173,10 +181,19 @@ class Metadata:
 
 
 def metadata(request: AcquireRequest) -> dict[str, Metadata]:
-    """What a charge writes beside the counts, by key."""
+    """What a charge writes beside the counts, by key.
+
+    Raises:
+        ValueError: Nothing names what a counter with a lease holds.
+    """
     found: dict[str, Metadata] = {}
     for counter in request.counters.values():
         if counter.key is not None:
+            if counter.lease is not None and not request.idempotency_key:
+                raise ValueError(
+                    f"idempotency_key must not be empty: the counter of {counter.key!r} has a "
+                    "lease, and the key names what is held; give the request one of its own"
+                )
             beside = found.setdefault(counter.key, Metadata())
             beside.mirrored = beside.mirrored and counter.mirrored
             if counter.expires_at is not None:

@@ -6,9 +6,11 @@
 --   remembered       how long results and attempts are remembered, in seconds
 --   compensated      how long compensations are
 --   grace            how long counts are kept after their window, in seconds
---   compensations    {marker, attempt, result, amounts = {{count, amount}}}
+--   compensations    {marker, attempt, result, amounts = {{count, amount}}, hold}; hold: only of
+--                    one that settles a request: the field of what the request holds
 --   attempt, result  keys under which the attempt and its result are remembered
---   counters         {{count, limit for show}}; reset: without the limit
+--   hold             the field of what the request holds, if a counter has a lease
+--   counters         {{count, limit for show, lease in seconds if there is one}}; reset: count only
 --   hits             {{counter, amount}}, {threshold} of each call, by index
 --   thresholds       {limit, scope, counter, most, enforced}
 --   stops            by limit, after how many refused calls it stops the batch
@@ -23,6 +25,8 @@
 --            "again", keys ...: nothing was done; ask the same with these in KEYS
 -- A count is kept as a hash (used, limit, ends), an attempt as what it charged or "refused". What
 -- is kept where a count should be, and is none, is an error: others can write there, too.
+-- What is used includes what is held: a field of the hash for each request, "held:...", has the
+-- amount and the end of its lease. No lease ends before the hash's field next_end.
 
 local ask = cjson.decode(ARGV[1])
 local now = tonumber(redis.call('TIME')[1])
@@ -32,15 +36,50 @@ local function whole(text)
   return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text)
 end
 
+-- The amount, and the end of the lease; nothing if it is no text of a hold.
+local function held(text)
+  local amount, ends = string.match(text or '', '^(%d+) (%d+)$')
+  amount, ends = whole(amount), whole(ends)
+  if amount and ends then return amount, ends end
+end
+
+-- What is held under a key whose leases end by then: the amount, the fields, the next end.
+local function overdue(key, by)
+  local amount, fields, next_end, kept = 0, {}, nil, redis.call('HGETALL', key)
+  for i = 1, #kept, 2 do
+    local part, ends = held(string.sub(kept[i], 1, 5) == 'held:' and kept[i + 1])
+    if part and ends <= by then
+      amount = amount + part
+      table.insert(fields, kept[i])
+    elseif part then
+      next_end = math.min(ends, next_end or ends)
+    end
+  end
+  return amount, fields, next_end
+end
+
+local function give_back(key, used, by)
+  local amount, fields, next_end = overdue(key, by)
+  for _, field in ipairs(fields) do redis.call('HDEL', key, field) end
+  if next_end then
+    redis.call('HSET', key, 'next_end', next_end)
+  else
+    redis.call('HDEL', key, 'next_end')
+  end
+  if amount > 0 then redis.call('HSET', key, 'used', math.max(0, used - amount)) end
+  return math.max(0, used - amount)
+end
+
 local function get(key)
-  local text = redis.call('HGET', key, 'used')
+  local text, next_end = unpack(redis.call('HMGET', key, 'used', 'next_end'))
   local used = whole(text)
   if text and not (used and used >= 0) then error('no count is kept under ' .. key) end
-  return used
+  next_end = used and whole(next_end)
+  return next_end and next_end <= now and give_back(key, used, now) or used
 end
 
 local function peek(key)
-  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends')
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end')
   if kept.err then
     if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
     return -2, -1, -1
@@ -52,6 +91,8 @@ local function peek(key)
   if not used or used < 0 or (kept[2] and not limit) or (kept[3] and not ends) then
     return -2, -1, -1
   end
+  local next_end = whole(kept[4])
+  if next_end and next_end <= now then used = math.max(0, used - (overdue(key, now))) end
   return used, limit or -1, ends or -1
 end
 
@@ -60,6 +101,29 @@ local function put(key, used, ends, idle, ...)
   local expires = ends < 0 and now + idle or math.max(ends, now) + ask.grace
   redis.call('HSET', key, 'used', used, 'ends', ends, ...)
   redis.call('EXPIREAT', key, expires)
+end
+
+-- What a request still holds under a key, or so much of it at most.
+local function release(key, field, most)
+  local used = get(key)
+  local amount, ends = held(redis.call('HGET', key, field))
+  if not used or not amount then return end
+  local part = math.min(amount, most or amount)
+  if part < amount then
+    redis.call('HSET', key, field, string.format('%.0f %.0f', amount - part, ends))
+  else
+    redis.call('HDEL', key, field)
+  end
+  redis.call('HSET', key, 'used', math.max(0, used - part))
+end
+
+-- The fields, and their values, that say that a request holds an amount under a key.
+local function hold(key, amount, lease)
+  local ends = now + lease + 1
+  local before, next_end = unpack(redis.call('HMGET', key, ask.hold, 'next_end'))
+  local kept, last = held(before)
+  local text = string.format('%.0f %.0f', amount + (kept or 0), math.max(ends, last or ends))
+  return ask.hold, text, 'next_end', math.min(ends, whole(next_end) or ends)
 end
 
 local function add(count, amount, ...)
@@ -80,7 +144,8 @@ local function remembered(key)
   return key > 0 and redis.call('GET', KEYS[key])
 end
 
--- What an attempt charged, as {key, amount}; 0 is charged to the key of its result.
+-- What an attempt charged, as {key, amount, field of what it holds}; 0 is charged to the key of its
+-- result.
 local function charged_by(attempt)
   local record = remembered(attempt)
   return record and record ~= 'refused' and cmsgpack.unpack(record) or {}
@@ -102,14 +167,23 @@ end
 local function compensate(compensation)
   if redis.call('EXISTS', KEYS[compensation.marker]) == 1 then return end
   for _, charged in ipairs(charged_by(compensation.attempt)) do
-    local key, amount = unpack(charged)
-    if amount == 0 then redis.call('DEL', key) else take(key, amount) end
+    local key, amount, field = unpack(charged)
+    if amount == 0 then
+      redis.call('DEL', key)
+    elseif field then
+      release(key, field, amount)
+    else
+      take(key, amount)
+    end
   end
   remember(compensation.attempt, 'refused')
-  redis.call('SET', KEYS[compensation.marker], 1, 'EX', ask.compensated)
+  local field = compensation.hold
+  local kept = field and ask.remembered or ask.compensated
+  redis.call('SET', KEYS[compensation.marker], 1, 'EX', kept)
   if remembered(compensation.result) then return end
   for _, part in ipairs(compensation.amounts) do
     local count, amount = unpack(part)
+    if field then release(KEYS[count[1]], field) end
     if amount > 0 then add(count, amount) else take(KEYS[count[1]], -amount) end
   end
 end
@@ -146,11 +220,16 @@ end
 local function charge(counts, used, result)
   local record = {}
   for i, counter in ipairs(ask.counters) do
-    local count, limit = unpack(counter)
+    local count, limit, lease = unpack(counter)
     local key, amount = KEYS[count[1]], counts[i] - used[i]
     if key and amount > 0 then
-      add(count, amount, 'limit', limit)
-      table.insert(record, {key, amount})
+      if lease then
+        add(count, amount, 'limit', limit, hold(key, amount, lease))
+        table.insert(record, {key, amount, ask.hold})
+      else
+        add(count, amount, 'limit', limit)
+        table.insert(record, {key, amount})
+      end
     end
   end
   if #record == 0 then return end
@@ -187,6 +266,7 @@ local answer = {}
 if ask.op == 'reset' then
   for _, counter in ipairs(ask.counters) do
     local index, ends, idle = unpack(counter[1])
+    if redis.call('HGET', KEYS[index], 'next_end') then give_back(KEYS[index], 0, math.huge) end
     put(KEYS[index], 0, ends, idle)
   end
 else

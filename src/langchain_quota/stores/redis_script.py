@@ -112,7 +112,11 @@ class ScriptCall:
             ends, limit = None, None
             if counter.key is not None:
                 ends, limit = beside[counter.key].ends, beside[counter.key].limit
-            counters.append([call._count(counter.key, ends, counter.used), _clamped(limit)])
+            count = [call._count(counter.key, ends, counter.used), _clamped(limit)]
+            if counter.key is not None and counter.lease is not None:
+                count.append(_exact(counter.lease))
+                call._values["hold"] = _hold(request.idempotency_key)
+            counters.append(count)
         number = {name: number for number, name in enumerate(request.counters, 1)}
         thresholds: dict[Threshold, int] = {}
         hits = [
@@ -159,8 +163,10 @@ class ScriptCall:
 
     def _compensation(self, compensation: Compensation) -> dict[str, Any]:
         self._attempts += compensation.attempt_id is not None
+        settling = {"hold": _hold(compensation.settles)} if compensation.settles else {}
+        kind = "settled" if settling else "compensated"
         return {
-            "marker": self._index(self._names.marker("compensated", compensation.id)),
+            "marker": self._index(self._names.marker(kind, compensation.id)),
             "attempt": self._marker("attempt", compensation.attempt_id),
             "result": self._marker("result", compensation.idempotency_key),
             "amounts": [
@@ -170,6 +176,7 @@ class ScriptCall:
                 ]
                 for key, amount in compensation.amounts.items()
             ],
+            **settling,
         }
 
     def _count(self, key: str | None, ends: int | None, start: int) -> list[int]:
@@ -272,6 +279,14 @@ def _flag(number: object) -> bool:
     if number not in (0, 1):
         raise ValueError(f"{number!r:.20} stands where 0 or 1 should")
     return number == 1
+
+
+def _hold(name: str) -> str:
+    """The field of a count that has what the request of a name holds.
+
+    A hash keeps its compact form while no field is longer than 64 characters.
+    """
+    return f"held:{sha256(name.encode(errors='surrogatepass')).hexdigest()[:32]}"
 
 
 def _exact(number: int) -> int:

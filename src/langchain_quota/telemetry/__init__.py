@@ -8,10 +8,11 @@ from types import MappingProxyType
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from langchain_quota.arguments import check_choice, check_share
+from langchain_quota.arguments import check_choice, check_share, check_switch
+from langchain_quota.telemetry.captures import capturing
 from langchain_quota.telemetry.instruments import Settings, instruments_of
 from langchain_quota.telemetry.labels import Label, hmac_label
-from langchain_quota.telemetry.recorder import Recorder, capturing
+from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.tracing import Spans, Tracing
 
 __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label", "recorder_of"]
@@ -108,10 +109,7 @@ class Telemetry:
                 raise TypeError(f"{argument} must be a whole number, not {value!r}")
             if value < 0:
                 raise ValueError(f"{argument} must be 0 or more, not {value!r}")
-        if not isinstance(count_unjudged_calls, bool):
-            raise TypeError(
-                f"count_unjudged_calls must be True or False, not {count_unjudged_calls!r}"
-            )
+        check_switch("count_unjudged_calls", count_unjudged_calls)
         settings = Settings(
             near=near,
             thread_label=thread_label,

@@ -10,10 +10,10 @@ from sqlite3 import Connection
 from sqlite3 import connect as _connect
 from typing import NamedTuple, Self
 
-from langchain_quota.decision import THREAD, Level, level
+from langchain_quota.decision import THREAD, Level, Unit, level
 from langchain_quota.stores import Occupancy
 
-_VERSION = 2
+_VERSION = 3
 _BUSY_SECONDS = 10.0
 """How long a process waits for another one to have written."""
 
@@ -38,6 +38,8 @@ class Use(NamedTuple):
         full_since: When the last of it came to be used, in seconds since the Unix epoch.
         refused: When the limit last refused a call, in seconds since the Unix epoch.
         refused_since: When its latest refusals began, in seconds since the Unix epoch.
+        unit: What the numbers count.
+        spent: What model calls of a thread have spent of the limit, whatever was reset.
     """
 
     used: int = 0
@@ -49,6 +51,8 @@ class Use(NamedTuple):
     full_since: float | None = None
     refused: float | None = None
     refused_since: float | None = None
+    unit: Unit = "calls"
+    spent: int = 0
 
     @property
     def level(self) -> int | None:
@@ -177,7 +181,7 @@ class UsageDatabase:
         uses: dict[int, dict[str, Use]] = {}
         for series, part, *columns in self.execute(
             "SELECT series, part, used, cap, near, resets_at, blocked, decided, full_since, "
-            "refused, refused_since FROM usage WHERE subject = ?",
+            "refused, refused_since, unit, spent FROM usage WHERE subject = ?",
             (subject,),
         ):
             uses.setdefault(series, {})[part] = Use(*columns)
@@ -194,7 +198,7 @@ class UsageDatabase:
         highest = max(levels, default=None)
         for part, use in parts.items():
             self.execute(
-                "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (subject, series, part, *use, None if part else highest),
             )
         if highest is not None and series not in self._shown:

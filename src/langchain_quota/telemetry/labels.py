@@ -26,11 +26,11 @@ Label = Callable[[object], str]
 _TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 UNNAMED = "unnamed"
-"""The agent label of an agent without a name."""
+"""The label of an agent without a name, and of a model without one."""
 NONE = "none"
 """The label of what does not apply."""
 OTHER = "_other"
-"""The tool label of names that are out of bounds, or beyond the bounded number of names."""
+"""The label of tools and models that are out of bounds, or beyond the bounded number of names."""
 
 
 def label(value: object) -> str:
@@ -170,3 +170,25 @@ class ToolLabels:
                     return OTHER
                 seen.add(name)
         return name
+
+
+class ModelLabels:
+    """The bounded names of models: gateways pass on names that a caller invents.
+
+    Args:
+        max_models: How many distinct names there may be.
+    """
+
+    def __init__(self, max_models: int = 100) -> None:
+        self._max_models = max_models
+        self._seen: dict[str, str] = {}
+        self._lock = fork_safe_lock()
+
+    def label(self, name: str | None) -> str:
+        """The label of a model's name."""
+        if not name:
+            return UNNAMED
+        with self._lock:
+            if name not in self._seen and len(self._seen) < self._max_models:
+                self._seen[name] = label(name)
+            return self._seen.get(name, OTHER)

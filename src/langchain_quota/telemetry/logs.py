@@ -3,6 +3,7 @@
 import logging
 
 from langchain_quota.decision import STORE, Level, LimitStatus, Scope
+from langchain_quota.telemetry.units import UNIT_LABELS, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
 
@@ -34,7 +35,10 @@ def _log(  # noqa: PLR0913, PLR0917 - what a line tells
 ) -> None:
     # Where the store could not be asked there is no count.
     used = None if scope == STORE else status.used(scope)
-    threshold = status.threshold(scope)
+    threshold, unit = status.threshold(scope), status.unit
+    amounts = f"{scope} {shown(used, unit)} of {shown(threshold, unit)}"
+    if status.needs and used is not None and threshold is not None and used < threshold:
+        amounts += f", the call may need {shown(status.needs, unit)}"
     logger.log(
         severity,
         "limit %r %s: agent %r, thread %r, %s",
@@ -42,15 +46,16 @@ def _log(  # noqa: PLR0913, PLR0917 - what a line tells
         event,
         agent,
         thread,
-        "store unavailable" if scope == STORE else f"{scope} {used} of {threshold}",
+        "store unavailable" if scope == STORE else amounts,
         extra={
             "quota_event": str(event),
             "quota_limit": status.limit,
             "quota_scope": scope,
             "quota_agent": agent,
             "quota_thread": thread,
-            "quota_used": used,
-            "quota_threshold": threshold,
+            "quota_used": None if used is None else in_base_unit(used, unit),
+            "quota_threshold": None if threshold is None else in_base_unit(threshold, unit),
+            "quota_unit": UNIT_LABELS[unit],
             **more,
         },
     )

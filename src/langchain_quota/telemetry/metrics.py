@@ -1,18 +1,20 @@
 """The Prometheus counters, gauges and histogram of decisions, made once per registry."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import STORE, Decision, Level, LimitStatus, Outcome
+from langchain_quota.decision import STORE, Decision, Level, LimitStatus, Outcome, Unit
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import NONE, limit_label
 from langchain_quota.telemetry.names import MetricSpec
+from langchain_quota.telemetry.units import in_base_unit
 
 _REFUNDED = "refunded"
+_REPORTED, _ESTIMATED = "reported", "estimated"
 
 STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 """The bounds of `langchain_quota_store_seconds`, in seconds."""
@@ -46,7 +48,7 @@ class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
 
 def _configured(status: LimitStatus) -> tuple[object, ...]:
     """What a limit's series are made by; of a quota not whose it is."""
-    options = (status.shared, status.near, status.alert, status.enforced)
+    options = (status.shared, status.near, status.alert, status.enforced, status.unit)
     if status.computed or status.quotas:
         numbers = [
             (scope, None if scope in status.computed else status.threshold(scope))
@@ -86,9 +88,12 @@ class Metrics:
         self.store_fallbacks = counter(names.STORE_FALLBACKS)
         self.calls_after_refusal = counter(names.CALLS_AFTER_REFUSAL)
         self.unjudged_calls = counter(names.UNJUDGED_CALLS)
+        self.spent = {unit: counter(spec) for unit, spec in names.SPENT.items()}
+        self.model_runs = counter(names.MODEL_RUNS)
+        self.unknown_prices = counter(names.UNKNOWN_PRICES)
         self.runs = counter(names.RUNS)
         self.runs_ended = counter(names.RUNS_ENDED)
-        self.limit = gauge(names.LIMIT, "mostrecent")
+        self.limit = {unit: gauge(spec, "mostrecent") for unit, spec in names.LIMIT.items()}
         self.limit_near = gauge(names.LIMIT_NEAR, "mostrecent")
         self.limit_alert = gauge(names.LIMIT_ALERT, "mostrecent")
         self._near = near
@@ -102,6 +107,8 @@ class Metrics:
         self._refusals = _Siblings(self.limit_decisions, (Outcome.BLOCKED, Outcome.WOULD_BLOCK))
         self._store_seconds = _Siblings(self.store_seconds, ("ok", "error", "timeout"))
         self._fallbacks = _Siblings(self.store_fallbacks, ("deny", "allow"))
+        self._model_runs = _Siblings(self.model_runs, (_REPORTED, _ESTIMATED))
+        self._spent: dict[tuple[str, str, Unit, str], Counter] = {}
         # The label of each limit of an agent, and what it looked like when it was last met.
         self._limits: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
         # While a fork holds it no thread is inside of prometheus_client, whose own locks a child
@@ -138,6 +145,26 @@ class Metrics:
         with self._lock:
             limit = self._meet(agent, status)
             self._charges[agent, limit, NONE][Outcome.ALLOWED].inc(amount, exemplar)
+
+    def spend(self, agent: str, limit: str, unit: Unit, model: str, amount: int) -> None:
+        """Count what a model run has spent of a limit."""
+        with self._lock:
+            # Agents, limits and models are bounded, so these are.
+            series = self._spent.get((agent, limit, unit, model))
+            if series is None:
+                series = self.spent[unit].labels(agent, limit_label(limit), model)
+                self._spent[agent, limit, unit, model] = series
+            series.inc(in_base_unit(amount, unit))
+
+    def model_run(self, agent: str, model: str, *, estimated: bool) -> None:
+        """Count a model run that limits were charged for."""
+        with self._lock:
+            self._model_runs[agent, model][_ESTIMATED if estimated else _REPORTED].inc()
+
+    def unknown_price(self, agent: str, model: str) -> None:
+        """Count a model call that has no price."""
+        with self._lock:
+            self.unknown_prices.labels(agent, model).inc()
 
     def judged(self, kind: str, seconds: float, *, shared: bool) -> None:
         """Time how long judging the calls of a step took."""
@@ -210,5 +237,20 @@ class Metrics:
         self.limit_alert.labels(agent, limit).set(status.alert and status.enforced)
         for scope in status.scopes:
             if scope not in status.computed:
-                self.limit.labels(agent, limit, scope).set(status.threshold(scope) or 0)
+                most = in_base_unit(status.threshold(scope) or 0, status.unit)
+                self.limit[status.unit].labels(agent, limit, scope).set(most)
         return limit
+
+
+def ended_by(decisions: Sequence[Decision]) -> str | None:
+    """The first limit that ends the run by these decisions, if one does.
+
+    Args:
+        decisions: The decisions.
+    """
+    for decision in decisions:
+        if decision.outcome is Outcome.BLOCKED:
+            for status in decision.refused_by:
+                if status.enforced and status.exit_behavior != "continue":
+                    return status.limit
+    return None

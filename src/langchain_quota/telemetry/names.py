@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+from langchain_quota.decision import Unit
+
 
 class MetricSpec(NamedTuple):
     """What a metric is.
@@ -25,6 +27,13 @@ class MetricSpec(NamedTuple):
             return tuple(f"{self.name}_{part}" for part in ("bucket", "count", "sum"))
         return (self.name,)
 
+
+ByUnit = dict[Unit, MetricSpec]
+"""The metrics of an amount, by its unit.
+
+Each unit has a metric of its own, named after it, so that no query adds or compares calls and
+dollars. Calls were there first: their metrics have no unit in their names.
+"""
 
 _PER_THREAD = ("agent", "limit", "thread_id")
 _PER_SCOPE = ("agent", "limit", "scope")
@@ -51,7 +60,15 @@ NEAR = MetricSpec(
 EXHAUSTED = MetricSpec(
     "langchain_quota_exhausted_total", "Calls that used up a limit.", _PER_SCOPE, "counter"
 )
-LIMIT = MetricSpec("langchain_quota_limit", "The configured limit, in calls.", _PER_SCOPE)
+LIMIT: ByUnit = {
+    "calls": MetricSpec("langchain_quota_limit", "The configured limit, in calls.", _PER_SCOPE),
+    "tokens": MetricSpec(
+        "langchain_quota_limit_tokens", "The configured limit, in tokens.", _PER_SCOPE
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_limit_dollars", "The configured limit, in US dollars.", _PER_SCOPE
+    ),
+}
 LIMIT_NEAR = MetricSpec(
     "langchain_quota_limit_near_ratio",
     "The used share from which a limit is near, from 0 to 1.",
@@ -74,6 +91,32 @@ UNJUDGED_CALLS = MetricSpec(
     ("agent", "kind", "tool"),
     "counter",
 )
+SPENT: ByUnit = {
+    "tokens": MetricSpec(
+        "langchain_quota_spent_tokens_total",
+        "What model runs have spent of a limit, in tokens.",
+        ("agent", "limit", "model"),
+        "counter",
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_spent_dollars_total",
+        "What model runs have spent of a limit, in US dollars.",
+        ("agent", "limit", "model"),
+        "counter",
+    ),
+}
+MODEL_RUNS = MetricSpec(
+    "langchain_quota_model_runs_total",
+    "Model runs that limits of tokens or dollars were charged for, by where the usage is from.",
+    ("agent", "model", "usage"),
+    "counter",
+)
+UNKNOWN_PRICES = MetricSpec(
+    "langchain_quota_unknown_prices_total",
+    "Model calls that have no price.",
+    ("agent", "model"),
+    "counter",
+)
 RUNS = MetricSpec("langchain_quota_runs_total", "Runs that have begun.", ("agent",), "counter")
 RUNS_ENDED = MetricSpec(
     "langchain_quota_runs_ended_total",
@@ -92,12 +135,50 @@ SUBJECTS = MetricSpec(
     "Tracked threads, and subjects of quotas, by how much of a limit they have used.",
     ("agent", "limit", "scope", "state"),
 )
-THREAD_USED = MetricSpec(
-    "langchain_quota_thread_used", "Calls that a thread has used of a limit.", _PER_THREAD
-)
-THREAD_LIMIT = MetricSpec(
-    "langchain_quota_thread_limit", "Calls that a thread may use of a limit.", _PER_THREAD
-)
+THREAD_USED: ByUnit = {
+    "calls": MetricSpec(
+        "langchain_quota_thread_used", "What a thread has used of a limit, in calls.", _PER_THREAD
+    ),
+    "tokens": MetricSpec(
+        "langchain_quota_thread_used_tokens",
+        "What a thread has used of a limit, in tokens.",
+        _PER_THREAD,
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_thread_used_dollars",
+        "What a thread has used of a limit, in US dollars.",
+        _PER_THREAD,
+    ),
+}
+THREAD_LIMIT: ByUnit = {
+    "calls": MetricSpec(
+        "langchain_quota_thread_limit", "What a thread may use of a limit, in calls.", _PER_THREAD
+    ),
+    "tokens": MetricSpec(
+        "langchain_quota_thread_limit_tokens",
+        "What a thread may use of a limit, in tokens.",
+        _PER_THREAD,
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_thread_limit_dollars",
+        "What a thread may use of a limit, in US dollars.",
+        _PER_THREAD,
+    ),
+}
+THREAD_SPENT: ByUnit = {
+    "tokens": MetricSpec(
+        "langchain_quota_thread_spent_tokens_total",
+        "What the model runs of a thread have spent of a limit, in tokens.",
+        _PER_THREAD,
+        "counter",
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_thread_spent_dollars_total",
+        "What the model runs of a thread have spent of a limit, in US dollars.",
+        _PER_THREAD,
+        "counter",
+    ),
+}
 THREAD_BLOCKED = MetricSpec(
     "langchain_quota_thread_blocked_total",
     "Calls refused on a thread by a limit.",
@@ -125,12 +206,40 @@ THREAD_REFUSED_SINCE = MetricSpec(
     "before, in seconds since the Unix epoch.",
     _PER_THREAD,
 )
-SUBJECT_USED = MetricSpec(
-    "langchain_quota_subject_used", "Calls that a subject has used of a quota.", _PER_SUBJECT
-)
-SUBJECT_LIMIT = MetricSpec(
-    "langchain_quota_subject_limit", "Calls that a subject may use of a quota.", _PER_SUBJECT
-)
+SUBJECT_USED: ByUnit = {
+    "calls": MetricSpec(
+        "langchain_quota_subject_used",
+        "What a subject has used of a quota, in calls.",
+        _PER_SUBJECT,
+    ),
+    "tokens": MetricSpec(
+        "langchain_quota_subject_used_tokens",
+        "What a subject has used of a quota, in tokens.",
+        _PER_SUBJECT,
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_subject_used_dollars",
+        "What a subject has used of a quota, in US dollars.",
+        _PER_SUBJECT,
+    ),
+}
+SUBJECT_LIMIT: ByUnit = {
+    "calls": MetricSpec(
+        "langchain_quota_subject_limit",
+        "What a subject may use of a quota, in calls.",
+        _PER_SUBJECT,
+    ),
+    "tokens": MetricSpec(
+        "langchain_quota_subject_limit_tokens",
+        "What a subject may use of a quota, in tokens.",
+        _PER_SUBJECT,
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_subject_limit_dollars",
+        "What a subject may use of a quota, in US dollars.",
+        _PER_SUBJECT,
+    ),
+}
 SUBJECT_DECIDED = MetricSpec(
     "langchain_quota_subject_last_decision_timestamp_seconds",
     "When it was last known what a subject has used of a quota, in seconds since the Unix epoch.",
@@ -174,5 +283,10 @@ BUILD_INFO = MetricSpec(
     "langchain_quota_build_info", "1, with the version of langchain-quota.", ("version",)
 )
 
-METRICS = tuple(each for each in tuple(globals().values()) if isinstance(each, MetricSpec))
+METRICS = tuple(
+    spec
+    for each in tuple(globals().values())
+    for spec in (each.values() if isinstance(each, dict) else (each,))
+    if isinstance(spec, MetricSpec)
+)
 """All of them."""

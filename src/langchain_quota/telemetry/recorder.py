@@ -7,38 +7,24 @@ parts go on. A cancellation or an interrupt is no `Exception`, and passes.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from opentelemetry.trace import Span
 
-from langchain_quota.decision import Call, Decision, Level, LimitStatus, Outcome, Refund, Scope
+from langchain_quota.decision import Decision, LimitStatus
 from langchain_quota.limits import Limit, named_tools
 from langchain_quota.stores import Occupancy
+from langchain_quota.telemetry.captures import captures
+from langchain_quota.telemetry.charges import ChargeRecorder
 from langchain_quota.telemetry.instruments import Instruments
-from langchain_quota.telemetry.labels import OTHER, UNNAMED, agent_label, label, own_label
-from langchain_quota.telemetry.logs import log_crossing, log_refusal
-from langchain_quota.telemetry.metrics import Exemplar
-from langchain_quota.telemetry.reruns import RecentTasks
+from langchain_quota.telemetry.labels import OTHER, agent_label
+from langchain_quota.telemetry.metrics import ended_by
 from langchain_quota.telemetry.stores import NEARLY_FULL
-from langchain_quota.telemetry.tracing import Place, Tracing, carried, exemplar
+from langchain_quota.telemetry.tracing import Place, Tracing, carried
 from langchain_quota.telemetry.unjudged import UnjudgedCalls
 
 logger = logging.getLogger("langchain_quota")
-
-_captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
-
-
-@contextmanager
-def capturing(decisions: list[Decision]) -> Iterator[None]:
-    """Append every decision made in this context, and in tasks started from it, to the list."""
-    token = _captures.set((*_captures.get(), decisions))
-    try:
-        yield
-    finally:
-        _captures.reset(token)
 
 
 class Recorded(NamedTuple):
@@ -53,7 +39,7 @@ class Recorded(NamedTuple):
     trace: Mapping[str, str] | None
 
 
-class Recorder:
+class Recorder(ChargeRecorder):
     """What middlewares tell: it becomes metrics, spans and logs, as a `Telemetry` says.
 
     Args:
@@ -70,15 +56,10 @@ class Recorder:
     def __init__(
         self, instruments: Instruments, tracing: Tracing, *, count_unjudged_calls: bool = False
     ) -> None:
-        self.near = instruments.settings.near
-        self._thread_label = instruments.settings.thread_label
-        self._metrics = instruments.metrics
+        super().__init__(instruments)
         self._tools = instruments.tools
         self._stores = instruments.stores
-        self._usage = instruments.usage
-        self._failed = instruments.failures.record
         self._tracing = tracing
-        self._tasks = RecentTasks()
         self.offered_tools: set[str] = set()
         self.unjudged: UnjudgedCalls | None = None
         if count_unjudged_calls:
@@ -151,7 +132,7 @@ class Recorder:
         outcomes = [decision.outcome for decision in decisions]
         if not decisions or self._tasks.seen(task_id, outcomes):
             return Recorded(is_new=False, trace=trace)
-        for captured in _captures.get():
+        for captured in captures.get():
             captured.extend(decisions)
         agent, thread = self._labels(decisions[0].call.agent, decisions[0].call.thread_id)
         place = Place(None, is_root=False)
@@ -198,39 +179,6 @@ class Recorder:
             self._metrics.run_begun(agent_label(agent))
         except Exception as error:
             self._failed("metrics", error)
-
-    def record_charge(self, call: Call, status: LimitStatus, *, task_id: str | None = None) -> None:
-        """Make visible that a call which was let through before is charged to a limit now."""
-        if self._tasks.seen(task_id):
-            return
-        agent, thread = self._labels(call.agent, call.thread_id)
-        shown = self._exemplar(None)
-        try:
-            self._metrics.charged(agent, status, call.amount, shown)
-        except Exception as error:
-            self._failed("metrics", error)
-        self._tell(status, agent, thread)
-        try:
-            charged = Decision(call, Outcome.ALLOWED, (status,))
-            self._usage.record(agent, thread, [charged])
-        except Exception as error:
-            self._failed("threads", error)
-
-    def record_refunds(self, refunds: Sequence[Refund]) -> None:
-        """Take charges of one agent's calls, on one thread, back from what was counted."""
-        if not refunds:
-            return
-        agent, thread = self._labels(refunds[0].call.agent, refunds[0].call.thread_id)
-        for refund in refunds:
-            try:
-                self._metrics.refunded(agent, refund.limit, refund.call.amount)
-            except Exception as error:
-                self._failed("metrics", error)
-            try:
-                if thread is not None:
-                    self._usage.refund(agent, thread, refund.limit, refund.call.amount)
-            except Exception as error:
-                self._failed("threads", error)
 
     def record_error(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of what a user hung in, and log it.
@@ -302,30 +250,6 @@ class Recorder:
         except Exception as error:
             self._failed("threads", error)
 
-    def _labels(self, agent: str | None, thread_id: object) -> tuple[str, str | None]:
-        """The labels of an agent and, if there is one, a thread."""
-        name, thread = UNNAMED, None
-        try:
-            name = agent_label(agent)
-        except Exception as error:
-            self._failed("metrics", error)
-        try:
-            if thread_id is not None:
-                own = self._thread_label
-                thread = (
-                    label(thread_id) if own is None else own_label(own, thread_id, "thread_label")
-                )
-        except Exception as error:
-            self._failed("thread_label", error)
-        return name, thread
-
-    def _exemplar(self, span: Span | None) -> Exemplar:
-        try:
-            return exemplar(span)
-        except Exception as error:
-            self._failed("tracing", error)
-            return None
-
     def _count(  # noqa: PLR0913 - what a decision is counted by
         self,
         decision: Decision,
@@ -353,41 +277,8 @@ class Recorder:
                     shared = shared or status.shared
             # The system's clock may be set back meanwhile.
             self._metrics.judged(decisions[0].call.kind, max(0, took) / 1e9, shared=shared)
-            ended_by = _ended_by(decisions)
-            if ended_by is not None:
-                self._metrics.run_ended(agent, ended_by)
+            limit = ended_by(decisions)
+            if limit is not None:
+                self._metrics.run_ended(agent, limit)
         except Exception as error:
             self._failed("metrics", error)
-
-    def _tell(self, status: LimitStatus, agent: str, thread: str | None) -> None:
-        """Log a refusal; count and log the thresholds that a charge has crossed."""
-        if status.refusal_scope is not None:
-            try:
-                log_refusal(status, status.refusal_scope, agent, thread)
-            except Exception as error:
-                self._failed("observer", error)
-        threshold_events: Sequence[tuple[Scope, Level]] = ()
-        try:
-            threshold_events = status.threshold_events(self.near)
-        except Exception as error:
-            self._failed("metrics", error)
-        for scope, reached in threshold_events:
-            try:
-                self._metrics.crossed(agent, status.limit, scope, reached)
-            except Exception as error:
-                self._failed("metrics", error)
-            # A handler or filter that raises is somebody who looks on.
-            try:
-                log_crossing(status, scope, reached, agent, thread)
-            except Exception as error:
-                self._failed("observer", error)
-
-
-def _ended_by(decisions: Sequence[Decision]) -> str | None:
-    """The first limit that ends the run by these decisions, if one does."""
-    for decision in decisions:
-        if decision.outcome is Outcome.BLOCKED:
-            for status in decision.refused_by:
-                if status.enforced and status.exit_behavior != "continue":
-                    return status.limit
-    return None

@@ -11,8 +11,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import STORE, Decision, Outcome
+from langchain_quota.decision import STORE, Decision, Outcome, Unit
 from langchain_quota.telemetry.labels import described, label, limit_label
+from langchain_quota.telemetry.units import UNIT_LABELS, in_base_unit
 
 Spans = Literal["all", "refused", "off"]
 
@@ -36,6 +37,7 @@ RUN_USED = "langchain_quota.run.used"
 RUN_LIMIT = "langchain_quota.run.limit"
 QUOTA_USED = "langchain_quota.{scope}.used"
 QUOTA_LIMIT = "langchain_quota.{scope}.limit"
+UNIT = "langchain_quota.unit"
 RESETS_AT = "langchain_quota.resets_at"
 THREAD_LABEL = "langchain_quota.thread.id"
 
@@ -193,26 +195,32 @@ class Tracing:
             attributes[TOOL_CALL_ID] = None if call.id is None else label(call.id)
         leading = decision.leading
         if leading is not None:
+            unit = leading.unit
             attributes |= {
                 LIMIT: limit_label(leading.limit),
                 SCOPE: leading.refusal_scope or "none",
                 EXIT_BEHAVIOR: leading.exit_behavior,
-                THREAD_USED: leading.thread_used,
-                THREAD_LIMIT: leading.thread_limit,
-                RUN_USED: leading.run_used,
-                RUN_LIMIT: leading.run_limit,
+                UNIT: None if unit == "calls" else UNIT_LABELS[unit],
+                THREAD_USED: in_base_unit(leading.thread_used, unit),
+                THREAD_LIMIT: _limit(leading.thread_limit, unit),
+                RUN_USED: in_base_unit(leading.run_used, unit),
+                RUN_LIMIT: _limit(leading.run_limit, unit),
             }
             if leading.refusal_scope == STORE:
                 # What other runs have used is not known.
                 attributes[THREAD_USED] = None
             for quota in leading.quotas:
-                attributes[QUOTA_USED.format(scope=quota.scope)] = quota.used
-                attributes[QUOTA_LIMIT.format(scope=quota.scope)] = quota.limit
+                attributes[QUOTA_USED.format(scope=quota.scope)] = in_base_unit(quota.used, unit)
+                attributes[QUOTA_LIMIT.format(scope=quota.scope)] = in_base_unit(quota.limit, unit)
         if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
             attributes[RESETS_AT] = decision.resets_at.isoformat()
         if raised is not None:
             attributes[ERROR_TYPE] = label(type(raised).__qualname__)
         return {key: value for key, value in attributes.items() if value is not None}
+
+
+def _limit(most: int | None, unit: Unit) -> float | None:
+    return None if most is None else in_base_unit(most, unit)
 
 
 def carried(span: trace.Span) -> Carrier:

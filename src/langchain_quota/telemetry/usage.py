@@ -20,7 +20,7 @@ from weakref import WeakSet, finalize, ref
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.decision import Decision, LimitStatus
+from langchain_quota.decision import Decision, LimitStatus, Unit
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.database import UsageDatabase, settings_of
@@ -136,6 +136,10 @@ class UsageTable(Collector):
     def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
         """Take a charge back from what a thread has used of a limit."""
         self._change(UsageWriter.refund, self._clock(), agent, thread, limit, amount)
+
+    def spend(self, agent: str, thread: str, spent: Sequence[tuple[str, Unit, int]]) -> None:
+        """Add what a model call of a thread has spent, by limit."""
+        self._change(UsageWriter.spend, self._clock(), agent, thread, spent)
 
     def reset(self, agent: str, thread: str, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used back to nothing; the limits are as they stand after it."""
@@ -267,20 +271,24 @@ def _rest(took: float) -> float:
 
 
 def _joined(changes: Sequence[_Change]) -> Iterator[_Change]:
-    """The changes, with the decisions on a thread in one; they are a moment apart."""
-    waiting: dict[tuple[str, str | None], _Change] = {}
+    """The changes, with the decisions on a thread in one, and what it has spent in one.
+
+    They are a moment apart. What is spent is added: it does not matter when.
+    """
+    waiting: dict[tuple[object, ...], _Change] = {}
     for change in changes:
-        if change.write is not UsageWriter.decisions:
+        if change.write not in {UsageWriter.decisions, UsageWriter.spend}:
             yield from waiting.values()
             waiting.clear()
             yield change
             continue
-        agent, thread, decisions = change.arguments
+        agent, thread, items = change.arguments
         # The latest come last: so it is seen who was called last.
-        earlier = waiting.pop((agent, thread), None)
+        earlier = waiting.pop((change.write, agent, thread), None)
         if earlier is not None:
-            decisions = [*earlier.arguments[2], *decisions]
-        waiting[agent, thread] = change._replace(arguments=(agent, thread, decisions))
+            items = [*earlier.arguments[2], *items]
+        joined = change._replace(arguments=(agent, thread, items))
+        waiting[change.write, agent, thread] = joined
     yield from waiting.values()
 
 

@@ -10,6 +10,7 @@ from langchain_quota.telemetry.database import LEVELS, Parts, UsageDatabase
 from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.stores import fullest
+from langchain_quota.telemetry.units import in_base_unit
 
 Families = dict[MetricSpec, GaugeMetricFamily | CounterMetricFamily]
 Sample = tuple[MetricSpec, float]
@@ -23,15 +24,16 @@ OnError = Callable[[Exception], None]
 def families() -> Families:
     """The families, without samples."""
     specs = (
-        names.THREAD_USED,
-        names.THREAD_LIMIT,
+        *names.THREAD_USED.values(),
+        *names.THREAD_LIMIT.values(),
+        *names.THREAD_SPENT.values(),
         names.THREAD_BLOCKED,
         names.THREAD_DECIDED,
         names.THREAD_RESETS,
         names.THREAD_REFUSED,
         names.THREAD_REFUSED_SINCE,
-        names.SUBJECT_USED,
-        names.SUBJECT_LIMIT,
+        *names.SUBJECT_USED.values(),
+        *names.SUBJECT_LIMIT.values(),
         names.SUBJECT_DECIDED,
         names.SUBJECT_RESETS,
         names.SUBJECTS,
@@ -102,8 +104,9 @@ def _read_subjects(
             if use.cap is None or labels in shown:
                 continue
             shown.add(labels)
-            found[names.SUBJECT_USED].add_metric(labels, use.used)
-            found[names.SUBJECT_LIMIT].add_metric(labels, use.cap)
+            unit = use.unit
+            found[names.SUBJECT_USED[unit]].add_metric(labels, in_base_unit(use.used, unit))
+            found[names.SUBJECT_LIMIT[unit]].add_metric(labels, in_base_unit(use.cap, unit))
             found[names.SUBJECT_DECIDED].add_metric(labels, use.decided)
             if use.resets_at is not None:
                 found[names.SUBJECT_RESETS].add_metric(labels, use.resets_at)
@@ -125,11 +128,14 @@ def _of_thread(parts: Parts) -> Iterator[Sample]:
     limited = [use for use in parts.values() if use.cap is not None]
     if limited:
         fullest = max(limited, key=lambda use: use.used / (use.cap or 1))
-        yield names.THREAD_USED, float(fullest.used)
-        yield names.THREAD_LIMIT, float(fullest.cap or 0)
+        unit = fullest.unit
+        yield names.THREAD_USED[unit], in_base_unit(fullest.used, unit)
+        yield names.THREAD_LIMIT[unit], in_base_unit(fullest.cap or 0, unit)
         if fullest.resets_at is not None:
             yield names.THREAD_RESETS, fullest.resets_at
     own = parts[""]
+    if own.spent:
+        yield names.THREAD_SPENT[own.unit], in_base_unit(own.spent, own.unit)
     if own.decided:
         yield names.THREAD_DECIDED, own.decided
     if own.blocked:

@@ -46,6 +46,8 @@ CREATE TABLE usage (
   full_since REAL,         -- when the last of it came to be used
   refused REAL,            -- when the limit last refused a call, NULL for never
   refused_since REAL,      -- when its latest refusals began, of which none is long after another
+  unit TEXT NOT NULL,      -- what the numbers count: 'calls', 'tokens' or 'microdollars'
+  spent INTEGER NOT NULL,  -- what model calls of a thread have spent in all, at the empty part
   level INTEGER,           -- of all parts, at the empty one, NULL where there is none
   PRIMARY KEY (subject, series, part)
 ) WITHOUT ROWID;

@@ -3,7 +3,15 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
-from langchain_quota.decision import ROOT_RUN, STORE, THREAD, Decision, LimitStatus, QuotaStatus
+from langchain_quota.decision import (
+    ROOT_RUN,
+    STORE,
+    THREAD,
+    Decision,
+    LimitStatus,
+    QuotaStatus,
+    Unit,
+)
 from langchain_quota.telemetry.database import Key, Parts, UsageDatabase, Use
 
 _Timed = tuple[float, LimitStatus]
@@ -74,7 +82,7 @@ class UsageWriter:
         limit: str,
         amount: int,
     ) -> None:
-        """Take a charge back from what a thread has used of a limit."""
+        """Take calls back from what a thread has used of a limit; other amounts are settled."""
         subject = database.subject((agent, THREAD, thread), now, self._ttl)
         uses: dict[int, Parts] = dict(database.uses(subject)) if subject is not None else {}
         series = database.series(agent, limit, THREAD)
@@ -83,11 +91,36 @@ class UsageWriter:
         old = uses[series]
         # What was decided later knows of it.
         uses[series] = {
-            part: use._replace(used=max(0, use.used - amount)) if use.decided <= now else use
+            part: use._replace(used=max(0, use.used - amount))
+            if use.decided <= now and use.unit == "calls"
+            else use
             for part, use in old.items()
         }
         database.put(subject, series, uses[series], old)
         database.rank(subject, uses, now)
+
+    def spend(
+        self,
+        database: UsageDatabase,
+        now: float,
+        agent: str,
+        thread: str,
+        spent: Sequence[tuple[str, Unit, int]],
+    ) -> None:
+        """Add what model calls of a thread have spent, by limit."""
+        key = (agent, THREAD, thread)
+        subject = database.subject(key, now, self._ttl) or database.add(key, now)
+        uses = database.uses(subject)
+        total: dict[tuple[str, Unit], int] = {}
+        for limit, unit, amount in spent:
+            total[limit, unit] = total.get((limit, unit), 0) + amount
+        for (limit, unit), amount in total.items():
+            series = database.series(agent, limit, THREAD)
+            old = uses.get(series, {})
+            own = old.get("", Use(unit=unit))
+            before = own.spent if own.unit == unit else 0
+            uses[series] = {**old, "": own._replace(unit=unit, spent=before + amount)}
+            database.put(subject, series, uses[series], old)
 
     def reset(
         self,
@@ -169,8 +202,13 @@ class UsageWriter:
                 if refused is None or refused_since is None or at - refused > _APART:
                     refused_since = at
                 refused = max(at, refused or at)
-        parts[""] = parts.get("", known)._replace(
-            blocked=known.blocked + refusals, refused=refused, refused_since=refused_since
+        own = parts.get("", known)
+        parts[""] = own._replace(
+            blocked=known.blocked + refusals,
+            refused=refused,
+            refused_since=refused_since,
+            # One name may have been given to limits of two units.
+            spent=known.spent if known.unit == own.unit else 0,
         )
         return parts
 
@@ -211,7 +249,8 @@ class UsageWriter:
         if resets_at is not None and resets_at <= now:
             # Nothing is known of the new window.
             used, resets_at = 0, None
-        use = Use(used, cap or None, self._near_of(status), resets_at, 0, now)
+        near = self._near_of(status)
+        use = Use(used, cap or None, near, resets_at, decided=now, unit=status.unit)
         if not use.is_full:
             return use
         since = old.full_since if old is not None and old.is_full else now

@@ -1,0 +1,274 @@
+"""What model calls may use up: limits in tokens and in US dollars."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from langchain_quota.arguments import check_choice, check_count, checked_name
+from langchain_quota.decision import Call, Decision, Unit
+from langchain_quota.limit_options import (
+    INPUT_TOKENS,
+    MICRODOLLARS,
+    OUTPUT_TOKENS,
+    TOTAL_TOKENS,
+    MaxDollars,
+    MaxTokens,
+    ModelExitBehavior,
+    check_options,
+    set_field,
+    whole_amount,
+)
+from langchain_quota.model_usage import ModelUsage, TokenKind
+from langchain_quota.money import Dollars
+from langchain_quota.quotas import Quota
+
+_COUNTERS: dict[TokenKind, str] = {
+    "total": TOTAL_TOKENS,
+    "input": INPUT_TOKENS,
+    "output": OUTPUT_TOKENS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimit:
+    """How many tokens the model calls of a thread and of a run may use.
+
+    A model call is refused when nothing is left. What a call uses is known when it is done. So a
+    budget can be exceeded by one call for each that runs at the same time. With a `reserve` that is
+    never too low it is never exceeded.
+
+    Args:
+        thread_limit: Most tokens over the life of a thread, a whole number from 0; `None` for no
+            limit. Or a function of the agent's state and runtime, sync or async, that gives
+            either.
+        run_limit: Most tokens in one run (one invocation): as `thread_limit`.
+        tokens: Which are counted: those of the prompt (`"input"`, cached ones among them), those
+            of the answer (`"output"`, reasoning among them), or both (`"total"`).
+        reserve: How many tokens of the budget a call holds while it runs, from 1; `None` for one.
+            Then what it has used takes their place. A call whose reserve does not fit into what is
+            left is refused. A number is at most each limit and quota other than 0. A function of
+            the `ModelRequest` gives a number, or the most that the call can use as a `ModelUsage`:
+            such as `usage_bound`. A call that is cut off is charged its reserve, or an estimate if
+            that is higher. With `enforce=False` no reserve is held. List the middleware behind
+            those that retry or fall back: each attempt then has a reserve of its own. If it is
+            listed before them, all attempts of a call share one reserve, and can exceed the budget.
+        cap_answers: With a `reserve` that gives a `ModelUsage`: instead of refusing a call, lower
+            the `max_tokens` of its answer to what is left, if that is at least so many tokens,
+            from 1.
+        exit_behavior: What reaching the limit does; see `ModelCallLimit`.
+        keep: How many tokens are kept for the last answer, from 1: goes with `"finalize"`, which
+            needs it. When no more than these are left, the next call is the last one. It is at
+            least a `reserve` that is a number, and less than each limit and quota other than 0. If
+            `reserve` is a function, a call that does not fit is the last one, too: it is made
+            without tools, and with a shorter answer if need be, if that fits.
+        message: The final message instead of the default text: a text, or a function from the
+            `Decision` to a text.
+        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
+            `tokens`, `input_tokens` or `output_tokens`. `dataclasses.replace` keeps it.
+        near: The used share, above 0 and at most 1, from which this limit counts as near; by
+            default that of the `Telemetry`.
+        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
+        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
+        quotas: Further limits, in tokens, counted in a store that runs share; see `ToolCallLimit`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No limit is given, two arguments do not go together, two thresholds have one
+            scope, or an argument is out of bounds. The message names the argument and the value.
+
+    Examples:
+        >>> from langchain_quota import TokenLimit
+        >>> TokenLimit(run_limit=100_000, thread_limit=2_000_000).name
+        'tokens'
+        >>> TokenLimit(run_limit=20_000, exit_behavior="finalize", keep=2_000, tokens="output").name
+        'output_tokens'
+    """
+
+    kind: ClassVar[Literal["model"]] = "model"
+    """The kind of calls that are limited."""
+    unit: ClassVar[Unit] = "tokens"
+    """What is counted."""
+    tools: ClassVar[tuple[str, ...]] = ()
+    """No tools."""
+    give_up_after: ClassVar[None] = None
+    """Refusals of model calls are not counted: the first one ends the run."""
+
+    thread_limit: MaxTokens = None
+    run_limit: MaxTokens = None
+    tokens: TokenKind = "total"
+    reserve: int | Callable[[Any], ModelUsage | int] | None = None
+    cap_answers: int | None = None
+    exit_behavior: ModelExitBehavior = "end"
+    keep: int | None = None
+    message: str | Callable[[Decision], str] | None = None
+    name: str = ""
+    near: float | None = None
+    enforce: bool = True
+    alert: bool = True
+    quotas: Sequence[Quota] = ()
+    counter: str = field(init=False, repr=False)
+    """The key under which tokens are counted: limits with one counter share its count."""
+
+    def __post_init__(self) -> None:
+        check_choice("tokens", self.tokens, ("total", "input", "output"))
+        _check_budget(self)
+        counter = _COUNTERS[self.tokens]
+        default = "tokens" if self.tokens == "total" else f"{self.tokens}_tokens"
+        set_field(self, "counter", counter)
+        set_field(self, "name", checked_name(self.name, default))
+
+    def matches(self, call: Call) -> bool:
+        """Whether the limit applies to the call.
+
+        Args:
+            call: The call.
+        """
+        return call.kind == "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostLimit:
+    """How much the model calls of a thread and of a run may cost, in US dollars.
+
+    Amounts of money are strings, whole numbers or `Decimal`, with at most six decimal places;
+    never floats, which cannot hold most of them. See `TokenLimit` for when a call is refused, and
+    `prices` of `QuotaMiddleware` for what tokens cost.
+
+    Args:
+        thread_limit: Most dollars over the life of a thread, from 0; `None` for no limit. Or a
+            function of the agent's state and runtime, sync or async, that gives either.
+        run_limit: Most dollars in one run (one invocation): as `thread_limit`.
+        reserve: How many dollars of the budget a call holds while it runs; `None` for a millionth.
+            A function of the `ModelRequest` gives dollars, or the most that the call can use as a
+            `ModelUsage`, such as `usage_bound`: its highest price is held. See `TokenLimit`.
+        cap_answers: With a `reserve` that gives a `ModelUsage`: instead of refusing a call, lower
+            the `max_tokens` of its answer to what is left, if that is at least so many tokens,
+            from 1.
+        exit_behavior: What reaching the limit does; see `ModelCallLimit`.
+        keep: How many dollars are kept for the last answer: goes with `"finalize"`, which needs
+            it. See `TokenLimit`.
+        message: The final message instead of the default text: a text, or a function from the
+            `Decision` to a text.
+        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
+            `cost`.
+        near: The used share, above 0 and at most 1, from which this limit counts as near; by
+            default that of the `Telemetry`.
+        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
+        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
+        quotas: Further limits, in dollars, counted in a store that runs share; see
+            `ToolCallLimit`.
+
+    Raises:
+        TypeError: An argument has the wrong type, such as a float for an amount.
+        ValueError: No limit is given, two arguments do not go together, two thresholds have one
+            scope, or an argument is out of bounds. The message names the argument and the value.
+
+    Examples:
+        >>> from langchain_quota import CostLimit
+        >>> CostLimit(run_limit="0.50", thread_limit=5).run_limit
+        '0.50'
+        >>> CostLimit(run_limit=0.5)
+        Traceback (most recent call last):
+            ...
+        TypeError: run_limit must not be a float, which holds 0.5 only nearly: write it as a ...
+    """
+
+    kind: ClassVar[Literal["model"]] = "model"
+    """The kind of calls that are limited."""
+    unit: ClassVar[Unit] = "microdollars"
+    """What is counted."""
+    counter: ClassVar[str] = MICRODOLLARS
+    """The key under which money is counted: limits with one counter share its count."""
+    tools: ClassVar[tuple[str, ...]] = ()
+    """No tools."""
+    give_up_after: ClassVar[None] = None
+    """Refusals of model calls are not counted: the first one ends the run."""
+
+    thread_limit: MaxDollars = None
+    run_limit: MaxDollars = None
+    reserve: Dollars | Callable[[Any], ModelUsage | Dollars] | None = None
+    cap_answers: int | None = None
+    exit_behavior: ModelExitBehavior = "end"
+    keep: Dollars | None = None
+    message: str | Callable[[Decision], str] | None = None
+    name: str = ""
+    near: float | None = None
+    enforce: bool = True
+    alert: bool = True
+    quotas: Sequence[Quota] = ()
+
+    def __post_init__(self) -> None:
+        _check_budget(self)
+        set_field(self, "name", checked_name(self.name, "cost"))
+
+    def matches(self, call: Call) -> bool:
+        """Whether the limit applies to the call.
+
+        Args:
+            call: The call.
+        """
+        return call.kind == "model"
+
+
+def _check_budget(limit: Any) -> None:
+    check_options(limit)
+    check_choice("exit_behavior", limit.exit_behavior, ("end", "error", "finalize"))
+    for argument in ("reserve", "keep"):
+        value = getattr(limit, argument)
+        if value is None or (argument == "reserve" and callable(value)):
+            continue
+        if not whole_amount(limit.unit, argument, value):
+            raise ValueError(f"{argument} must be above 0, not {value!r}")
+    if limit.cap_answers is not None:
+        check_count("cap_answers", limit.cap_answers, least=1)
+        if not callable(limit.reserve):
+            raise ValueError(
+                f"cap_answers={limit.cap_answers!r} goes with a reserve that is a function, such "
+                "as usage_bound"
+            )
+    finalizes = limit.exit_behavior == "finalize"
+    if finalizes and not limit.enforce:
+        raise ValueError("exit_behavior='finalize' goes with enforce=True")
+    if finalizes and limit.keep is None:
+        raise ValueError(
+            "exit_behavior='finalize' needs keep: how much of the budget is kept for the last "
+            "answer"
+        )
+    if limit.keep is not None and not finalizes:
+        raise ValueError(f"keep={limit.keep!r} goes with exit_behavior='finalize'")
+    _check_amounts(limit)
+
+
+def _check_amounts(limit: TokenLimit | CostLimit) -> None:
+    """Check that a budget admits a call, and one that is not the last.
+
+    Raises:
+        ValueError: The `reserve` or the `keep` is too high, or the `keep` too low.
+    """
+    keep = None if limit.keep is None else whole_amount(limit.unit, "keep", limit.keep)
+    hold = 0
+    if limit.reserve is not None and not callable(limit.reserve):
+        hold = whole_amount(limit.unit, "reserve", limit.reserve)
+    given: list[tuple[Any, str]] = [
+        (limit.thread_limit, f"thread_limit={limit.thread_limit!r}"),
+        (limit.run_limit, f"run_limit={limit.run_limit!r}"),
+        *((each.limit, f"limit={each.limit!r} of quota {each.name!r}") for each in limit.quotas),
+    ]
+    for value, text in given:
+        # What is computed is not known yet, and 0 forbids all calls on purpose.
+        most = 0 if value is None or callable(value) else whole_amount(limit.unit, "limit", value)
+        if keep is not None and most and keep >= most:
+            raise ValueError(
+                f"keep={limit.keep!r} must be less than {text}: the first call would be the last "
+                "one; keep less, or raise the limit"
+            )
+        if limit.enforce and most and hold > most:
+            raise ValueError(
+                f"reserve={limit.reserve!r} must be at most {text}: every call would be refused; "
+                "reserve less, or raise the limit"
+            )
+    if keep is not None and keep < hold:
+        raise ValueError(
+            f"keep={limit.keep!r} must be at least reserve={limit.reserve!r}: the last answer "
+            "needs that, too; keep more, or reserve less"
+        )

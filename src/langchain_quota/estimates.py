@@ -1,0 +1,338 @@
+"""Tokens that nobody reports: estimated after a model run, and bounded before it."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from langchain.agents.middleware.types import ModelRequest
+from langchain.agents.structured_output import ToolStrategy
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from langchain_quota.model_usage import ModelUsage
+
+DEFAULT_MAX_TOKENS = 16_384
+"""The bound of an answer where neither the request, the model nor its profile has one."""
+
+MOST_PER_MEDIUM = 50_000
+"""The bound of a medium that is no text. No known model takes more for an image."""
+
+_MOST_PER_MESSAGE = 10
+"""The most tokens that a chat template puts around a message."""
+
+_MOST_FOR_TOOLS = 1_000
+"""The most tokens that a provider tells its model if there are tools, beside the tools."""
+
+_MOST_BYTES = 8
+"""More bytes of text than a token has on average."""
+
+_PIECES = re.compile(r"[A-Z]?[a-z]{1,6}|[A-Z]{1,2}|[0-9]{1,3}|[^\sA-Za-z0-9\x80-\U0010ffff]|\n+")
+"""What is about one token, in ASCII text."""
+
+_PER_BYTE = 0.4
+"""About how many tokens a byte of other text is."""
+
+_SAMPLES = 50
+_SAMPLE = 1_000
+"""A longer text is estimated by so many parts of it, each of so many characters."""
+
+_PER_MESSAGE = 4
+"""About how many tokens a chat template puts around a message."""
+
+_PER_MEDIUM = 1_000
+"""About how many tokens an image is."""
+
+_TEXTS = {"text", "input_text", "output_text"}
+_MEDIA = {
+    *("image", "image_url", "input_image"),
+    *("audio", "document", "file", "input_audio", "input_file", "media", "video"),
+}
+_CALLS = {"tool_use", "tool_call", "function_call"}
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
+_LEAST_INLINE = 100
+"""The shortest string that can be a medium, in characters; others are ids, types and the like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """What is sent to a model, or what it answers.
+
+    Attributes:
+        text: All that is text.
+        media: All that is not: the size of each in bytes as it is sent, 0 for a reference.
+        messages: The number of messages.
+    """
+
+    text: str
+    media: Sequence[int]
+    messages: int
+
+
+def estimated_usage(
+    asked: ModelUsage,
+    prompt: Sequence[BaseMessage],
+    answer: Sequence[BaseMessage],
+    *,
+    tools: object = None,
+) -> ModelUsage:
+    """About what a model run has used whose provider reports nothing.
+
+    It is meant to be too high rather than too low, in most scripts and formats. Of a text of more
+    than 50,000 characters parts are counted. Reasoning that is not in the answer is missing.
+
+    Args:
+        asked: What is known from the request: the model and its provider.
+        prompt: What was sent.
+        answer: What has arrived.
+        tools: The tools that the request offers, as they are sent.
+    """
+    sent, made = _content(prompt, tools), _content(answer)
+    given = _estimated(sent) + _PER_MESSAGE * sent.messages
+    said = _estimated(made)
+    return replace(
+        asked, input_tokens=given, output_tokens=said, total_tokens=given + said, estimated=True
+    )
+
+
+def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
+    """The most tokens that one model call can use, as far as it can be known before.
+
+    The input is what the call of the newest answer has used, by its provider's report, and the
+    bytes in UTF-8 of all newer messages: no tokenizer makes more tokens than bytes. Without a
+    report, or with an impossible one, the bytes of the whole request are counted. The output is the
+    longest answer: `max_tokens` of the request's settings or of the model, else that of its
+    profile, else 16,384 tokens.
+
+    A call can use more if the system prompt or the tools have grown since the newest answer, if a
+    medium takes more than 50,000 tokens, or if the model has neither `max_tokens` nor a profile. It
+    can also use more if the newest report is of another call: of another agent, of a shorter
+    history, or made up by a client that sends the history. A retry or a fallback is a call of its
+    own.
+
+    Args:
+        request: The request, as `wrap_model_call` has it.
+
+    Examples:
+        As `reserve` of a limit:
+
+        >>> from langchain_quota import TokenLimit, usage_bound
+        >>> limit = TokenLimit(run_limit=100_000, reserve=usage_bound)
+
+        The newest answer's call has used 900 tokens. The new message has 4 bytes, and the next
+        answer has 500 tokens at most:
+
+        >>> from langchain.agents.middleware.types import ModelRequest
+        >>> from langchain_core.messages import AIMessage, HumanMessage
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> used = {"input_tokens": 800, "output_tokens": 100, "total_tokens": 900}
+        >>> request = ModelRequest(
+        ...     model=ScriptedChatModel(script=[]),
+        ...     messages=[AIMessage("Hello.", usage_metadata=used), HumanMessage("Why?")],
+        ...     model_settings={"max_tokens": 500},
+        ... )
+        >>> bound = usage_bound(request)
+        >>> (bound.input_tokens, bound.output_tokens)
+        (924, 500)
+    """
+    asked = asked_of(request.model, request.model_settings)
+
+    given_settings = _settings(request.model, request.model_settings)
+
+    def setting(name: str) -> Any:
+        return next((each[name] for each in given_settings if each.get(name) is not None), None)
+
+    reported, newer = _newest_report(request.messages, asked.provider)
+    if reported:
+        content = _content(newer)
+        given = reported
+    else:
+        system = [request.system_message] if request.system_message else []
+        tools = [*map(_as_sent, request.tools), *_schemas(request.response_format)]
+        content = _content([*system, *request.messages], tools)
+        given = _MOST_FOR_TOOLS if tools else 0
+    given += len(content.text.encode("utf-8", "surrogatepass"))
+    given += sum(max(MOST_PER_MEDIUM, size) for size in content.media)
+    given += _MOST_PER_MESSAGE * (content.messages + 1)
+    made = _max_tokens(request.model, request.model_settings) * (setting("n") or 1)
+    return replace(
+        asked,
+        service_tier=str(setting("service_tier") or ""),
+        speed=str(setting("speed") or ""),
+        input_tokens=given,
+        output_tokens=made,
+        total_tokens=given + made,
+        estimated=True,
+    )
+
+
+def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
+    """The name of a model and its provider, before it is called, with nothing used.
+
+    Args:
+        model: The model.
+        settings: The settings of the request: they may name another one.
+    """
+    return asked_in(model._get_ls_params(**settings))  # noqa: SLF001 - as LangChain's middlewares
+
+
+def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsage:
+    """The same, of the metadata that LangChain gives to callbacks.
+
+    Args:
+        metadata: The metadata.
+        speed: The speed that the request asks Anthropic for, if it does.
+    """
+    known = metadata or {}
+    return _asked(str(known.get("ls_provider") or ""), str(known.get("ls_model_name") or ""), speed)
+
+
+@lru_cache(maxsize=256)
+def _asked(provider: str, model: str, speed: str) -> ModelUsage:
+    """The same for each call of a model."""
+    return ModelUsage(provider=provider, request_model=model, speed=speed)
+
+
+def _estimated(content: _Content) -> int:
+    """About how many tokens that is."""
+    text = content.text
+    if len(text) > _SAMPLES * _SAMPLE:
+        # Of a long text some parts: all of it would keep an event loop waiting.
+        step = (len(text) - _SAMPLE) / (_SAMPLES - 1)
+        starts = [round(step * index) for index in range(_SAMPLES)]
+        text = "".join(text[start : start + _SAMPLE] for start in starts)
+    other = len(text.encode("utf-8", "surrogatepass")) - len(text)
+    # A character beyond ASCII has two to four bytes; one of them is in the length of the text.
+    others = sum(1 for each in text if each > "\x7f") if other else 0
+    pieces = sum(1 for _ in _PIECES.finditer(text))
+    share = len(content.text) / len(text) if text else 1
+    tokens = round(share * (pieces + _PER_BYTE * (other + others)))
+    return tokens + _PER_MEDIUM * len(content.media)
+
+
+def _content(messages: Iterable[BaseMessage], tools: object = None) -> _Content:
+    texts = [_json(tools)] if tools else []
+    media: list[int] = []
+    count = 0
+    for message in messages:
+        count += 1
+        has_calls = False
+        content = message.content
+        for block in [content] if isinstance(content, str) else content:
+            kind = block.get("type") if isinstance(block, Mapping) else None
+            has_calls = has_calls or kind in _CALLS
+            if isinstance(block, str):
+                texts.append(block)
+            elif kind in _MEDIA:
+                media.append(_inline(block))
+            else:
+                texts.append(str(block.get("text")) if kind in _TEXTS else _json(block))
+        if not has_calls:
+            texts += map(_json, getattr(message, "tool_calls", None) or ())
+    return _Content(text="\n".join(texts), media=media, messages=count)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _inline(block: Mapping[str, Any]) -> int:
+    """How large a medium is that is sent with the message; 0 for one that is referred to."""
+    sizes = (len(each) for each in _strings(block) if not each.startswith(("http:", "https:")))
+    return next((size for size in sorted(sizes, reverse=True) if size >= _LEAST_INLINE), 0)
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _strings(each)
+
+
+def _newest_report(
+    messages: Sequence[AnyMessage], provider: str
+) -> tuple[int, Sequence[AnyMessage]]:
+    """The tokens of the newest call that this provider has reported, and what is newer."""
+    for index in range(len(messages) - 1, -1, -1):
+        message = messages[index]
+        if not isinstance(message, AIMessage) or not message.usage_metadata:
+            continue
+        by = message.response_metadata.get("model_provider") or provider
+        # Azure's answers say "openai".
+        if by == provider or {by, provider} == {"azure", "openai"}:
+            total = _total(message.usage_metadata)
+            if _explains(total, messages[: index + 1]):
+                return total, messages[index + 1 :]
+        return 0, messages
+    return 0, messages
+
+
+def _total(reported: Mapping[str, Any]) -> int:
+    """The tokens of a report; 0 if it is none of any use."""
+    total, given, made = (
+        reported.get(f"{each}_tokens") or 0 for each in ("total", "input", "output")
+    )
+    if not all(isinstance(each, int) and each >= 0 for each in (total, given, made)):
+        return 0
+    return int(max(total, given + made))
+
+
+def _explains(tokens: int, messages: Sequence[AnyMessage]) -> bool:
+    """Whether a call may have used so few tokens for these messages."""
+    size = len(_content(messages).text.encode("utf-8", "surrogatepass"))
+    return tokens >= max(len(messages), size / _MOST_BYTES)
+
+
+def _as_sent(tool: Any) -> Mapping[str, Any]:
+    return tool if isinstance(tool, dict) else convert_to_openai_tool(tool)
+
+
+def _schemas(response_format: Any) -> Iterator[Mapping[str, Any]]:
+    """The schemas of a structured response."""
+    if response_format is not None:
+        for spec in ToolStrategy(getattr(response_format, "schema", response_format)).schema_specs:
+            yield spec.json_schema
+
+
+def max_tokens_setting(model: BaseChatModel) -> str:
+    """The setting of a request that limits the answer of this model, also below its own limit.
+
+    `max_tokens` is not enough for ChatOpenAI: with the Responses API its own limit goes first.
+
+    Args:
+        model: The model.
+    """
+    fields = type(model).model_fields
+    if "max_tokens" in fields and fields["max_tokens"].alias in _MAX_TOKENS:
+        return str(fields["max_tokens"].alias)
+    return next((name for name in _MAX_TOKENS if name in fields), "max_tokens")
+
+
+def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where settings of a call may be, what goes first at first: the body is sent as it is."""
+    own = {
+        name: getattr(model, name, None) for name in ("n", "service_tier", "speed", *_MAX_TOKENS)
+    }
+    body = settings.get("extra_body", getattr(model, "extra_body", None))
+    return [body or {}, settings, own, getattr(model, "model_kwargs", None) or {}]
+
+
+def _max_tokens(model: BaseChatModel, settings: Mapping[str, Any]) -> int:
+    """The limit of an answer; where it is not known which of two counts, the higher one."""
+    body, *others = _settings(model, settings)
+    name = max_tokens_setting(model)
+    if _limits([settings], [name]):
+        others = [{name: settings[name]}]
+    profile: Mapping[str, Any] = model.profile or {}
+    default: int = profile.get("max_output_tokens") or DEFAULT_MAX_TOKENS
+    return max(_limits([body, *others], _MAX_TOKENS), default=default)
+
+
+def _limits(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[int]:
+    """The limits of an answer that settings have."""
+    found = [each.get(name) for each in settings for name in names]
+    return [each for each in found if isinstance(each, int) and each > 0]

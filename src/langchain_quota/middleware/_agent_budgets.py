@@ -1,0 +1,101 @@
+"""The budgets that an agent may have: from its settings, and before each model call."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_quota.arguments import check_choice, check_switch
+from langchain_quota.limits import Limit
+from langchain_quota.middleware._budgets import Budgets
+from langchain_quota.middleware._calls import Late
+from langchain_quota.middleware._store import StoreClient
+from langchain_quota.prices import Price, Prices, UnknownPrice, check_prices, resolve_prices
+from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.telemetry.recorder import Recorder
+
+
+def budgets_of(  # noqa: PLR0913 - keyword-only settings
+    kind: type[Budgets],
+    limits: Sequence[Limit],
+    *,
+    prices: Prices | Mapping[str, Price] | None,
+    unknown_price: UnknownPrice,
+    charge_all_models: bool,
+    store: StoreClient | None,
+    recorder: Recorder,
+) -> Budgets | None:
+    """The budgets among the limits; `None` if there are none.
+
+    Args:
+        kind: What charges them.
+        limits: The limits.
+        prices: As the user gives them.
+        unknown_price: What becomes of a call of a model without a price.
+        charge_all_models: Whether all model runs of the agent's run are charged.
+        store: The store; `None` without one.
+        recorder: Makes visible what is charged.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: It is unknown, all models are to be charged and there is no budget, or there
+            are prices and no limit of costs.
+    """
+    check_choice("unknown_price", unknown_price, ("error", "allow"))
+    check_switch("charge_all_models", charge_all_models)
+    units = {limit.unit for limit in limits}
+    if "microdollars" not in units and (prices is not None or unknown_price == "allow"):
+        check_prices(prices)
+        in_vain = "unknown_price='allow'" if prices is None else "prices="
+        raise ValueError(
+            f"{in_vain} needs a limit of costs: add a CostLimit to the limits, or leave it out"
+        )
+    if units == {"calls"}:
+        if charge_all_models:
+            raise ValueError(
+                "charge_all_models=True needs a budget to charge: add a TokenLimit or a CostLimit "
+                "to the limits"
+            )
+        return None
+    return kind(
+        limits,
+        prices=resolve_prices(prices) if "microdollars" in units else None,
+        allow_unknown=unknown_price == "allow",
+        store=store,
+        recorder=recorder,
+        all_models=charge_all_models,
+    )
+
+
+def late_use(
+    budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
+) -> Late | None:
+    """What the run has used of budgets that the state does not have; a store has it now.
+
+    Args:
+        budgets: The budgets, if the agent has any.
+        state: The agent's state.
+        runtime: The hook's runtime.
+        limits: The limits on model calls.
+    """
+    if budgets is None:
+        return None
+    if budgets.others is not None:
+        budgets.others.settle(state, runtime, limits)
+    return budgets.late(state)
+
+
+async def alate_use(
+    budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
+) -> Late | None:
+    """What the run has used of budgets that the state does not have; a store has it now.
+
+    Args:
+        budgets: The budgets, if the agent has any.
+        state: The agent's state.
+        runtime: The hook's runtime.
+        limits: The limits on model calls.
+    """
+    if budgets is None:
+        return None
+    if budgets.others is not None:
+        await budgets.others.asettle(state, runtime, limits)
+    return budgets.late(state)

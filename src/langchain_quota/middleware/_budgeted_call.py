@@ -1,0 +1,244 @@
+"""One model call under budgets, from its request on: what is held for it, and if it is made.
+
+A call that was let through before its request was known asks for its reserve now. Without one it is
+made with what is held for it, unless it is made again: by a middleware listed before, or by
+LangGraph, which runs a node anew.
+"""
+
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from langchain.agents.middleware.types import ModelRequest, ModelResponse
+
+from langchain_quota import messages
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.decision import STORE, Call, Decision, Outcome
+from langchain_quota.middleware._budgets import Budgets
+from langchain_quota.middleware._calls import Conclusion, Request, Update
+from langchain_quota.middleware._caps import capped
+from langchain_quota.middleware._let_through import Admitted
+from langchain_quota.middleware._model_calls import conclude, held_amounts, held_for, uncounted
+from langchain_quota.middleware._model_request import last_call
+from langchain_quota.middleware._observers import Observers
+from langchain_quota.middleware._settlements import given_back
+from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers
+
+
+class BudgetedCall:
+    """A model call that is about to be made.
+
+    Args:
+        budgets: The budgets.
+        request: The request.
+        limits: The limits on model calls.
+        task: The name of this work, among all that the middleware does in a step.
+    """
+
+    def __init__(
+        self, budgets: Budgets, request: ModelRequest[Any], limits: ResolvedLimits, *, task: str
+    ) -> None:
+        self._budgets = budgets
+        self._limits = limits
+        self._task = f"{task}.bound"
+        held = ledger(_state(request)).get("held")
+        name = "" if held is None else held["request"]
+        # `None` for a call that is made again, or that another process has let through.
+        self._admitted, made_before = budgets.let_through.take(name)
+        # What was held for a call that was made is settled.
+        self._request = _with(request, Ledger(held=None)) if made_before else request
+        # By the model's counter.
+        self._held: Mapping[str, int] = held_amounts(limits.asked(Call("model")))
+        self._asks = budgets.bounds_calls or self._admitted is None
+        # The newest answer to what it asks.
+        self._result = AcquireResult({})
+        self._refused: tuple[Request, Conclusion] | None = None
+        # What is decided by budgets alone when it may be made.
+        self._decided: Decision | None = None
+        # Beside what the call has used.
+        self._written = Ledger()
+
+    def make(
+        self,
+        handler: Callable[[ModelRequest[Any]], ModelResponse[Any]],
+        acquire: Callable[[Request], AcquireResult],
+        take_effect: Callable[[Request, Conclusion], Update | None],
+        observers: Observers,
+    ) -> tuple[ModelResponse[Any] | None, Update]:
+        """Make the call, unless its budgets refuse it: the answer, and what is to be written.
+
+        Args:
+            handler: Calls the model.
+            acquire: Has what is asked answered.
+            take_effect: Makes a refusal visible; gives what follows.
+            observers: Who is notified of what was decided.
+        """
+        try:
+            if self._asks:
+                for asked in self._asking():
+                    self._result = acquire(asked)
+            admitted = self._recorded()
+            if admitted is not None:
+                observers.notify(admitted.decisions, admitted.task_id)
+        except Exception:
+            self._budgets.charge(self._unused())
+            raise
+        if self._refused is not None:
+            self._budgets.charge(self._refund())
+            return None, take_effect(*self._refused) or {}
+        response, update = self._budgets.call(self._request, handler, self._limits, self._held)
+        return response, self._joined(update)
+
+    async def amake(
+        self,
+        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
+        acquire: Callable[[Request], Awaitable[AcquireResult]],
+        take_effect: Callable[[Request, Conclusion], Awaitable[Update | None]],
+        observers: Observers,
+    ) -> tuple[ModelResponse[Any] | None, Update]:
+        """Make the call, unless its budgets refuse it: the answer, and what is to be written.
+
+        Args:
+            handler: Calls the model.
+            acquire: Has what is asked answered.
+            take_effect: Makes a refusal visible; gives what follows.
+            observers: Who is notified of what was decided.
+
+        Raises:
+            CancelledError: The run is cancelled. What is held for the call is given back first.
+        """
+        try:
+            if self._asks:
+                for asked in self._asking():
+                    self._result = await acquire(asked)
+            admitted = self._recorded()
+            if admitted is not None:
+                await observers.anotify(admitted.decisions, admitted.task_id)
+        except (Exception, CancelledError):
+            await self._budgets.acharge(self._unused())
+            raise
+        if self._refused is not None:
+            await self._budgets.acharge(self._refund())
+            return None, await take_effect(*self._refused) or {}
+        made = self._budgets.acall(self._request, handler, self._limits, self._held)
+        response, update = await made
+        return response, self._joined(update)
+
+    def _asking(self) -> Iterator[Request]:
+        """Ask for all that the call can use; for less, if it can be made with less.
+
+        Each answer is put into `_result` before the next one is asked for: sync or async.
+        """
+        asked = yield from self._ask(self._request)
+        if _is_too_much(self._result) and _ends_with_an_answer(asked, self._result):
+            asked = yield from self._ask_for_the_last(asked)
+        if not all(self._result.admitted):
+            conclusion = conclude(asked, self._result)
+            if self._admitted is not None and conclusion.error is None:
+                by_budgets = all(each.is_budget for each in self._limits.limits)
+                conclusion = uncounted(asked, conclusion, by_budgets=by_budgets)
+            self._refused = asked, conclusion
+            return
+        ((self._decided,), _) = asked.decided(self._result)
+        self._held = held_amounts(asked.asked[0])
+        if asked.answered:
+            self._request = _with(self._request, Ledger(held=held_for(asked)))
+
+    def _refund(self) -> AcquireRequest | None:
+        """What takes the count of a refused call back in a store; `None` if it counts none."""
+        charged = {} if self._admitted is None else self._admitted.charged
+        if not charged:
+            return None
+        refund = Compensation(uuid4().hex, {key: -amount for key, amount in charged.items()})
+        return AcquireRequest("", "", compensations=(refund,))
+
+    def _unused(self) -> AcquireRequest | None:
+        """What a store is asked if the call cannot be made: to give back what is held for it."""
+        held = ledger(_state(self._request)).get("held")
+        return None if held is None else given_back([held])
+
+    def _recorded(self) -> Admitted | None:
+        """Record that the call is let through; `None` if it is already, or if it is refused."""
+        admitted = self._admitted
+        if admitted is None or not admitted.decisions or self._refused is not None:
+            return None
+        decisions = [_with_budgets(each, self._decided) for each in admitted.decisions]
+        recorded = self._budgets.recorder.record(
+            decisions,
+            started=admitted.started,
+            task_id=admitted.task_id,
+            trace=admitted.trace,
+            after_refusal=admitted.after_refusal,
+        )
+        if recorded.trace is not None and recorded.trace != admitted.trace:
+            self._written["trace"] = dict(recorded.trace)
+        return admitted._replace(decisions=decisions)
+
+    def _joined(self, update: Update) -> Update:
+        """What is written of the call's use, with what else is written."""
+        if not self._written:
+            return update
+        return {**update, LEDGER: merge_ledgers(update.get(LEDGER, Ledger()), self._written)}
+
+    def _ask(self, request: ModelRequest[Any]) -> Generator[Request, None, Request]:
+        """Ask for a call and, if it is refused, for one with a shorter answer."""
+        asked = self._budgets.bounded(request, self._limits, task=self._task)
+        yield asked
+        if _is_too_much(self._result):
+            is_last = bool(ledger(_state(request)).get("final"))
+            most = self._budgets.charging.most
+            shorter = capped(request, asked, self._result, most, is_last=is_last)
+            if shorter is not None:
+                request = shorter
+                asked = self._budgets.bounded(request, self._limits, task=self._task)
+                yield asked
+        self._request = request
+        return asked
+
+    def _ask_for_the_last(self, asked: Request) -> Generator[Request, None, Request]:
+        """Ask for a call without tools, the last one of its budget."""
+        _, breaches = asked.decided(self._result)
+        final = Ledger(final=messages.final(breaches, is_last=True))
+        last = yield from self._ask(last_call(_with(self._request, final)))
+        if all(self._result.admitted):
+            self._written["final"] = final["final"]
+        return last
+
+
+def _is_too_much(result: AcquireResult) -> bool:
+    """Whether a call is refused that might be admitted if it asked for less."""
+    return not all(result.admitted) and STORE not in result.refused[0].values()
+
+
+def _ends_with_an_answer(asked: Request, result: AcquireResult) -> bool:
+    """Whether all that refuses a call would let it be the last one."""
+    if ledger(asked.state).get("final"):
+        return False
+    by_name = asked.limits.by_name
+    refusing = [by_name[name] for name in result.refused[0] if by_name[name].enforce]
+    return all(limit.exit_behavior == "finalize" for limit in refusing)
+
+
+def _with_budgets(decision: Decision, later: Decision | None) -> Decision:
+    """A decision with budgets as they stand later: one on trial may refuse the reserve."""
+    if later is None:
+        return decision
+    standing = {each.limit: each for each in later.limits}
+    limits = tuple(standing.get(each.limit, each) for each in decision.limits)
+    outcome = later.outcome if decision.outcome is Outcome.ALLOWED else decision.outcome
+    return replace(decision, limits=limits, outcome=outcome)
+
+
+def _with(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
+    """The request, with something else in its ledger."""
+    state: Any = copy(request.state)
+    state[LEDGER] = merge_ledgers(ledger(state), known)
+    return request.override(state=state)
+
+
+def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
+    return request.state

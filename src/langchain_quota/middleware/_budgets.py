@@ -1,0 +1,338 @@
+"""Budgets of tokens and money: what model calls have used is charged when they are done.
+
+The model runs of a call are seen by a callback handler: retries, fallbacks and second calls, too.
+What they have used is added to the counts of the state and of the store, where it takes the place
+of what was held. Of a call that fails the graph keeps no update: what it has used waits in this
+process for the next hook of the run, or for the next run of the thread. So it does where another
+middleware drops the update, and where there is none to write, as in a loop written by hand.
+"""
+
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+from langchain.agents.middleware.types import (
+    ModelRequest,
+    ModelResponse,
+)
+
+from langchain_quota.admission import AcquireRequest
+from langchain_quota.estimates import asked_of
+from langchain_quota.limits import Limit
+from langchain_quota.middleware._calls import Late, Request, Update
+from langchain_quota.middleware._charging import Charging, agent_of
+from langchain_quota.middleware._late_use import LateUse, added
+from langchain_quota.middleware._let_through import LetThrough
+from langchain_quota.middleware._model_calls import (
+    bounded,
+    budget_counts,
+    made,
+    pending,
+    spending,
+)
+from langchain_quota.middleware._other_runs import OtherRuns
+from langchain_quota.middleware._run_tree import forget_refused, run_tree
+from langchain_quota.middleware._settlements import mirror_root_run, settlements
+from langchain_quota.middleware._spending import record_run, record_standing
+from langchain_quota.middleware._store import StoreClient
+from langchain_quota.model_runs import ModelRun, ModelRunCollector, collect_model_runs
+from langchain_quota.model_usage import ModelUsage
+from langchain_quota.prices import Prices
+from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.state import LEDGER, NOTHING_SPENT, Ledger
+from langchain_quota.telemetry.recorder import Recorder
+
+_NOTHING = nullcontext()
+
+
+class _Used(NamedTuple):
+    """What one model run has used.
+
+    Attributes:
+        run: The run.
+        amounts: What is charged for it, by counter.
+    """
+
+    run: ModelRun
+    amounts: Mapping[str, int]
+
+
+class Paid(NamedTuple):
+    """A call that is over, and what it has used.
+
+    Attributes:
+        request: The request.
+        limits: The limits on model calls.
+        used: What each of its model runs has used.
+        before: The state's counts before it, with what the state did not have yet.
+        late: What is to be written to the state.
+    """
+
+    request: ModelRequest[Any]
+    limits: ResolvedLimits
+    used: Sequence[_Used]
+    before: Mapping[str, int]
+    late: Late
+
+
+class Budgets:
+    """Charges the model calls of an agent to its budgets.
+
+    Args:
+        limits: The limits of the agent, budgets among them.
+        prices: What model runs cost; `None` without a limit of costs.
+        allow_unknown: Whether models without a price may be called: they cost nothing then.
+        store: The store; `None` without one.
+        recorder: Makes visible what is charged.
+        all_models: Whether all model runs of the agent's run are charged, not its calls alone.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only settings
+        self,
+        limits: Sequence[Limit],
+        *,
+        prices: Prices | None,
+        allow_unknown: bool,
+        store: StoreClient | None,
+        recorder: Recorder,
+        all_models: bool = False,
+    ) -> None:
+        self.charging = Charging(
+            limits, prices=prices, allow_unknown=allow_unknown, recorder=recorder
+        )
+        """What model runs are charged."""
+        self.let_through = LetThrough()
+        """The calls that may be made."""
+        self._store = store
+        self.recorder = recorder
+        self.bounds_calls = any(getattr(limit, "reserve", None) is not None for limit in limits)
+        """Whether a call asks for its reserve when its request is known."""
+        self._late = LateUse()
+        self.others: OtherRuns | None = None
+        """Charges what the agent's own calls are not; `None` if it is not charged."""
+        if all_models:
+            self.others = OtherRuns(
+                lambda run, agent: self.charging.amounts(run, {}, lambda: agent),
+                late=self._late,
+                store=store,
+                recorder=recorder,
+            )
+
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Itself: a copy of the middleware charges the same counts."""
+        return self
+
+    def call(
+        self,
+        request: ModelRequest[Any],
+        handler: Callable[[ModelRequest[Any]], ModelResponse[Any]],
+        limits: ResolvedLimits,
+        held: Mapping[str, int],
+    ) -> tuple[ModelResponse[Any], Update]:
+        """Call the model; its answer, and what is to be written to the state.
+
+        Args:
+            request: The request.
+            handler: Calls the model.
+            limits: The limits on model calls.
+            held: What is held for the call, by the model's counter.
+
+        Raises:
+            UnknownPriceError: There is a limit of costs, and no price for the model.
+        """
+        admit = self._admits(request)
+        with collect_model_runs(admit) as collector, self._left_out(collector):
+            try:
+                response = handler(request)
+            except BaseException:
+                paid = self._paid(request, limits, held, collector)
+                self._show(paid, self._settle(paid))
+                raise
+        paid = self._paid(request, limits, held, collector)
+        self._show(paid, self._settle(paid))
+        self._warn_of_estimates(paid)
+        return response, _written(paid)
+
+    async def acall(
+        self,
+        request: ModelRequest[Any],
+        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
+        limits: ResolvedLimits,
+        held: Mapping[str, int],
+    ) -> tuple[ModelResponse[Any], Update]:
+        """Call the model; its answer, and what is to be written to the state.
+
+        Args:
+            request: The request.
+            handler: Calls the model.
+            limits: The limits on model calls.
+            held: What is held for the call, by the model's counter.
+
+        Raises:
+            UnknownPriceError: There is a limit of costs, and no price for the model.
+            BaseException: Whatever the call raises; it is charged first.
+        """
+        admit = self._admits(request)
+        with collect_model_runs(admit) as collector, self._left_out(collector):
+            try:
+                response = await handler(request)
+            except BaseException as error:
+                paid = self._paid(request, limits, held, collector)
+                if isinstance(error, Exception | CancelledError):
+                    counts = await self._asettle(paid)
+                else:
+                    # The event loop is going: nothing can be awaited.
+                    counts = None
+                    self._settle_soon(paid)
+                self._show(paid, counts)
+                raise
+        paid = self._paid(request, limits, held, collector)
+        self._show(paid, await self._asettle(paid))
+        self._warn_of_estimates(paid)
+        return response, _written(paid)
+
+    def before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
+        """The limits that judge a call before its request is known: they hold no reserve yet.
+
+        A run may stop before it makes the call: only the least amount is held in vain then.
+
+        Args:
+            limits: The limits on model calls.
+        """
+        if not self.bounds_calls:
+            return limits
+        return ResolvedLimits(replace(each, hold=1) for each in limits.limits)
+
+    def bounded(self, request: ModelRequest[Any], limits: ResolvedLimits, *, task: str) -> Request:
+        """The model call that is about to be made, asking of budgets all that it can use.
+
+        Args:
+            request: The request.
+            limits: The limits on model calls.
+            task: The name of this work, among all that the middleware does in a step.
+
+        Raises:
+            TypeError: A function `reserve` gives no amount.
+            ValueError: What it gives is out of bounds.
+            UnknownPriceError: There is a limit of costs, and no price for the model.
+        """
+        if request.model is not None:
+            # The bound is priced before anything is called.
+            self._admits(request)(asked_of(request.model, request.model_settings))
+        budgets = [each for each in limits.limits if each.is_budget]
+        bounds: dict[str, int] = {}
+        for each in budgets:
+            reserve = getattr(each.limit, "reserve", None)
+            if callable(reserve):
+                bounds[each.limit.name] = self.charging.most(each.limit, reserve(request))
+        state = _state(request)
+        late, limits = self._late.of(state), ResolvedLimits(budgets)
+        asked = pending(state, request.runtime, limits, task=task, late=late)
+        return bounded(asked, bounds)
+
+    def late(self, state: Mapping[str, Any]) -> Late | None:
+        """What calls have used that this state of their run, as a hook gets it, does not have."""
+        self._late.forget_written(state)
+        return self._late.of(state)
+
+    def learn_written(self, state: Mapping[str, Any]) -> None:
+        """Learn from a state behind a call what is written, and so no longer late."""
+        if self.others is not None:
+            self.others.learn_state(state)
+        self._late.forget_written(state)
+
+    def begun(self, state: Mapping[str, Any]) -> Ledger:
+        """What is written when a run begins: what calls of the last one have used, too."""
+        late = self.late(state)
+        known = Ledger() if late is None else spending(state, late)
+        return Ledger(**{**known, **NOTHING_SPENT})
+
+    def _admits(self, request: ModelRequest[Any]) -> Callable[[ModelUsage], None]:
+        """Checks that a model has a price: whoever calls it, and instead of which."""
+        return partial(self.charging.check_price, agent=partial(agent_of, request))
+
+    def _left_out(self, collector: ModelRunCollector) -> AbstractContextManager[None]:
+        """While the block runs, leave its model runs to the call that makes them."""
+        return _NOTHING if self.others is None else self.others.leave_out(collector)
+
+    def _paid(
+        self,
+        request: ModelRequest[Any],
+        limits: ResolvedLimits,
+        held: Mapping[str, int],
+        collector: ModelRunCollector,
+    ) -> Paid:
+        """What a call that is over has used. It is kept in this process, whatever follows."""
+        forget_refused(collector)
+        state = _state(request)
+        agent = partial(agent_of, request)
+        used = [_Used(run, self.charging.amounts(run, held, agent)) for run in collector.runs()]
+        before = budget_counts(state, self._late.of(state))
+        late = self._late.keep(state, added(each.amounts for each in used))
+        return Paid(request, limits, used, before, late)
+
+    def charge(self, sent: AcquireRequest | None) -> Mapping[str, int] | None:
+        """Have the store make corrections; its counts by key, or `None` without them."""
+        return None if sent is None or self._store is None else self._store.settle(sent)
+
+    async def acharge(self, sent: AcquireRequest | None) -> Mapping[str, int] | None:
+        """Have the store make corrections; its counts by key, or `None` without them."""
+        return None if sent is None or self._store is None else await self._store.asettle(sent)
+
+    def _settle(self, paid: Paid) -> Mapping[str, int] | None:
+        """Have the store charge what was used; its counts by key, or `None` without them."""
+        counts = self.charge(_settlements(paid))
+        mirror_root_run(paid.limits, counts)
+        return counts
+
+    async def _asettle(self, paid: Paid) -> Mapping[str, int] | None:
+        """Have the store charge what was used; its counts by key, or `None` without them."""
+        counts = await self.acharge(_settlements(paid))
+        mirror_root_run(paid.limits, counts)
+        return counts
+
+    def _settle_soon(self, paid: Paid) -> None:
+        """Have the store charge what was used, without waiting for it."""
+        sent = _settlements(paid)
+        if self._store is not None and sent is not None:
+            self._store.settle_soon(sent, may_wait=False)
+
+    def _warn_of_estimates(self, paid: Paid) -> None:
+        """Warn of models that report nothing."""
+        for run, _ in paid.used:
+            if run.usage.estimated and run.status == "success":
+                self.recorder.warn_of_estimate(next(iter(run.usage.models), ""))
+
+    def _show(self, paid: Paid, counts: Mapping[str, int] | None) -> None:
+        """Make visible what a call was charged.
+
+        Args:
+            paid: The call.
+            counts: The store's counts after it, by key.
+        """
+        request, limits, used, before, _ = paid
+        call = made(_state(request), request.runtime)
+        for run, amounts in used:
+            record_run(self.recorder, call, limits, run, amounts)
+        spent = added(each.amounts for each in used)
+        record_standing(self.recorder, call, limits, before=before, spent=spent, counts=counts)
+
+
+def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
+    return request.state
+
+
+def _settlements(paid: Paid) -> AcquireRequest | None:
+    runs = [(each.run.id, each.amounts) for each in paid.used]
+    seen_by_others = run_tree()[0] is not None or any(each.run.shared for each in paid.used)
+    state = _state(paid.request)
+    return settlements(state, paid.limits, paid.before, runs, seen_by_others=seen_by_others)
+
+
+def _written(paid: Paid) -> Update:
+    """What is written to the state when a call is over."""
+    state = _state(paid.request)
+    return {LEDGER: Ledger(**spending(state, paid.late), held=None)}

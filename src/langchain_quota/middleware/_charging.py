@@ -1,0 +1,190 @@
+"""What model runs are charged: in the units of budgets, at the prices of their models."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from langchain.agents.middleware.types import ModelRequest
+
+from langchain_quota.budgets import CostLimit
+from langchain_quota.errors import UnknownPriceError
+from langchain_quota.limit_options import (
+    BUDGETS,
+    INPUT_TOKENS,
+    MICRODOLLARS,
+    OUTPUT_TOKENS,
+    TOTAL_TOKENS,
+    whole_amount,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.middleware._model_calls import made
+from langchain_quota.model_runs import ModelRun
+from langchain_quota.model_usage import ModelUsage, TokenKind, charged_tokens
+from langchain_quota.prices import Prices, cost, highest_cost, priced
+from langchain_quota.telemetry.recorder import Recorder
+
+_TOKENS: Mapping[str, TokenKind] = {
+    TOTAL_TOKENS: "total",
+    INPUT_TOKENS: "input",
+    OUTPUT_TOKENS: "output",
+}
+
+
+class Charging:
+    """What model runs are charged.
+
+    Args:
+        limits: The limits of the agent, budgets among them.
+        prices: What model runs cost; `None` without a limit of costs.
+        allow_unknown: Whether models without a price may be called: they cost nothing then.
+        recorder: Makes visible which prices are not known.
+    """
+
+    def __init__(
+        self,
+        limits: Sequence[Limit],
+        *,
+        prices: Prices | None,
+        allow_unknown: bool,
+        recorder: Recorder,
+    ) -> None:
+        counters = {limit.counter for limit in limits}
+        self._counters = [each for each in BUDGETS if each in counters]
+        self._prices = prices
+        self._allow_unknown = allow_unknown
+        self._recorder = recorder
+        # What a run is charged whose price is not known when it is done.
+        reserves = [
+            whole_amount(limit.unit, "reserve", limit.reserve)
+            for limit in limits
+            if isinstance(limit, CostLimit)
+            and limit.reserve is not None
+            and not callable(limit.reserve)
+        ]
+        self._least_cost = max(reserves, default=1)
+        self._known: set[ModelUsage] = set()
+        # By the name that is asked for: what could not be priced when it was paid.
+        self._unpriced: dict[str, ModelUsage] = {}
+
+    def check_price(self, asked: ModelUsage, agent: Callable[[], str | None]) -> None:
+        """Check that a model has a price, before a call of it is paid.
+
+        One whose price failed after a call must have a price for that call first.
+
+        Args:
+            asked: The model, with nothing used.
+            agent: Gives the name of the agent that is charged.
+
+        Raises:
+            UnknownPriceError: It has none.
+        """
+        if self._prices is None or self._allow_unknown:
+            return
+        failed = self._unpriced.get(asked.request_model)
+        if failed is None and asked in self._known:
+            return
+        try:
+            if failed is None:
+                priced(asked, self._prices)
+            else:
+                _priced_again(failed, self._prices)
+        except UnknownPriceError as error:
+            self._recorder.record_unknown_price(agent(), error.model)
+            raise
+        self._known.add(asked)
+        self._unpriced.pop(asked.request_model, None)
+
+    def most(self, limit: Limit, bound: object) -> int:
+        """What a bound of a call is in the unit of a limit.
+
+        Args:
+            limit: The limit.
+            bound: What its `reserve` gives: an amount, or the `ModelUsage` that a call has at most.
+
+        Raises:
+            TypeError: It is no amount.
+            ValueError: It is out of bounds.
+            UnknownPriceError: There is no price for the model.
+        """
+        if not isinstance(bound, ModelUsage):
+            return whole_amount(limit.unit, f"reserve of limit {limit.name!r}", bound)
+        if limit.counter != MICRODOLLARS:
+            return charged_tokens(bound, _TOKENS[limit.counter])
+        try:
+            return 0 if self._prices is None else highest_cost(bound, self._prices)
+        except UnknownPriceError:
+            if self._allow_unknown:
+                return 0
+            raise
+
+    def amounts(
+        self, run: ModelRun, held: Mapping[str, int], agent: Callable[[], str | None]
+    ) -> dict[str, int]:
+        """What a run is charged, by counter.
+
+        One that was cut off is charged at least what was held for it: what it has used is only
+        estimated from what had arrived.
+
+        Args:
+            run: The run.
+            held: What was held for it, by counter.
+            agent: Gives the name of the agent that is charged.
+        """
+        usage = run.usage
+        # A price that fails is charged what was held for it.
+        least_cost = max(held.get(MICRODOLLARS, 0), self._least_cost)
+        least = held if usage.estimated and run.status != "success" else {}
+        return {
+            counter: max(
+                least.get(counter, 0),
+                self._cost(usage, agent, least_cost)
+                if counter == MICRODOLLARS
+                else charged_tokens(usage, _TOKENS[counter]),
+            )
+            for counter in self._counters
+        }
+
+    def _cost(self, usage: ModelUsage, agent: Callable[[], str | None], least: int) -> int:
+        """What a run costs, in microdollars. It is paid already: nothing is raised.
+
+        Args:
+            usage: What it has used.
+            agent: Gives the name of the agent that is charged.
+            least: What it is charged if its price fails.
+        """
+        if self._prices is None:
+            return 0
+        try:
+            return cost(usage, self._prices)
+        except UnknownPriceError as error:
+            self._recorder.record_unknown_price(agent(), error.model)
+        except Exception as error:  # noqa: BLE001 - the user's function
+            self._recorder.record_error("prices", error)
+        if self._allow_unknown:
+            return 0
+        self._unpriced[usage.request_model] = usage
+        return least
+
+
+def _priced_again(failed: ModelUsage, prices: Prices) -> None:
+    """Check that a run has a price by now that had none when it was paid.
+
+    Raises:
+        UnknownPriceError: It has none yet.
+    """
+    model = next(iter(failed.models), "")
+    try:
+        cost(failed, prices)
+    except UnknownPriceError as error:
+        reason = "an earlier call is paid, and what answered has no price: give it, prices="
+        raise UnknownPriceError(model, failed.provider, reason=reason) from error
+    except Exception as error:
+        reason = (
+            f"prices failed for an earlier call that was paid ({type(error).__name__}: {error})"
+        )
+        raise UnknownPriceError(model, failed.provider, reason=reason) from error
+
+
+def agent_of(request: ModelRequest[Any]) -> str | None:
+    """The name of the agent that makes a call."""
+    state: Mapping[str, Any] = request.state
+    return made(state, request.runtime).agent

@@ -1,0 +1,97 @@
+"""Corrections of a store's counts that wait until it can be asked."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count, islice
+
+from langchain_quota.admission import AcquireRequest, Compensation
+
+MAX_PENDING = 10_000
+"""The most corrections that wait for the store to come back."""
+
+COMPENSATED_AT_ONCE = 5
+"""The most corrections that one request carries: they double what it costs, and no more."""
+
+
+class PendingCompensations:
+    """Corrections that the store has not confirmed, the oldest first.
+
+    Only one request at a time carries old ones. Otherwise every caller would send the same ones to
+    a store that has just come back.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._by_attempt: dict[str, tuple[int, Compensation]] = {}
+        self._about: dict[str, set[str]] = {}
+        self._travelling: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_attempt)
+
+    def add(self, compensation: Compensation) -> bool:
+        """Keep a correction; whether the oldest had to make room for it."""
+        self._by_attempt[compensation.id] = next(self._numbers), compensation
+        for subject in _subjects(compensation):
+            self._about.setdefault(subject, set()).add(compensation.id)
+        full = len(self) > MAX_PENDING
+        if full:
+            self._remove(next(iter(self._by_attempt)))
+        return full
+
+    def take(self, request: AcquireRequest) -> tuple[tuple[Compensation, ...], bool]:
+        """What the next request to the store carries, and whether that can be the request itself.
+
+        Before it the store must know of its earlier attempts, and of all that may be in counts
+        which the caller has, or corrects. One request at a time carries others, too.
+        """
+        attempts = self._made_again(request.idempotency_key)
+        for key in _callers(request):
+            attempts |= self._about.get(key, set())
+        # The oldest goes first: its `starts` is the right start.
+        first = [each for _, each in sorted(self._by_attempt[each] for each in attempts)]
+        others: list[Compensation] = []
+        if len(first) < COMPENSATED_AT_ONCE and not self._travelling:
+            oldest = islice(self._by_attempt.items(), COMPENSATED_AT_ONCE)
+            others = [each for attempt, (_, each) in oldest if attempt not in attempts]
+            others = others[: COMPENSATED_AT_ONCE - len(first)]
+            self._travelling = {each.id for each in others}
+        return (*first[:COMPENSATED_AT_ONCE], *others), len(first) <= COMPENSATED_AT_ONCE
+
+    def give_back(self, taken: Sequence[Compensation], *, made: bool) -> None:
+        """Forget what was made; what was not can travel again."""
+        for each in taken:
+            self._travelling.discard(each.id)
+            if made:
+                self._remove(each.id)
+
+    def _made_again(self, name: str) -> set[str]:
+        """The earlier attempts of a request that a hook makes when it runs again.
+
+        What they let through did not run.
+        """
+        found = set()
+        for attempt in self._about.get(name, ()) if name else ():
+            number, compensation = self._by_attempt[attempt]
+            if compensation.idempotency_key == name:
+                found.add(attempt)
+                self._by_attempt[attempt] = number, replace(compensation, amounts={})
+        return found
+
+    def _remove(self, attempt: str) -> None:
+        _, compensation = self._by_attempt.pop(attempt, (0, None))
+        for subject in _subjects(compensation) if compensation else ():
+            self._about[subject].discard(attempt)
+            if not self._about[subject]:
+                del self._about[subject]
+
+
+def _subjects(compensation: Compensation) -> set[str]:
+    """What a correction is about: a request, and keys."""
+    return {compensation.idempotency_key, *compensation.starts}
+
+
+def _callers(request: AcquireRequest) -> set[str]:
+    """The keys of which the caller has a count, or has something to correct."""
+    keys = {each.key for each in request.counters.values() if each.key is not None and each.used}
+    return keys.union(*(each.amounts for each in request.compensations))

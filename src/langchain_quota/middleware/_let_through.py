@@ -1,0 +1,65 @@
+"""The model calls that this process has let through, and which of them are made.
+
+One that is forgotten asks again, as if another process had let it through.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from langchain_quota.decision import Decision
+from langchain_quota.locks import fork_safe_lock
+
+MAX_LET_THROUGH = 10_000
+"""The most calls of which this process keeps whether they were made."""
+
+
+class Admitted(NamedTuple):
+    """A model call that was let through, by what is known before its request.
+
+    Attributes:
+        decisions: What is to be made visible when the call is let through for good; empty where it
+            is already.
+        started: When judging began, in nanoseconds since the Unix epoch.
+        task_id: The task that judged.
+        trace: The trace of its run.
+        after_refusal: Whether a limit has refused a call of this run before.
+        charged: What a store has counted of the call itself, by key.
+    """
+
+    decisions: Sequence[Decision] = ()
+    started: int = 0
+    task_id: str | None = None
+    trace: Mapping[str, str] | None = None
+    after_refusal: bool = False
+    charged: Mapping[str, int] = {}
+
+
+class LetThrough:
+    """Knows which calls may be made, and are made once: made again, a call is judged anew.
+
+    A call that is never made stays until newer ones take its place. Nobody asks for it.
+    """
+
+    def __init__(self) -> None:
+        # `None` for one that was made.
+        self._calls: dict[str, Admitted | None] = {}
+        self._lock = fork_safe_lock()
+
+    def add(self, name: str, call: Admitted) -> None:
+        """Note that a call may be made."""
+        with self._lock:
+            self._calls[name] = call
+            if len(self._calls) > MAX_LET_THROUGH:
+                del self._calls[next(iter(self._calls))]
+
+    def take(self, name: str) -> tuple[Admitted | None, bool]:
+        """Make a call: what is kept of it, and whether it was made before.
+
+        Nothing is kept of one that was made before, or that another process has let through.
+        """
+        with self._lock:
+            made_before = name in self._calls and self._calls[name] is None
+            found = self._calls.get(name)
+            if found is not None:
+                self._calls[name] = None
+            return found, made_before

@@ -1,0 +1,134 @@
+"""What a store is asked when model calls are done: to charge what they have used of budgets."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from langchain_quota.admission import AcquireRequest, Compensation, Counter
+from langchain_quota.decision import ROOT_RUN
+from langchain_quota.middleware._root_run import root_run
+from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.state import Held, ledger
+
+
+def settlements(
+    state: Mapping[str, Any],
+    limits: ResolvedLimits,
+    counts: Mapping[str, int],
+    used: Sequence[tuple[str, Mapping[str, int]]],
+    *,
+    seen_by_others: bool = False,
+) -> AcquireRequest | None:
+    """A request that charges what model runs have used; `None` where a store counts none of it.
+
+    Args:
+        state: The agent's state.
+        limits: The limits on model calls.
+        counts: The state's counts, by name.
+        used: The id of each model run, and what it has used, by the model's counter.
+        seen_by_others: Whether another agent may charge the same model runs to the same keys.
+    """
+    keys, starts = _kept(limits, counts)
+    held = ledger(state).get("held")
+    if held is not None and not held["keys"]:
+        held = None
+    if held is not None:
+        # Of a window that has ended meanwhile, too.
+        keys = held["keys"]
+    if not keys:
+        return None
+    starts = {key: start for key, start in starts.items() if key in keys}
+    nothing = Compensation(uuid4().hex, dict.fromkeys(keys, 0), starts=starts)
+    if seen_by_others:
+        made = [nothing, *(each for run in used for each in _by_key(*run, keys, starts))]
+    else:
+        made = [
+            Compensation(run, {key: amounts[each] for key, each in keys.items()}, starts=starts)
+            for run, amounts in used
+        ] or [nothing]
+    if held is not None:
+        # The first one gives back what was held.
+        made[0] = replace(made[0], settles=held["request"])
+    counters = {key: Counter(key, starts.get(key, 0)) for key in keys}
+    return AcquireRequest("", "", counters, compensations=tuple(made))
+
+
+def charge_by_key(
+    limits: ResolvedLimits, counts: Mapping[str, int], run: str, amounts: Mapping[str, int]
+) -> AcquireRequest:
+    """A request that charges a model run to each key, unless another agent has charged it there.
+
+    Args:
+        limits: The limits on model calls.
+        counts: The state's counts, by name.
+        run: The id of the model run.
+        amounts: What it has used, by the model's counter.
+    """
+    keys, starts = _kept(limits, counts)
+    counters = {key: Counter(key, starts[key]) for key in keys}
+    made = tuple(_by_key(run, amounts, keys, starts))
+    return AcquireRequest("", "", counters, compensations=made)
+
+
+def given_back(several: Sequence[Held]) -> AcquireRequest | None:
+    """A request that gives back what is held for calls that are not made; `None` for nothing."""
+    made = tuple(
+        Compensation(uuid4().hex, dict.fromkeys(held["keys"], 0), settles=held["request"])
+        for held in several
+        if held["keys"]
+    )
+    return AcquireRequest("", "", compensations=made) if made else None
+
+
+def joined(several: Sequence[AcquireRequest]) -> AcquireRequest | None:
+    """One request for the corrections of several; `None` if there is none."""
+    made = tuple(each for sent in several for each in sent.compensations)
+    counters = {key: counter for sent in several for key, counter in sent.counters.items()}
+    return AcquireRequest("", "", counters, compensations=made) if made else None
+
+
+def _kept(
+    limits: ResolvedLimits, counts: Mapping[str, int]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Of a store's keys the counter of the model that each counts, and where it begins."""
+    rows = [
+        (each.limit.counter, row)
+        for each in limits.limits
+        if each.is_budget
+        for row in limits.rows(each)
+        if row.key is not None
+    ]
+    run = root_run()
+    if run is not None:
+        counts = {**counts, **run.used}
+    keys = {str(row.key): counter for counter, row in rows}
+    return keys, {str(row.key): counts.get(row.counter, 0) for _, row in rows}
+
+
+def _by_key(
+    run: str, amounts: Mapping[str, int], keys: Mapping[str, str], starts: Mapping[str, int]
+) -> Iterator[Compensation]:
+    """Corrections that charge a model run: one for each key, by whoever is first.
+
+    They settle a request that holds nothing: so a store remembers them as it remembers settlements.
+    """
+    for key, counter in keys.items():
+        if amounts[counter]:
+            start = {key: starts[key]} if key in starts else {}
+            yield Compensation(f"{run}/{key}", {key: amounts[counter]}, starts=start, settles=run)
+
+
+def mirror_root_run(limits: ResolvedLimits, counts: Mapping[str, int] | None) -> None:
+    """Keep what the store has counted of the root run, if a budget is per root run.
+
+    Args:
+        limits: The limits on model calls.
+        counts: The store's counts, by key; `None` if it has not answered.
+    """
+    run = root_run()
+    if run is None or run.subject is None or not counts:
+        return
+    rows = (row for each in limits.limits if each.is_budget for row in limits.rows(each))
+    keys = {row.key for row in rows if row.quota is not None and row.quota.per == ROOT_RUN}
+    run.learn_used({key: counts[key] for key in counts.keys() & keys})

@@ -1,0 +1,74 @@
+"""How what model runs have used of budgets is made visible."""
+
+from collections.abc import Mapping
+
+from langchain_quota.decide import status
+from langchain_quota.decision import Call
+from langchain_quota.model_runs import ModelRun
+from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.telemetry.recorder import Recorder
+
+
+def record_run(
+    recorder: Recorder,
+    call: Call,
+    limits: ResolvedLimits,
+    run: ModelRun,
+    amounts: Mapping[str, int],
+) -> None:
+    """Count what a model run has spent.
+
+    Args:
+        recorder: Counts it.
+        call: Names the agent and the thread that are charged.
+        limits: The limits on model calls.
+        run: The run.
+        amounts: What it is charged, by the model's counter.
+    """
+    spent = [
+        (each.limit.name, each.limit.unit, amounts[each.limit.counter])
+        for each in limits.limits
+        if each.is_budget
+    ]
+    recorder.record_spent(
+        call.agent,
+        call.thread_id,
+        spent,
+        model=next(iter(run.usage.models), ""),
+        estimated=run.usage.estimated,
+    )
+
+
+def record_standing(  # noqa: PLR0913 - all of one charge
+    recorder: Recorder,
+    call: Call,
+    limits: ResolvedLimits,
+    *,
+    before: Mapping[str, int],
+    spent: Mapping[str, int],
+    counts: Mapping[str, int] | None,
+    is_call: bool = True,
+) -> None:
+    """Make visible how budgets stand after a charge.
+
+    Args:
+        recorder: Makes it visible.
+        call: What is charged.
+        limits: The limits on model calls.
+        before: The state's counts before it, by name.
+        spent: What is charged, by the model's counter.
+        counts: The store's counts after it, by key; `None` without them.
+        is_call: Whether the call itself is charged, and not what was used beside it.
+    """
+    for each in limits.limits:
+        if each.is_budget:
+            amount = spent.get(each.limit.counter, 0)
+            rows = limits.rows(each)
+            known = {**before}
+            for row in rows:
+                after = None if counts is None else counts.get(row.key or "")
+                if after is not None:
+                    known[row.counter] = max(0, after - amount)
+                known.setdefault(row.counter, 0)
+            charged = status(each, rows, known, 1, spent=amount)
+            recorder.record_charge(call, charged, is_call=is_call)

@@ -1,0 +1,114 @@
+"""The counts of tool calls, as one hook reads and rewrites them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+from uuid import uuid4
+
+from langchain_quota.state import (
+    RUN_TOOLS,
+    THREAD_TOOLS,
+    Acquired,
+    Amounts,
+    Charges,
+    ledger,
+)
+
+
+class ToolCounts:
+    """The counts of tool calls as one hook reads and rewrites them.
+
+    Args:
+        thread: The thread's counts, by counter; changed in place.
+        run: The run's counts, by counter; changed in place.
+        charges: The charges of the current batch; changed in place.
+        acquired: What a store charged for its calls; changed in place.
+        pending_refunds: What a store is to take back; changed in place.
+    """
+
+    def __init__(
+        self,
+        thread: dict[str, int],
+        run: dict[str, int],
+        charges: Charges,
+        acquired: Acquired | None = None,
+        pending_refunds: dict[str, Amounts] | None = None,
+    ) -> None:
+        self.thread = thread
+        self.run = run
+        self.charges = charges
+        self.acquired = {} if acquired is None else acquired
+        self.pending_refunds = {} if pending_refunds is None else pending_refunds
+        self.passed: list[str] = []
+        """The names of the middlewares that have let it pass."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
+        """The counts in a state, with what is charged to the calls of an AIMessage."""
+        known = ledger(state)
+        run = known.get("run_tools")
+        batch: Any = known.get("batch")
+        if batch is None or message_id is None or batch["message"] != message_id:
+            batch = {}
+        counts = cls(
+            dict(state.get(THREAD_TOOLS) or {}),
+            dict(run if run is not None else state.get(RUN_TOOLS) or {}),
+            deepcopy(batch.get("charges", {})),
+            deepcopy(batch.get("acquired")),
+            dict(known.get("pending_refunds") or {}),
+        )
+        counts.passed = batch.get("passed", [])
+        return counts
+
+    def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
+        """The thread's and the run's count of a counter, without what these calls are charged."""
+        own = 0
+        if self.charges:
+            own = sum(self._charged(call_id, counter) for call_id in ids)
+        # Never below zero, even where someone else reset the counts.
+        return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
+
+    def charge(self, call_id: str, counter: str, limit: tuple[str, str], amount: int) -> None:
+        """Charge a call to a limit, known by middleware and name; its counter counts it once."""
+        before = self._charged(call_id, counter)
+        middleware, name = limit
+        by_middleware = self.charges.setdefault(call_id, {}).setdefault(counter, {})
+        by_middleware.setdefault(middleware, {})[name] = amount
+        self._add(counter, self._charged(call_id, counter) - before)
+
+    def take_back(self, call_id: str) -> list[tuple[str, int]]:
+        """Take all charges of a call back; each limit's name and amount."""
+        self.refund_later(self.acquired.pop(call_id, {}).values())
+        taken: list[tuple[str, int]] = []
+        for counter in self.charges.get(call_id, {}):
+            self._add(counter, -self._charged(call_id, counter))
+        for by_middleware in self.charges.pop(call_id, {}).values():
+            for by_limit in by_middleware.values():
+                taken += by_limit.items()
+        return taken
+
+    def refund_later(self, charged: Iterable[Amounts]) -> None:
+        """Have a store take back what it charged, at the next occasion."""
+        self.pending_refunds |= {uuid4().hex: amounts for amounts in charged}
+
+    def renew(self, call_id: str, middleware: str, keys: Collection[str]) -> Amounts:
+        """Forget what a store charged for a call that a middleware judges (again), and return it.
+
+        What another one charged stays charged, but for the keys that this one charges, too: a key
+        counts a call once.
+        """
+        by_middleware = self.acquired.get(call_id, {})
+        amounts = by_middleware.pop(middleware, {})
+        for others in by_middleware.values():
+            for key in others.keys() & keys:
+                amounts[key] = amounts.get(key, 0) + others.pop(key)
+        return amounts
+
+    def _charged(self, call_id: str, counter: str) -> int:
+        by_middleware = self.charges.get(call_id, {}).get(counter, {})
+        amounts = (each for by_limit in by_middleware.values() for each in by_limit.values())
+        return max(amounts, default=0)
+
+    def _add(self, counter: str, amount: int) -> None:
+        self.thread[counter] = max(0, self.thread.get(counter, 0) + amount)
+        self.run[counter] = max(0, self.run.get(counter, 0) + amount)

@@ -1,0 +1,401 @@
+"""The model runs that something starts: all of them, at any depth, and what each has used."""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import cache, wraps
+from typing import Any, Literal
+from uuid import NAMESPACE_OID, UUID, uuid4, uuid5
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
+from langchain_core.messages.ai import UsageMetadata, add_usage
+from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.tracers.context import register_configure_hook
+
+from langchain_quota.estimates import asked_in, estimated_usage
+from langchain_quota.model_usage import ModelUsage, reported_usage
+
+logger = logging.getLogger("langchain_quota")
+
+Status = Literal["success", "error", "pending"]
+
+_REFUSED = range(400, 600)
+"""The HTTP statuses of a request that was not served."""
+
+_HAS_STATUS_AS_CODE = {"APIError", "GoogleAPICallError", "HTTPError"}
+"""Errors whose `code` is an HTTP status: of Google's clients, and of `urllib`. Others' is not."""
+
+_CUT_OFF = (
+    *("Timeout", "TimeoutError", "TimeoutException", "DeadlineExceeded"),
+    *("ConnectionError", "ConnectionClosed", "ConnectionClosedError", "ProtocolError", "EOFError"),
+    *("ReadError", "WriteError", "CloseError", "IncompleteRead", "IncompleteReadError"),
+    *("ChunkedEncodingError", "PayloadError", "ResponseStreamingError"),
+    *("JSONDecodeError", "ResponseValidationError", "FinishReasonError"),
+)
+"""How the names of errors end after which a provider may have served the request."""
+
+_NOT_CONNECTED = {
+    *("ConnectError", "ConnectTimeout", "ConnectTimeoutError", "ConnectionRefusedError"),
+    *("ClientConnectorError", "EndpointConnectionError", "NewConnectionError", "PoolTimeout"),
+    "gaierror",
+}
+"""Errors before anything is sent."""
+
+_STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
+"""How a run ends that its caller does not wait for."""
+
+_SAID = ("text", "thinking", "reasoning", "summary")
+"""Where a block of an answer has its text."""
+
+_UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_RUN_ID = re.compile(rf"(?:lc_run-|run-?)-(?P<run>{_UUID})(?:-\d+)?")
+"""The id of a message as LangChain makes it of the id of the model run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRun:
+    """A model run, which is one call of a model, without the retries of the provider's own SDK.
+
+    Attributes:
+        id: The id that LangChain gives to the run.
+        status: Whether it has ended, and how. One that is cancelled may stay pending for ever.
+        usage: What is to be paid for. Estimated if the provider has not reported it, or if the run
+            was cut off; nothing if the provider has refused the request, or was not reached.
+        error: The name of the exception's class; empty if there is none.
+        http_status: The status of the provider's refusal; `None` for none.
+        shared: Whether a block around the one that has collected it, or inside, may have it, too.
+    """
+
+    id: str
+    status: Status
+    usage: ModelUsage
+    error: str = ""
+    http_status: int | None = None
+    shared: bool = False
+
+
+@dataclass(kw_only=True)
+class _Started:
+    """A run that has not ended.
+
+    Attributes:
+        asked: The model and its provider.
+        prompt: What was sent.
+        params: The parameters of the request, as LangChain tells them.
+        chunks: What has arrived, if the answer is streamed.
+    """
+
+    asked: ModelUsage
+    prompt: Sequence[BaseMessage]
+    params: Mapping[str, Any]
+    chunks: list[AIMessageChunk] = field(default_factory=list)
+
+    def used(self, result: LLMResult, answer: BaseMessage) -> ModelUsage:
+        """What the provider reports, or an estimate."""
+        usage = reported_usage(result, self.asked)
+        if usage.estimated:
+            return estimated_usage(usage, self.prompt, [answer], tools=self.params.get("tools"))
+        if usage.cache_creation_tokens and not usage.cache_creation_1h_tokens and self._keeps_1h():
+            return replace(usage, cache_creation_1h_tokens=usage.cache_creation_tokens)
+        return usage
+
+    def used_so_far(self) -> ModelUsage:
+        """The same, of a run that has not ended, or was cut off: a report may be incomplete."""
+        whole = _joined(self.chunks)
+        used = self.used(LLMResult(generations=[[ChatGeneration(message=whole)]]), whole)
+        return replace(used, estimated=True)
+
+    def _keeps_1h(self) -> bool:
+        """Whether the request asks Anthropic to keep for an hour what it caches.
+
+        A streamed answer does not say how long: what is kept longer costs more.
+        """
+        sent = (self.params, *(message.content for message in self.prompt))
+        return any(_keeps_1h(each) for each in sent)
+
+
+Admit = Callable[[ModelUsage], None]
+"""Raises an exception if a model may not be called: it is given the model, with nothing used."""
+
+
+def _raises_nothing(noting: Callable[..., None]) -> Callable[..., None]:
+    """Log what goes wrong when something is noted: an exception would end the call of the model."""
+
+    @wraps(noting)
+    def noted(*args: Any, **more: Any) -> None:
+        try:
+            noting(*args, **more)
+        except Exception:
+            logger.warning("a model run was not understood", exc_info=True)
+
+    return noted
+
+
+class ModelRunCollector(BaseCallbackHandler):
+    """Collects model runs by their ids, from callbacks of any thread.
+
+    Args:
+        admit: Refuses model runs before they are made; `None` to refuse none.
+        around: The collector of the block around its block.
+    """
+
+    run_inline = True
+    ignore_chain = ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
+
+    def __init__(
+        self, admit: Admit | None = None, around: "ModelRunCollector | None" = None
+    ) -> None:
+        self._runs: dict[UUID, _Started | ModelRun] = {}
+        self._admit = admit
+        self._around = around
+        # LangChain has an exception of `on_chat_model_start` end the call then, before it is made.
+        self.raise_error = admit is not None
+        self.refused: list[UUID] = []
+        """The model runs that were refused: nobody notes how they end."""
+        self.shares = False
+        """Whether another collector may have some of the same runs: one around it, or inside."""
+
+    def runs(self) -> list[ModelRun]:
+        """The model runs so far, in the order in which they have started.
+
+        A run that is pending may end later, and is then another one by the same id.
+        """
+        found = [_as_run(run_id, each) for run_id, each in [*self._runs.items()]]
+        return [replace(each, shared=True) for each in found] if self.shares else found
+
+    def __contains__(self, run_id: str) -> bool:
+        """Whether a model run has started here."""
+        return UUID(run_id) in self._runs
+
+    def pop(self, run_id: UUID) -> ModelRun | None:
+        """A model run, which is forgotten; `None` if it is not known."""
+        found = self._runs.pop(run_id, None)
+        return None if found is None else _as_run(run_id, found)
+
+    def on_chat_model_start(
+        self,
+        serialized: Mapping[str, Any] | None,  # noqa: ARG002 - by position
+        messages: Sequence[Sequence[BaseMessage]],
+        *,
+        run_id: UUID,
+        metadata: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """Keep what was asked."""
+        self._refuse(run_id, metadata, more)
+        prompt = [message for each in messages for message in each]
+        self._start(run_id, prompt, metadata, more)
+
+    def on_llm_start(
+        self,
+        serialized: Mapping[str, Any] | None,  # noqa: ARG002 - by position
+        prompts: Sequence[str],
+        *,
+        run_id: UUID,
+        metadata: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """Keep what was asked of a completion model."""
+        self._refuse(run_id, metadata, more)
+        self._start(run_id, [*map(HumanMessage, prompts)], metadata, more)
+
+    @_raises_nothing
+    def on_llm_new_token(self, token: Any, *, run_id: UUID, chunk: Any = None, **_: object) -> None:
+        """Keep what has arrived."""
+        started = self._runs.get(run_id)
+        if isinstance(started, _Started):
+            message = getattr(chunk, "message", None)
+            if not isinstance(message, AIMessageChunk):
+                message = AIMessageChunk(content=token or "")
+            started.chunks.append(message)
+
+    @_raises_nothing
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: object) -> None:
+        """Note what has been used."""
+        started = self._runs.get(run_id)
+        if isinstance(started, _Started):
+            answers = response.generations[0] if response.generations else []
+            answer = answers[0] if answers else None
+            message = getattr(answer, "message", None) or AIMessage(answer.text if answer else "")
+            self._end(run_id, status="success", usage=started.used(response, message))
+
+    @_raises_nothing
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
+        """Note what may have been used."""
+        started = self._runs.get(run_id)
+        if isinstance(started, _Started):
+            status = _http_status(error)
+            paid = started.chunks or (status is None and _is_cut_off(error))
+            usage = started.used_so_far() if paid else started.asked
+            name = type(error).__name__
+            self._end(run_id, status="error", usage=usage, error=name, http_status=status)
+
+    def _refuse(
+        self, run_id: UUID, metadata: Mapping[str, Any] | None, more: Mapping[str, Any]
+    ) -> None:
+        """Raise an exception if the model may not be called."""
+        if self._admit is None:
+            return
+        try:
+            self._admit(_asked_in(metadata, more))
+        except Exception:
+            self.refused.append(run_id)
+            around = self._around
+            while around is not None:
+                # It was told before.
+                around._runs.pop(run_id, None)  # noqa: SLF001 - of the same class
+                around = around._around  # noqa: SLF001
+            raise
+
+    @_raises_nothing
+    def _start(
+        self,
+        run_id: UUID,
+        prompt: Sequence[BaseMessage],
+        metadata: Mapping[str, Any] | None,
+        more: Mapping[str, Any],
+    ) -> None:
+        params = more.get("invocation_params") or {}
+        asked = _asked_in(metadata, more)
+        self._runs[run_id] = _Started(asked=asked, prompt=prompt, params=params)
+
+    def _end(self, run_id: UUID, **run: Any) -> None:
+        self._runs[run_id] = ModelRun(id=str(run_id), **run)
+
+
+_collector: ContextVar[ModelRunCollector | None] = ContextVar("model_run_collector", default=None)
+
+
+@contextmanager
+def collect_model_runs(admit: Admit | None = None) -> Iterator[ModelRunCollector]:
+    """Collect the model runs that the block starts, also those in sub-agents, tools and threads.
+
+    Blocks may be nested: each has all of its runs. A run that has not ended when the block ends is
+    collected nevertheless when it does.
+
+    Args:
+        admit: Refuses model runs before they are made; `None` to refuse none.
+    """
+    _register()
+    around = _collector.get()
+    collector = ModelRunCollector(admit, around)
+    if around is not None:
+        around.shares = collector.shares = True
+    token = _collector.set(collector)
+    try:
+        yield collector
+    finally:
+        # A coroutine that is closed when its event loop is gone has left its context already.
+        with suppress(ValueError):
+            _collector.reset(token)
+
+
+def model_runs_so_far() -> list[ModelRun]:
+    """The model runs that the innermost block has collected so far."""
+    collector = _collector.get()
+    return [] if collector is None else collector.runs()
+
+
+def collect_answer(prompt: Sequence[BaseMessage], answer: AIMessage) -> None:
+    """Have the innermost block know of a model run that it has not seen, by its answer alone.
+
+    Args:
+        prompt: About what was sent.
+        answer: The answer, with what its provider has reported.
+    """
+    collector = _collector.get()
+    if collector is not None:
+        made = _RUN_ID.fullmatch(answer.id or "")
+        run_id = UUID(made["run"]) if made else uuid5(NAMESPACE_OID, answer.id or uuid4().hex)
+        # It is paid already: nothing is refused.
+        collector._start(run_id, prompt, None, {})  # noqa: SLF001 - of this module
+        generation = ChatGeneration(message=answer)
+        collector.on_llm_end(LLMResult(generations=[[generation]]), run_id=run_id)
+
+
+@cache
+def _register() -> None:
+    """Have LangChain look for a collector, from the first one on."""
+    register_configure_hook(_collector, inheritable=True)
+
+
+def _asked_in(metadata: Mapping[str, Any] | None, more: Mapping[str, Any]) -> ModelUsage:
+    """The model and its provider, of what LangChain tells callbacks."""
+    params = more.get("invocation_params") or {}
+    return asked_in(metadata, speed=str(params.get("speed") or ""))
+
+
+def _joined(chunks: Sequence[AIMessageChunk]) -> AIMessage:
+    """What has arrived, as one answer; the arguments of calls are text.
+
+    LangChain would parse them: of an unfinished call that takes the square of their length.
+    """
+    texts: list[str] = []
+    metadata: dict[str, Any] = {}
+    usage: UsageMetadata | None = None
+    for each in chunks:
+        # Anthropic's arguments are blocks of the content, too.
+        texts += [part.get("args") or part.get("name") or "" for part in each.tool_call_chunks]
+        parts = [each.content] if isinstance(each.content, str) else each.content
+        texts += [part if isinstance(part, str) else _said(part) for part in parts]
+        metadata |= each.response_metadata
+        if each.usage_metadata:
+            usage = add_usage(usage, each.usage_metadata)
+    return AIMessage("".join(texts), usage_metadata=usage, response_metadata=metadata)
+
+
+def _said(part: Mapping[str, Any]) -> str:
+    """What a block of an answer says, whichever provider's it is."""
+    return next((str(part[key]) for key in _SAID if part.get(key)), "")
+
+
+def _as_run(run_id: UUID, known: _Started | ModelRun) -> ModelRun:
+    if isinstance(known, ModelRun):
+        return known
+    return ModelRun(id=str(run_id), status="pending", usage=known.used_so_far())
+
+
+def _keeps_1h(sent: object) -> bool:
+    if isinstance(sent, Mapping):
+        return sent.get("ttl") == "1h" or any(map(_keeps_1h, sent.values()))
+    return isinstance(sent, list | tuple) and any(map(_keeps_1h, sent))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes; not what was handled before it, as the SDK's earlier attempts."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status of a provider's refusal; `None` if it has not refused."""
+    for each in _chain(error):
+        response = getattr(each, "response", None)
+        found = [getattr(each, "status_code", None), getattr(response, "status_code", None)]
+        names = _names(each)
+        # Google's client gives the status 504 to a call that it does not wait for any longer.
+        if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
+            found.append(getattr(each, "code", None))
+        for status in found:
+            if isinstance(status, int) and status in _REFUSED:
+                return int(status)
+    return None
+
+
+def _names(error: BaseException) -> set[str]:
+    """The names of an error's class and of those that it is made of."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _is_cut_off(error: BaseException) -> bool:
+    """Whether the provider may have served a request that has failed."""
+    names = set[str]().union(*map(_names, _chain(error)))
+    if names & _NOT_CONNECTED:
+        return False
+    return bool(names & _STOPPED) or any(name.endswith(_CUT_OFF) for name in names)

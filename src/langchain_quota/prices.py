@@ -1,0 +1,302 @@
+"""What the tokens of a model run cost, in US dollars."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from decimal import Context, Decimal, localcontext
+from functools import lru_cache, partial
+from typing import Any, Literal, cast
+
+from langchain_quota.errors import UnknownPriceError
+from langchain_quota.model_usage import ModelUsage
+from langchain_quota.money import Dollars, checked_dollars, microdollars
+
+Prices = Callable[[ModelUsage], Decimal | None]
+"""What one model run costs, in dollars; `None` where that is not known."""
+
+UnknownPrice = Literal["error", "allow"]
+"""What becomes of a call of a model without a price."""
+
+_PER = Decimal(10**6)
+"""How many tokens have a price together."""
+
+_EXACT = Context(prec=50)
+"""In which amounts are computed, whatever the application's decimal context is."""
+
+_MISSING = (
+    "prices of known models need the package genai-prices: "
+    'pip install "langchain-quota[cost]"; or give your own, prices={"model": Price(…)}'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What the tokens of a model cost, in US dollars per million tokens.
+
+    An amount is a `Decimal`, a string or a whole number, never a float.
+
+    Args:
+        input: Tokens of the prompt.
+        output: Tokens of the answer.
+        cache_read: Of the prompt, those read from the provider's cache; `None` for as `input`.
+        cache_creation: Of the prompt, those written to it; `None` for as `input`.
+        cache_creation_1h: Of those, the ones kept for an hour; `None` for as `cache_creation`.
+        input_audio: Of the prompt, those of sounds; `None` for as `input`.
+        output_audio: Of the answer, those of sounds; `None` for as `output`.
+        reasoning: Of the answer, those of reasoning; `None` for as `output`.
+
+    Raises:
+        TypeError: An amount is a float, or no number.
+        ValueError: An amount is negative or not finite, or cannot be read.
+
+    Examples:
+        >>> from langchain_quota import Price
+        >>> Price(input="2.50", output="10", cache_read="1.25").cache_read
+        '1.25'
+    """
+
+    input: Dollars
+    output: Dollars
+    cache_read: Dollars | None = None
+    cache_creation: Dollars | None = None
+    cache_creation_1h: Dollars | None = None
+    input_audio: Dollars | None = None
+    output_audio: Dollars | None = None
+    reasoning: Dollars | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                checked_dollars(field.name, value)
+
+
+def check_prices(prices: object) -> None:
+    """Check an argument `prices`.
+
+    Raises:
+        TypeError: It is no table of `Price`, no function and not `None`.
+    """
+    if isinstance(prices, Mapping):
+        for model, price in prices.items():
+            if not isinstance(model, str) or not isinstance(price, Price):
+                raise TypeError(
+                    f"prices must have a Price for the name of each model, not {price!r} "
+                    f'for {model!r}: write Price(input="2.50", output="10")'
+                )
+    elif prices is not None and not callable(prices):
+        raise TypeError(
+            f"prices must be a table of Price by model, a function or None, not {prices!r}"
+        )
+
+
+def resolve_prices(prices: object) -> Prices:
+    """The prices that an argument `prices` means.
+
+    It loads genai-prices where it is needed, which takes up to a second.
+
+    Args:
+        prices: `None` for those of genai-prices; a function; or a table of `Price` by the name of
+            the model, as it is asked for or as it answers, which goes before genai-prices.
+
+    Raises:
+        ModuleNotFoundError: There are none without genai-prices, which is not installed.
+        TypeError: It is none of these.
+    """
+    if prices is None:
+        if not _has_list():
+            raise ModuleNotFoundError(_MISSING, name="genai_prices")
+        return listed_price
+    check_prices(prices)
+    if isinstance(prices, Mapping):
+        return partial(_tabled_price, dict(prices), listed_price if _has_list() else _no_price)
+    return cast("Prices", prices)
+
+
+def priced(usage: ModelUsage, prices: Prices) -> Decimal:
+    """What a model run costs, in dollars, exactly.
+
+    Of a model that is only about to be called, with nothing used, it says whether it has a price.
+
+    Raises:
+        TypeError: A function of the user's gives no `Decimal`.
+        ValueError: It gives one that is negative, not finite, or over a billion.
+        UnknownPriceError: There is no price for the model: the function gives `None`, or raises a
+            `LookupError`.
+    """
+    unknown = UnknownPriceError(next(iter(usage.models), ""), usage.provider)
+    try:
+        dollars = prices(usage)
+    except LookupError as error:
+        raise unknown from error
+    if dollars is None:
+        raise unknown
+    if not isinstance(dollars, Decimal):
+        raise TypeError(f"prices must give a Decimal of dollars, or None, not {dollars!r}")
+    return checked_dollars("what prices gives", dollars)
+
+
+def cost(usage: ModelUsage, prices: Prices) -> int:
+    """What a model run costs, in microdollars, rounded up once.
+
+    A run that has used nothing, and an answer from LangChain's response cache, cost nothing.
+
+    Raises:
+        TypeError: A function of the user's gives no `Decimal`.
+        ValueError: It gives one that is negative, not finite, or over a billion.
+        UnknownPriceError: There is no price for the model.
+    """
+    if usage.cached or not usage.total_tokens:
+        return 0
+    return microdollars(priced(usage, prices))
+
+
+def highest_cost(usage: ModelUsage, prices: Prices) -> int:
+    """The most that so many tokens can cost, in microdollars.
+
+    Which of them the provider will read from its cache or write to it, or will use to reason, is
+    not known before the call: the dearest is taken.
+
+    Raises:
+        UnknownPriceError: There is no price for the model.
+    """
+    # The list has a model of which reading is dearer, too.
+    read = replace(usage, cache_read_tokens=usage.input_tokens)
+    written = replace(usage, cache_creation_tokens=usage.input_tokens)
+    inputs = (usage, read, written, replace(written, cache_creation_1h_tokens=usage.input_tokens))
+    return max(
+        cost(replace(each, reasoning_tokens=reasoning), prices)
+        for each in inputs
+        for reasoning in (0, usage.output_tokens)
+    )
+
+
+def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | None:
+    """What a model run costs by the price list of genai-prices; `None` if the model is not in it.
+
+    The list comes with that package. Nothing is asked for over the network, unless the application
+    has genai-prices do so; a newer list counts within a minute.
+
+    Args:
+        usage: What the run has used.
+        at: When it ran, with a time zone: some prices change at a date, or with the hour. By
+            default now.
+    """
+    minute = int((time.time() if at is None else at.timestamp()) // 60)
+    for name in usage.models:
+        try:
+            rates = _listed(name, usage.provider, usage.service_tier, usage.speed, minute)
+        except LookupError:
+            continue
+        tokens = {
+            ours: _reached(rates.get(theirs), usage.input_tokens)
+            for ours, theirs in _LISTED.items()
+        }
+        with localcontext(_EXACT):
+            return _total(tokens, usage) + (rates.get("requests_kcount") or 0) / Decimal(1000)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _listed(
+    name: str, provider: str, service_tier: str, speed: str, minute: int
+) -> Mapping[str, Any]:
+    """The prices of a model in genai-prices, by its names for them; kept, since they are slow.
+
+    Raises:
+        LookupError: It has none.
+    """
+    # It takes a while to import, and is needed for costs only.
+    from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415
+
+    snapshot = get_snapshot()
+    found, model = snapshot.find_provider_model(name, None, provider or None, None)
+    # It has no tiers for models that one provider has of another.
+    is_own = any(model is each for each in found.models)
+    context = {"service_tier": service_tier, "speed": speed} if is_own else {}
+    at = datetime.fromtimestamp(minute * 60, UTC)
+    return vars(model.get_prices(at, context))
+
+
+_LISTED = {
+    "input": "input_mtok",
+    "output": "output_mtok",
+    "cache_read": "cache_read_mtok",
+    "cache_creation": "cache_write_mtok",
+    "cache_creation_1h": "cache_write_1h_mtok",
+    "input_audio": "input_audio_mtok",
+    "output_audio": "output_audio_mtok",
+    "reasoning": "output_reasoning_mtok",
+}
+"""The fields of `Price`, and how genai-prices names them."""
+
+
+def _reached(price: Any, input_tokens: int) -> Decimal | None:
+    """A price of genai-prices, for all tokens of a prompt that is so long."""
+    if price is None or isinstance(price, Decimal):
+        return price
+    reached = [tier.price for tier in price.tiers if input_tokens > tier.start]
+    found: Decimal = reached[-1] if reached else price.base
+    return found
+
+
+def _has_list() -> bool:
+    """Whether there is genai-prices. It is loaded now: it would block an event loop later.
+
+    Raises:
+        ModuleNotFoundError: It is there, and what it needs is not.
+    """
+    try:
+        from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415 - it is an extra
+    except ModuleNotFoundError as missing:
+        if str(missing.name).partition(".")[0] != "genai_prices":
+            raise
+        return False
+    get_snapshot()
+    return True
+
+
+def _no_price(_: ModelUsage) -> None:
+    """Stands where there is no list."""
+
+
+def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage) -> Decimal | None:
+    """What a run costs by a table; by other prices where the model is not in it."""
+    for name in usage.models:
+        if name in table:
+            given = vars(table[name]).items()
+            with localcontext(_EXACT):
+                return _total(
+                    {name: None if value is None else Decimal(value) for name, value in given},
+                    usage,
+                )
+    return others(usage)
+
+
+def _total(rates: Mapping[str, Decimal | None], usage: ModelUsage) -> Decimal:
+    """What the tokens cost: what has no price of its own has that of the whole it is part of."""
+    prompt, answer = rates["input"] or Decimal(0), rates["output"] or Decimal(0)
+    written = _or(rates["cache_creation"], prompt)
+    for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
+    for_5m = usage.cache_creation_tokens - for_1h
+    read, sounds = usage.cache_read_tokens, usage.input_audio_tokens
+    spoken, reasoning = usage.output_audio_tokens, usage.reasoning_tokens
+    # Sounds may be cached: their tokens are then in both parts, and never less than paid for.
+    text = max(0, usage.input_tokens - for_1h - for_5m - read - sounds)
+    said = max(0, usage.output_tokens - spoken - reasoning)
+    total = (
+        text * prompt
+        + read * _or(rates["cache_read"], prompt)
+        + for_5m * written
+        + for_1h * _or(rates["cache_creation_1h"], written)
+        + sounds * _or(rates["input_audio"], prompt)
+        + said * answer
+        + spoken * _or(rates["output_audio"], answer)
+        + reasoning * _or(rates["reasoning"], answer)
+    )
+    return total / _PER
+
+
+def _or(rate: Decimal | None, whole: Decimal) -> Decimal:
+    return whole if rate is None else rate

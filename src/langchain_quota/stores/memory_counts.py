@@ -1,0 +1,228 @@
+"""What a `MemoryStore` keeps: counts by key until they expire, and values for a while."""
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Generic, TypeVar
+
+from langchain_quota.decision import ROOT_RUN, RUN
+from langchain_quota.stores import GRACE, REMEMBERED, Metadata, Occupancy, QuotaUsage, idle_time
+from langchain_quota.stores.keys import dimension_of
+
+_PURGED_AT_ONCE = 100
+"""Each operation makes so much room at most, so that none of them has to pay for all."""
+
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class Count:
+    """What is kept under a key.
+
+    Attributes:
+        used: The count, with what is held.
+        limit: The smallest enforced limit when it was last charged; `None` for none.
+        ends: When its window ends; `None` for none.
+        expires: When it is forgotten.
+        holds: What is held, and until when, by the request that holds it.
+        next_end: No lease of them ends before.
+    """
+
+    used: int
+    limit: int | None
+    ends: int | None
+    expires: float
+    holds: dict[str, tuple[int, int]] | None = None
+    next_end: float = math.inf
+
+
+class Counts:
+    """The counts by key; what has expired is removed bit by bit."""
+
+    def __init__(self, max_keys: int, idle: int) -> None:
+        self.max_keys = max_keys
+        self._idle = idle
+        self._counts: dict[str, Count] = {}
+        # Each key is in one of these. Of windows: an entry at a time when it cannot have expired
+        # yet. Of the others: by their last charge, since the idle time is the same for all in it.
+        self._windows: list[tuple[float, str]] = []
+        self._lasting: OrderedDict[str, None] = OrderedDict()
+        self._mirrored: OrderedDict[str, None] = OrderedDict()
+        # Of runs, which are mirrored, too, and kept for a shorter time.
+        self._runs: OrderedDict[str, None] = OrderedDict()
+        # Of root runs, which are mirrored, too, and kept for a time of their own.
+        self._root_runs: OrderedDict[str, None] = OrderedDict()
+        self._by_dimension = {RUN: self._runs, ROOT_RUN: self._root_runs}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How full it is."""
+        return Occupancy(len(self._counts), sum(map(len, self._droppable)), self.max_keys)
+
+    @property
+    def _droppable(self) -> tuple[OrderedDict[str, None], ...]:
+        """The keys whose counts callers mirror; the first go first."""
+        return self._runs, self._root_runs, self._mirrored
+
+    def get(self, key: str, now: float) -> Count | None:
+        """A count, without what was held for longer than agreed; `None` if there is none."""
+        count = self._counts.get(key)
+        if count is None or count.expires <= now:
+            return None
+        if count.holds and count.next_end <= now:
+            for name in [name for name, (_, ends) in count.holds.items() if ends <= now]:
+                count.used = max(0, count.used - count.holds.pop(name)[0])
+            count.next_end = min((ends for _, ends in count.holds.values()), default=math.inf)
+        return count
+
+    def hold(self, key: str, name: str, amount: int, ends: int) -> None:
+        """Note that a request only holds so much of what it has just charged.
+
+        Args:
+            key: Where.
+            name: The request.
+            amount: How much; it is added to what the request holds there already.
+            ends: When its lease ends.
+        """
+        count = self._counts[key]
+        count.holds = count.holds or {}
+        held, last = count.holds.get(name, (0, ends))
+        count.holds[name] = (held + amount, max(ends, last))
+        count.next_end = min(ends, count.next_end)
+
+    def give_back(self, key: str, name: str, now: float, most: int | None = None) -> None:
+        """Give back what a request still holds, or so much of it at most."""
+        count = self.get(key, now)
+        if count is not None and count.holds and name in count.holds:
+            held, ends = count.holds.pop(name)
+            amount = held if most is None else min(held, most)
+            count.used = max(0, count.used - amount)
+            if held > amount:
+                count.holds[name] = (held - amount, ends)
+
+    def forget_holds(self, key: str) -> None:
+        """Forget what is held of a count that becomes 0: nobody can give it back any more."""
+        count = self._counts.get(key)
+        if count is not None:
+            count.holds, count.next_end = None, math.inf
+
+    def use(self, key: str, now: float) -> QuotaUsage | None:
+        """What is told of a count; `None` if there is none."""
+        count = self.get(key, now)
+        return None if count is None else QuotaUsage(key, count.used, count.limit, count.ends)
+
+    def matching(self, pattern: str) -> list[str]:
+        """The keys that match a glob pattern, sorted."""
+        return sorted(key for key in self._counts if fnmatchcase(key, pattern))
+
+    def put(
+        self, key: str, used: int, ends: int | None, now: float, beside: Metadata | None = None
+    ) -> None:
+        """Write a count; only a charge changes its limit, and whether it is mirrored."""
+        kept, live = self._counts.get(key), self.get(key, now)
+        limit = None if live is None else live.limit
+        mirrored = key in self._mirrored
+        if beside is not None:
+            limit, mirrored = beside.limit, beside.mirrored
+        expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
+        if kept is not None:
+            # Never earlier, so that the entry that is there stays right.
+            expires = max(expires, kept.expires)
+        if kept is None and ends is not None:
+            heapq.heappush(self._windows, (expires, key))
+        elif (runs := self._by_dimension.get(dimension_of(key))) is not None:
+            runs[key] = None
+            runs.move_to_end(key)
+        elif kept is None or key in self._lasting or key in self._mirrored:
+            self._lasting.pop(key, None)
+            self._mirrored.pop(key, None)
+            (self._mirrored if mirrored else self._lasting)[key] = None
+        count = self._counts[key] = Count(used, limit, ends, expires)
+        if live is not None and live.holds:
+            count.holds, count.next_end = live.holds, live.next_end
+
+    def make_room(self, keys: Collection[str], now: float) -> bool:
+        """Remove what has expired: some of it, and more if keys would not fit.
+
+        If they still do not fit, the counts go that callers mirror, as many as have to.
+
+        Returns:
+            Whether the keys fit now.
+        """
+        for _ in range(_PURGED_AT_ONCE):
+            if not self._purge(now):
+                break
+        while (excess := self._excess(keys)) > 0 and self._purge(now):
+            pass
+        if excess <= 0:
+            return True
+        droppable = self._droppable
+        wanted = {key for key in keys for others in droppable if key in others}
+        if excess > sum(map(len, droppable)) - len(wanted):
+            return False
+        for others in droppable:
+            for key in [*wanted & others.keys()]:
+                others.move_to_end(key)
+            while excess > 0 and others and (oldest := next(iter(others))) not in wanted:
+                del others[oldest], self._counts[oldest]
+                excess -= 1
+        return True
+
+    def _excess(self, keys: Collection[str]) -> int:
+        """How many counts there would be too many."""
+        new = {key for key in keys if key not in self._counts}
+        return len(self._counts) + len(new) - self.max_keys
+
+    def _purge(self, now: float) -> bool:
+        """Look at a count that may have expired; whether there was one."""
+        if self._windows and self._windows[0][0] <= now:
+            key = self._windows[0][1]
+            expires = self._counts[key].expires
+            if expires <= now:
+                heapq.heappop(self._windows)
+                del self._counts[key]
+            else:  # charged since
+                heapq.heapreplace(self._windows, (expires, key))
+            return True
+        for others in (self._runs, self._root_runs, self._lasting, self._mirrored):
+            oldest = next(iter(others), None)
+            if oldest is not None and self._counts[oldest].expires <= now:
+                del others[oldest], self._counts[oldest]
+                return True
+        return False
+
+
+class Recent(Generic[V]):
+    """Remembers values for a while, the latest of them.
+
+    Args:
+        most: How many.
+        seconds: How long.
+    """
+
+    def __init__(self, most: int, seconds: int = REMEMBERED) -> None:
+        self._most = most
+        self._seconds = seconds
+        self._values: OrderedDict[str, tuple[V, float]] = OrderedDict()
+
+    def get(self, name: str, now: float) -> V | None:
+        """What is remembered under a name."""
+        value, expires = self._values.get(name, (None, now))
+        return None if expires <= now else value
+
+    def put(self, name: str, value: V, now: float) -> None:
+        """Remember a value."""
+        self._values[name] = (value, now + self._seconds)
+        self._values.move_to_end(name)
+        while len(self._values) > self._most or next(iter(self._values.values()))[1] <= now:
+            self._values.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """Forget what is remembered under a name."""
+        self._values.pop(name, None)

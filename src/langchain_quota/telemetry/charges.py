@@ -1,0 +1,234 @@
+"""What becomes of charges that are no decisions: what is charged later, given back, or spent."""
+
+import logging
+import warnings
+from collections.abc import Sequence
+
+from opentelemetry.trace import Span
+
+from langchain_quota.decision import (
+    Call,
+    Decision,
+    Level,
+    LimitStatus,
+    Outcome,
+    Refund,
+    Scope,
+    Unit,
+)
+from langchain_quota.errors import QuotaWarning
+from langchain_quota.telemetry.instruments import Instruments
+from langchain_quota.telemetry.labels import UNNAMED, agent_label, label, own_label
+from langchain_quota.telemetry.logs import log_crossing, log_refusal
+from langchain_quota.telemetry.metrics import Exemplar
+from langchain_quota.telemetry.reruns import RecentTasks
+from langchain_quota.telemetry.tracing import exemplar
+
+logger = logging.getLogger("langchain_quota")
+
+Spent = tuple[str, Unit, int]
+"""The name of a limit, its unit, and how much a model run has spent of it, from 0."""
+
+_REPORT_IT = (
+    "ChatOpenAI with a base_url, or with an HTTP client of your own, reports it while it streams "
+    "with stream_usage=True"
+)
+_PRICE_IT = (
+    "name the model with model=, or give its price with prices=. Others are only counted, "
+    "in langchain_quota_unknown_prices_total"
+)
+
+
+class ChargeRecorder:
+    """Makes charges visible that are no part of a decision.
+
+    Args:
+        instruments: What they are counted in.
+
+    Attributes:
+        near: The used share from which a limit without a share of its own is near.
+    """
+
+    def __init__(self, instruments: Instruments) -> None:
+        self.near = instruments.settings.near
+        self._thread_label = instruments.settings.thread_label
+        self._metrics = instruments.metrics
+        self._models = instruments.models
+        self._usage = instruments.usage
+        self._failed = instruments.failures.record
+        self._tasks = RecentTasks()
+        # By agent and model; labels of models are bounded.
+        self._warned: set[tuple[str, str, str]] = set()
+
+    def record_charge(
+        self,
+        call: Call,
+        status: LimitStatus,
+        *,
+        is_call: bool = True,
+        task_id: str | None = None,
+    ) -> None:
+        """Make visible that a call which was let through before is charged to a limit now.
+
+        Args:
+            call: The call.
+            status: The limit, with the charge.
+            is_call: Whether the call itself is charged, and not what was used beside it.
+            task_id: Names the work that is done once, though it may be repeated.
+        """
+        if self._tasks.seen(task_id):
+            return
+        agent, thread = self._labels(call.agent, call.thread_id)
+        shown = self._exemplar(None)
+        try:
+            self._metrics.charged(agent, status, call.amount if is_call else 0, shown)
+        except Exception as error:
+            self._failed("metrics", error)
+        self._tell(status, agent, thread)
+        try:
+            charged = Decision(call, Outcome.ALLOWED, (status,))
+            self._usage.record(agent, thread, [charged])
+        except Exception as error:
+            self._failed("threads", error)
+
+    def record_refunds(self, refunds: Sequence[Refund]) -> None:
+        """Take charges of one agent's calls, on one thread, back from what was counted."""
+        if not refunds:
+            return
+        agent, thread = self._labels(refunds[0].call.agent, refunds[0].call.thread_id)
+        for refund in refunds:
+            try:
+                self._metrics.refunded(agent, refund.limit, refund.call.amount)
+            except Exception as error:
+                self._failed("metrics", error)
+            try:
+                if thread is not None:
+                    self._usage.refund(agent, thread, refund.limit, refund.call.amount)
+            except Exception as error:
+                self._failed("threads", error)
+
+    def record_spent(
+        self,
+        agent: str | None,
+        thread_id: object,
+        spent: Sequence[Spent],
+        *,
+        model: str | None,
+        estimated: bool = False,
+    ) -> None:
+        """Count what a model run has spent, once for each run.
+
+        How the limits stand after it is told by `record_charge`.
+
+        Args:
+            agent: The name of the agent that is charged, if it has one.
+            thread_id: The thread; `None` for none.
+            spent: How much of which limit.
+            model: The model's name, as its provider gives it; `None` if it is not known.
+            estimated: Whether the amounts are estimated, because the provider reported none.
+        """
+        name, thread = self._labels(agent, thread_id)
+        try:
+            shown = self._models.label(model)
+            self._metrics.model_run(name, shown, estimated=estimated)
+            for limit, unit, amount in spent:
+                self._metrics.spend(name, limit, unit, shown, amount)
+        except Exception as error:
+            self._failed("metrics", error)
+        try:
+            if thread is not None:
+                self._usage.spend(name, thread, spent)
+        except Exception as error:
+            self._failed("threads", error)
+
+    def record_unknown_price(self, agent: str | None, model: str | None) -> None:
+        """Count a model call that has no price; the first of a model is logged."""
+        name, _ = self._labels(agent, None)
+        try:
+            shown = self._models.label(model)
+            self._metrics.unknown_price(name, shown)
+        except Exception as error:
+            self._failed("metrics", error)
+        try:
+            shown = self._models.label(model)
+            if self._is_first("price", name, shown):
+                logger.warning("model %r in agent %r has no price: %s", shown, name, _PRICE_IT)
+        except Exception as error:
+            self._failed("observer", error)
+
+    def warn_of_estimate(self, model: str) -> None:
+        """Warn, once for each model, that its tokens are estimated: its provider reports none.
+
+        Those of a run that was cut off are only counted as estimated. Where warnings are errors,
+        it is logged: the answer is paid, and an error would lose it.
+
+        Args:
+            model: The model's name, as its provider gives it.
+        """
+        shown = self._models.label(model)
+        if self._is_first("usage", "", shown):
+            try:
+                warnings.warn(
+                    f"model {shown!r} reports no usage: its tokens are estimated. {_REPORT_IT}",
+                    QuotaWarning,
+                    stacklevel=2,
+                )
+            except QuotaWarning:
+                logger.warning(
+                    "model %r reports no usage: its tokens are estimated. %s", shown, _REPORT_IT
+                )
+
+    def _is_first(self, what: str, agent: str, model: str) -> bool:
+        """Whether it is to be logged: once for each agent and model."""
+        known = (what, agent, model)
+        if known in self._warned:
+            return False
+        self._warned.add(known)
+        return True
+
+    def _labels(self, agent: str | None, thread_id: object) -> tuple[str, str | None]:
+        """The labels of an agent and, if there is one, a thread."""
+        name, thread = UNNAMED, None
+        try:
+            name = agent_label(agent)
+        except Exception as error:
+            self._failed("metrics", error)
+        try:
+            if thread_id is not None:
+                own = self._thread_label
+                thread = (
+                    label(thread_id) if own is None else own_label(own, thread_id, "thread_label")
+                )
+        except Exception as error:
+            self._failed("thread_label", error)
+        return name, thread
+
+    def _exemplar(self, span: Span | None) -> Exemplar:
+        try:
+            return exemplar(span)
+        except Exception as error:
+            self._failed("tracing", error)
+            return None
+
+    def _tell(self, status: LimitStatus, agent: str, thread: str | None) -> None:
+        """Log a refusal; count and log the thresholds that a charge has crossed."""
+        if status.refusal_scope is not None:
+            try:
+                log_refusal(status, status.refusal_scope, agent, thread)
+            except Exception as error:
+                self._failed("observer", error)
+        threshold_events: Sequence[tuple[Scope, Level]] = ()
+        try:
+            threshold_events = status.threshold_events(self.near)
+        except Exception as error:
+            self._failed("metrics", error)
+        for scope, reached in threshold_events:
+            try:
+                self._metrics.crossed(agent, status.limit, scope, reached)
+            except Exception as error:
+                self._failed("metrics", error)
+            # A handler or filter that raises is somebody who looks on.
+            try:
+                log_crossing(status, scope, reached, agent, thread)
+            except Exception as error:
+                self._failed("observer", error)

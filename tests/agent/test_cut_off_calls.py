@@ -1,0 +1,203 @@
+"""Model calls of which nobody hears the end: what is charged for them, and what stays held."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from decimal import Decimal
+from threading import Event
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware.types import ModelRequest
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.outputs import ChatGenerationChunk
+
+from langchain_quota import CostLimit, MemoryStore, Quota, QuotaMiddleware, TokenLimit
+from langchain_quota.resolved import LEASE
+from langchain_quota.testing import ScriptedChatModel
+from tests.agent.shared import Clock, FickleStore, counts
+from tests.conftest import Signals
+
+TOKENS = "model.total_tokens:global:"
+MONEY = "model.microdollars:global:"
+ASKED: Any = {"messages": [("user", "Hi!")]}
+
+
+class Streamed(ScriptedChatModel):
+    """Streams a word, and then waits to be told to go on."""
+
+    begun: Any = None
+    go_on: Any = None
+
+    def _stream(self, *_: Any, **__: Any) -> Iterator[Any]:
+        yield ChatGenerationChunk(message=AIMessageChunk(content="Good "))
+        assert self.go_on.wait(60)
+        used: Any = {"input_tokens": 39, "output_tokens": 1, "total_tokens": 40}
+        yield ChatGenerationChunk(message=AIMessageChunk(content="day.", usage_metadata=used))
+
+    async def _astream(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield ChatGenerationChunk(message=AIMessageChunk(content="Good "))
+        if self.begun is not None:
+            self.begun.set()
+        await asyncio.sleep(3600)
+
+
+class Scene:
+    """A model under budgets of tokens and money in a store whose clock a test sets."""
+
+    def __init__(self, signals: Signals, model: Any, *, reserve: int | None = 500) -> None:
+        self.clock = Clock()
+        self.store = MemoryStore(clock=self.clock)
+        money = None if reserve is None else f"0.{reserve:06}"
+        self.quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
+            [
+                TokenLimit(quotas=[Quota(10_000, per="global")], reserve=reserve),
+                CostLimit(quotas=[Quota(1, per="global")], reserve=money),
+            ],
+            store=FickleStore(self.store),
+            prices=lambda used: Decimal(used.total_tokens) / 10**6,
+            telemetry=signals.telemetry,
+        )
+        self.agent = create_agent(model, middleware=[self.quota])
+
+    def charged(self) -> dict[str, int]:
+        """What is charged when all leases are over."""
+        self.clock.now += LEASE + 2
+        return counts(self.store)
+
+
+async def test_a_stream_that_is_left_is_charged_what_was_held(signals: Signals) -> None:
+    """Who leaves a stream in the middle has its reserve charged: nobody reports what was used."""
+    scene = Scene(signals, Streamed(script=[]))
+    stream = scene.agent.astream(ASKED, stream_mode="messages")
+    async for _ in stream:
+        break
+    assert counts(scene.store) == {TOKENS: 500, MONEY: 500}
+    await stream.aclose()  # type: ignore[attr-defined]
+
+    assert scene.charged() == {TOKENS: 500, MONEY: 500}
+
+
+async def test_a_stream_that_is_cancelled_is_charged_what_was_held(signals: Signals) -> None:
+    """A task that is cancelled in the middle of a stream has its reserve charged."""
+    model = Streamed(script=[], begun=asyncio.Event())
+    scene = Scene(signals, model)
+
+    async def read() -> None:
+        async for _ in scene.agent.astream(ASKED, stream_mode="messages"):
+            pass
+
+    reading = asyncio.create_task(read())
+    await asyncio.wait_for(model.begun.wait(), 60)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+    assert scene.charged() == {TOKENS: 500, MONEY: 500}
+
+
+async def test_without_a_reserve_what_has_arrived_is_estimated(signals: Signals) -> None:
+    """With nothing but the least amount held, a stream that is left is charged an estimate."""
+    scene = Scene(signals, Streamed(script=[]), reserve=None)
+    stream = scene.agent.astream(ASKED, stream_mode="messages")
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+
+    charged = scene.charged()
+    assert 1 < charged[TOKENS] < 100
+    assert charged[MONEY] == charged[TOKENS]
+
+
+def test_a_sync_stream_that_is_closed_is_charged_in_full(signals: Signals) -> None:
+    """LangGraph lets a sync call run to its end: it is charged what it has used."""
+    model = Streamed(script=[], go_on=Event())
+    scene = Scene(signals, model)
+    stream: Any = scene.agent.stream(ASKED, stream_mode="messages")
+    next(stream)
+    model.go_on.set()
+    stream.close()
+
+    assert scene.charged() == {TOKENS: 40, MONEY: 40}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupted_call_is_charged_what_was_held(
+    signals: Signals, error: type[BaseException]
+) -> None:
+    """After Ctrl-C, or a timeout, a call may have been served: its reserve is charged."""
+    scene = Scene(signals, ScriptedChatModel(script=[error()]))
+
+    with pytest.raises(error):
+        scene.agent.invoke(ASKED)
+
+    assert scene.charged() == {TOKENS: 500, MONEY: 500}
+
+
+def test_a_refused_call_costs_nothing(signals: Signals) -> None:
+    """A request that a provider refuses is not served: what it held is given back."""
+
+    class RateLimitError(Exception):
+        status_code = 429
+
+    scene = Scene(signals, ScriptedChatModel(script=[RateLimitError()]))
+
+    with pytest.raises(RateLimitError):
+        scene.agent.invoke(ASKED)
+
+    assert scene.charged() == {}
+
+
+def test_a_call_whose_event_loop_ends_is_cancelled_and_charged(signals: Signals) -> None:
+    """`asyncio.run` cancels what still runs when it ends: a call's reserve is charged then."""
+    scene = Scene(signals, Streamed(script=[]))
+
+    async def main() -> asyncio.Task[Any]:
+        begun = asyncio.Event()
+        model = Streamed(script=[], begun=begun)
+        agent: Any = create_agent(model, middleware=[scene.quota])
+
+        async def read() -> None:
+            async for _ in agent.astream(ASKED, stream_mode="messages"):
+                pass
+
+        running = asyncio.create_task(read())
+        await asyncio.wait_for(begun.wait(), 60)
+        return running
+
+    assert asyncio.run(main()).cancelled()
+    assert scene.charged() == {TOKENS: 500, MONEY: 500}
+
+
+def test_a_call_whose_event_loop_is_gone_is_charged_with_the_next(signals: Signals) -> None:
+    """Where nothing can be awaited any more, the next call of this process charges the reserve."""
+    scene = Scene(signals, ScriptedChatModel(script=[_answer(60)]))
+    loop = asyncio.new_event_loop()
+    begun = asyncio.Event()
+    model = Streamed(script=[], begun=begun)
+    request: Any = ModelRequest(model=model, messages=[HumanMessage("Hi!")], state={"messages": []})
+
+    async def handler(given: Any) -> Any:
+        async for _ in given.model.astream(given.messages):
+            pass
+
+    called: Any = scene.quota.awrap_model_call(request, handler)
+    running = loop.create_task(called)
+    loop.run_until_complete(asyncio.wait_for(begun.wait(), 60))
+    # Nobody runs the loop again, nor what waits in it.
+    running._log_destroy_pending = False  # type: ignore[attr-defined]
+    called.close()
+    loop.close()
+    del running, called
+    gc.collect()
+    assert scene.charged() == {}
+
+    scene.agent.invoke(ASKED)
+
+    assert scene.charged() == {TOKENS: 560, MONEY: 560}
+
+
+def _answer(tokens: int) -> AIMessage:
+    used: Any = {"input_tokens": tokens - 1, "output_tokens": 1, "total_tokens": tokens}
+    return AIMessage("Hello.", usage_metadata=used)

@@ -1,0 +1,691 @@
+"""Budgets in a store: amounts are held during a call, and then replaced by what it has used."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, hook_config
+from langchain.agents.middleware.types import ModelRequest
+from langchain.agents.structured_output import ToolStrategy
+from langchain_core.messages import AIMessage
+from langchain_core.tools import StructuredTool
+from pydantic import BaseModel
+
+from langchain_quota import (
+    CostLimit,
+    InlineQuotaMiddleware,
+    MemoryStore,
+    ModelCallLimitExceededError,
+    Outcome,
+    Quota,
+    QuotaMiddleware,
+    TokenLimit,
+)
+from langchain_quota.estimates import usage_bound
+from langchain_quota.limits import Limit
+from langchain_quota.model_usage import ModelUsage
+from langchain_quota.prices import Price, resolve_prices
+from langchain_quota.resolved import LEASE
+from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.agent.conftest import Form, both_forms
+from tests.agent.rules import Middleware, recording
+from tests.agent.shared import (
+    ANN,
+    DAY,
+    NOON,
+    TODAY,
+    Clock,
+    FickleStore,
+    SharedScene,
+    counts,
+    quota,
+    run_counts,
+)
+from tests.conftest import Signals, needs_inline
+
+TOTAL = "model.total_tokens"
+EITHER = pytest.mark.parametrize(
+    "kind", [QuotaMiddleware, pytest.param(InlineQuotaMiddleware, marks=needs_inline)]
+)
+GLOBAL = f"{TOTAL}:global:"
+ASKED: Any = {"messages": [("user", "Hi!")]}
+
+
+def answer(tokens: int, *calls: str) -> AIMessage:
+    """An answer that has cost so many tokens."""
+    used: Any = {"input_tokens": tokens - 1, "output_tokens": 1, "total_tokens": tokens}
+    called = [{"name": name, "args": {}, "id": f"{name}-{tokens}"} for name in calls]
+    return AIMessage("Hello.", usage_metadata=used, tool_calls=called)
+
+
+class ProviderError(Exception):
+    """The model's provider fails."""
+
+
+class During(AgentMiddleware):
+    """Does something while a model call is made."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        super().__init__()
+        self.do = do
+
+    def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
+        response = handler(request)
+        self.do()
+        return response
+
+    async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
+        response = await handler(request)
+        self.do()
+        return response
+
+
+def scene_of(
+    signals: Signals,
+    script: Any,
+    *limits: Limit,
+    store: Any,
+    beside: list[Middleware] | None = None,
+    clock: Clock | None = None,
+    form: Form = "async",
+    **options: Any,
+) -> SharedScene:
+    made = quota(signals, *limits, store=store, clock=clock, **options)
+    return SharedScene(signals, script, [made, *(beside or [])], form=form)
+
+
+def last(scene: SharedScene) -> str:
+    return str(scene.state()["messages"][-1].text)
+
+
+@both_forms
+async def test_what_is_held_becomes_what_was_used(signals: Signals, form: Form) -> None:
+    """During a call one token is held of each budget; afterwards what it used is charged."""
+    store, seen = MemoryStore(clock=lambda: NOON), list[dict[str, int]]()
+    limit = TokenLimit(
+        run_limit=1000, thread_limit=1000, quotas=[Quota(1000, per="user_id", window=DAY)]
+    )
+    scene = scene_of(
+        signals,
+        [answer(60, "search"), answer(40)],
+        limit,
+        store=store,
+        beside=[During(lambda: seen.append(counts(store)))],
+        form=form,
+    )
+
+    await scene.turn(context=ANN)
+
+    keys = (f"{TOTAL}:thread:thread-1", f"{TOTAL}:user_id:ann:{TODAY}")
+    assert seen == [dict.fromkeys(keys, 1), dict.fromkeys(keys, 61)]
+    assert counts(store) == dict.fromkeys(keys, 100)
+    assert run_counts(store, TOTAL) == [100]
+
+
+async def test_agents_share_a_budget(signals: Signals) -> None:
+    """What one agent has used another one has not: at nothing left each of them is refused."""
+    store = MemoryStore(clock=lambda: NOON)
+    limit = TokenLimit(quotas=[Quota(100, per="global")])
+    first = scene_of(signals, [answer(99), answer(5)], limit, store=store)
+    second = scene_of(signals, [answer(30)], limit, store=store)
+
+    await first.turn()
+    await second.turn()
+    await first.turn()
+
+    assert counts(store) == {GLOBAL: 129}
+    assert last(second) == "Hello."
+    assert last(first) == "Token limits exceeded: global limit (129/100 tokens)"
+
+
+@both_forms
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_root_run_has_one_budget(*, lost: bool, form: Form, signals: Signals) -> None:
+    """What a sub-agent has used its caller has not, though a store loses the count meanwhile."""
+    store = FickleStore(MemoryStore(clock=lambda: NOON))
+
+    def during() -> None:
+        if lost:
+            store.kept = MemoryStore(clock=lambda: NOON)
+
+    limit = TokenLimit(quotas=[Quota(100, per="root_run")])
+    scripted = ScriptedChatModel(script=[answer(30), answer(5)])
+    beside = [quota(signals, limit, store=store), During(during)]
+    child = create_agent(scripted, middleware=beside, name="child")
+
+    def ask() -> str:
+        return str(child.invoke(ASKED)["messages"][-1].text)
+
+    script = [answer(60, "ask"), answer(20, "ask"), answer(5)]
+    agent = create_agent(
+        ScriptedChatModel(script=script),
+        [StructuredTool.from_function(ask, description="Ask.")],
+        middleware=[quota(signals, limit, store=store)],
+    )
+    done = agent.invoke(ASKED) if form == "sync" else await agent.ainvoke(ASKED)
+
+    refused = "Token limits exceeded: root_run limit (110/100 tokens)"
+    assert [each.text for each in done["messages"] if each.type == "tool"] == ["Hello.", refused]
+    assert done["messages"][-1].text == refused
+    assert [each.used for each in store.usages(f"{TOTAL}:root_run:*")] == [110]
+
+
+async def test_a_true_reserve_is_never_exceeded(signals: Signals) -> None:
+    """Of many runs at once so many are let through as fit with what each reserves."""
+    store = MemoryStore(clock=lambda: NOON)
+    all_in = asyncio.Barrier(4)
+
+    class Together(AgentMiddleware):
+        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+            await asyncio.wait_for(all_in.wait(), 60)
+            return await handler(request)
+
+    limit = TokenLimit(quotas=[Quota(100, per="global")], reserve=25)
+    made = quota(signals, limit, store=store)
+    model = ScriptedChatModel(script=lambda _: answer(20))
+    agent = create_agent(model, middleware=[made, Together()])
+
+    results = await asyncio.gather(*(agent.ainvoke(ASKED) for _ in range(10)))
+
+    ran = [each["messages"][-1].text == "Hello." for each in results]
+    assert sum(ran) == 4
+    assert counts(store) == {GLOBAL: 80}
+
+
+async def test_limits_on_one_count_hold_the_most_that_one_reserves(signals: Signals) -> None:
+    """Two limits on the same tokens hold the larger reserve, once."""
+    store, seen = MemoryStore(clock=lambda: NOON), list[dict[str, int]]()
+    limits = [
+        TokenLimit(quotas=[Quota(1000, per="global")], reserve=25),
+        TokenLimit(quotas=[Quota(500, per="global")], reserve=70, name="other"),
+    ]
+    during = During(lambda: seen.append(counts(store)))
+    scene = scene_of(signals, [answer(5)], *limits, store=store, beside=[during])
+
+    await scene.turn()
+
+    assert seen == [{GLOBAL: 70}]
+    assert counts(store) == {GLOBAL: 5}
+
+
+@pytest.mark.parametrize("reserve", [70, lambda _: 70], ids=["number", "function"])
+@pytest.mark.parametrize("enforce", [True, False])
+async def test_a_reserve_refuses_for_its_own_limit_only(
+    signals: Signals, *, reserve: Any, enforce: bool
+) -> None:
+    """A limit on the same tokens is judged by its own reserve; one on trial holds nothing."""
+    store, seen = MemoryStore(clock=lambda: NOON), list[dict[str, int]]()
+    limits = [
+        TokenLimit(quotas=[Quota(50, per="global")], run_limit=30),
+        TokenLimit(
+            quotas=[Quota(100, per="global")], reserve=reserve, enforce=enforce, name="other"
+        ),
+    ]
+    during = During(lambda: seen.append(counts(store)))
+    script = [answer(10, "search"), answer(15, "search"), answer(10), answer(1)]
+    scene = scene_of(signals, script, *limits, store=store, beside=[during])
+
+    with captured_decisions() as decisions:
+        await scene.turn()
+        await scene.turn()
+
+    held = 70 if enforce else 1
+    assert [each[GLOBAL] for each in seen][:2] == [held, 10 + held]
+    if enforce:
+        assert last(scene) == (
+            "Token limits exceeded: global limit (35/100 tokens, the call may need 70)"
+        )
+        return
+    assert last(scene) == "Hello."
+    outcomes = [each.outcome for each in decisions if each.call.kind == "model"]
+    assert outcomes == [*[Outcome.ALLOWED] * 3, Outcome.WOULD_BLOCK]
+
+
+async def test_a_window_that_ends_during_a_call_is_charged(signals: Signals) -> None:
+    """What was used is charged to the window in which the call was let through, and no other."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+
+    class Waits(AgentMiddleware):
+        def before_model(self, state: Any, runtime: Any) -> None:
+            clock.now += DAY.total_seconds() / 2 + 60
+
+    limit = TokenLimit(quotas=[Quota(1000, per="global", window=DAY)])
+    scene = scene_of(signals, [answer(60)], limit, store=store, clock=clock, beside=[Waits()])
+
+    await scene.turn()
+
+    assert counts(store) == {f"{GLOBAL}:{TODAY}": 60}
+
+
+@both_forms
+async def test_a_failed_call_is_charged_what_it_has_used(signals: Signals, form: Form) -> None:
+    """A call that raises gives back what it held, and is charged the runs that were paid."""
+    store = MemoryStore(clock=lambda: NOON)
+
+    def fail() -> None:
+        raise ProviderError
+
+    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=500)
+    for script, used in (([answer(60)], {GLOBAL: 60}), ([ProviderError()], {GLOBAL: 60})):
+        scene = scene_of(signals, script, limit, store=store, beside=[During(fail)], form=form)
+        with pytest.raises(ProviderError):
+            await scene.turn()
+        assert counts(store) == used
+
+
+@pytest.mark.parametrize("reserve", [500, None])
+async def test_a_cancelled_call_is_charged_what_was_held(
+    signals: Signals, reserve: int | None
+) -> None:
+    """Nobody reports what a cancelled call has used: it is charged its reserve, or an estimate."""
+    store, began = MemoryStore(clock=lambda: NOON), asyncio.Event()
+
+    class Slow(ScriptedChatModel):
+        async def _agenerate(self, *_: Any, **__: Any) -> Any:
+            began.set()
+            await asyncio.sleep(3600)
+
+    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=reserve)
+    made = quota(signals, limit, store=store)
+    running = asyncio.create_task(create_agent(Slow(script=[]), middleware=[made]).ainvoke(ASKED))
+    await asyncio.wait_for(began.wait(), 60)
+    assert counts(store) == {GLOBAL: reserve or 1}
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    charged = counts(store)[GLOBAL]
+    assert charged == reserve if reserve else 1 < charged < 100
+
+
+async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:
+    """A call of which nobody hears again holds its amount until the lease is over."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=500)
+    seen: list[dict[str, int]] = []
+
+    def lasts() -> None:
+        clock.now += LEASE - 1
+        seen.append(counts(store))
+        clock.now += 3
+        seen.append(counts(store))
+
+    scene = scene_of(signals, [answer(60)], limit, store=store, clock=clock, beside=[During(lasts)])
+
+    await scene.turn()
+
+    assert seen == [{GLOBAL: 500}, {}]
+
+
+async def test_a_call_that_outlasts_its_lease_is_charged(signals: Signals) -> None:
+    """What a call held too long may be used by others meanwhile; it is charged all the same."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limit = TokenLimit(quotas=[Quota(100, per="global")], reserve=60)
+
+    def lasts() -> None:
+        clock.now += LEASE + 2
+        assert counts(store) == {}
+        made = quota(signals, limit, store=store, clock=clock)
+        other = create_agent(ScriptedChatModel(script=[answer(60)]), middleware=[made])
+        # It is no part of this call.
+        Context().run(other.invoke, ASKED)
+
+    scene = scene_of(signals, [answer(55)], limit, store=store, clock=clock, beside=[During(lasts)])
+
+    await scene.turn()
+
+    assert counts(store) == {GLOBAL: 115}
+
+
+async def test_a_reset_during_a_call_leaves_what_it_uses(signals: Signals) -> None:
+    """A reset gives back what was used and held so far; the call is charged when it is done."""
+    store = MemoryStore(clock=lambda: NOON)
+    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=300)
+    during = During(lambda: store.reset([GLOBAL]))
+    scene = scene_of(signals, [answer(60), answer(7)], limit, store=store, beside=[during])
+
+    await scene.turn()
+    assert counts(store) == {GLOBAL: 60}
+    await scene.turn()
+    assert counts(store) == {GLOBAL: 7}
+
+
+async def test_a_window_that_ends_before_the_bound_is_known_is_left(signals: Signals) -> None:
+    """With a bound, the window in which it is asked for is charged, and the one before is not."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+
+    class Waits(AgentMiddleware):
+        def before_model(self, state: Any, runtime: Any) -> None:
+            assert counts(store) == {f"{GLOBAL}:{TODAY}": 1}
+            clock.now += DAY.total_seconds()
+
+    quotas = [Quota(1000, per="global", window=DAY)]
+    limit = TokenLimit(quotas=quotas, reserve=lambda _: 300)
+    scene = scene_of(signals, [answer(60)], limit, store=store, clock=clock, beside=[Waits()])
+
+    await scene.turn()
+
+    assert counts(store) == {f"{GLOBAL}:86400:20455": 60}
+
+
+async def test_a_call_that_is_not_made_gives_back_what_it_held(signals: Signals) -> None:
+    """Where another middleware leads the run elsewhere, the next call gives back what was held."""
+    store = MemoryStore(clock=lambda: NOON)
+
+    class Elsewhere(AgentMiddleware):
+        jumped = False
+
+        @hook_config(can_jump_to=["tools", "model"])
+        def before_model(self, state: Any, runtime: Any) -> Any:
+            if not self.jumped:
+                self.jumped = True
+                return {"jump_to": "model"}
+            return None
+
+    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=600)
+    scene = scene_of(signals, [answer(60)], limit, store=store, beside=[Elsewhere()])
+
+    await scene.turn()
+
+    assert counts(store) == {GLOBAL: 60}
+    assert last(scene) == "Hello."
+
+
+@EITHER
+async def test_a_step_that_runs_again_is_charged_again(
+    signals: Signals, kind: type[QuotaMiddleware[Any, Any]]
+) -> None:
+    """A run that goes on behind a failed call is charged both calls, and holds for the second."""
+    store, fails, seen = MemoryStore(), [True], list[dict[str, int]]()
+
+    def fail() -> None:
+        seen.append(counts(store))
+        if fails:
+            fails.clear()
+            raise ProviderError
+
+    limit = TokenLimit(run_limit=1000, quotas=[Quota(1000, per="global")], reserve=5)
+    made = kind([limit], store=store, telemetry=signals.telemetry)
+    scene = SharedScene(signals, [answer(60), answer(40)], [made, During(fail)])
+
+    with pytest.raises(ProviderError):
+        await scene.turn()
+    await scene.go_on()
+
+    assert seen == [{GLOBAL: 5}, {GLOBAL: 65}]
+    assert counts(store) == {GLOBAL: 100}
+    assert run_counts(store, TOTAL) == [100]
+    assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 100}
+
+
+@both_forms
+async def test_an_outage_denies(signals: Signals, form: Form) -> None:
+    """While the store does not answer, no model call is made, and nothing is charged."""
+    store = FickleStore(MemoryStore(clock=lambda: NOON))
+    store.down = True
+    limit = TokenLimit(quotas=[Quota(1000, per="global")])
+    scene = scene_of(signals, [answer(60)], limit, store=store, form=form)
+
+    await scene.turn()
+
+    assert last(scene) == "Token limit could not be checked: try again later."
+    store.down = False
+    await scene.turn()
+    assert counts(store) == {GLOBAL: 60}
+
+
+@both_forms
+@pytest.mark.parametrize("hears", [False, True])
+async def test_an_outage_allows_and_is_charged_later(
+    signals: Signals, form: Form, *, hears: bool
+) -> None:
+    """With `"allow"` calls are made, and what they have used is charged when the store is back."""
+    store = FickleStore(MemoryStore(clock=lambda: NOON))
+    store.down, store.hears = True, hears
+    limit = TokenLimit(thread_limit=1000, quotas=[Quota(1000, per="global")], reserve=300)
+    scene = scene_of(
+        signals, [answer(60), answer(7)], limit, store=store, form=form, on_store_error="allow"
+    )
+
+    await scene.turn()
+    store.down = False
+    await scene.turn()
+
+    assert counts(store) == {GLOBAL: 67, f"{TOTAL}:thread:thread-1": 67}
+    assert scene.state()["langchain_quota"]["thread_spent"] == {TOTAL: 67}
+
+
+@both_forms
+@pytest.mark.parametrize("hears", [False, True])
+async def test_an_outage_during_a_call_loses_nothing(
+    signals: Signals, form: Form, *, hears: bool
+) -> None:
+    """A store that goes down during a call is told of it when it is back, once."""
+    store, first = FickleStore(MemoryStore(clock=lambda: NOON)), [True]
+    store.hears = hears
+
+    def goes_down() -> None:
+        store.down = bool(first)
+        first.clear()
+
+    limit = TokenLimit(thread_limit=1000, quotas=[Quota(1000, per="global")], reserve=300)
+    during = During(goes_down)
+    script = [answer(60), answer(7)]
+    scene = scene_of(signals, script, limit, store=store, form=form, beside=[during])
+
+    await scene.turn()
+    assert last(scene) == "Hello."
+    store.down = False
+    await scene.turn()
+
+    assert counts(store) == {GLOBAL: 67, f"{TOTAL}:thread:thread-1": 67}
+
+
+async def test_a_store_that_was_emptied_begins_with_what_the_state_has(signals: Signals) -> None:
+    """A count that a store has lost begins anew where the thread's state is."""
+    store = FickleStore(MemoryStore(clock=lambda: NOON))
+    limit = TokenLimit(thread_limit=1000)
+    script = [answer(60), answer(7), answer(3)]
+    scene = scene_of(signals, script, limit, store=store, on_store_error="allow")
+    await scene.turn()
+
+    store.kept, store.down = MemoryStore(clock=lambda: NOON), True
+    await scene.turn()
+    store.down = False
+    await scene.turn()
+
+    assert counts(store) == {f"{TOTAL}:thread:thread-1": 70}
+
+
+@EITHER
+@both_forms
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_function_says_what_a_call_can_use(
+    signals: Signals, kind: type[QuotaMiddleware[Any, Any]], form: Form, *, shared: bool
+) -> None:
+    """A call is made only if the most that it can use is left; a store holds that meanwhile."""
+    store, seen = MemoryStore(), list[dict[str, int]]()
+    bounds: list[Any] = [ModelUsage(input_tokens=70, output_tokens=20, total_tokens=90), 30, 41]
+    quotas = [Quota(100, per="global")] if shared else []
+    limit = TokenLimit(run_limit=100, quotas=quotas, reserve=lambda _: bounds.pop(0))
+    made = kind([limit], store=store if shared else None, telemetry=signals.telemetry)
+    during = During(lambda: seen.append(counts(store)))
+    script = [answer(50, "search"), answer(10, "search")]
+    scene = SharedScene(signals, script, [made, during], form=form)
+
+    with captured_decisions() as decisions:
+        await scene.turn()
+
+    assert len(scene.model.calls) == 2
+    amounts = "60/100 tokens, the call may need 41"
+    beside = f", global limit ({amounts})" if shared else ""
+    assert last(scene) == f"Token limits exceeded: run limit ({amounts}){beside}"
+    assert decisions[-1].outcome is Outcome.BLOCKED
+    assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 60}
+    assert seen == ([{GLOBAL: 90}, {GLOBAL: 80}] if shared else [{}, {}])
+    assert counts(store) == ({GLOBAL: 60} if shared else {})
+
+
+async def test_the_most_that_a_call_can_cost_is_held(signals: Signals) -> None:
+    """The bound that is shipped is priced as high as it can be, and then corrected."""
+    store, seen = MemoryStore(), list[dict[str, int]]()
+    bounds: list[ModelUsage] = []
+
+    def bound(request: ModelRequest[Any]) -> ModelUsage:
+        bounds.append(usage_bound(request))
+        return bounds[-1]
+
+    limit = CostLimit(quotas=[Quota("5", per="global")], reserve=bound)
+    prices = {"scripted": Price(input=1, output=10, cache_creation=2)}
+    during = During(lambda: seen.append(counts(store)))
+    made = quota(
+        signals, limit, store=store, prices=lambda used: resolve_prices(prices)(named(used))
+    )
+    scene = SharedScene(signals, [answer(60)], [made, during])
+
+    await scene.turn()
+
+    ((held,), (charged,)) = (each.values() for each in (seen[0], counts(store)))
+    assert held == 2 * bounds[0].input_tokens + 10 * 16_384
+    assert charged == 59 + 10
+
+
+def named(used: ModelUsage) -> ModelUsage:
+    return replace(used, response_model="scripted")
+
+
+@EITHER
+@both_forms
+async def test_a_refused_structured_response_ends_the_run(
+    signals: Signals, kind: type[QuotaMiddleware[Any, Any]], form: Form
+) -> None:
+    """LangChain leads a run without its structured response back: it ends all the same."""
+    limit = TokenLimit(run_limit=10, reserve=lambda _: 11)
+    made = kind([limit], telemetry=signals.telemetry)
+    scene = SharedScene(signals, [], [made], form=form, response_format=ToolStrategy(Weather))
+
+    await scene.turn()
+    await scene.turn()
+
+    finals = [each for each in scene.state()["messages"] if each.type == "ai"]
+    text = "Token limits exceeded: run limit (0/10 tokens, the call may need 11)"
+    assert [each.text for each in finals] == [text] * 2
+
+
+class Weather(BaseModel):
+    """The weather."""
+
+    degrees: int
+
+
+@EITHER
+async def test_a_refusal_by_a_bound_may_raise(
+    signals: Signals, kind: type[QuotaMiddleware[Any, Any]]
+) -> None:
+    """With `"error"` the call is not made, and the exception says what is used."""
+    limit = TokenLimit(run_limit=100, reserve=lambda _: 101, exit_behavior="error")
+    made = kind([limit], telemetry=signals.telemetry)
+    scene = SharedScene(signals, [], [made])
+
+    with pytest.raises(ModelCallLimitExceededError, match="0/100 tokens, the call may need 101"):
+        await scene.turn()
+
+
+class Capped(ScriptedChatModel):
+    """Keeps the limit of each answer that it is asked for."""
+
+    max_tokens: int = 50
+    limits: Any
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.limits.append(kwargs.get("max_tokens"))
+        return super()._generate(*args, **kwargs)
+
+
+@EITHER
+@both_forms
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_answer_is_made_shorter_instead_of_refused(
+    signals: Signals, kind: type[QuotaMiddleware[Any, Any]], form: Form, *, shared: bool
+) -> None:
+    """A call gets as long an answer as fits; less than is worth it is refused."""
+    store = MemoryStore()
+
+    def bound(request: Any) -> ModelUsage:
+        made: int = request.model_settings.get("max_tokens", request.model.max_tokens)
+        return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
+
+    options: dict[str, Any] = {"quotas": [Quota(100, per="global")]} if shared else {}
+    limit = TokenLimit(run_limit=100, reserve=bound, cap_answers=20, **options)
+    money = CostLimit(run_limit="0.0009", reserve=bound, cap_answers=1)
+    made = kind(
+        [limit, money],
+        store=store if shared else None,
+        prices=lambda used: Decimal(used.output_tokens) / 100_000,
+        telemetry=signals.telemetry,
+    )
+    scene = SharedScene(signals, [], [made], form=form)
+    asked_for: list[object] = []
+    script = [answer(60, "search"), answer(25, "search"), answer(1)]
+    model = Capped(script=script, limits=asked_for)
+    scene.agent = create_agent(model, [recording("search", [])], middleware=[made])
+    result = await scene.invoke({"messages": [("user", "Hi!")]})
+
+    assert asked_for == [None, 30]
+    assert result["messages"][-1].text.startswith("Token limits exceeded: run limit (85/100")
+    assert counts(store) == ({GLOBAL: 85} if shared else {})
+
+
+async def test_the_shortest_of_several_budgets_counts(signals: Signals) -> None:
+    """Where tokens and money are left for answers of different lengths, the shorter one is made."""
+
+    def bound(request: Any) -> ModelUsage:
+        made: int = request.model_settings.get("max_tokens", request.model.max_tokens)
+        return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
+
+    limits: list[Limit] = [
+        TokenLimit(run_limit=40, reserve=bound, cap_answers=1),
+        CostLimit(run_limit="0.00017", reserve=bound, cap_answers=1),
+    ]
+    made: QuotaMiddleware[Any, Any] = QuotaMiddleware(
+        limits,
+        prices=lambda used: Decimal(used.output_tokens) / 100_000,
+        telemetry=signals.telemetry,
+    )
+    asked_for: list[object] = []
+    model = Capped(script=[answer(20)], limits=asked_for)
+    await create_agent(model, middleware=[made]).ainvoke(ASKED)
+
+    assert asked_for == [17]
+
+
+@pytest.mark.parametrize(("thinks", "asked"), [(16, [17]), (17, [])])
+async def test_an_answer_is_not_capped_below_its_thinking(
+    signals: Signals, thinks: int, asked: list[object]
+) -> None:
+    """Anthropic refuses a limit of an answer that is not above `budget_tokens`: so do we."""
+
+    class Thinking(Capped):
+        thinking: dict[str, Any]
+
+    def bound(request: Any) -> ModelUsage:
+        made: int = request.model_settings.get("max_tokens", request.model.max_tokens)
+        return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
+
+    limit = TokenLimit(run_limit=27, reserve=bound, cap_answers=1)
+    made: QuotaMiddleware[Any, Any] = QuotaMiddleware([limit], telemetry=signals.telemetry)
+    asked_for: list[object] = []
+    budget = {"type": "enabled", "budget_tokens": thinks}
+    model = Thinking(script=[answer(20)], limits=asked_for, thinking=budget)
+    await create_agent(model, middleware=[made]).ainvoke(ASKED)
+
+    assert asked_for == asked
