@@ -148,10 +148,8 @@ class LoopBudgets(Budgets):
                 step.runs = model_runs_so_far()
                 return result
 
-            request, held = (
-                _without_model(step.state, runtime),
-                held_amounts(limits.asked(Call("model"))),
-            )
+            request = _without_model(step.state, runtime)
+            held = held_amounts(limits.asked(Call("model")))
             try:
                 result, update = super().call(request, handler, limits, held)
             finally:
@@ -188,10 +186,8 @@ class LoopBudgets(Budgets):
                 step.runs = model_runs_so_far()
                 return result
 
-            request, held = (
-                _without_model(step.state, runtime),
-                held_amounts(limits.asked(Call("model"))),
-            )
+            request = _without_model(step.state, runtime)
+            held = held_amounts(limits.asked(Call("model")))
             try:
                 result, update = await super().acall(request, handler, limits, held)
             finally:
@@ -263,7 +259,7 @@ class LoopBudgets(Budgets):
         """Have the node write what a `call_model` in it writes: it is the one that can."""
         step = self._running()
         if step is not None:
-            step.written = _joined(step.written, update)
+            step.written = joined(step.written, update)
 
     def _show(self, paid: Paid, counts: Mapping[str, int] | None) -> None:
         """Make visible what a call was charged; a node whose call was refused has made none."""
@@ -336,9 +332,14 @@ def _without_model(state: Mapping[str, Any], runtime: Any) -> ModelRequest[Any]:
 
 def _charged(update: Update, written: Update | None = None) -> Update:
     """The update that charges a call, and says so."""
-    return _joined(written or {}, {LEDGER: {**update[LEDGER], "uncharged": False}})
+    return joined(written or {}, {LEDGER: {**update[LEDGER], "uncharged": False}})
 
 
-def _joined(first: Update, second: Update) -> Update:
-    known = merge_ledgers(first.get(LEDGER, Ledger()), second.get(LEDGER, Ledger()))
-    return {**first, **second, LEDGER: known}
+def joined(first: Update, second: Update) -> Update:
+    """One update that does what two do, one after the other."""
+    update = {**first, **second}
+    if "messages" in first and "messages" in second:
+        update["messages"] = [*first["messages"], *second["messages"]]
+    if LEDGER in first and LEDGER in second:
+        update[LEDGER] = merge_ledgers(first[LEDGER], second[LEDGER])
+    return update

@@ -14,7 +14,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as as_tool
 from langgraph.graph.message import add_messages
 
-from langchain_quota.graph._charges import LoopBudgets
+from langchain_quota.graph._charges import LoopBudgets, joined
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._charged_response import ChargedResponse
 from langchain_quota.middleware._context import CallContext, running_config, running_runtime
@@ -210,16 +210,6 @@ def merged(state: State, update: Update) -> dict[str, Any]:
     if LEDGER in update:
         after[LEDGER] = merge_ledgers(ledger(state), update[LEDGER])
     return after
-
-
-def joined(first: Update, second: Update) -> Update:
-    """One update that does what two do, one after the other."""
-    update = {**first, **second}
-    if "messages" in first and "messages" in second:
-        update["messages"] = [*first["messages"], *second["messages"]]
-    if LEDGER in first and LEDGER in second:
-        update[LEDGER] = merge_ledgers(first[LEDGER], second[LEDGER])
-    return update
 
 
 def open_calls(state: State) -> list[ToolCall]:
