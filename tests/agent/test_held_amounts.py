@@ -29,12 +29,11 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.middleware import _late_use, _let_through
-from langchain_quota.model_usage import ModelUsage
 from langchain_quota.resolved import LEASE
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, Middleware
-from tests.agent.shared import FickleStore, SharedScene, counts
+from tests.agent.shared import Capped, FickleStore, SharedScene, bound_of, counts
 from tests.conftest import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
@@ -400,23 +399,6 @@ async def test_observers_hear_of_a_call_when_it_is_let_through_for_good(signals:
     assert heard == [Outcome.ALLOWED, Outcome.ALLOWED, Outcome.BLOCKED]
 
 
-def bound_of(request: Any) -> ModelUsage:
-    """Ten tokens of input, and as long an answer as the request allows."""
-    made: int = request.model_settings.get("max_tokens", 50)
-    return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
-
-
-class Limited(ScriptedChatModel):
-    """Keeps the limit of each answer that it is asked for."""
-
-    max_tokens: int = 50
-    limits: Any
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        self.limits.append(kwargs.get("max_tokens"))
-        return super()._generate(*args, **kwargs)
-
-
 @EITHER
 @both_forms
 @pytest.mark.parametrize("shared", [False, True])
@@ -432,7 +414,7 @@ async def test_a_call_that_does_not_fit_is_the_last_one(
     quota = kind([limit], store=store if shared else None, telemetry=signals.telemetry)
     limits: list[object] = []
     scene = SharedScene(signals, [], [quota], form=form)
-    model = Limited(script=[answer(60, "search"), answer(35, "search", text="")], limits=limits)
+    model = Capped(script=[answer(60, "search"), answer(35, "search", text="")], limits=limits)
     scene.agent = create_agent(model, [_search], middleware=[quota], checkpointer=InMemorySaver())
 
     await scene.turn()

@@ -39,9 +39,11 @@ from tests.agent.shared import (
     DAY,
     NOON,
     TODAY,
+    Capped,
     Clock,
     FickleStore,
     SharedScene,
+    bound_of,
     counts,
     quota,
     run_counts,
@@ -600,17 +602,6 @@ async def test_a_refusal_by_a_bound_may_raise(
         await scene.turn()
 
 
-class Capped(ScriptedChatModel):
-    """Keeps the limit of each answer that it is asked for."""
-
-    max_tokens: int = 50
-    limits: Any
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        self.limits.append(kwargs.get("max_tokens"))
-        return super()._generate(*args, **kwargs)
-
-
 @EITHER
 @both_forms
 @pytest.mark.parametrize("shared", [False, True])
@@ -620,13 +611,9 @@ async def test_an_answer_is_made_shorter_instead_of_refused(
     """A call gets as long an answer as fits; less than is worth it is refused."""
     store = MemoryStore()
 
-    def bound(request: Any) -> ModelUsage:
-        made: int = request.model_settings.get("max_tokens", request.model.max_tokens)
-        return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
-
     options: dict[str, Any] = {"quotas": [Quota(100, per="global")]} if shared else {}
-    limit = TokenLimit(run_limit=100, reserve=bound, cap_answers=20, **options)
-    money = CostLimit(run_limit="0.0009", reserve=bound, cap_answers=1)
+    limit = TokenLimit(run_limit=100, reserve=bound_of, cap_answers=20, **options)
+    money = CostLimit(run_limit="0.0009", reserve=bound_of, cap_answers=1)
     made = kind(
         [limit, money],
         store=store if shared else None,
@@ -647,14 +634,9 @@ async def test_an_answer_is_made_shorter_instead_of_refused(
 
 async def test_the_shortest_of_several_budgets_counts(signals: Signals) -> None:
     """Where tokens and money are left for answers of different lengths, the shorter one is made."""
-
-    def bound(request: Any) -> ModelUsage:
-        made: int = request.model_settings.get("max_tokens", request.model.max_tokens)
-        return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
-
     limits: list[Limit] = [
-        TokenLimit(run_limit=40, reserve=bound, cap_answers=1),
-        CostLimit(run_limit="0.00017", reserve=bound, cap_answers=1),
+        TokenLimit(run_limit=40, reserve=bound_of, cap_answers=1),
+        CostLimit(run_limit="0.00017", reserve=bound_of, cap_answers=1),
     ]
     made: QuotaMiddleware[Any, Any] = QuotaMiddleware(
         limits,
@@ -677,11 +659,7 @@ async def test_an_answer_is_not_capped_below_its_thinking(
     class Thinking(Capped):
         thinking: dict[str, Any]
 
-    def bound(request: Any) -> ModelUsage:
-        made: int = request.model_settings.get("max_tokens", request.model.max_tokens)
-        return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
-
-    limit = TokenLimit(run_limit=27, reserve=bound, cap_answers=1)
+    limit = TokenLimit(run_limit=27, reserve=bound_of, cap_answers=1)
     made: QuotaMiddleware[Any, Any] = QuotaMiddleware([limit], telemetry=signals.telemetry)
     asked_for: list[object] = []
     budget = {"type": "enabled", "budget_tokens": thinks}
