@@ -54,8 +54,9 @@ dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's ale
 bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
-picture: $(VENV)/.develop ## Draw the README's picture anew, from the demo's own traffic.
+picture: $(VENV)/.develop ## Draw the pictures of terminals anew: of the demo, and of top.
 	@$(BIN)/python -m tools.picture $(ARGS)
+	@$(BIN)/python -m tools.top_picture
 
 dashboard-pictures: $(VENV)/.develop ## Draw the dashboards for the docs, from half an hour of traffic; RENDER=program.
 	@$(BIN)/python -m tools.dashboard_pictures $(RENDER) $(ARGS)

@@ -62,6 +62,7 @@ class Budget:
         unit: The unit.
         name: What the panels call it.
         first: The id of the first panel of its row.
+        granted: The id of the panel on grants.
         shown: Grafana's unit.
         rounded: The same of large amounts.
         decimals: Of amounts of threads.
@@ -70,6 +71,7 @@ class Budget:
     unit: Unit
     name: str
     first: int
+    granted: int
     shown: str
     rounded: str
     decimals: int
@@ -90,8 +92,8 @@ class Budget:
 
 
 _DOLLARS = settings.DOLLARS
-MONEY = Budget("microdollars", "Money", 5, _DOLLARS, _DOLLARS, settings.DECIMALS_OF_THREADS)
-TOKENS = Budget("tokens", "Tokens", 12, COUNT, ROUNDED, 0)
+MONEY = Budget("microdollars", "Money", 5, 22, _DOLLARS, _DOLLARS, settings.DECIMALS_OF_THREADS)
+TOKENS = Budget("tokens", "Tokens", 12, 23, COUNT, ROUNDED, 0)
 _ESTIMATED = 'usage="estimated"'
 _ONCE = "Of several limits over the same calls the one that counts most."
 
@@ -286,6 +288,18 @@ def _left(board: Dashboard, budget: Budget) -> None:
             ],
             sort_by=shared.top(shared.rank),
         )
+    )
+    granted = select(names.GRANTED[budget.unit].name, AGENT, LIMIT)
+    board.with_panel(
+        bars(
+            Place(budget.granted, 24, 6),
+            f"{budget.name} granted",
+            "How much was granted on top of limits, when a call was first judged with it. Each "
+            "limit over the count that was raised counts for itself.",
+            [Query(grown("limit, scope", granted), "{{limit}} ({{scope}})")],
+        )
+        .unit(budget.rounded)
+        .no_value("Nothing was granted.")
     )
     subjects = of_subjects('subject!=""', unit=budget.unit)
     board.with_panel(

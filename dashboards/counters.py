@@ -102,9 +102,9 @@ def share(by: str, part: str, whole: str, *, wider: str = "") -> str:
     return f"{parts} /{matching} ({all_of} > 0)"
 
 
-def quantile(share: float, histogram: str, by: str) -> str:
+def quantile(share: float, histogram: str, by: str, *matchers: str) -> str:
     """A quantile of what a histogram of the chosen processes observed."""
-    buckets = select(f"{histogram}_bucket")
+    buckets = select(f"{histogram}_bucket", *matchers)
     return (
         f"histogram_quantile({share}, {sum_by(f'le, {by}', f'rate({buckets}[{settings.RATE}])')})"
     )

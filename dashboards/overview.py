@@ -27,6 +27,7 @@ from dashboards.panels import (
 from dashboards.queries import (
     AFTER_REFUSAL,
     AGENT,
+    ANSWERS,
     CALLS,
     CONFIGURED,
     DECISION,
@@ -34,11 +35,13 @@ from dashboards.queries import (
     ERRORS,
     EXHAUSTED,
     FALLBACKS,
+    GRANTED,
     HIDDEN,
     LIMIT,
     LIMIT_ALERT,
     LIMIT_NEAR,
     NEAR,
+    QUESTIONS,
     RUNS,
     RUNS_ENDED,
     STORE,
@@ -46,6 +49,7 @@ from dashboards.queries import (
     THREAD_BLOCKED,
     TRACED,
     UNJUDGED,
+    WAIT,
     among,
     firing_alerts,
     label_values,
@@ -74,6 +78,7 @@ _OF_MODEL = 'kind="model"'
 _REFUSALS = select(DECISIONS, AGENT, LIMIT, _BLOCKED)
 _OF_THREAD = "job, agent, limit, thread_id"
 _DECIDED = {"allowed": OK, "blocked": CRITICAL, "would_block": WARNING, "skipped": NEUTRAL}
+_SAID = {"approve": OK, "edit": WARNING, "reject": CRITICAL}
 _NEAREST, _REFUSED = "nearest", "refused"
 
 
@@ -420,6 +425,54 @@ def _limits(board: Dashboard) -> None:
                 text("Job", "job", 80),
             ],
         )
+    )
+    board.with_panel(
+        timeseries(
+            Place(33, 24, 7),
+            "Waits of tool calls",
+            "Limits with at_once: how long tool calls wait, because as many run as may at the same "
+            "time. 0: they do not wait. blocked: they have waited in vain. No data: no tool with "
+            "such a limit is called.",
+            [
+                Query(
+                    # Leaves out only what no call has; a line must not hide that nobody waits.
+                    f"{quantile(level, WAIT, 'agent, limit, decision', AGENT, LIMIT)} >= 0",
+                    f"p{level * 100:.0f} {{{{agent}}}}: {{{{limit}}}} {{{{decision}}}}",
+                )
+                for level in settings.QUANTILES
+            ],
+            unit="s",
+        ).no_value("No call of a tool with at_once.")
+    )
+    board.with_panel(
+        bars(
+            Place(34, 12, 7),
+            "Calls granted",
+            "How many calls were granted on top of limits, when a call was first judged with "
+            "them. Each limit over the count that was raised counts for itself.",
+            [Query(grown("limit, scope", select(GRANTED, AGENT, LIMIT)), "{{limit}} ({{scope}})")],
+        ).no_value("Nothing was granted.")
+    )
+    board.with_panel(
+        bars(
+            Place(35, 12, 7),
+            "Questions and answers",
+            "How often limits with exit_behavior='ask' asked a person whether a run may go on "
+            "(dots), and what was answered (bars). Each limit of a question counts for itself. "
+            "Fewer answers than questions: runs wait for a person.",
+            [
+                Query(grown("answer", select(ANSWERS, AGENT, LIMIT)), "{{answer}}", colours=_SAID),
+                Query(
+                    grown("", select(QUESTIONS, AGENT, LIMIT)),
+                    "asked",
+                    properties={
+                        **fixed(NEUTRAL),
+                        "custom.drawStyle": "points",
+                        "custom.stacking": {"mode": "none"},
+                    },
+                ),
+            ],
+        ).no_value("Nobody was asked.")
     )
 
 

@@ -116,7 +116,7 @@ def start_python(
         stdin: The one that it reads; by default there is nothing to read.
         env: The environment; by default that of the tests.
         cwd: Where it runs; by default where the tests do.
-        imported: Modules of other projects that it finds imported, too, as later programs will.
+        imported: Modules of other projects that it finds imported, too.
         seconds: After how long it is ended by SIGALRM.
     """
     command = ["-c", *arguments]
@@ -125,13 +125,12 @@ def start_python(
         "arguments": command,
         "env": dict(os.environ if env is None else env),
         "cwd": str(cwd or Path.cwd()),
-        "imported": [*imported],
         "seconds": seconds,
     }
     readable, writable = os.pipe()
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - no path of a file
         given = [nothing.fileno() if stdin is None else stdin, stdout, stderr, writable]
-        socket.send_fds(_prepared(), [json.dumps(order).encode()], given)
+        socket.send_fds(_prepared(*imported), [json.dumps(order).encode()], given)
     os.close(writable)
     return Program(io.FileIO(readable), command)
 
@@ -184,14 +183,17 @@ def without(*packages: str) -> str:
 
 
 @cache
-def _prepared() -> socket.socket:
-    """A way to the process that forks: one for each process of the tests, whose end is its own."""
+def _prepared(*imported: str) -> socket.socket:
+    """A way to the process that forks: one for each process of the tests, whose end is its own.
+
+    What one program finds imported, another one must not: other modules have another process.
+    """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for each in (ours, its):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_ORDER)
     with its:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked", str(its.fileno())],
+            [sys.executable, "-m", "tests.forked", str(its.fileno()), *imported],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -202,9 +204,9 @@ def _prepared() -> socket.socket:
     return ours
 
 
-def _fork_for_each(orders: socket.socket) -> None:
-    import langchain.agents  # noqa: F401, PLC0415 - in this process, and not in that of the tests
-
+def _fork_for_each(orders: socket.socket, imported: Sequence[str]) -> None:
+    for name in ("langchain.agents", *imported):
+        importlib.import_module(name)
     gc.freeze()  # or the first collection of each fork would copy all that is shared
     signal.signal(signal.SIGCHLD, _forget)
     while True:
@@ -212,10 +214,6 @@ def _fork_for_each(orders: socket.socket) -> None:
         if not text:
             return
         order = json.loads(text)
-        for name in order["imported"]:
-            if name not in sys.modules:
-                importlib.import_module(name)
-                gc.freeze()
         if os.fork() == 0:
             orders.close()
             _attend(order, descriptors)
@@ -295,4 +293,4 @@ def _open_streams(env: Mapping[str, str]) -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as _orders:
-        _fork_for_each(_orders)
+        _fork_for_each(_orders, sys.argv[2:])

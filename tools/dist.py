@@ -314,6 +314,7 @@ def check_bare(there: Elsewhere, wheel: Path) -> None:
         if not (there.directory / "bare" / "grafana" / board.name).is_file():
             raise DistError(f"export grafana does not write {board.name}")
     expect("langchain-quota[demo]", there.run("langchain-quota", "demo", status=2))
+    expect("langchain-quota[top]", there.run("langchain-quota", "top", status=2))
     expect("langchain-quota[redis]", there.run("langchain-quota", "quotas", "show", status=2))
     expect("langchain-quota[cost]", there.run("python", "-I", "-c", PRICES, status=1))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from opentelemetry.sdk.trace import TracerProvider
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
 from langchain_quota.cli.demo import _Traffic
@@ -22,7 +22,8 @@ from langchain_quota.cli.demo_board import Row
 from langchain_quota.cli.demo_traffic import scripted_model
 from langchain_quota.cli.demo_view import table
 
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+PICTURE = IMAGES / "demo.svg"
 TITLE = "langchain-quota demo"
 THREADS = 6
 WIDTH = 124
@@ -54,13 +55,18 @@ def rows(seconds: int) -> Sequence[Row]:
     return shown.rows
 
 
-def svg(shown: Sequence[Row]) -> str:
-    """A terminal with the demo's table, drawn with fonts that the reader's machine has."""
+def svg(shown: RenderableType, *, title: str, width: int, height: int | None = None) -> str:
+    """A terminal with something, drawn with fonts that the reader's machine has."""
     console = Console(
-        record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+        record=True,
+        width=width,
+        height=height,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
     )
-    console.print(table(shown, console))
-    drawn = console.export_svg(title=TITLE, theme=MONOKAI, unique_id="demo")
+    console.print(shown)
+    drawn = console.export_svg(title=title, theme=MONOKAI, unique_id=title.rsplit(maxsplit=1)[-1])
     # Rich's own style sheet loads a font from elsewhere.
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
     return drawn.replace("Fira Code, monospace", FONTS) + "\n"
@@ -73,7 +79,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10, help="how long the traffic lasts")
     arguments = parser.parse_args()
     arguments.to.parent.mkdir(parents=True, exist_ok=True)
-    arguments.to.write_text(svg(rows(arguments.seconds)), encoding="utf-8")
+    made = table(rows(arguments.seconds), Console(width=WIDTH, file=io.StringIO()))
+    arguments.to.write_text(svg(made, title=TITLE, width=WIDTH), encoding="utf-8")
 
 
 if __name__ == "__main__":

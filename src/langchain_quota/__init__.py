@@ -2,7 +2,7 @@
 
 from langchain_quota._version import __version__
 from langchain_quota.budgets import CostLimit, TokenLimit
-from langchain_quota.decision import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.deep_agents import with_limits
 from langchain_quota.errors import (
     EventLoopBlockedError,
@@ -15,6 +15,7 @@ from langchain_quota.errors import (
 from langchain_quota.estimates import usage_bound
 from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
 from langchain_quota.graph import GraphQuota
+from langchain_quota.levels import Level
 from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.drop_ins import ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
@@ -22,6 +23,7 @@ from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.model_usage import ModelUsage
 from langchain_quota.prices import Price
 from langchain_quota.quotas import Quota
+from langchain_quota.repeats import RepeatLimit
 from langchain_quota.state import (
     ModelCallLimitState,
     QuotaState,
@@ -30,6 +32,7 @@ from langchain_quota.state import (
     usage,
 )
 from langchain_quota.stores import QuotaStore, QuotaUsage
+from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, hmac_label
 
@@ -50,11 +53,13 @@ except ModuleNotFoundError as _missing:
 
 
 __all__ = [
+    "Answer",
     "Call",
     "CostLimit",
     "Decision",
     "EventLoopBlockedError",
     "ExitBehavior",
+    "Grant",
     "GraphQuota",
     "InlineQuotaMiddleware",
     "Level",
@@ -78,6 +83,7 @@ __all__ = [
     "QuotaUsage",
     "QuotaWarning",
     "RedisStore",
+    "RepeatLimit",
     "Telemetry",
     "ThreadUsage",
     "TokenLimit",

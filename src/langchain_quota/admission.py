@@ -28,6 +28,14 @@ class Threshold(NamedTuple):
     most: int
     enforced: bool = True
 
+    def raised(self, granted: Mapping[str, int]) -> "Threshold":
+        """The threshold with what is granted.
+
+        Args:
+            granted: By the name of the counter.
+        """
+        return self._replace(most=self.most + granted.get(self.counter, 0))
+
 
 class Hits(NamedTuple):
     """What one call, or several under one id, would add to which counts.
@@ -135,6 +143,8 @@ class AcquireResult:
         admitted: For each of the hits, whether no enforced limit refuses it.
         stopped: Whether refusals stopped the batch: nothing of it is charged.
         replayed: Whether the request was answered before, and is not charged again.
+        granted: What grants added to the thresholds over counts, by name; without zeros.
+        newly_granted: What of that no call has been judged by before.
     """
 
     used: Mapping[str, int]
@@ -142,6 +152,8 @@ class AcquireResult:
     admitted: tuple[bool, ...] = ()
     stopped: bool = False
     replayed: bool = False
+    granted: Mapping[str, int] = field(default_factory=dict)
+    newly_granted: Mapping[str, int] = field(default_factory=dict)
 
     def charged(self, hits: Iterable[Hits]) -> dict[str, int]:
         """What is added to each count.
@@ -158,7 +170,12 @@ class AcquireResult:
         return amounts
 
 
-def admit(hits: Sequence[Hits], used: Mapping[str, int], stops: Mapping[str, int]) -> AcquireResult:
+def admit(
+    hits: Sequence[Hits],
+    used: Mapping[str, int],
+    stops: Mapping[str, int],
+    granted: Mapping[str, int] | None = None,
+) -> AcquireResult:
     """Admit each call against the thresholds over the counts that it would hit.
 
     Calls are judged in order, each on what the ones before it left. A refused call is charged
@@ -168,7 +185,13 @@ def admit(hits: Sequence[Hits], used: Mapping[str, int], stops: Mapping[str, int
         hits: What each call would add to which counts.
         used: The counts before the batch, by name.
         stops: The limits whose refusals stop the batch, and after how many refused calls.
+        granted: What is added to the thresholds over counts, by name.
     """
+    if granted:
+        hits = [
+            Hits(amounts, tuple(each.raised(granted) for each in thresholds))
+            for amounts, thresholds in hits
+        ]
     counts = dict(used)
     refusals = dict.fromkeys(stops, 0)
     refused: list[Mapping[str, Scope]] = []
@@ -189,4 +212,4 @@ def admit(hits: Sequence[Hits], used: Mapping[str, int], stops: Mapping[str, int
         refused.append(refusing)
         admitted.append(runs)
     stopped = any(refusals[limit] >= after for limit, after in stops.items())
-    return AcquireResult(used, tuple(refused), tuple(admitted), stopped)
+    return AcquireResult(used, tuple(refused), tuple(admitted), stopped, granted=granted or {})

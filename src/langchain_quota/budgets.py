@@ -14,6 +14,7 @@ from langchain_quota.limit_options import (
     MaxDollars,
     MaxTokens,
     ModelExitBehavior,
+    check_grant,
     check_options,
     set_field,
     whole_amount,
@@ -55,7 +56,10 @@ class TokenLimit:
         cap_answers: With a `reserve` that gives a `ModelUsage`: instead of refusing a call, lower
             the `max_tokens` of its answer to what is left, if that is at least so many tokens,
             from 1.
-        exit_behavior: What reaching the limit does; see `ModelCallLimit`.
+        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` goes without a
+            `reserve`.
+        grant: With `"ask"`: how many more tokens an approval grants, from 1; by default as many as
+            the limit that is reached.
         keep: How many tokens are kept for the last answer, from 1: goes with `"finalize"`, which
             needs it. When no more than these are left, the next call is the last one. It is at
             least a `reserve` that is a number, and less than each limit and quota other than 0. If
@@ -99,6 +103,7 @@ class TokenLimit:
     reserve: int | Callable[[Any], ModelUsage | int] | None = None
     cap_answers: int | None = None
     exit_behavior: ModelExitBehavior = "end"
+    grant: int | None = None
     keep: int | None = None
     message: str | Callable[[Decision], str] | None = None
     name: str = ""
@@ -144,7 +149,10 @@ class CostLimit:
         cap_answers: With a `reserve` that gives a `ModelUsage`: instead of refusing a call, lower
             the `max_tokens` of its answer to what is left, if that is at least so many tokens,
             from 1.
-        exit_behavior: What reaching the limit does; see `ModelCallLimit`.
+        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` goes without a
+            `reserve`.
+        grant: With `"ask"`: how many more dollars an approval grants, above 0; by default as many
+            as the limit that is reached.
         keep: How many dollars are kept for the last answer: goes with `"finalize"`, which needs
             it. See `TokenLimit`.
         message: The final message instead of the default text: a text, or a function from the
@@ -189,6 +197,7 @@ class CostLimit:
     reserve: Dollars | Callable[[Any], ModelUsage | Dollars] | None = None
     cap_answers: int | None = None
     exit_behavior: ModelExitBehavior = "end"
+    grant: Dollars | None = None
     keep: Dollars | None = None
     message: str | Callable[[Decision], str] | None = None
     name: str = ""
@@ -212,7 +221,13 @@ class CostLimit:
 
 def _check_budget(limit: Any) -> None:
     check_options(limit)
-    check_choice("exit_behavior", limit.exit_behavior, ("end", "error", "finalize"))
+    check_choice("exit_behavior", limit.exit_behavior, ("end", "error", "finalize", "ask"))
+    check_grant(limit)
+    if limit.exit_behavior == "ask" and limit.reserve is not None:
+        raise ValueError(
+            f"exit_behavior='ask' goes without reserve={limit.reserve!r}: a person is asked when "
+            "nothing is left, before the next call is known; leave reserve out"
+        )
     for argument in ("reserve", "keep"):
         value = getattr(limit, argument)
         if value is None or (argument == "reserve" and callable(value)):

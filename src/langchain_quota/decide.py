@@ -1,8 +1,10 @@
 """What an answer says of each call: the decisions, and the limits whose refusals hold."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter as Counts
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import NamedTuple
 
 from langchain_quota.admission import AcquireResult
@@ -28,7 +30,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     *,
     refused_at: Scope | None = None,
     charging: bool = True,
-    ends: bool = False,
+    refusal_does: Exit | None = None,
     spent: int | None = None,
     needs: int = 0,
 ) -> LimitStatus:
@@ -42,7 +44,8 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         refused_at: The scope at which the limit refuses the call, if it does.
         charging: Whether a call that it admits is charged to it now; if not, it is counted when it
             has returned.
-        ends: Whether the limit gives up with this batch, and ends the run.
+        refusal_does: What its refusals do in this batch, if that is not what the limit says. A call
+            that it admits still shows that it asks.
         spent: What the call, which is done, has used of a budget.
         needs: What the call may need of a budget.
     """
@@ -53,11 +56,14 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         # What a call uses up is known when it has returned.
         amount, charging = spent or 0, spent is not None
     reason: Reason | None = None
+    exit_behavior: Exit = limit.limit.exit_behavior
+    if refusal_does and (refused_at is not None or exit_behavior != "ask"):
+        exit_behavior = refusal_does
     if refused_at is not None:
-        reason = "store" if refused_at == STORE else "exhausted"
+        reason = "store" if refused_at == STORE else of_run.reason
     return LimitStatus(
         limit=limit.limit.name,
-        exit_behavior="end" if ends else limit.limit.exit_behavior,
+        exit_behavior=exit_behavior,
         thread_before=thread,
         thread_used=thread + amount,
         thread_limit=limit.thread_limit,
@@ -65,7 +71,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         run_used=run + amount,
         run_limit=limit.run_limit,
         reason=reason,
-        scope=refused_at if reason == "exhausted" else None,
+        scope=None if reason == "store" else refused_at,
         charged=charging and runs and reason is None,
         deferred=runs and not charging,
         enforced=limit.limit.enforce,
@@ -98,7 +104,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     result: AcquireResult,
     *,
     charging: bool = True,
-    ending: Iterable[str] = (),
+    exits: Mapping[str, Exit] = MappingProxyType({}),
 ) -> list[Decision]:
     """The decision about each call.
 
@@ -113,7 +119,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
         result: The answer.
         charging: Whether admitted calls are charged now; a limiter that counts a call only when it
             has returned charges it then.
-        ending: The names of limits that give up with this batch.
+        exits: What refusals do, by the name of the limit, where that is not what the limit says.
     """
     counts = dict(result.used)
     decisions = []
@@ -128,7 +134,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
                 amount,
                 refused_at=refused.get(limit.limit.name),
                 charging=charging,
-                ends=limit.limit.name in ending,
+                refusal_does=exits.get(limit.limit.name),
                 needs=rows[0].hold if limit.is_budget else 0,
             )
             for limit, rows in limits
@@ -211,19 +217,21 @@ def breaches(
     for each in limits.limits:
         refused: dict[int, tuple[Decision, LimitStatus]] = {}
         rows: Sequence[Row] = ()
-        amount = 0
+        amounts: Counts[str] = Counts()
         for decision, (matching, _, _), index in zip(decisions, asked, index_of, strict=True):
             for how, (limit, counted) in zip(decision.limits, matching, strict=True):
                 if limit is each:
-                    rows = counted
-                    amount += decision.call.amount
+                    if not each.is_budget:
+                        amounts.update({row.counter: decision.call.amount for row in counted})
                     if how.refused and how.enforced:
+                        # Which counts a limit has may depend on the call.
+                        rows = rows or counted
                         refused.setdefault(index, (decision, how))
         if not refused:
             continue
         decision, first = next(iter(refused.values()))
-        amount, needs = (0, rows[0].hold) if each.is_budget else (amount, 0)
-        counts = [(row, result.used[row.counter] + amount) for row in rows]
+        needs = rows[0].hold if each.is_budget else 0
+        counts = [(row, result.used[row.counter] + amounts[row.counter]) for row in rows]
         found.append(
             Breach(
                 each,

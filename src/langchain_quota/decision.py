@@ -1,11 +1,12 @@
 """The frozen record of one judged call, with the limits that judged it."""
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from functools import lru_cache
 from typing import Literal
+
+from langchain_quota.levels import Level, near_threshold
 
 Kind = Literal["model", "tool"]
 
@@ -23,13 +24,17 @@ ROOT_RUN: Scope = "root_run"
 STORE: Scope = "store"
 """Stands where a scope does if a limit refuses because the store could not be asked."""
 
-Exit = Literal["continue", "error", "end", "finalize"]
+AT_ONCE: Scope = "at_once"
+"""The calls that run at the same time. The call that is refused is in their count."""
+
+Exit = Literal["continue", "error", "end", "finalize", "ask"]
 
 Unit = Literal["calls", "tokens", "microdollars"]
 """What a limit counts: calls, tokens, or millionths of a US dollar; always whole numbers."""
 
-Reason = Literal["exhausted", "store"]
-"""Why a limit refuses a call: a threshold is exhausted, or the store could not be asked."""
+Reason = Literal["exhausted", "failing", "store"]
+"""Why a limit refuses a call: a threshold is exhausted, the tool keeps failing in the same way, or
+the store could not be asked."""
 
 
 class Outcome(StrEnum):
@@ -51,41 +56,6 @@ class Outcome(StrEnum):
     """No limit refuses the call, but its batch was stopped: it does not run."""
     WOULD_BLOCK = "would_block"
     """A limit that is only tried out refuses the call: it runs."""
-
-
-class Level(StrEnum):
-    """How much of a limit is used.
-
-    Examples:
-        >>> from langchain_quota import Level
-        >>> [str(level) for level in Level]
-        ['ok', 'near', 'exhausted']
-    """
-
-    OK = "ok"
-    """Less than the near share."""
-    NEAR = "near"
-    """The near share or more, rounded up to whole calls; see `near` of `Telemetry`."""
-    EXHAUSTED = "exhausted"
-    """All of it: the next call is over the limit."""
-
-
-@lru_cache(maxsize=1024)
-def near_threshold(limit: int, near: float) -> int:
-    """The smallest count that is near the limit; `near` is a share from 0 to 1.
-
-    Rounded to nine digits first, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
-    """
-    return math.ceil(round(near * limit, 9))
-
-
-def level(used: int, limit: int, near: float) -> Level:
-    """How much of a limit is used, by count."""
-    if used >= limit:
-        return Level.EXHAUSTED
-    if used >= near_threshold(limit, near):
-        return Level.NEAR
-    return Level.OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +123,9 @@ class LimitStatus:
     Attributes:
         limit: The limit's name.
         exit_behavior: What a refusal by it does.
-        reason: Why it refuses the call: a threshold is `"exhausted"`, or the shared `"store"`
-            could not be asked; `None` if it admits the call.
+        reason: Why it refuses the call: a threshold is `"exhausted"`, the tool is `"failing"` in
+            the same way again and again, or the shared `"store"` could not be asked; `None` if it
+            admits the call.
         scope: The threshold that is exhausted, thread before run before quotas; `None` for none.
         charged: Whether the call is charged to this limit by this decision.
         deferred: Whether the call is let through now and counted when it has returned, as all
@@ -162,7 +133,7 @@ class LimitStatus:
         enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
         near: The limit's own near share; `None` for that of the telemetry.
         alert: Whether its refusals are worth an alert.
-        computed: The scopes whose limit was computed for this call.
+        computed: The scopes whose limit was computed for this call, or raised by a grant.
         thread_before: The thread's count, in calls, before the call.
         thread_used: The thread's count, in calls, after the call.
         thread_limit: The thread's limit, in calls; `None` for none.
@@ -338,6 +309,29 @@ class LimitStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What a person answers who is asked whether a run may go on at a limit.
+
+    Attributes:
+        type: `"approve"` grants what was offered, `"edit"` other amounts; `"reject"` ends the run.
+        granted: How much more is granted, by the name of the limit, in the limit's unit.
+        by: Who has answered, if the answer or LangGraph's authentication says it; else empty.
+        message: What they say about it; a rejected run ends with it.
+
+    Examples:
+        >>> from langchain_quota import Answer, Decision
+        >>> def audit(decision: Decision) -> None:
+        ...     if decision.answer is not None:
+        ...         print(decision.answer.by, decision.answer.type, decision.answer.granted)
+    """
+
+    type: Literal["approve", "edit", "reject"]
+    granted: Mapping[str, int] = field(default_factory=dict, hash=False)
+    by: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What was decided about one call, by which limits; read by enforcement and telemetry alike.
 
@@ -345,6 +339,7 @@ class Decision:
         call: The call.
         outcome: What was decided.
         limits: One status for each limit that matches the call, in the order of the limits.
+        answer: What a person has answered before it was decided, if one was asked.
 
     Examples:
         >>> from langchain_quota import Decision, ModelCallLimit, Outcome, QuotaMiddleware
@@ -364,6 +359,7 @@ class Decision:
     call: Call
     outcome: Outcome
     limits: tuple[LimitStatus, ...] = ()
+    answer: Answer | None = None
 
     @property
     def refused_by(self) -> tuple[LimitStatus, ...]:

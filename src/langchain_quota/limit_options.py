@@ -31,7 +31,7 @@ UNITS = MappingProxyType[str, Unit](
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
 """The counters of what model calls use up."""
 
-ModelExitBehavior = Literal["end", "error", "finalize"]
+ModelExitBehavior = Literal["end", "error", "finalize", "ask"]
 MaxCalls = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
 """A number of calls, none, or a function of the agent's state and runtime that gives either."""
 MaxTokens = MaxCalls
@@ -71,7 +71,8 @@ def check_options(limit: Any) -> None:
     """
     thresholds = {"thread_limit": limit.thread_limit, "run_limit": limit.run_limit}
     _check_quotas(limit)
-    if all(value is None for value in thresholds.values()) and not limit.quotas:
+    is_capped = getattr(limit, "at_once", None) is not None
+    if all(each is None for each in thresholds.values()) and not limit.quotas and not is_capped:
         raise ValueError("At least one limit must be specified: thread_limit or run_limit")
     for argument, value in thresholds.items():
         if value is not None and not callable(value):
@@ -106,6 +107,43 @@ def _check_quotas(limit: Any) -> None:
         if not callable(quota.limit):
             whole_amount(limit.unit, f"limit of quota {quota.name!r}", quota.limit)
     set_field(limit, "quotas", tuple(limit.quotas))
+
+
+def check_grant(limit: Any) -> None:
+    """Check how much more an approval grants.
+
+    Args:
+        limit: The limit.
+
+    Raises:
+        TypeError: It is no amount.
+        ValueError: It is 0 or out of bounds, or nobody is asked for it.
+    """
+    if limit.grant is None:
+        return
+    if limit.exit_behavior != "ask":
+        raise ValueError(f"grant={limit.grant!r} goes with exit_behavior='ask'")
+    if not whole_amount(limit.unit, "grant", limit.grant):
+        raise ValueError(f"grant must be above 0, not {limit.grant!r}")
+
+
+def check_give_up(limit: Any) -> None:
+    """Check after how many refusals a limit of tool calls gives up.
+
+    Args:
+        limit: The limit.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of bounds, or does not go with the limit's other options.
+    """
+    if limit.give_up_after is not None:
+        check_count("give_up_after", limit.give_up_after, least=1)
+        if limit.exit_behavior != "continue" or not limit.enforce:
+            raise ValueError(
+                f"give_up_after={limit.give_up_after!r} goes with exit_behavior='continue' "
+                "and enforce=True"
+            )
 
 
 def set_field(limit: Any, name: str, value: object) -> None:

@@ -1,5 +1,6 @@
 """What may be spent: the limits that a user sets, frozen and validated."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -18,15 +19,22 @@ from langchain_quota.limit_options import (
     MODEL,
     MaxCalls,
     ModelExitBehavior,
+    check_give_up,
+    check_grant,
     check_options,
     set_field,
     whole_amount,
 )
 from langchain_quota.quotas import Quota
+from langchain_quota.repeats import RepeatLimit
 
-ToolExitBehavior = Literal["continue", "error", "end"]
+ToolExitBehavior = Literal["continue", "error", "end", "ask"]
 ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
+
+DEFAULT_WAIT = 30.0
+"""How long a call waits for others to end, in seconds, if nobody says otherwise: time enough for a
+few usual tool calls, and short of the minute after which many gateways give up on an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,11 @@ class ToolCallLimit:
         run_limit: Most calls in one run (one invocation), likewise. At most `thread_limit`.
         exit_behavior: What a call over the limit does. `"continue"` answers it with an error
             message and lets the agent go on, `"end"` ends the run, `"error"` raises
-            `ToolCallLimitExceededError`.
+            `ToolCallLimitExceededError`. `"ask"` interrupts the run and asks a person, who grants
+            more or ends the run: for a `QuotaMiddleware` or a `GraphQuota`, in an agent with a
+            checkpointer.
+        grant: With `"ask"`: how many more calls an approval grants, from 1; by default as many as
+            the limit that is reached. It grants no fewer than the calls that are asked about need.
         message: What the model reads as the answer of a refused call (and, with `"end"`, the
             user as the final message) instead of the default text: a text, or a function from
             the `Decision` to a text.
@@ -60,6 +72,11 @@ class ToolCallLimit:
         quotas: Further limits, per user, tenant or window, counted in a store that runs share:
             for a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
             With quotas, neither `thread_limit` nor `run_limit` is needed.
+        at_once: Most calls that run at the same time, a whole number from 1: in this process, or
+            with a `RedisStore` in all processes that share it. A call over it waits. For a
+            `QuotaMiddleware` or a `GraphQuota`. With it, no other limit is needed.
+        wait: With `at_once`: how long a call waits, in seconds from 0; by default 30. Then it is
+            answered with an error message, whatever `exit_behavior` is, and counts nowhere.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -73,6 +90,8 @@ class ToolCallLimit:
         'tool:search'
         >>> ToolCallLimit(run_limit=50, exclude=("write_todos",)).name
         'tool:*-write_todos'
+        >>> ToolCallLimit("browser", at_once=2).wait
+        30.0
         >>> ToolCallLimit("search", run_limit=-1)
         Traceback (most recent call last):
             ...
@@ -90,6 +109,7 @@ class ToolCallLimit:
     thread_limit: MaxCalls = None
     run_limit: MaxCalls = None
     exit_behavior: ToolExitBehavior = "continue"
+    grant: int | None = None
     message: str | Callable[[Decision], str] | None = None
     name: str = ""
     near: float | None = None
@@ -97,6 +117,8 @@ class ToolCallLimit:
     alert: bool = True
     give_up_after: int | None = None
     quotas: Sequence[Quota] = ()
+    at_once: int | None = None
+    wait: float | None = None
     tools: tuple[str, ...] = field(init=False, repr=False)
     """The tools that the limit names; empty for all tools."""
     counter: str = field(init=False, repr=False)
@@ -108,20 +130,16 @@ class ToolCallLimit:
         if tools and excluded:
             raise ValueError(f"exclude={self.exclude!r} goes with all tools, not with tool_name")
         check_options(self)
-        check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end"))
+        check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end", "ask"))
+        check_grant(self)
         thread, run = self.thread_limit, self.run_limit
         if isinstance(thread, int) and isinstance(run, int) and run > thread:
             raise ValueError(
                 f"run_limit ({run}) cannot exceed thread_limit ({thread}): "
                 "a run is part of a thread"
             )
-        if self.give_up_after is not None:
-            check_count("give_up_after", self.give_up_after, least=1)
-            if self.exit_behavior != "continue" or not self.enforce:
-                raise ValueError(
-                    f"give_up_after={self.give_up_after!r} goes with exit_behavior='continue' "
-                    "and enforce=True"
-                )
+        check_give_up(self)
+        _check_at_once(self)
         without = f"-{','.join(excluded)}" if excluded else ""
         if not isinstance(self.tool_name, str | None):
             set_field(self, "tool_name", tools)
@@ -152,7 +170,9 @@ class ModelCallLimit:
         run_limit: Most calls in one run (one invocation), likewise.
         exit_behavior: What reaching the limit does. `"end"` ends the run with a message,
             `"error"` raises `ModelCallLimitExceededError`; `"finalize"` tells the last call that
-            it is the last and may call no tool, and ends the run with its answer.
+            it is the last and may call no tool, and ends the run with its answer; `"ask"` asks a
+            person, see `ToolCallLimit`.
+        grant: With `"ask"`: as of `ToolCallLimit`.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
@@ -188,6 +208,7 @@ class ModelCallLimit:
     thread_limit: MaxCalls = None
     run_limit: MaxCalls = None
     exit_behavior: ModelExitBehavior = "end"
+    grant: int | None = None
     message: str | Callable[[Decision], str] | None = None
     name: str = ""
     near: float | None = None
@@ -197,7 +218,8 @@ class ModelCallLimit:
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_choice("exit_behavior", self.exit_behavior, ("end", "error", "finalize"))
+        check_choice("exit_behavior", self.exit_behavior, ("end", "error", "finalize", "ask"))
+        check_grant(self)
         if self.exit_behavior == "finalize" and not self.enforce:
             raise ValueError("exit_behavior='finalize' goes with enforce=True")
         set_field(self, "name", checked_name(self.name, MODEL))
@@ -211,8 +233,8 @@ class ModelCallLimit:
         return call.kind == "model"
 
 
-Limit = ToolCallLimit | ModelCallLimit | TokenLimit | CostLimit
-"""What a middleware of many limits takes: for the type of a list of both."""
+Limit = ToolCallLimit | ModelCallLimit | TokenLimit | CostLimit | RepeatLimit
+"""What a middleware of many limits takes: for the type of a list of several kinds."""
 
 
 def is_dynamic(limit: Limit) -> bool:
@@ -220,9 +242,44 @@ def is_dynamic(limit: Limit) -> bool:
     return callable(limit.thread_limit) or callable(limit.run_limit)
 
 
+def counts_calls(limit: Limit) -> bool:
+    """Whether a limit has a number of calls, and not only one of calls at once."""
+    numbers = (limit.thread_limit, limit.run_limit)
+    return bool(limit.quotas) or any(each is not None for each in numbers)
+
+
+def _check_at_once(limit: ToolCallLimit) -> None:
+    """Check the options of calls at once.
+
+    Raises:
+        TypeError: One has the wrong type.
+        ValueError: One is out of bounds, or goes with another one.
+    """
+    if limit.at_once is None:
+        if limit.wait is not None:
+            raise ValueError(f"wait={limit.wait!r} goes with at_once: give at_once, too")
+        return
+    check_count("at_once", limit.at_once, least=1)
+    wait: object = DEFAULT_WAIT if limit.wait is None else limit.wait
+    if isinstance(wait, bool) or not isinstance(wait, int | float):
+        raise TypeError(f"wait must be a number of seconds, not {wait!r}")
+    if not 0 <= wait <= sys.float_info.max:
+        raise ValueError(f"wait must be 0 or more seconds, and finite, not {wait!r}")
+    if limit.exit_behavior != "continue" and not counts_calls(limit):
+        raise ValueError(
+            f"exit_behavior={limit.exit_behavior!r} goes with thread_limit, run_limit or quotas: "
+            "a call over at_once is always answered, and the run goes on"
+        )
+    if limit.give_up_after is not None and not counts_calls(limit):
+        raise ValueError(
+            f"give_up_after={limit.give_up_after!r} goes with thread_limit, run_limit or quotas"
+        )
+    set_field(limit, "wait", float(wait))
+
+
 def named_tools(limit: Limit) -> tuple[str, ...]:
     """The tools that a limit names: those that it limits, and those that it excludes."""
-    return limit.tools or getattr(limit, "exclude", ())
+    return tuple(limit.tools or getattr(limit, "exclude", ()))
 
 
 def check_together(limits: Sequence[Limit]) -> None:
@@ -242,8 +299,8 @@ def check_together(limits: Sequence[Limit]) -> None:
     for limit in limits:
         if not isinstance(limit, Limit):
             raise TypeError(
-                "limits must be ToolCallLimit, ModelCallLimit, TokenLimit or CostLimit, "
-                f"not {limit!r}"
+                "limits must be ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit or "
+                f"RepeatLimit, not {limit!r}"
             )
     for name, count in Counter(limit.name for limit in limits).items():
         if count > 1:
@@ -267,6 +324,8 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         or limit.quotas
         # It keeps something for a last answer, and so comes before its number.
         or getattr(limit, "keep", None) is not None
+        # It limits something else, too.
+        or getattr(limit, "at_once", None) is not None
     ):
         return False
     thread, run = _number(limit, "thread_limit"), _number(limit, "run_limit")

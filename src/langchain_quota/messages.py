@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from langchain_quota.decide import Breach, Exceeded
-from langchain_quota.decision import Decision, Unit
+from langchain_quota.decision import AT_ONCE, Decision, LimitStatus, Unit
 from langchain_quota.limits import Limit
 from langchain_quota.money import as_dollars
+from langchain_quota.repeats import RepeatLimit
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -24,6 +25,11 @@ FINALIZED = "This tool call was not run: the model call that made it was the las
 ABANDONED = "This tool call was not completed: the run that made it was stopped."
 """The answer given later to a tool call that an earlier run left without one."""
 
+NOT_RUN = "quota_not_run"
+"""The mark on the answer of a call that was let through and then did not run; no model is sent it.
+
+It says whether a store has what it had charged for the call.
+"""
 
 _BUDGETS: Mapping[Unit, str] = {"tokens": "Token", "microdollars": "Cost"}
 
@@ -37,7 +43,9 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     """
     refusing = [each for each in decision.refused_by if each.enforced]
     texts = [
-        _refusal(limits[each.limit], decision, unchecked=each.reason == "store")
+        _busy(limits[each.limit], decision, each)
+        if each.quota(AT_ONCE) is not None and each.reason != "store"
+        else _refusal(limits[each.limit], decision, unchecked=each.reason == "store")
         for each in refusing
     ] or [_refusal(None, decision)]
     resets_at = decision.resets_at
@@ -61,6 +69,31 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
     )
 
 
+def question(
+    breaches: Sequence[Breach], offered: Mapping[str, int], units: Mapping[str, Unit]
+) -> str:
+    """What a person reads who is asked whether a run may go on.
+
+    Args:
+        breaches: The limits that are reached.
+        offered: How much an approval grants, by the name of the limit.
+        units: What the limits count.
+    """
+    more = ", ".join(_more(name, amount, units[name]) for name, amount in offered.items())
+    what = " ".join(f"{reached(each).rstrip('.')}." for each in breaches)
+    return (
+        f"{what} Approve to allow {more}. Edit the amount to allow another one. Reject to end the "
+        "run."
+    )
+
+
+def _more(name: str, amount: int, unit: Unit) -> str:
+    if unit == "microdollars":
+        return f"{as_dollars(amount)} more for {name!r}"
+    noun = unit.removesuffix("s") if amount == 1 else unit
+    return f"{amount:,} more {noun} for {name!r}"
+
+
 def reached(breach: Breach, *, is_last: bool = False) -> str:
     """Which thresholds of a limit are reached, with counts, and when quotas reset.
 
@@ -73,6 +106,9 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
     limit = breach.limit.limit
     if breach.unchecked:
         return _unchecked(limit)
+    if isinstance(limit, RepeatLimit):
+        repeats, _ = _repeats(limit, breach.decision)
+        return f"{repeats}."
     if breach.limit.is_budget:
         parts = [
             f"{each.scope} limit ({_of_budget(each, limit.unit, is_last=is_last)}"
@@ -98,12 +134,47 @@ def _refusal(limit: Limit | None, decision: Decision, *, unchecked: bool = False
         return _own(limit.message, decision)
     if limit is not None and unchecked:
         return _unchecked(limit)
+    if isinstance(limit, RepeatLimit):
+        repeats, remedy = _repeats(limit, decision)
+        return f"This call was not run: {repeats}. {remedy}"
     if limit is None or not limit.tools:
         allowed = [f"'{tool}'" for tool in getattr(limit, "exclude", ())]
         but = f" other than to {' or '.join(allowed)}" if allowed else ""
         return f"Tool call limit exceeded. Do not make additional tool calls{but}."
     names = " or ".join(f"'{tool}'" for tool in limit.tools)
     return f"Tool call limit exceeded. Do not call {names} again."
+
+
+def _busy(limit: Limit, decision: Decision, status: LimitStatus) -> str:
+    if limit.message is not None:
+        return _own(limit.message, decision)
+    names = " or ".join(f"'{tool}'" for tool in limit.tools) or "tools"
+    most = status.threshold(AT_ONCE)
+    return (
+        f"This call was not run: other calls were running, and at most {most} "
+        f"call{'' if most == 1 else 's'} of {names} may run at the same time. Try again later, or "
+        "go on without it."
+    )
+
+
+def _repeats(limit: RepeatLimit, decision: Decision) -> tuple[str, str]:
+    """What repeats itself, and what the model can do instead."""
+    status = next(each for each in decision.limits if each.limit == limit.name)
+    tool = f"'{decision.call.tool}'"
+    if status.reason == "failing":
+        return f"{tool} has failed in the same way {limit.most_failures} times", (
+            "Do not try it again before you have learnt something new: read what the error says, "
+            "look at what it is about with another tool, or say what you cannot do."
+        )
+    same = "with the same arguments" if limit.key is None else "in the same way"
+    called = f"called {limit.run_limit} times {same}, and nothing new came of it"
+    if limit.run_limit == 1:
+        # The first one may well have done what it was to do.
+        called = f"already called {same}"
+    return f"{tool} was {called}", (
+        "Do not repeat this call: use the answer that you have, change the arguments, do something "
+        "else, or say what you cannot do."
+    )
 
 
 def _unchecked(limit: Limit) -> str:

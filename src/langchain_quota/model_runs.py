@@ -17,36 +17,12 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.estimates import asked_in, estimated_usage
+from langchain_quota.model_errors import http_status, is_cut_off
 from langchain_quota.model_usage import ModelUsage, reported_usage
 
 logger = logging.getLogger("langchain_quota")
 
 Status = Literal["success", "error", "pending"]
-
-_REFUSED = range(400, 600)
-"""The HTTP statuses of a request that was not served."""
-
-_HAS_STATUS_AS_CODE = {"APIError", "GoogleAPICallError", "HTTPError"}
-"""Errors whose `code` is an HTTP status: of Google's clients, and of `urllib`. Others' is not."""
-
-_CUT_OFF = (
-    *("Timeout", "TimeoutError", "TimeoutException", "DeadlineExceeded"),
-    *("ConnectionError", "ConnectionClosed", "ConnectionClosedError", "ProtocolError", "EOFError"),
-    *("ReadError", "WriteError", "CloseError", "IncompleteRead", "IncompleteReadError"),
-    *("ChunkedEncodingError", "PayloadError", "ResponseStreamingError"),
-    *("JSONDecodeError", "ResponseValidationError", "FinishReasonError"),
-)
-"""How the names of errors end after which a provider may have served the request."""
-
-_NOT_CONNECTED = {
-    *("ConnectError", "ConnectTimeout", "ConnectTimeoutError", "ConnectionRefusedError"),
-    *("ClientConnectorError", "EndpointConnectionError", "NewConnectionError", "PoolTimeout"),
-    "gaierror",
-}
-"""Errors before anything is sent."""
-
-_STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
-"""How a run ends that its caller does not wait for."""
 
 _SAID = ("text", "thinking", "reasoning", "summary")
 """Where a block of an answer has its text."""
@@ -228,8 +204,8 @@ class ModelRunCollector(BaseCallbackHandler):
         """Note what may have been used."""
         started = self._runs.get(run_id)
         if isinstance(started, _Started):
-            status = _http_status(error)
-            paid = started.chunks or (status is None and _is_cut_off(error))
+            status = http_status(error)
+            paid = started.chunks or (status is None and is_cut_off(error))
             usage = started.used_so_far() if paid else started.asked
             name = type(error).__name__
             self._end(run_id, status="error", usage=usage, error=name, http_status=status)
@@ -363,39 +339,3 @@ def _keeps_1h(sent: object) -> bool:
     if isinstance(sent, Mapping):
         return sent.get("ttl") == "1h" or any(map(_keeps_1h, sent.values()))
     return isinstance(sent, list | tuple) and any(map(_keeps_1h, sent))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes; not what was handled before it, as the SDK's earlier attempts."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
-def _http_status(error: BaseException) -> int | None:
-    """The status of a provider's refusal; `None` if it has not refused."""
-    for each in _chain(error):
-        response = getattr(each, "response", None)
-        found = [getattr(each, "status_code", None), getattr(response, "status_code", None)]
-        names = _names(each)
-        # Google's client gives the status 504 to a call that it does not wait for any longer.
-        if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
-            found.append(getattr(each, "code", None))
-        for status in found:
-            if isinstance(status, int) and status in _REFUSED:
-                return int(status)
-    return None
-
-
-def _names(error: BaseException) -> set[str]:
-    """The names of an error's class and of those that it is made of."""
-    return {kind.__name__ for kind in type(error).__mro__}
-
-
-def _is_cut_off(error: BaseException) -> bool:
-    """Whether the provider may have served a request that has failed."""
-    names = set[str]().union(*map(_names, _chain(error)))
-    if names & _NOT_CONNECTED:
-        return False
-    return bool(names & _STOPPED) or any(name.endswith(_CUT_OFF) for name in names)

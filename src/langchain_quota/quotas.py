@@ -8,11 +8,11 @@ from decimal import Decimal
 from typing import Any
 
 from langchain_quota.arguments import check_count
-from langchain_quota.decision import ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.money import Dollars, checked_microdollars
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
-_RESERVED = (RUN, STORE, "none")
+_RESERVED = (RUN, STORE, AT_ONCE, "none")
 _SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
 
 
@@ -39,8 +39,8 @@ class Quota:
             A quota per `"root_run"` has none.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs one. Two quotas of one limit need different ones, and none may take
-            `"run"`, `"store"` or `"none"`, nor a fixed `per` that is not its own. Nor may `per`
-            be `"run"`: that is a `run_limit`.
+            `"run"`, `"store"`, `"at_once"` or `"none"`, nor a fixed `per` that is not its own. Nor
+            may `per` be `"run"`: that is a `run_limit`.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -15,10 +15,12 @@ from langchain_quota.decision import (
     THREAD,
     Call,
     Kind,
+    Reason,
     Scope,
 )
 from langchain_quota.limit_options import UNITS, whole_amount
 from langchain_quota.limits import Limit, named_tools
+from langchain_quota.repeats import RepeatLimit
 
 Outage = Literal["deny", "allow"]
 """What becomes of calls that need a store which cannot be asked."""
@@ -192,6 +194,7 @@ class Row(NamedTuple):
         hold: What the limit reserves for one call.
         lease: How long a store only holds that; `None` if it is charged.
         kept: How much of its number is not for the call that is judged.
+        reason: Why a call is refused that would exceed it.
     """
 
     scope: Scope
@@ -203,6 +206,7 @@ class Row(NamedTuple):
     hold: int = 1
     lease: int | None = None
     kept: int = 0
+    reason: Reason = "exhausted"
 
 
 class Asked(NamedTuple):
@@ -264,6 +268,16 @@ class ResolvedLimits:
         """The limits whose refusals stop a batch, and after how many in a run."""
         self.has_budgets = any(each.is_budget for each in self.limits)
         """Whether one of them limits what model calls use up."""
+        self.repeats = tuple(
+            each.limit for each in self.limits if isinstance(each.limit, RepeatLimit)
+        )
+        """Those that refuse what repeats: what they count depends on the call."""
+        self.asking = frozenset(
+            name
+            for name, each in self.by_name.items()
+            if each.enforce and each.exit_behavior == "ask"
+        )
+        """The names of those that ask a person whether the run may go on."""
         self._outage = outage
         self._named = {tool for each in self.limits for tool in named_tools(each.limit)}
         self._are_ours = {type(each.limit) for each in self.limits} <= {*get_args(Limit)}
@@ -363,37 +377,11 @@ def _hits(limits: Iterable[tuple[ResolvedLimit, tuple[Row, ...]]], denied: Colle
         if name in denied:
             # Any of its counters will do: every count is above -1.
             thresholds.append(Threshold(name, STORE, rows[1].counter, -1, enforced))
+        if isinstance(each.limit, RepeatLimit):
+            # What it counts is known with the call's arguments.
+            continue
         for row in rows:
             if row.most is not None:
                 most = row.most - row.kept - row.hold + amounts[row.counter]
                 thresholds.append(Threshold(name, row.scope, row.counter, most, enforced))
     return Hits(amounts, tuple(thresholds))
-
-
-def hits_of(calls: Sequence[Call], asked: Sequence[Asked]) -> tuple[list[Hits], list[int]]:
-    """What calls would add to which counts, and for each call the index of its hits.
-
-    Calls that share an id are one call to the agent: they ask together.
-
-    Args:
-        calls: The calls.
-        asked: For each call what it asks.
-    """
-    hits: list[Hits] = []
-    index_of: list[int] = []
-    by_id: dict[str, int] = {}
-    for call, (_, one, _) in zip(calls, asked, strict=True):
-        index = len(hits) if call.id is None else by_id.setdefault(call.id, len(hits))
-        index_of.append(index)
-        added = one
-        if call.amount != 1:
-            added = Hits(dict.fromkeys(one.amounts, call.amount), one.thresholds)
-        if index == len(hits):
-            hits.append(added)
-            continue
-        amounts = dict(hits[index].amounts)
-        for count, amount in added.amounts.items():
-            amounts[count] = amounts.get(count, 0) + amount
-        thresholds = dict.fromkeys((*hits[index].thresholds, *added.thresholds))
-        hits[index] = Hits(amounts, tuple(thresholds))
-    return hits, index_of

@@ -15,6 +15,8 @@ from langgraph.types import StateSnapshot
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
+from langchain_quota.repeat_records import Record, most_repeated
+
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
 
@@ -70,6 +72,17 @@ class Held(TypedDict):
     """The store's keys, each with the counter whose amounts it counts."""
 
 
+class Granted(TypedDict):
+    """A grant to a thread."""
+
+    amount: int
+    ends: int | None
+    """In seconds since the Unix epoch; `None` for as long as the thread lasts."""
+    at: float
+    reason: str
+    by: str
+
+
 class Ledger(TypedDict, total=False):
     """What the hooks of a thread tell each other; every value is plain JSON."""
 
@@ -93,6 +106,8 @@ class Ledger(TypedDict, total=False):
     """The current batch of tool calls."""
     refusals: dict[str, dict[str, int]]
     """Refusals in this run, by middleware and name of its limits that give up after some."""
+    repeats: dict[str, dict[str, Record]]
+    """The tool calls of this run, as each repeat limit remembers them, by middleware and name."""
     final: str
     """What the run ends with if this step's model call, its last, says nothing; else empty."""
     refused: str | None
@@ -120,6 +135,8 @@ class Ledger(TypedDict, total=False):
     """What a store holds for the model call that is about to be made."""
     uncharged: bool
     """Whether a graph of the user's own has yet to charge this step's model call to budgets."""
+    granted: dict[str, dict[str, Granted]]
+    """What is granted to the thread where the state counts it, by counter and id."""
     pending_refunds: dict[str, Amounts]
     """What a store charged and is to take back at the next occasion, by a name of the refund."""
 
@@ -238,6 +255,12 @@ def run_model(state: Mapping[str, Any]) -> int:
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
 
+def repeats(state: Mapping[str, Any]) -> dict[str, int]:
+    """How often the call or failure that repeats most has come, by name of the repeat limit."""
+    records = ledger(state).get("repeats")
+    return most_repeated(records, state.get("messages") or ()) if records else {}
+
+
 def spent(state: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """What model calls have used of budgets, by counter: those of the thread, and of the run."""
     known = ledger(state)
@@ -258,6 +281,8 @@ class ThreadUsage:
             `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
             `"model.microdollars"`.
         run_spent: Those of its newest run, likewise.
+        repeats: How often the call or failure that repeats most has come in its newest run since
+            something new came, by the name of the `RepeatLimit`.
 
     Examples:
         >>> from langchain_quota import ThreadUsage
@@ -272,6 +297,7 @@ class ThreadUsage:
     run_model: int
     spent: Mapping[str, int] = field(default_factory=dict)
     run_spent: Mapping[str, int] = field(default_factory=dict)
+    repeats: Mapping[str, int] = field(default_factory=dict)
 
 
 def usage(snapshot: StateSnapshot) -> ThreadUsage:
@@ -304,6 +330,7 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
         run_model=run_model(state),
         spent=MappingProxyType(of_thread),
         run_spent=MappingProxyType(of_run),
+        repeats=MappingProxyType(repeats(state)),
     )
 
 
@@ -313,6 +340,12 @@ NOTHING_SPENT: Ledger = {"run_spent": {}, "held": None}
 UNUSED: Mapping[str, Any] = {
     THREAD_TOOLS: {},
     THREAD_MODEL: 0,
-    LEDGER: {**NEW_RUN, **NOTHING_SPENT, "thread_spent": {}, "thread_model": 0},
+    LEDGER: {
+        **NEW_RUN,
+        **NOTHING_SPENT,
+        "thread_spent": {},
+        "thread_model": 0,
+        "repeats": {},
+    },
 }
 """The counts of a thread that has used nothing."""

@@ -622,7 +622,9 @@ def test_a_long_root_run(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> N
     def kept() -> int:
         gc.collect()
         modules = [str(type(each).__module__) for each in gc.get_objects()]
-        return sum(each.startswith("langchain_quota.middleware.") for each in modules)
+        # If an earlier test has switched the count of unjudged calls on, it has a bound of its own.
+        ours = [each for each in modules if each.startswith("langchain_quota.middleware.")]
+        return sum(not each.endswith("._unjudged") for each in ours)
 
     def work(_: Any) -> list[int]:
         found = []

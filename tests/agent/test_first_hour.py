@@ -120,6 +120,19 @@ def two_inline(bench: Bench) -> str:
     return raised(RuntimeError, lambda: agent.invoke(ASKED))
 
 
+@sees("limit … has exit_behavior='ask', and a run that waits for a person needs a checkpointer: …")
+def nothing_keeps_a_run_that_waits(bench: Bench) -> str:
+    limit = ToolCallLimit("search", run_limit=9, exit_behavior="ask")
+    agent = bench.agent(bench.quota(limit))
+    return raised(RuntimeError, lambda: agent.invoke(ASKED))
+
+
+@sees("limit … has exit_behavior='ask', which goes with QuotaMiddleware: …")
+def inline_asks(bench: Bench) -> str:
+    limit = ToolCallLimit("search", run_limit=9, exit_behavior="ask")
+    return raised(ValueError, lambda: bench.inline(limit))
+
+
 @sees("… needs langchain 1.4 or newer: use QuotaMiddleware")
 def inline_on_an_older_langchain(bench: Bench) -> str:
     bench.monkeypatch.setattr(inline, "OLDEST_LANGCHAIN", (99, 0))
@@ -383,6 +396,7 @@ def a_model_that_reports_no_usage(bench: Bench) -> str:
 
 
 NEEDS_INLINE = {
+    "limit … has exit_behavior='ask', which goes with QuotaMiddleware: …",
     "… and another middleware of this agent both judge around the model call",
 }
 

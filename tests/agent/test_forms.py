@@ -91,8 +91,9 @@ def possible(limits: Sequence[Limit]) -> None:
 
 
 def _computed(limit: Limit) -> Limit:
-    number = limit.run_limit
-    return replace(limit, run_limit=Computed(number)) if isinstance(number, int) else limit
+    number: Any = limit.run_limit
+    computed: dict[str, Any] = {"run_limit": Computed(number)}
+    return replace(limit, **computed) if isinstance(number, int) else limit
 
 
 @st.composite

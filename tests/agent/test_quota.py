@@ -577,6 +577,7 @@ def stack_of(limits: Sequence[Limit], telemetry: Telemetry) -> list[Middleware]:
         if limit.kind == "model":
             stack.append(ModelCallLimitMiddleware(**options))
         else:
+            assert isinstance(limit, ToolCallLimit)
             name: Any = limit.tool_name
             stack.append(ToolCallLimitMiddleware(tool_name=name, **options))
     return stack

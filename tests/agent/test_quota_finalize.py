@@ -164,6 +164,23 @@ async def test_a_last_answer_with_tool_calls(calls_before: int, signals: Signals
     scene.check()
 
 
+async def test_ids_that_come_again(signals: Signals) -> None:
+    """A last call with the id of an earlier one takes nothing of that one back."""
+    same = AIMessage("", tool_calls=[search_call("same")])
+    scene = scene_of(
+        signals,
+        [same, same.model_copy(), "fine"],
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        ToolCallLimit("search", thread_limit=5),
+    )
+
+    await scene.turn()
+    await scene.turn()
+
+    assert scene.ran == ["search"]
+    assert scene.state()["thread_tool_call_count"] == {"search": 1}
+
+
 def search_call(call_id: str) -> ToolCall:
     return ToolCall(name="search", args={}, id=call_id, type="tool_call")
 

@@ -193,7 +193,7 @@ async def test_reset_sets_the_series_to_0(form: Form, signals: Signals) -> None:
 async def test_reset_of_an_agent_elsewhere(form: Form, signals: Signals) -> None:
     """What is no agent of this process, such as one on a server, is refused by name."""
     _, quota = agent_and_quota(signals, ["done"])
-    with pytest.raises(TypeError, match="not a SimpleNamespace: reset where the agent runs"):
+    with pytest.raises(TypeError, match="not a SimpleNamespace: do this where the agent runs"):
         await reset(SimpleNamespace(nodes={}), quota, form=form)
 
 

@@ -22,7 +22,7 @@ from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit
 from langchain_quota.cli.demo_board import Board, Row, Use
 from langchain_quota.cli.demo_traffic import LIMITS
 from langchain_quota.cli.demo_view import table
-from langchain_quota.decision import Level
+from langchain_quota.levels import Level
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.conftest import Signals
 from tests.forked import as_module, run_python
@@ -42,6 +42,9 @@ HERE = (
 
 OTHERS = ("deepagents", "langchain_openai", "langfuse", "langgraph_supervisor", "langgraph_swarm")
 """Packages of pages that the oldest environment does not have."""
+
+PRINTED = re.compile(r"```python\n(?:(?!```).)*```\n\n```text\n(.*?)```", re.DOTALL)
+"""What a page says that its Python block prints."""
 
 RUNS = 5
 LIMIT = 3
@@ -90,13 +93,15 @@ def test_example_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_of_the_docs_run(page: Path) -> None:
-    """Every Python block of the page runs, in order, in a process of its own."""
+    """Every Python block of the page runs, in order, and prints what stands behind it as text."""
     code = "\n".join(_blocks(page))
     for package in OTHERS:
         if f"from {package}" in code:
             pytest.importorskip(package)
     done = run_python(code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    printed = [line for block in PRINTED.findall(page.read_text()) for line in block.splitlines()]
+    assert {line for line in printed if "…" not in line} <= {*done.stdout.splitlines()}
 
 
 def test_python_blocks_of_contributing_run() -> None:
@@ -256,6 +261,8 @@ def _check(svg: str) -> None:
     assert len(lines) == len(rows)
     for row, line in zip(rows, lines, strict=True):
         limits = {use.title: re.sub("000$", "k", str(use.limit)) for use in row.uses}
+        # One customer is granted one more.
+        limits["search"] = "[89]"
         uses = [rf"{title} [\d.]+k?/{limit} [▇_]+" for title, limit in limits.items()]
         refusal = r"( \w+ \((thread|run)\))?"
         assert re.fullmatch(rf"{row.thread} {' '.join(uses)} \d+ \d+{refusal}", line), line

@@ -16,10 +16,11 @@ from prometheus_client import CollectorRegistry, Counter
 
 from langchain_quota import Telemetry
 from langchain_quota.admission import admit
+from langchain_quota.batches import hits_of
 from langchain_quota.decide import decide
 from langchain_quota.decision import Call, Decision
 from langchain_quota.limits import ToolCallLimit
-from langchain_quota.resolved import ResolvedLimit, ResolvedLimits, hits_of
+from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
 from langchain_quota.telemetry import recorder_of
 from tests.benchmarks import scenes
 from tests.judged import Used, judge

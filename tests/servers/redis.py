@@ -41,6 +41,12 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        assert self._process is not None
+        return self._process.pid
+
     def client(self, **options: Any) -> redis.Redis:
         """A client beside the store."""
         return redis.Redis(

@@ -209,7 +209,9 @@ class Stack:
         }
         _, module_option, module, *arguments = _replaced(command, addresses)
         assert module_option == "-m"
-        done = run_python(as_module(module), *arguments, env=_python_environment())
+        redis = {"LANGCHAIN_QUOTA_REDIS_URL": self.redis.url}
+        environment = {**_python_environment(), **redis}
+        done = run_python(as_module(module), *arguments, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

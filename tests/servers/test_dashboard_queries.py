@@ -5,12 +5,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.messages.ai import UsageMetadata
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from prometheus_client import CollectorRegistry
@@ -47,6 +49,8 @@ QUIET = "quiet"
 SHARING = "sharing"
 LOOPING = "looping"
 SPENDING = "spending"
+ASKING = "asking"
+APPROVED = {"decisions": [{"type": "approve"}]}
 ALLOWED = 4
 """How often the agents of the second job may search on a thread."""
 TRIED = 7
@@ -133,11 +137,12 @@ class Searchers:
             QuotaMiddleware([limit], store=store, on_store_error="allow", telemetry=telemetry)
             for store in stores
         ]
-
+        self._waiting = QuotaMiddleware([ToolCallLimit("search", at_once=1)], telemetry=telemetry)
         of_all = [
             [Quota(most, per=per, window=hour) for per in ("global", "tenant", "thread")]
             for most in (10_000, 1)
         ]
+        self._store = MemoryStore()
         self._budgets = QuotaMiddleware(
             [
                 TokenLimit(run_limit=10_000, quotas=of_all[0]),
@@ -145,7 +150,16 @@ class Searchers:
             ],
             prices={"priced": Price(input=3, output=15)},
             unknown_price="allow",
-            store=stores[0],
+            store=self._store,
+            telemetry=telemetry,
+        )
+        self._asking = QuotaMiddleware(
+            [
+                ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
+                TokenLimit(run_limit=30, exit_behavior="ask"),
+                CostLimit(run_limit=30, exit_behavior="ask"),
+            ],
+            prices=lambda usage: Decimal(usage.total_tokens),
             telemetry=telemetry,
         )
 
@@ -166,8 +180,14 @@ class Searchers:
             config = {"configurable": {"thread_id": SHARING}}
             asyncio.run(agent.ainvoke({"messages": []}, config, context={"tenant": "acme"}))
 
+    def wait(self) -> None:
+        """Search several times at once, where one search at a time may run."""
+        run(build_agent([["search"] * 4, "done"], [self._waiting], name="sharing"))
+
     def spend(self) -> None:
-        """Spend tokens and dollars; a part is estimated, and a part has no price."""
+        """Spend tokens and dollars, after a grant; a part is estimated, and a part has no price."""
+        for counter, more in (("model.total_tokens", 100), (CostLimit.counter, "0.50")):
+            self._store.grant(f"{counter}:tenant:acme", more, window=timedelta(hours=1))
         used = UsageMetadata(input_tokens=20, output_tokens=10, total_tokens=30)
         answers = [
             AIMessage("", response_metadata={"model_name": model}, usage_metadata=reported)
@@ -177,6 +197,17 @@ class Searchers:
             agent = build_agent([answer], [self._budgets], name="spending", saver=self._saver)
             config = {"configurable": {"thread_id": SPENDING}}
             asyncio.run(agent.ainvoke({"messages": []}, config, context={"tenant": "acme"}))
+
+    def ask(self) -> None:
+        """Ask a person at limits of calls, tokens and dollars, who approves."""
+        used = UsageMetadata(input_tokens=20, output_tokens=10, total_tokens=30)
+        calls = [ToolCall(name="search", args={}, id=f"call-{number}") for number in range(2)]
+        answers = [AIMessage("", tool_calls=calls, usage_metadata=used), AIMessage("done")]
+        agent = build_agent(answers, [self._asking], name=ASKING, saver=self._saver)
+        run(agent, ASKING)
+        config = {"configurable": {"thread_id": ASKING}}
+        while agent.get_state(config).interrupts:
+            asyncio.run(agent.ainvoke(Command(resume=APPROVED), config))
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +222,10 @@ def seen(
     searchers.search(BACKSLASH, 1)
     searchers.search(QUIET, 1)
     searchers.share()
+    searchers.wait()
     searchers.loop()
     searchers.spend()
+    searchers.ask()
     began = time.time()
     with (
         running_demo(output, threads=len(CUSTOMERS)) as demo,
@@ -203,8 +236,10 @@ def seen(
         wait_for_scrapes(prometheus, 2)
         searchers.search(QUIET, 1)
         searchers.share()
+        searchers.wait()
         searchers.loop()
         searchers.spend()
+        searchers.ask()
         demo.wait_for_end_of_traffic()
         wait_for_scrapes(prometheus, 4)
         yield Seen(prometheus, began)
@@ -267,16 +302,19 @@ def test_every_variable_offers_values(seen: Seen) -> None:
         for values in choices(board, seen, everything=True):
             for variable in board.variables:
                 found = seen.offered(variable, values)
-                # A thread that limits of runs alone refuse has used nothing of a limit of its own.
-                assert found or values.get("thread") == LOOPING, variable
+                # A thread that has limits of runs alone has used nothing of a limit of its own.
+                assert found or values.get("thread") in {LOOPING, ASKING}, variable
                 offered.setdefault(variable.name, set()).update(found)
     assert len(offered.pop("instance")) == 2
     assert {HOSTILE, LOOPING} <= offered.pop("refused") <= {*CUSTOMERS, HOSTILE, LOOPING}
     assert offered == {
         "job": {"demo", "agents"},
-        "agent": {"support", "finder", "sharing", "looping", "spending"},
-        "limit": {"model", "tool:*", "tool:search", "tokens", "cost"},
-        "thread": {*CUSTOMERS, HOSTILE, BACKSLASH, QUIET, SHARING, LOOPING, SPENDING},
+        "agent": {"support", "finder", "sharing", "looping", "spending", ASKING},
+        "limit": {
+            *("model", "tool:*", "tool:search", "tokens", "cost"),
+            *("repeats", "search at once"),
+        },
+        "thread": {*CUSTOMERS, HOSTILE, BACKSLASH, QUIET, SHARING, LOOPING, SPENDING, ASKING},
         "nearest": {*CUSTOMERS, HOSTILE, BACKSLASH, QUIET, SHARING},
         "nearest_money": {SPENDING},
         "nearest_tokens": {*CUSTOMERS, SPENDING},

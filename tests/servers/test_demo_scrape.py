@@ -49,6 +49,8 @@ def demo(
         ("langchain_quota_near_limit_total", {"agent", "limit", "scope"}),
         ("langchain_quota_exhausted_total", {"agent", "limit", "scope"}),
         ("langchain_quota_limit", {"agent", "limit", "scope"}),
+        ("langchain_quota_granted_total", {"agent", "limit", "scope"}),
+        ("langchain_quota_wait_seconds_count", {"agent", "limit", "decision"}),
         ("langchain_quota_subjects", {"agent", "limit", "scope", "state"}),
         ("langchain_quota_limit_tokens", {"agent", "limit", "scope"}),
         ("langchain_quota_spent_tokens_total", {"agent", "limit", "model"}),
@@ -98,9 +100,20 @@ def test_the_demo_shows_what_limits_do(demo: Scraped) -> None:
     refused = query(
         'sum by (limit) (langchain_quota_limit_decisions_total{decision="blocked"}) > 0'
     )
-    assert {sample.labels["limit"] for sample in refused} == {"tool:search", "model", "tokens"}
+    assert {sample.labels["limit"] for sample in refused} == {
+        *("tool:search", "model", "tokens", "repeats"),
+    }
     states = query("sum by (state) (langchain_quota_subjects) > 0")
     assert {sample.labels["state"] for sample in states} == {"ok", "near", "exhausted"}
+
+
+def test_the_demo_waits_and_grants(demo: Scraped) -> None:
+    """The panels about waits and grants have data: searches had to wait, and one was granted."""
+    query = demo.prometheus.query
+    (waited,) = query("sum(langchain_quota_wait_seconds_sum)")
+    assert waited.value > 0
+    (granted,) = query("langchain_quota_granted_total > 0")
+    assert (granted.labels["limit"], granted.value) == ("tool:search", 1)
 
 
 def test_nothing_failed_in_the_demo(demo: Scraped) -> None:

@@ -10,14 +10,17 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import httpx
 import pytest
+from langchain.agents.middleware.human_in_the_loop import HITLRequest
+from pydantic import TypeAdapter
 
+from langchain_quota import RedisStore
 from tests.servers.programs import missing
 from tests.servers.prometheus import DEADLINE, Series, eventually, parse_openmetrics, series_of
 from tests.servers.redis import RedisServer
@@ -116,6 +119,18 @@ class User:
         """Run an agent to its end, on a thread if one is given."""
         where = "" if thread_id is None else f"/threads/{thread_id}"
         return self.post(f"{where}/runs/wait", {**question(graph, text), **options})
+
+    def resume(
+        self, graph: str, thread_id: str, decision: dict[str, Any], **options: object
+    ) -> Any:
+        """Answer a question of a thread, as Agent Chat UI does."""
+        body = {
+            "assistant_id": graph,
+            "input": {},
+            "command": {"resume": {"decisions": [decision]}},
+            **options,
+        }
+        return self.post(f"/threads/{thread_id}/runs/wait", body)
 
     def answers(
         self, graph: str, text: str, thread_id: str | None = None, **options: object
@@ -318,3 +333,30 @@ def test_users_have_quotas(server: Server, user: User) -> None:
 
     other = server.user(f"user-{uuid4().hex}")
     assert other.answers("by_user", "search", other.thread()) == ["found"]
+
+
+def test_a_person_is_asked(server: Server, user: User, redis_server: RedisServer) -> None:
+    """A thread waits as interfaces show it, and who answers over HTTP is known to have granted."""
+    thread = user.thread()
+    waits = user.run("asking", "search search", thread)
+    found = user.get(f"/threads/{thread}").json()
+    assert found["status"] == "interrupted"
+    ((interrupt,),) = found["interrupts"].values()
+    assert waits["__interrupt__"][0]["value"] == interrupt["value"]
+    request = TypeAdapter(HITLRequest).validate_python(interrupt["value"])
+    (action,), (config,) = request["action_requests"], request["review_configs"]
+    assert action["args"] == {"tool:search": 2}
+    assert config["action_name"] == action["name"]
+
+    # A text area gives text. Who answers is who the server says, not who the request says.
+    name = f"user-{uuid4().hex}"
+    edited = {"name": action["name"], "args": {"tool:search": "1"}}
+    decision = {"type": "edit", "edited_action": edited, "by": "somebody"}
+    claimed = {"configurable": {"langgraph_auth_user_id": "somebody"}}
+    approver = server.user(name)
+    messages = approver.resume("asking", thread, decision, config=claimed)["messages"]
+    assert [each["content"] for each in messages if each["type"] == "tool"] == ["found"] * 2
+    assert user.get(f"/threads/{thread}").json()["status"] == "idle"
+    with closing(RedisStore(redis_server.url, prefix="asking")) as store:
+        (grant,) = store.grants(f"search:thread:{thread}")
+    assert (grant.amount, grant.by) == (1, name)

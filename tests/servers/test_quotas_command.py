@@ -1,10 +1,15 @@
 """`langchain-quota quotas`: what is used, of what, until when, and back to 0."""
 
+import json
 import os
 import pty
+import re
+import signal
+import termios
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from datetime import timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -22,10 +27,12 @@ from langchain_quota import (
 )
 from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
+from langchain_quota.limit_options import MICRODOLLARS
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
-from tests.forked import COMMAND_LINE, run_python, start_python
+from tests.forked import COMMAND_LINE, Program, run_python, start_python
 from tests.servers.agents import build_agent
+from tests.servers.proxy import proxy
 from tests.servers.redis import RedisServer, free_port, running_redis
 from tests.servers.stores import batch, calls, compensating
 
@@ -467,3 +474,178 @@ def test_extra_is_missing() -> None:
     assert reason == (
         'langchain-quota quotas: needs the package redis: pip install "langchain-quota[redis]"'
     )
+
+
+def grant_lines(text: str) -> list[str]:
+    """A command's lines, without what differs from run to run."""
+    return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", "THEN", text).splitlines()
+
+
+def test_grant(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """More of a count: on the list, in the table, and as a line of JSON for the audit log."""
+    asked = ("--key", ADA, "50", "--for", "1d", "--reason", "ticket 4711", "--by", "bo")
+    assert run("grant", *asked, "--id", "4711") == 0
+    said = capsys.readouterr()
+    assert grant_lines(said.out) == [f"granted 50 calls under {ADA} until THEN, id 4711"]
+    audit = json.loads(said.err)
+    [grant] = store.grants()
+    assert grant.until is not None
+    assert timedelta(days=1) <= grant.until - grant.given_at <= timedelta(days=1, seconds=1)
+    assert datetime.fromisoformat(audit.pop("time")) >= grant.given_at - timedelta(seconds=1)
+    assert audit == {
+        "quota_event": "granted",
+        "quota_key": ADA,
+        "quota_grant": "4711",
+        "quota_amount": 50,
+        "quota_unit": "calls",
+        "quota_until": grant.until.isoformat(),
+        "quota_reason": "ticket 4711",
+        "quota_by": "bo",
+    }
+    assert run("grant", *asked, "--id", "4711") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("was granted before: 50 calls")
+    assert said.err == ""
+    assert run("grants") == 0
+    assert grant_lines(capsys.readouterr().out) == [
+        "key                 granted  until                    by    reason         id",
+        f"{ADA}       50  THEN  'bo'  'ticket 4711'  4711",
+    ]
+    assert run("show", "--key", ADA) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "search   user_id  'ada'       3  55  reset"
+
+
+def test_revoke(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A grant ends now, is logged, and is there no more."""
+    store.grant(ADA, 50, id="4711")
+    assert run("revoke", "--key", ADA, "--id", "4711") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"revoked 50 calls under {ADA}")
+    assert json.loads(said.err)["quota_event"] == "revoked"
+    assert run("grants", "--key", "search:*") == 0
+    assert capsys.readouterr().out == "no grants\n"
+    assert run("revoke", "--key", ADA, "--id", "4711") == 2
+    assert "nothing is granted under" in capsys.readouterr().err
+    assert run("grant", "--key", ADA, "50", "--reason", "more", "--id", "4711") == 0
+    assert capsys.readouterr().out.startswith("was granted before, and is over: 50 calls")
+
+
+def test_grant_in_a_window(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key without a window is that of the window that runs, if one count alone is meant."""
+    base = str(CountKey("mail", "user_id", "ada"))
+    reason = ("--reason", "more")
+    assert run("grant", "--key", base, "5", *reason) == 2
+    assert "add the window of the quota, such as --window 1d" in capsys.readouterr().err
+    assert run("grant", "--key", base, "5", *reason, "--window", "1d", "--id", "a") == 0
+    assert run("grant", "--key", base, "6", *reason, "--id", "b") == 0
+    today = CountKey.at("mail", "user_id", "ada", timedelta(days=1), time.time())
+    assert {(each.key, each.amount) for each in store.grants()} <= {
+        (str(today), 5),
+        (str(today), 6),
+    }
+    assert run("grant", "--key", base, "7", *reason, "--window", "none") == 0
+    assert store.grants(base)[0].amount == 7
+    capsys.readouterr()
+    assert run("grant", "--key", base, "8", *reason) == 2
+    assert "several counts are meant" in capsys.readouterr().err
+    assert run("revoke", "--key", base, "--id", "b") == 0
+
+
+def test_grant_dollars(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """An amount is in the unit of the count."""
+    key = str(CountKey(MICRODOLLARS, "tenant", "acme"))
+    assert run("grant", "--key", key, "2.50", "--reason", "more", "--window", "none") == 0
+    assert capsys.readouterr().out.startswith("granted $2.50 under")
+    assert store.grants(key)[0].amount == 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--key", "nonsense", "5"), "--key must be the key of a count"),
+        (("--key", ADA, "0"), "amount must be above 0"),
+        (("--key", ADA, "five"), "amount must be a whole number"),
+        (("--key", ADA, "5", "--id", ""), "id must not be empty"),
+        (("--key", ADA, "5", "--for", "9999999d"), "--for must end before the year 10000"),
+    ],
+)
+def test_bad_grants(
+    run: Run, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be granted is refused in one line."""
+    assert run("grant", *arguments, "--reason", "more") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_lost_answer(
+    run: Run, store: RedisStore, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who does not hear whether it is granted reads how to ask again, and it is granted once."""
+    asked = ("--key", ADA, "50", "--reason", "more")
+    with proxy(redis_server.port) as way:
+        way.fail(only_small)
+        assert run("grant", *asked, "--redis", way.url) == 2
+    audit, reason = capsys.readouterr().err.splitlines()
+    name = json.loads(audit)["quota_grant"]
+    assert reason.endswith(f"; to try again without granting twice add --id {name}")
+    assert run("grant", *asked, "--id", name) == 0
+    assert capsys.readouterr().out.startswith("was granted before: 50 calls")
+    assert [each.amount for each in store.grants()] == [50]
+
+
+def only_small(reply: bytes) -> Iterator[bytes]:
+    """What Redis says while a client connects arrives, and that it does not know a script yet."""
+    if b"quota" in reply or b"reason" in reply:
+        raise ConnectionResetError
+    yield reply
+
+
+def watching(
+    store: RedisStore, redis_server: RedisServer, stdin: int | None, stdout: int
+) -> Program:
+    """The command, looking ten times a second."""
+    return start_python(
+        COMMAND_LINE,
+        *("quotas", "watch", "--redis", redis_server.url, "--prefix", store._prefix),
+        *("--every", "0.1"),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=2,
+    )
+
+
+def test_watch_in_a_pipe(store: RedisStore, redis_server: RedisServer) -> None:
+    """What is there is printed, and then what changes, each line with the time."""
+    readable, writable = os.pipe()
+    with os.fdopen(readable) as output, watching(store, redis_server, None, writable) as process:
+        os.close(writable)
+        lines = [output.readline().split()[1] for _ in range(5)]
+        assert lines == ["counted", "__all__", "email", "search", "search"]
+        store.grant(ADA, 50)
+        assert output.readline().split()[1:] == [
+            *("search", "user_id", "'ada'", "3", "55", "reset")
+        ]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+
+
+def test_watch_in_a_terminal(store: RedisStore, redis_server: RedisServer) -> None:
+    """The table is drawn anew in place until q is pressed, and the terminal is as it was."""
+    keyboard, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    seen = b""
+    with watching(store, redis_server, terminal, terminal) as process:
+        while b"q ends" not in seen:
+            seen += os.read(keyboard, 4096)
+        assert b"\r\n" in seen
+        store.grant(ADA, 50)
+        while b"  55  " not in seen:
+            seen += os.read(keyboard, 4096)
+        os.write(keyboard, b"q")
+        while not seen.endswith(b"\x1b[?1049l"):
+            seen += os.read(keyboard, 4096)
+        assert process.wait(60) == 0
+    assert termios.tcgetattr(terminal) == before
+    os.close(keyboard)
+    os.close(terminal)

@@ -24,12 +24,14 @@ from blockbuster import blockbuster_ctx
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
 from tests.forked import run_python
 from tests.servers.programs import required_program
 from tests.servers.prometheus import eventually
 from tests.servers.proxy import proxy, replaced
+from tests.servers.proxy import reset as connection_reset
 from tests.servers.redis import (
     Detour,
     RedisServer,
@@ -841,6 +843,50 @@ class TestOddReplies:
             way.heal()
             assert [each.used for each in await in_thread(store.usages)] == [0]
             await store.aclose()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_a_lost_answer_to_a_grant_is_logged(
+    redis_server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    is_async: bool,  # noqa: FBT001
+) -> None:
+    """The audit log has what may be given or ended, with its id; asked again, it is given once."""
+    key = "search:user_id:ada"
+    with (
+        proxy(redis_server.port) as way,
+        closing(RedisStore(way.url, prefix=redis_server.prefix(), timeout=LONG)) as store,
+        caplog.at_level("INFO", "langchain_quota"),
+    ):
+
+        async def grant(name: str | None = None) -> Grant:
+            asked: Any = {"reason": "ticket 4711", "id": name}
+            return await store.agrant(key, 3, **asked) if is_async else store.grant(key, 3, **asked)
+
+        async def revoke(name: str) -> Grant | None:
+            return await store.arevoke(key, name) if is_async else store.revoke(key, name)
+
+        # A new connection would fail before anything is asked.
+        assert await revoke("none") is None
+        way.fail(connection_reset)
+        with pytest.raises(QuotaStoreError):
+            await grant()
+        [lost] = [vars(each) for each in caplog.records]
+        assert (lost["quota_event"], lost["quota_amount"]) == ("grant_unconfirmed", 3)
+        assert (lost["quota_key"], lost["quota_reason"]) == (key, "ticket 4711")
+        way.heal()
+        assert (await grant(lost["quota_grant"])).amount == 3
+        way.fail(connection_reset)
+        with pytest.raises(QuotaStoreError):
+            await revoke(lost["quota_grant"])
+        way.heal()
+        assert store.grants() == []
+        [_, ended] = [vars(each) for each in caplog.records]
+        assert (ended["quota_event"], ended["quota_grant"]) == (
+            "revoke_unconfirmed",
+            lost["quota_grant"],
+        )
+        await store.aclose()
 
 
 class TestArguments:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
@@ -10,6 +11,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from langchain_quota import RedisStore
 from tests.forked import as_module, run_python
 from tests.servers.otlp import Protocol, ReceivedSpan, running_receiver
 from tests.servers.postgres import PASSWORD, PostgresServer
@@ -480,13 +482,33 @@ def test_the_load_driver_breaches_limits(tmp_path: Path) -> None:
         assert set(answers) <= {"200", "403", "429"}
         assert answers["200"] > 0
         assert sum(answers.values()) <= 20 * 3 + 1
-        assert "model (run)" in refusals
+        assert re.search(r"(model|repeats) \(run\)", refusals)
         blocked = [
             value
             for (name, labels), value in service.series().items()
             if name == "langchain_quota_calls_total" and ("decision", "blocked") in labels
         ]
         assert sum(blocked) == sum(map(int, re.findall(r"\) (\d+)", refusals)))
+
+
+def test_the_load_driver_grants_more(redis_server: RedisServer, tmp_path: Path) -> None:
+    """With the service's store, users who have used up their calls are granted ten more, once."""
+    settings = {"USER_MODEL_LIMIT": 4, "LANGCHAIN_QUOTA_REDIS_URL": redis_server.url}
+    with running_service(tmp_path, **settings) as service:
+        options = ("--threads", "1", "--rate", "20", "--seconds", "3")
+        result = _load(service.url, *options, **settings)
+        assert result.returncode == 0, result.stderr
+        granted = service.series()[
+            "langchain_quota_granted_total",
+            frozenset({("agent", "librarian"), ("limit", "user"), ("scope", "user_id")}),
+        ]
+    with closing(RedisStore(redis_server.url)) as store:
+        grants = store.grants("model:user_id:user-*")
+    assert {each.amount for each in grants} == {10}
+    assert len({each.key for each in grants}) == len(grants)
+    # Nobody may have asked any more with the last one.
+    assert granted in {10 * len(grants), 10 * len(grants) - 10}
+    assert granted > 0
 
 
 def test_the_load_driver_says_when_nobody_answers() -> None:
@@ -497,8 +519,8 @@ def test_the_load_driver_says_when_nobody_answers() -> None:
     assert result.stderr == ""
 
 
-def _load(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_python(as_module("service.load"), *arguments, env=environment({}))
+def _load(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    return run_python(as_module("service.load"), *arguments, env=environment(settings))
 
 
 def test_what_is_wrong_with_the_settings(tmp_path: Path) -> None:

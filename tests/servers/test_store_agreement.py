@@ -1,10 +1,10 @@
 """MemoryStore, RedisStore and the rule itself agree on random requests, call by call, over time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -29,6 +29,7 @@ from langchain_quota.stores import (
     QuotaStore,
     window_end,
 )
+from langchain_quota.stores.grants import Granting, in_utc
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
@@ -128,10 +129,35 @@ def holding(draw: st.DrawFn) -> AcquireRequest:
     )
 
 
-Step = AcquireRequest | tuple[str, ...] | int
-"""What is asked, the keys that are reset, or how many seconds pass."""
+class Give(NamedTuple):
+    """A grant that is given: for how many seconds; `None` for as long as a store likes."""
 
-resets = st.lists(st.sampled_from(KEYS), min_size=1, max_size=2).map(tuple)
+    key: str
+    amount: int
+    seconds: int | None
+    id: str
+
+
+class Revoke(NamedTuple):
+    """A grant that is ended."""
+
+    key: str
+    id: str
+
+
+Step = AcquireRequest | list[str] | int | Give | Revoke
+"""What is asked, the keys that are reset, how many seconds pass, or what is granted."""
+
+gives = st.builds(
+    Give,
+    st.sampled_from(KEYS[1:]),
+    st.sampled_from([1, 2, 5, 10**14]),
+    st.sampled_from([None, -1, 0, 5, 60, 4000, 90_000]),
+    st.sampled_from("gh"),
+)
+revokes = st.builds(Revoke, st.sampled_from(KEYS), st.sampled_from("gh"))
+
+resets = st.lists(st.sampled_from(KEYS), min_size=1, max_size=2)
 waits = st.sampled_from([1, 5, 6, 61]) | st.sampled_from(
     [IDLE, 2400, GRACE, REMEMBERED, 86_400, COMPENSATED]
 )
@@ -143,7 +169,7 @@ def histories(draw: st.DrawFn) -> list[Step]:
     made: list[AcquireRequest] = []
     steps: list[Step] = []
     for _ in range(draw(st.integers(1, 10))):
-        steps.extend(draw(st.lists(resets | waits, max_size=2)))
+        steps.extend(draw(st.lists(resets | waits | gives | revokes, max_size=2)))
         asked = draw(requests() | holding())
         if draw(st.booleans()) and made:
             earlier = draw(st.sampled_from(made))
@@ -202,6 +228,17 @@ class Hold:
 
 
 @dataclass
+class Granted:
+    """A grant, when it ends, and whether no call has been judged by it."""
+
+    key: str
+    id: str
+    amount: int
+    ends: int
+    is_new: bool = True
+
+
+@dataclass
 class Model:
     """What stores promise, said as plainly as can be."""
 
@@ -213,17 +250,48 @@ class Model:
     refused: Known[bool] = field(default_factory=Known)
     compensated: Known[bool] = field(default_factory=Known)
     settled: Known[bool] = field(default_factory=Known)
+    grants: list[Granted] = field(default_factory=list)
 
     def wait(self, seconds: int) -> None:
         self.now += seconds
         for known in (self.results, self.made, self.refused, self.compensated, self.settled):
             known.forget(self.now)
         self.counts.forget(self.now)
+        self.grants = [each for each in self.grants if each.ends + COMPENSATED > self.now]
         self.holds = [each for each in self.holds if each.key in self.counts]
         for hold in [each for each in self.holds if each.ends <= self.now]:
             self.give_back(hold)
 
-    def reset(self, keys: tuple[str, ...]) -> None:
+    def grant(self, asked: Give) -> tuple[int, int] | None:
+        for each in self.granted(asked.key):
+            if each.id == asked.id:
+                return each.amount, each.ends
+        ends = self.now + IDLE if asked.seconds is None else self.now + asked.seconds
+        window = window_end(asked.key)
+        if window is not None:
+            ends = window if asked.seconds is None else min(ends, window)
+        if ends <= self.now:
+            return None
+        self.grants.append(Granted(asked.key, asked.id, asked.amount, ends))
+        used = self.counts.of(asked.key)
+        if used is not None:
+            self.put(asked.key, used)
+        return asked.amount, ends
+
+    def revoke(self, asked: Revoke) -> int | None:
+        for each in self.granted(asked.key):
+            if each.id == asked.id and each.ends > self.now:
+                each.ends = self.now
+                return each.amount
+        return None
+
+    def granted(self, key: str | None) -> list[Granted]:
+        return [each for each in self.grants if each.key == key]
+
+    def more(self, key: str | None) -> int:
+        return sum(each.amount for each in self.granted(key) if each.ends > self.now)
+
+    def reset(self, keys: Sequence[str]) -> None:
         self.holds = [each for each in self.holds if each.key not in keys]
         for key in keys:
             self.put(key, 0)
@@ -242,8 +310,13 @@ class Model:
             return self.admit(request)
         if (len(known.used), len(known.admitted)) != (len(request.counters), len(request.hits)):
             raise QuotaStoreError("form")
+        granted = dict(zip(request.counters, [*known.granted.values()], strict=True))
         return replace(
-            known, used=dict(zip(request.counters, known.used.values(), strict=True)), replayed=True
+            known,
+            used=dict(zip(request.counters, known.used.values(), strict=True)),
+            replayed=True,
+            granted={name: amount for name, amount in granted.items() if amount},
+            newly_granted={},
         )
 
     def admit(self, request: AcquireRequest) -> AcquireResult:
@@ -251,7 +324,29 @@ class Model:
         for name, counter in request.counters.items():
             kept = self.counts.of(counter.key or "")
             used[name] = counter.used if kept is None else kept
-        result = admit(request.hits, used, request.stops)
+        granted = {name: self.more(each.key) for name, each in request.counters.items()}
+        news = {
+            name: sum(
+                grant.amount
+                for grant in self.granted(each.key)
+                if grant.is_new and grant.ends > self.now
+            )
+            for name, each in request.counters.items()
+        }
+        for counter in request.counters.values():
+            for grant in self.granted(counter.key):
+                grant.is_new = grant.is_new and grant.ends <= self.now
+        hits = [
+            Hits(
+                each.amounts,
+                tuple(
+                    over._replace(most=over.most + granted[over.counter])
+                    for over in each.thresholds
+                ),
+            )
+            for each in request.hits
+        ]
+        result = replace(admit(hits, used, request.stops), granted=granted)
         charged: list[tuple[str, int, bool]] = []
         for name, amount in result.charged(request.hits).items():
             counter = request.counters[name]
@@ -266,7 +361,11 @@ class Model:
                 self.results[request.idempotency_key] = result, until
             if request.attempt_id:
                 self.made[request.attempt_id] = (request.idempotency_key, charged), until
-        return result
+        return replace(
+            result,
+            granted={name: amount for name, amount in granted.items() if amount},
+            newly_granted={name: amount for name, amount in news.items() if amount},
+        )
 
     def hold(self, key: str, request: str, amount: int, lease: int) -> None:
         ends = self.now + lease + 1
@@ -333,6 +432,16 @@ def outcome(store: Model | QuotaStore, request: AcquireRequest) -> AcquireResult
         return None
 
 
+def given_by(store: Granting, asked: Give, now: float) -> tuple[int, int | None] | None:
+    """What is granted, and until when; `None` if that time is over."""
+    until = None if asked.seconds is None else in_utc(now + asked.seconds)
+    try:
+        grant = store.grant(asked.key, asked.amount, until=until, id=asked.id)
+    except ValueError:
+        return None
+    return grant.amount, grant.ends
+
+
 def let_pass(client: redis.Redis, clock: Clock, seconds: int) -> None:
     """Move the time of MemoryStore and Redis; what ends meanwhile is gone, as Redis does it."""
     clock.now += seconds
@@ -373,12 +482,23 @@ def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
     idle, clock, model = timedelta(seconds=IDLE), Clock(START), Model()
     memory = MemoryStore(idle_ttl=idle, clock=clock)
     shared = RedisStore(client, prefix=uuid4().hex, idle_ttl=idle)
+    # Without an end a grant ends by the clock of who gives it.
+    shared._now = clock  # type: ignore[method-assign]
     let_pass(client, clock, 0)
     for step in steps:
         if isinstance(step, int):
             model.wait(step)
             let_pass(client, clock, step)
-        elif isinstance(step, tuple):
+        elif isinstance(step, Give):
+            asked = model.grant(step)
+            assert given_by(memory, step, clock.now) == asked
+            assert given_by(shared, step, clock.now) == asked
+        elif isinstance(step, Revoke):
+            ended = model.revoke(step)
+            for each in (memory, shared):
+                grant = each.revoke(*step)
+                assert (grant and grant.amount) == ended
+        elif isinstance(step, list):
             for store in (model, memory, shared):
                 store.reset(step)
         else:
@@ -387,4 +507,11 @@ def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
             assert outcome(shared, step) == expected
         kept = memory.peek(KEYS)
         assert shared.peek(KEYS) == kept
-        assert used(memory, *KEYS) == [model.counts.of(key) for key in KEYS]
+        more = [model.more(key) for key in KEYS]
+        counts = [model.counts.of(key) for key in KEYS]
+        known = [
+            used if used is not None or not grant else 0
+            for used, grant in zip(counts, more, strict=True)
+        ]
+        assert used(memory, *KEYS) == known
+        assert [use.granted if use else 0 for use in kept] == more

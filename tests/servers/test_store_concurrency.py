@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import logging
 import multiprocessing
 import os
 import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -31,11 +32,13 @@ PATIENCE = 120
 """Seconds after which a process will not answer any more."""
 
 CALLERS = 25
-"""How many callers of a process spend a budget at the same time."""
+"""How many callers of a process are at work at the same time."""
 BUDGET = 2_000_000
 BOUND = 1_000
 """No call uses more than this."""
 LEASE = 3600
+GRANTS = 10
+"""How many grants all callers of all processes give."""
 KILLS = 4
 CALLS_BETWEEN_KILLS = 200
 
@@ -91,6 +94,79 @@ def test_processes_share_a_quota(redis_server: RedisServer, context: ForkServerC
     assert rounds == [LIMIT] * ROUNDS
     with closing(RedisStore(redis_server.url, prefix=prefix, timeout=60)) as store:
         assert [use.used for use in store.usages()] == [LIMIT] * ROUNDS
+
+
+@contextmanager
+def audit_log() -> Iterator[list[tuple[str, int, str]]]:
+    """Id, amount and giver of each grant that this process logs."""
+    logged: list[tuple[str, int, str]] = []
+
+    class Audit(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            fields = vars(record)
+            if fields.get("quota_event") == "granted":
+                logged.append((fields["quota_grant"], fields["quota_amount"], fields["quota_by"]))
+
+    handler, logger = Audit(), logging.getLogger("langchain_quota")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+
+
+def granter(url: str, prefix: str, orders: Connection) -> None:
+    """A process whose callers all give the same grants while they ask, until they are refused."""
+
+    async def caller(store: RedisStore, key: str, number: int) -> tuple[int, int]:
+        given, ran = 0, 0
+        for grant in range(GRANTS):
+            made = await store.agrant(key, 7, id=f"grant {grant}", by=f"{os.getpid()} {number}")
+            given += made.by == f"{os.getpid()} {number}"
+            ran += await admitted(store, key, 4)
+        return given, ran
+
+    async def work() -> None:
+        store = RedisStore(url, prefix=prefix, timeout=60)
+        while key := await asyncio.to_thread(orders.recv):
+            with audit_log() as logged:
+                made = await asyncio.gather(*(caller(store, key, each) for each in range(CALLERS)))
+            ran = sum(ran for _, ran in made) + await admitted(store, key, LIMIT)
+            orders.send((sum(given for given, _ in made), ran, logged))
+
+    asyncio.run(work())
+
+
+def test_processes_give_a_grant_once(redis_server: RedisServer, context: ForkServerContext) -> None:
+    """4 processes with 25 callers give the same grants: each once, and no call more runs.
+
+    The audit logs of all processes have each grant once, with whoever gave it.
+    """
+    prefix = redis_server.prefix()
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(PROCESSES):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=granter, args=(redis_server.url, prefix, there), daemon=True
+            )
+            process.start()
+            there.close()
+            stack.callback(process.join, PATIENCE)
+            stack.callback(here.send, None)
+            ends.append(here)
+        for end in ends:
+            end.send("shared:global:")
+        assert all(end.poll(PATIENCE) for end in ends)
+        given, ran, logs = zip(*(end.recv() for end in ends), strict=True)
+    assert (sum(given), sum(ran)) == (GRANTS, LIMIT + 7 * GRANTS)
+    with closing(RedisStore(redis_server.url, prefix=prefix, timeout=60)) as store:
+        kept = store.grants()
+        assert [each.amount for each in kept] == [7] * GRANTS
+        logged = [entry for log in logs for entry in log]
+        assert sorted(logged) == sorted((each.id, each.amount, each.by) for each in kept)
+        assert [(use.used, use.granted) for use in store.usages()] == [(sum(ran), 7 * GRANTS)]
 
 
 def spender(url: str, prefix: str, diary: str, hold: int) -> None:

@@ -6,12 +6,14 @@ test_store_agreement.py. Here each promise of `QuotaStore` is said once.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
 from langchain_quota.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limit_options import MICRODOLLARS
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
@@ -501,3 +503,182 @@ async def test_wrong_use(store: Store) -> None:
         for aask in (store.apeek, store.areset):
             with pytest.raises(TypeError, match="keys must be a sequence of strings"):
                 await aask(wrong)  # type: ignore[arg-type]  # the same
+
+
+def granted(store: Store, key: str = KEY) -> int:
+    """What is granted under a key now."""
+    (use,) = store.peek([key])
+    return 0 if use is None else use.granted
+
+
+def let_through(store: Store, key: str = KEY, limit: int = 2, *, at_most: int = 50) -> int:
+    """How many calls of one limit a store still admits."""
+    return sum(store.acquire(calls(key, at_most, limit=limit)).admitted)
+
+
+class TestGrants:
+    """More than the limits say, for one count."""
+
+    def test_a_grant_raises_every_limit_over_its_count(self, store: Store) -> None:
+        """It is added to what each threshold over the key says, of this key alone."""
+        store.grant(KEY, 3)
+        assert let_through(store) == 5
+        assert let_through(store, limit=4) == 2
+        assert let_through(store, OTHER) == 2
+
+    def test_a_negative_threshold_is_raised_from_where_it_is(self, store: Store) -> None:
+        """What is kept for the last answer may be more than the limit: a grant makes up for it."""
+        store.grant(KEY, 3)
+        assert let_through(store, limit=-2) == 1
+
+    def test_a_grant_is_given_once(self, store: Store) -> None:
+        """Asked for again by its id it is the first one, whatever is asked; ids are a key's own."""
+        first = store.grant(KEY, 3, reason="ticket 4711", by="bo", id="4711")
+        assert (first.amount, first.reason, first.by, first.id) == (3, "ticket 4711", "bo", "4711")
+        assert store.grant(KEY, 9, id="4711") == first
+        other = store.grant(OTHER, 9, id="4711")
+        assert store.grants() == [other, first]
+        assert store.grants("search:*") == [first]
+        assert let_through(store) == 5
+
+    async def test_async_is_the_same(self, store: Store) -> None:
+        """`agrant` and `arevoke` give and end what `grant` and `revoke` do."""
+        first = await store.agrant(KEY, 3, id="4711")
+        assert store.grant(KEY, 3, id="4711") == first
+        ended = await store.arevoke(KEY, "4711")
+        assert ended is not None
+        assert (ended.id, ended.amount) == ("4711", 3)
+        assert store.revoke(KEY, "4711") is None
+        if isinstance(store, RedisStore):
+            await store.aclose()
+
+    def test_a_revoked_grant_is_over_for_good(self, store: Store) -> None:
+        """What was used of it stays used; the same id gives nothing any more."""
+        store.grant(KEY, 3, id="4711")
+        assert let_through(store) == 5
+        assert store.revoke(KEY, "4711") is not None
+        assert store.revoke(KEY, "another") is None
+        store.grant(KEY, 3, id="4711")
+        assert (store.grants(), granted(store), used(store, KEY)) == ([], 0, [5])
+        assert let_through(store, limit=5) == 0
+
+    def test_grants_end(self, store: Store) -> None:
+        """One ends at its time, others go on."""
+        store.grant(KEY, 3, until=datetime.now(UTC) + timedelta(seconds=1))
+        kept = store.grant(KEY, 5)
+        assert granted(store) == 8 or store.grants() == [kept]
+        eventually(lambda: store.grants() == [kept])
+        assert granted(store) == 5
+        assert let_through(store) == 7
+
+    def test_a_grant_ends_with_its_window(self, store: Store) -> None:
+        """Later than that is not granted; in a window that is over nothing is."""
+        day = CountKey.at("search", "user_id", "ada", timedelta(days=1), 4e9)
+        late = datetime.fromtimestamp(5e9, UTC)
+        assert store.grant(str(day), 3, until=late).until == day.resets_at
+        over = CountKey.at("search", "user_id", "ada", timedelta(days=1), 1e9)
+        with pytest.raises(ValueError, match="that time is over"):
+            store.grant(str(over), 3)
+        with pytest.raises(ValueError, match="that time is over"):
+            store.grant(KEY, 3, until=datetime.fromtimestamp(1e9, UTC))
+
+    def test_a_grant_may_last_for_ever(self, store: Store) -> None:
+        """An end, or a window, that no time can be given for is the last one that can be."""
+        last = datetime.max.replace(tzinfo=UTC)
+        assert store.grant(KEY, 3, until=last).until == last
+        assert store.grant(f"{KEY}:86400:{10**10}", 3).until == last
+        assert [each.until for each in store.grants()] == [last, last]
+        assert granted(store) == 3
+
+    def test_a_grant_without_an_end_gets_one(self, make: Make) -> None:
+        """It is kept as long as a count is that nobody charges."""
+        grant = make(idle_ttl=timedelta(days=2)).grant(KEY, 3)
+        assert grant.until is not None
+        assert timedelta(days=2) <= grant.until - grant.given_at < timedelta(days=2, seconds=1)
+
+    def test_a_grant_begins_no_count(self, store: Store) -> None:
+        """A count that a caller brings back begins where the caller's is, grant or not."""
+        store.grant(KEY, 3)
+        assert store.peek([KEY]) == (QuotaUsage(KEY, 0, None, None, 3),)
+        result = store.acquire(batch({KEY: 1}, limits={KEY: 5}, used={KEY: 4}))
+        assert (result.used, result.granted) == ({KEY: 4}, {KEY: 3})
+
+    def test_a_reset_leaves_grants(self, store: Store) -> None:
+        """What is used becomes 0; what is granted stays granted."""
+        store.grant(KEY, 3)
+        assert let_through(store) == 5
+        store.reset([KEY])
+        assert let_through(store) == 5
+
+    def test_each_grant_is_new_to_one_answer(self, store: Store) -> None:
+        """Of all that are judged by a grant one is told that nobody was before: metrics count."""
+        store.grant(KEY, 3)
+        request = batch({KEY: 1}, limits={KEY: 2})
+        assert store.acquire(request).newly_granted == {KEY: 3}
+        replayed = store.acquire(request)
+        assert (replayed.granted, replayed.newly_granted) == ({KEY: 3}, {})
+        store.grant(KEY, 4)
+        result = store.acquire(batch({KEY: 1}, limits={KEY: 0}))
+        assert (result.granted, result.newly_granted) == ({KEY: 7}, {KEY: 4})
+
+    def test_dollars(self, store: Store) -> None:
+        """An amount is in the unit of the counter: dollars as they are written."""
+        key = str(CountKey(MICRODOLLARS, "user_id", "ada"))
+        grant = store.grant(key, "2.50")
+        assert (grant.amount, grant.unit) == (2_500_000, "microdollars")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((KEY, 0), "amount must be above 0"),
+            ((KEY, 10**15 + 1), "at most 1000000000000000"),
+            ((KEY, -1), "amount must be 0 or more"),
+            ((KEY, "1"), "amount must be a whole number"),
+            ((KEY, 1.0), "amount must be a whole number"),
+            ((7, 1), "key must be a string"),
+            (("email:ada", 1), "key must be the key of a count, such as 'email:user_id:ada'"),
+        ],
+    )
+    def test_bad_amounts(self, arguments: tuple[Any, Any], message: str) -> None:
+        """What cannot be given is refused, and named."""
+        with pytest.raises((TypeError, ValueError), match=message):
+            MemoryStore().grant(*arguments)
+
+    @pytest.mark.parametrize(
+        ("argument", "value", "message"),
+        [
+            ("until", 7, "until must be a datetime or None"),
+            ("window", 86_400, "window must be a timedelta or None, not 86400"),
+            ("until", datetime(2100, 1, 1), "until must have a time zone"),  # noqa: DTZ001
+            ("reason", None, "reason must be a string"),
+            ("by", "x" * 1001, "by must have at most 1000 characters"),
+            ("id", "", "id must not be empty"),
+        ],
+    )
+    def test_bad_options(self, argument: str, value: Any, message: str) -> None:
+        """What cannot be kept is refused, and named."""
+        with pytest.raises((TypeError, ValueError), match=message):
+            MemoryStore().grant(KEY, 1, **{argument: value})
+
+    def test_an_audit_log(self, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+        """What is given and ended is logged once, with its reason, in fields, too."""
+        with caplog.at_level("INFO", "langchain_quota"):
+            grant = store.grant(KEY, 3, reason="ticket 4711", by="bo", id="4711")
+            store.grant(KEY, 3, id="4711")
+            store.revoke(KEY, "4711")
+            store.revoke(KEY, "4711")
+        first, second = caplog.records
+        assert grant.until is not None
+        told = {name: value for name, value in vars(first).items() if name.startswith("quota_")}
+        assert told == {
+            "quota_event": "granted",
+            "quota_key": KEY,
+            "quota_grant": "4711",
+            "quota_amount": 3,
+            "quota_unit": "calls",
+            "quota_until": grant.until.isoformat(),
+            "quota_reason": "ticket 4711",
+            "quota_by": "bo",
+        }
+        assert "reason 'ticket 4711'" in first.getMessage()
+        assert (vars(second)["quota_event"], vars(second)["quota_grant"]) == ("revoked", "4711")

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Self
 from langchain_core.messages import AIMessage
 
 from langchain_quota import ThreadUsage
-from langchain_quota.decision import RUN, STORE, THREAD, Decision, Level, LimitStatus, Unit, level
+from langchain_quota.decision import RUN, STORE, THREAD, Decision, LimitStatus, Unit
+from langchain_quota.levels import Level, level
 from langchain_quota.limit_options import MICRODOLLARS, TOTAL_TOKENS
 from langchain_quota.telemetry.labels import NONE
 

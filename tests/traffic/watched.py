@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from langchain_quota.decision import Level
+from langchain_quota.levels import Level
 from langchain_quota.money import MICRODOLLARS
 from langchain_quota.monitoring import exports
 from tests.servers.alertmanager import (

@@ -4,6 +4,7 @@ from datetime import datetime
 from typing import Any, Literal, assert_type
 
 from langchain_quota import (
+    Answer,
     Call,
     Decision,
     Level,
@@ -30,6 +31,7 @@ def read(decision: Decision) -> str:
     assert_type(decision.limits, tuple[LimitStatus, ...])
     assert_type(decision.refused_by, tuple[LimitStatus, ...])
     assert_type(decision.resets_at, datetime | None)
+    assert_type(decision.answer, Answer | None)
     leading = decision.leading
     if leading is None:
         return ""
@@ -47,6 +49,14 @@ def read(decision: Decision) -> str:
         assert_type(quota.resets_at, datetime | None)
         assert_type(quota.used, int)
     return leading.limit
+
+
+def answered(answer: Answer) -> int:
+    """What a person has answered."""
+    assert_type(answer.type, Literal["approve", "edit", "reject"])
+    assert_type(answer.by, str)
+    assert_type(answer.message, str)
+    return sum(answer.granted.values())
 
 
 def outcome_of(decision: Decision) -> int:

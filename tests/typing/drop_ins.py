@@ -100,5 +100,6 @@ ToolCallLimitMiddleware(run_limit="3")  # type: ignore[arg-type]  # pyright: ign
 ToolCallLimitMiddleware(run_limit=3, exit_behavior="stop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimitMiddleware(run_limit=3, on_pending="wait")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimitMiddleware(run_limit=3, message=lambda: "no")  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
+ToolCallLimitMiddleware(run_limit=3, exit_behavior="ask")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimitMiddleware(run_limit=3, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimitMiddleware(tool_name="search", run_limit=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

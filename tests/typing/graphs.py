@@ -41,6 +41,7 @@ config: RunnableConfig = {"configurable": {"thread_id": "7"}}
 quota = GraphQuota([ModelCallLimit(run_limit=5), ToolCallLimit("search", run_limit=2)])
 graph = quota.add_to(StateGraph(Own), model=model, tools=[search]).compile()
 quota.add_to(StateGraph(Own), model=answer, tools=ToolNode([search]), name="researcher")
+quota.add_to(StateGraph(Own), model=answer, tools=quota.tool_node([search], tags=[]), name="writer")
 quota.add_to(StateGraph(Own), model="openai:gpt-5", tools=[search], start=None, end="report")
 quota.reset(graph, config)
 create_react_agent(**quota.react_hooks(model, [search], name="researcher"))

@@ -7,6 +7,7 @@ from typing import Any, assert_type
 
 from langchain.agents import AgentState, create_agent
 from langchain.agents.middleware import PIIMiddleware, TodoListMiddleware
+from langchain_core.messages import ToolCall
 from langgraph.runtime import Runtime
 from pydantic import BaseModel
 from typing_extensions import TypedDict
@@ -18,6 +19,7 @@ from langchain_quota import (
     Quota,
     QuotaMiddleware,
     RedisStore,
+    RepeatLimit,
     Telemetry,
     ToolCallLimit,
 )
@@ -50,8 +52,11 @@ limits: list[Limit] = [
     ModelCallLimit(run_limit=10, thread_limit=100, exit_behavior="finalize", near=0.9),
     ToolCallLimit("search", run_limit=3, thread_limit=20, message="Search no more."),
     ToolCallLimit(["create_order", "cancel_order"], thread_limit=5, exit_behavior="end"),
+    ModelCallLimit(run_limit=50, exit_behavior="ask"),
+    ToolCallLimit("search", run_limit=5, exit_behavior="ask", grant=10),
     ToolCallLimit(("read", "write"), run_limit=5, give_up_after=3, name="files"),
     ToolCallLimit(run_limit=50, exclude=("write_todos",), enforce=False),
+    ToolCallLimit("browser", at_once=2, wait=0.5),
 ]
 quota = QuotaMiddleware(limits)
 assert_type(quota, QuotaMiddleware[Any, Any])
@@ -99,6 +104,23 @@ def anything(state: Any, runtime: Any) -> Any:
 
 ToolCallLimit("search", thread_limit=searches, run_limit=lambda state, runtime: 3)
 ModelCallLimit(thread_limit=models, run_limit=anything)
+
+
+# What repeats.
+def path(call: ToolCall) -> str | None:
+    return call["args"].get("path")
+
+
+repeats: list[Limit] = [
+    RepeatLimit(3),
+    RepeatLimit(run_limit=3, steps=20, key=path, tools="read_file", name="files"),
+    RepeatLimit(5, key=lambda call: [call["name"], 1], exclude=("wait", "think"), give_up_after=3),
+    RepeatLimit(3, exit_behavior="end", message=lambda decision: str(decision.call.tool)),
+    RepeatLimit(3, near=0.5, enforce=False, alert=False),
+]
+QuotaMiddleware([*limits, *repeats])
+assert_type(RepeatLimit(3).run_limit, int)
+assert_type(RepeatLimit(3).tools, Sequence[str])
 
 # Quotas.
 day = timedelta(days=1)
@@ -174,6 +196,13 @@ QuotaMiddleware(limits, on_decision=print("no"))  # type: ignore[arg-type]  # py
 ModelCallLimit(10)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimit(run_limit=10, give_up_after=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+RepeatLimit()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+RepeatLimit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+RepeatLimit(3, 20)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+RepeatLimit(3, thread_limit=9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+RepeatLimit(3, exit_behavior="ask")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ToolCallLimit("search", run_limit=3, exit_behavior="ask", grant="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+RepeatLimit(3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", 3)  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
 ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=2.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import assert_type
 
 import redis
@@ -10,6 +10,7 @@ import redis.asyncio
 
 from langchain_quota import (
     EventLoopBlockedError,
+    Grant,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -89,12 +90,22 @@ for use in shared.usages():
     assert_type(use.used, int)
     assert_type(use.limit, int | None)
     assert_type(use.expires_at, float | None)
+    assert_type(use.granted, int)
+for granting in (memory, shared):
+    grant = granting.grant("search:thread:7", 5, until=datetime.now(UTC), reason="more", by="bo")
+    assert_type(grant, Grant)
+    assert_type(grant.until, datetime | None)
+    assert_type(granting.grant("model.microdollars:tenant:acme", "2.50", id="4711").amount, int)
+    assert_type(granting.revoke("search:thread:7", grant.id), Grant | None)
+    assert_type(granting.grants("search:*"), list[Grant])
 
 
 async def asynchronously(store: QuotaStore) -> None:
     [use] = await store.apeek(["search:thread:7"])
     assert_type(use, QuotaUsage | None)
     await store.areset(["search:thread:7"])
+    assert_type(await memory.agrant("search:user_id:ada", 5, window=timedelta(days=1)), Grant)
+    assert_type(await memory.arevoke("search:thread:7", "4711"), Grant | None)
     await shared.aclose()
 
 

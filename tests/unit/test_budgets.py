@@ -72,6 +72,16 @@ def test_a_quota_is_in_the_unit_of_its_limit() -> None:
         ({"run_limit": 5, "exit_behavior": "continue"}, "Invalid exit_behavior"),
         ({"run_limit": 5, "exit_behavior": "finalize"}, "needs keep"),
         ({"run_limit": 5, "keep": 1}, "keep=1 goes with exit_behavior='finalize'"),
+        ({"run_limit": 5, "grant": 2}, "grant=2 goes with exit_behavior='ask'"),
+        ({"run_limit": 5, "grant": 0, "exit_behavior": "ask"}, "grant must be above 0, not 0"),
+        (
+            {"run_limit": 5, "reserve": 2, "exit_behavior": "ask"},
+            "exit_behavior='ask' goes without reserve=2: .*; leave reserve out",
+        ),
+        (
+            {"run_limit": 5, "keep": 1, "exit_behavior": "ask"},
+            "keep=1 goes with exit_behavior='finalize'",
+        ),
         (
             {"run_limit": 5, "keep": 1, "reserve": 2, "exit_behavior": "finalize"},
             "keep=1 must be at least reserve=2",

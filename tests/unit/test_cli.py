@@ -1,6 +1,7 @@
 """The command line's arguments, and the numbers and pictures of the demo."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -86,6 +87,15 @@ def test_extra_is_missing(package: str) -> None:
     assert reason.endswith('pip install "langchain-quota[demo]"')
 
 
+def test_extra_of_top_is_missing() -> None:
+    """Without rich the live view says how to install it, and the extra is its own."""
+    program = "from langchain_quota.cli import main; sys.exit(main(['top']))"
+    ended = run_python(without("rich") + program)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (reason,) = ended.stderr.splitlines()
+    assert reason.endswith('needs the package rich.console: pip install "langchain-quota[top]"')
+
+
 def test_decisions_make_a_row() -> None:
     """Decisions give a thread's use of each limit, its allowed and blocked calls."""
     one = board("ann", "bob")
@@ -121,6 +131,17 @@ def test_state_has_the_last_word() -> None:
     one.take_state("ann", {"tool:*": 10})
     (ann,) = one.rows()
     assert [use.used for use in ann.uses] == [0, 10, 0]
+
+
+def test_a_raised_limit_is_shown() -> None:
+    """A thread that was granted more has the raised limit in its row, and no other thread has."""
+    one = board("ann", "bob")
+    for decision in decide(SEARCH, 5, search(1)):
+        raised = [replace(status, thread_limit=8) for status in decision.limits]
+        one.take([replace(decision, limits=tuple(raised))])
+    ann, bob = one.rows()
+    assert (ann.uses[0].limit, bob.uses[0].limit) == (8, 5)
+    assert one.totals()[0].levels == {Level.OK: 2}
 
 
 def test_totals() -> None:

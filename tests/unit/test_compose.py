@@ -370,6 +370,12 @@ def test_the_replicas_are_alike() -> None:
     assert "PROMETHEUS_MULTIPROC_DIR" not in environment[0]
 
 
+def test_the_load_driver_grants_in_the_agents_store() -> None:
+    """It has the address of the Redis that the agents count in."""
+    url = "LANGCHAIN_QUOTA_REDIS_URL"
+    assert {environments()[name][url] for name in ("load", *agents())} == {"redis://redis:6379/0"}
+
+
 def test_counters_have_no_second_series() -> None:
     """The agents expose no `_created` series."""
     for agent in agents():

@@ -90,6 +90,9 @@ PANELS = {
         30: "Time to judge",
         31: "Agents, whatever Limit is chosen",
         32: "Calls that no limit judged",
+        33: "Waits of tool calls",
+        34: "Calls granted",
+        35: "Questions and answers",
     },
     THREAD: {
         1: "Utilization",
@@ -131,6 +134,8 @@ PANELS = {
         19: "Prices and usage, whatever Limit is chosen",
         20: "Estimated usage by model",
         21: "Calls without a price by model",
+        22: "Money granted",
+        23: "Tokens granted",
     },
 }
 """The panels by their ids. Links point to them: a new panel gets a new id, none gets another's."""

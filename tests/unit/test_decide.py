@@ -147,6 +147,14 @@ def test_a_limit_that_gives_up_ends_the_run() -> None:
     assert {each.limits[0].exit_behavior for each in judged.decisions} == {"end"}
 
 
+def test_a_limit_that_asks_nobody_ends_the_run_at_a_model_call() -> None:
+    """Its refusal says what it does; a call that the limit admits shows that the limit asks."""
+    limit = ModelCallLimit(run_limit=1, exit_behavior="ask")
+    judged = judge([limit], {}, [Call("model"), Call("model")])
+    found = [decision.limits[0].exit_behavior for decision in judged.decisions]
+    assert found == ["ask", "end"]
+
+
 def test_a_limit_on_trial_lets_calls_run() -> None:
     """What it would refuse runs, is counted, is not charged to it, and ends nothing."""
     limit = ToolCallLimit("search", run_limit=1, exit_behavior="error", enforce=False)
@@ -397,7 +405,8 @@ def resolved(
         run = min(thread, run)
     elif thread is None and not quotas:
         run = run or 0
-    limit = replace(limit, thread_limit=thread, run_limit=run, quotas=[QUOTA] if quotas else ())
+    numbers: dict[str, Any] = {"thread_limit": thread, "run_limit": run}
+    limit = replace(limit, **numbers, quotas=(QUOTA,) if quotas else ())
     return ResolvedLimit.of(
         limit,
         quotas=tuple(starmap(partial(quota_of, limit.counter), quotas.items())),

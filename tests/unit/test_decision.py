@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from langchain_quota import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
-from langchain_quota.decision import SCOPES, level, near_threshold
+from langchain_quota.decision import SCOPES
+from langchain_quota.levels import level, near_threshold
 
 OPEN = LimitStatus(
     limit="open",

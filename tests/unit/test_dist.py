@@ -95,6 +95,7 @@ def test_the_wheel_is_to_hold_what_is_needed() -> None:
     assert {
         "langchain_quota/py.typed",
         "langchain_quota/stores/acquire.lua",
+        "langchain_quota/stores/operations.lua",
         "langchain_quota/monitoring/rules.yaml",
         "langchain_quota/_version.py",
     } <= files.keys()

@@ -6,12 +6,10 @@ import gzip
 import logging
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from logging.handlers import QueueHandler
 from pathlib import Path
@@ -42,7 +40,7 @@ from langchain_quota import (
 from langchain_quota.exposition import ADDR_VARIABLE
 from langchain_quota.telemetry.multiprocess import FILE
 from langchain_quota.telemetry.usage import UsageTable
-from tests.servers.programs import required_program
+from tests.certificates import Certificate
 from tests.servers.prometheus import parse_openmetrics
 
 get = partial(httpx.get, trust_env=False)  # no proxy
@@ -65,32 +63,6 @@ def registry() -> CollectorRegistry:
     Counter("apples", "Apples.", registry=registry).inc(3, exemplar={"trace_id": "abc"})
     Counter("pears", "Pears.", registry=registry).inc(4)
     return registry
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """A self-signed certificate and its key, in PEM files."""
-
-    certfile: str
-    keyfile: str
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certificate]:
-    """Self-signed certificates for a server on 127.0.0.1, for a client, and for a stranger."""
-    openssl = required_program("openssl", "openssl")
-    directory = tmp_path_factory.mktemp("certificates")
-    return {name: _certificate(openssl, directory, name) for name in ("server", "client", "other")}
-
-
-def _certificate(openssl: str, directory: Path, name: str) -> Certificate:
-    certfile, keyfile = directory / f"{name}.pem", directory / f"{name}.key"
-    command = [openssl, "req", "-x509", "-nodes", "-days", "1", "-subj", f"/CN={name}"]
-    command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-keyout", str(keyfile), "-out", str(certfile)]
-    subprocess.run(command, check=True, capture_output=True)
-    return Certificate(str(certfile), str(keyfile))
 
 
 def trusting(server: Certificate, client: Certificate | None = None) -> ssl.SSLContext:

@@ -111,9 +111,8 @@ MISTAKES |= {
     "limits must be a sequence of limits, such as [ToolCallLimit(…)], not …": refused(
         TypeError, lambda: quotas(SEARCH)
     ),
-    "limits must be ToolCallLimit, ModelCallLimit, TokenLimit or CostLimit, not …": refused(
-        TypeError, lambda: quotas([Quota(3)])
-    ),
+    "limits must be ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit or "
+    "RepeatLimit, not …": refused(TypeError, lambda: quotas([Quota(3)])),
     "run_limit must not be a float, which holds … only nearly: write it as a string, …": refused(
         TypeError, lambda: cost_limit(run_limit=0.1)
     ),
@@ -126,6 +125,12 @@ MISTAKES |= {
     ),
     "charge_all_models=True needs a budget to charge: …": refused(
         ValueError, lambda: QuotaMiddleware([SEARCH], charge_all_models=True)
+    ),
+    "exit_behavior='ask' goes without reserve=…": refused(
+        ValueError, lambda: TokenLimit(run_limit=9, exit_behavior="ask", reserve=2)
+    ),
+    "grant=… goes with exit_behavior='ask'": refused(
+        ValueError, lambda: ToolCallLimit("search", run_limit=9, grant=5)
     ),
     "exit_behavior='finalize' needs keep: …": refused(
         ValueError, lambda: CostLimit(run_limit=1, exit_behavior="finalize")
@@ -220,15 +225,23 @@ def redis_is_not_installed(_: Bench) -> str:
     )
 
 
-@sees("langchain-quota demo: needs the package …")
-def the_demo_is_not_installed(bench: Bench) -> str:
-    for module in [each for each in sys.modules if each.startswith("langchain_quota.cli.demo")]:
+def without_rich(bench: Bench, command: str) -> str:
+    name = f"langchain_quota.cli.{command}"
+    for module in [each for each in sys.modules if each.startswith(("rich.", name))]:
         bench.monkeypatch.delitem(sys.modules, module)
     bench.monkeypatch.setitem(sys.modules, "rich", None)
-    for module in [each for each in sys.modules if each.startswith("rich.")]:
-        bench.monkeypatch.delitem(sys.modules, module)
-    bench.monkeypatch.delattr("langchain_quota.cli.demo", raising=False)
-    return bench.command("demo")
+    bench.monkeypatch.delattr(name, raising=False)
+    return bench.command(command)
+
+
+@sees("langchain-quota demo: needs the package …")
+def the_demo_is_not_installed(bench: Bench) -> str:
+    return without_rich(bench, "demo")
+
+
+@sees("langchain-quota top: needs the package …")
+def the_view_is_not_installed(bench: Bench) -> str:
+    return without_rich(bench, "top")
 
 
 @sees("cannot serve metrics on …: the port is taken")

@@ -33,7 +33,8 @@ def test_nothing_is_there_before_it() -> None:
 
     Metrics of several workers depend on a variable that prometheus_client reads on its import.
     """
-    run_python("import langchain_quota, redis, os; left = 1; os.environ['LEFT'] = '1'")
+    left = "import langchain_quota, redis, os; left = 1; os.environ['LEFT'] = '1'"
+    run_python(left, imported=("redis",))
     done = run_python(
         "found = sorted(globals())\n"
         "import os, sys\n"

@@ -19,14 +19,18 @@ PACKAGE = "langchain_quota"
 FACADE = "the package itself"
 
 LAYERS = [
-    {"_version", "arguments", "locks", "decision", "model_usage", "money", "monitoring"},
+    {
+        *("_version", "arguments", "decision", "levels", "locks", "model_errors", "model_usage"),
+        *("money", "monitoring"),
+    },
     {"admission", "errors", "quotas"},
     {"limit_options"},
-    {"budgets", "estimates", "prices"},
+    {"budgets", "estimates", "prices", "repeats"},
     {"limits"},
     {"model_runs", "resolved"},
-    {"decide"},
-    {"messages", "state", "stores", "telemetry", "valid_history"},
+    {"batches", "decide", "raised"},
+    {"messages", "repeat_records"},
+    {"state", "stores", "telemetry", "valid_history"},
     {"middleware", "testing"},
     {"exposition", "cli", "deep_agents", "graph", FACADE},
 ]
@@ -34,16 +38,27 @@ LAYERS = [
 LAYER = {part: index for index, packages in enumerate(LAYERS) for part in packages}
 
 MIDDLEWARE_LAYERS = [
-    {"_context", "_corrections", "_history", "_observers", "_reset", "_sub_agents", "_tool_counts"},
-    {"_root_run", "_run_tree", "_spending"},
+    {
+        "_context",
+        "_corrections",
+        "_grants",
+        "_history",
+        "_known_grants",
+        "_observers",
+        "_reset",
+        "_slots",
+    },
+    {"_answers", "_sub_agents", "_tool_counts"},
+    {"_abandoned", "_repeats", "_root_run", "_run_tree", "_spending", "_turn"},
     {"_calls", "_settlements"},
-    {"_let_through"},
+    {"_let_through", "_questions"},
     {"_caps", "_late_use", "_model_calls", "_store", "_subclassing", "_tool_calls", "_wiring"},
-    {"_charging", "_other_runs"},
+    {"_asking", "_charging", "_leases", "_other_runs"},
     {"_budgets", "_charged_response", "_model_request", "_offered_tools", "_root_subject"},
-    {"_agent_budgets", "_budgeted_call", "_unjudged"},
+    {"_agent_budgets", "_at_once", "_current_limits", "_budgeted_call", "_unjudged"},
     {"_base"},
     {"_resettable"},
+    {"_grantable"},
     {"drop_ins", "quota"},
     {"inline"},
 ]
@@ -56,12 +71,16 @@ PURE = {
     "budgets",
     "limit_options",
     "arguments",
+    "batches",
     "decide",
     "decision",
+    "levels",
     "limits",
     "messages",
     "money",
     "quotas",
+    "raised",
+    "repeats",
     "resolved",
 }
 

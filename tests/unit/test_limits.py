@@ -236,6 +236,50 @@ def test_an_unknown_exit_behavior_is_refused(make: Make, value: object) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"grant": 2}, ValueError, "grant=2 goes with exit_behavior='ask'"),
+        ({"grant": 0, "exit_behavior": "ask"}, ValueError, "grant must be above 0, not 0"),
+        ({"grant": -1, "exit_behavior": "ask"}, ValueError, "grant must be 0 or more, not -1"),
+        (
+            {"grant": 2.0, "exit_behavior": "ask"},
+            TypeError,
+            r"grant must be a whole number or None, not 2\.0",
+        ),
+        (
+            {"grant": True, "exit_behavior": "ask"},
+            TypeError,
+            "grant must be a whole number or None, not True",
+        ),
+    ],
+)
+def test_bad_grants_are_refused(
+    make: Make, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """What an approval grants is a whole number from 1, of a limit that asks."""
+    with pytest.raises(error, match=message):
+        make(run_limit=5, **options)
+
+
+@BOTH
+@pytest.mark.parametrize("value", [None, 1, 10**30])
+def test_what_an_approval_grants_is_kept(make: Callable[..., Any], value: int | None) -> None:
+    """It may be more than the limit; without it the limit decides."""
+    assert make(run_limit=5, exit_behavior="ask", grant=value).grant == value
+
+
+def test_a_higher_limit_over_the_count_of_one_that_asks_is_refused() -> None:
+    """A grant would raise it, too: it could never be reached, in either order."""
+    asks = ToolCallLimit("search", run_limit=5, exit_behavior="ask", name="asks")
+    hard = ToolCallLimit("search", run_limit=9, exit_behavior="end", name="hard")
+    for limits in ([asks, hard], [hard, asks]):
+        with pytest.raises(ValueError, match="limit 'hard' can never be reached: limit 'asks'"):
+            check_together(limits)
+    check_together([asks, ToolCallLimit("search", thread_limit=9, exit_behavior="end", name="t")])
+
+
+@BOTH
 @pytest.mark.parametrize("value", [5, ["no"], b"no"])
 def test_a_message_of_a_wrong_type_is_refused(make: Make, value: object) -> None:
     """A message that is neither text nor function is a TypeError that names the value."""
@@ -575,3 +619,43 @@ def test_a_store_knows_counts_by_what_is_limited() -> None:
     """What a user reads in a store's keys is the tool's name, or the model."""
     assert stored_as(ModelCallLimit(run_limit=1)) == "model"
     assert stored_as(ToolCallLimit("search", run_limit=1)) == "search"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"at_once": 0}, ValueError, "at_once must be 1 or more, not 0"),
+        ({"at_once": 2.0}, TypeError, r"at_once must be a whole number or None, not 2\.0"),
+        ({"at_once": True}, TypeError, "at_once must be a whole number or None, not True"),
+        ({"at_once": 2, "wait": -1}, ValueError, "wait must be 0 or more seconds, .* not -1"),
+        ({"at_once": 2, "wait": float("inf")}, ValueError, "wait must be .* finite, not inf"),
+        ({"at_once": 2, "wait": 10**400}, ValueError, "wait must be .* finite, not 1000"),
+        ({"at_once": 2, "wait": float("nan")}, ValueError, "wait must be .* finite, not nan"),
+        ({"at_once": 2, "wait": "30"}, TypeError, "wait must be a number of seconds, not '30'"),
+        ({"at_once": 2, "wait": False}, TypeError, "wait must be a number of seconds, not False"),
+        ({"run_limit": 2, "wait": 3}, ValueError, "wait=3 goes with at_once"),
+        ({"at_once": 2, "exit_behavior": "end"}, ValueError, "exit_behavior='end' goes with"),
+        ({"at_once": 2, "exit_behavior": "ask"}, ValueError, "exit_behavior='ask' goes with"),
+        ({"at_once": 2, "give_up_after": 2}, ValueError, "give_up_after=2 goes with"),
+    ],
+)
+def test_bad_options_of_calls_at_once(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Each is refused when the limit is made, with the argument, the value and what to do."""
+    with pytest.raises(error, match=message):
+        ToolCallLimit("browser", **options)
+
+
+def test_a_cap_needs_no_number_of_calls() -> None:
+    """A cap alone is a limit, and one beside numbers of calls is never said to be unreachable."""
+    cap = ToolCallLimit("browser", at_once=2)
+    assert (cap.at_once, cap.wait) == (2, 30)
+    later = ToolCallLimit("browser", name="later", run_limit=9, at_once=3, exit_behavior="end")
+    check_together([cap, later, ToolCallLimit("browser", name="first", run_limit=5)])
+
+
+def test_a_quota_may_not_be_named_like_a_cap() -> None:
+    """The scope of a cap is told from that of a quota."""
+    with pytest.raises(ValueError, match="name must not be 'at_once'"):
+        Quota(5, per="at_once")

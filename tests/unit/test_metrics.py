@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from langchain_quota import (
+    Answer,
     Call,
     Decision,
     Level,
@@ -108,11 +109,16 @@ def test_names_types_and_labels(signals: Signals) -> None:
         signals.recorder.record([budget(unit)], started=0)
         spent = [(f"{unit} of models", unit, 7)]
         signals.recorder.record_spent("boss", "t1", spent, model="gpt-5")
+    granted: tuple[Unit, ...] = ("calls", "tokens", "microdollars")
+    signals.recorder.record_granted("boss", [("of boss", "thread", unit, 5) for unit in granted])
     signals.recorder.record_unknown_price("boss", "gpt-9")
+    signals.recorder.record_question("boss", [limit.name])
+    signals.recorder.record_answer("boss", [limit.name], Answer("reject"), None)
     signals.recorder.record_refunds([Refund(decisions[0].call, limit.name)])
     signals.recorder.record_error("metrics", OSError("disk full"))
     signals.recorder.observe_store("acquire", "ok", 0.001)
     signals.recorder.record_fallback("boss", "deny", 1)
+    signals.recorder.record_wait("boss", limit.name, "cancelled", 0.001)
     store = MemoryStore()
     signals.recorder.watch_store(store)
     found = {

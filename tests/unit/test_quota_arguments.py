@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from langchain_quota import (
     Call,
     Decision,
     GraphQuota,
+    InlineQuotaMiddleware,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitMiddleware,
@@ -24,7 +26,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._base import Limiter
-from tests.conftest import Signals
+from tests.conftest import Signals, needs_inline
 
 SEARCH = ToolCallLimit("search", run_limit=3)
 
@@ -39,6 +41,14 @@ def observer(decision: Decision) -> None:
 
 async def async_observer(decision: Decision) -> None:
     """Takes a decision, and may wait."""
+
+
+class Counting:
+    """A store of the user's own, which counts and cannot grant."""
+
+    _store = MemoryStore()
+    acquire, aacquire = _store.acquire, _store.aacquire
+    peek, apeek, reset, areset = _store.peek, _store.apeek, _store.reset, _store.areset
 
 
 class HalfAStore:
@@ -69,7 +79,7 @@ def test_limits_are_a_sequence(value: object, signals: Signals) -> None:
 @pytest.mark.parametrize("value", [[SEARCH, "calc"], [SEARCH, None], [ToolCallLimit]])
 def test_limits_are_limits(value: Sequence[object], signals: Signals) -> None:
     """What is no limit is a TypeError that names it."""
-    with pytest.raises(TypeError, match="TokenLimit or CostLimit") as caught:
+    with pytest.raises(TypeError, match="CostLimit or RepeatLimit") as caught:
         make(value, signals)
     culprit = next(each for each in value if not isinstance(each, ToolCallLimit))
     assert repr(culprit) in str(caught.value)
@@ -235,6 +245,33 @@ def test_drop_ins_have_no_quotas(made: Any) -> None:
     for argument in ("quotas", "store"):
         with pytest.raises(TypeError, match=argument):
             made(run_limit=1, **{argument: ()})
+
+
+@DROP_INS
+def test_drop_ins_ask_nobody(made: Any) -> None:
+    """They behave as LangChain's do: what asks is QuotaMiddleware."""
+    with pytest.raises(ValueError, match=r"^Invalid exit_behavior: 'ask'. Choose one of"):
+        made(run_limit=1, exit_behavior="ask")
+    with pytest.raises(TypeError, match="grant"):
+        made(run_limit=1, grant=1)
+
+
+@needs_inline
+def test_an_inline_middleware_asks_nobody(signals: Signals) -> None:
+    """The error names the limit and what to use instead."""
+    limits = [SEARCH, ToolCallLimit(run_limit=1, exit_behavior="ask", name="asks")]
+    with pytest.raises(ValueError, match=r"limit 'asks' has exit_behavior='ask'.*QuotaMiddleware:"):
+        InlineQuotaMiddleware(limits, telemetry=signals.telemetry)
+
+
+@pytest.mark.parametrize("kind", [QuotaMiddleware, GraphQuota])
+def test_what_asks_needs_a_store_that_grants(kind: Any, signals: Signals) -> None:
+    """A store of the user's own that cannot grant is refused; a limit on trial asks nobody."""
+    limit = ToolCallLimit(run_limit=1, exit_behavior="ask")
+    with pytest.raises(TypeError, match=r"needs a store that can grant more, .* not <.*Counting"):
+        kind([limit], store=Counting(), telemetry=signals.telemetry)
+    kind([limit], store=MemoryStore(), telemetry=signals.telemetry)
+    kind([replace(limit, enforce=False)], store=Counting(), telemetry=signals.telemetry)
 
 
 @pytest.mark.parametrize("limit", [tools(quotas=[Quota(5)]), model(quotas=[Quota(5)])])

@@ -76,12 +76,12 @@ def test_odd_replies_to_acquire() -> None:
 
 
 def test_peek_and_reset() -> None:
-    """Three numbers for each key; what is kept there and is no count is told apart."""
+    """Four numbers for each key; what is kept there and is no count is told apart."""
     names = ["a", "b", "c"]
-    found = {"a": QuotaUsage("a", 5, 9, None)}
-    assert uses(names, [5, 9, -1, -1, -1, -1, -2, -1, -1]) == (found, ["c"])
+    found = {"a": QuotaUsage("a", 5, 9, None, 2)}
+    assert uses(names, [5, 9, -1, 2, -1, -1, -1, 0, -2, -1, -1, 0]) == (found, ["c"])
     done([])
-    odd: list[Any] = [None, [], [5, 9], [5, 9, -1], [5, 9, b"1"] * 3, [5, 9, -1] * 4]
+    odd: list[Any] = [None, [], [5, 9], [5, 9, -1], [5, 9, b"1", 0] * 3, [5, 9, -1, 0] * 4]
     for reply in odd:
         with pytest.raises(ValueError):  # noqa: PT011 - whatever it says
             uses(names, reply)

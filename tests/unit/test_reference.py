@@ -20,6 +20,7 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -28,11 +29,13 @@ from prometheus_client import CollectorRegistry, Metric
 from langchain_quota import (
     CostLimit,
     Decision,
+    Grant,
     MemoryStore,
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
     QuotaStoreError,
+    RepeatLimit,
     Telemetry,
     TokenLimit,
     ToolCallLimit,
@@ -61,6 +64,7 @@ AGENT, THREAD, USER, PER, TOOL = "boss", "anna", "ada", "user_id", "search"
 LIMITED = "bert"
 """A thread with a thread limit, and no other."""
 LABELLED = hmac_label("at least sixteen bytes")
+APPROVE = {"type": "approve"}
 RAISED = {"KeyError", "QuotaStoreError"}
 MODEL = "gpt-5"
 GIVEN = {
@@ -120,7 +124,9 @@ def same(said: Iterable[str], real: Iterable[str], *, kind: str) -> None:
 [METRICS] = tables(section("Metrics"))
 [LABELS] = tables(section("Labels"))
 [SPANS] = tables(section("Spans"))
-[MESSAGES, FIELDS] = tables(section("Logs"))
+[MESSAGES, FIELDS_OF_LIMITS] = tables(section("Logs"))
+[FIELDS_OF_GRANTS] = tables(section("The audit log of grants"))
+[FIELDS_OF_ANSWERS] = tables(section("Questions and answers"))
 [VARIABLES] = tables(section("Environment variables"))
 
 
@@ -150,6 +156,7 @@ class Kept(logging.Handler):
 @tool
 async def search(query: str = "") -> str:
     """Search."""
+    await asyncio.sleep(0)
     return "found"
 
 
@@ -173,6 +180,16 @@ class Scene:
         """Each attribute of each span."""
         for span in self.spans:
             yield from (span.attributes or {}).items()
+
+
+class Silent(MemoryStore):
+    """A store that gives no answer about grants."""
+
+    def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        raise QuotaStoreError("no answer")
+
+    def _revoke(self, key: str, name: str) -> Grant | None:
+        raise QuotaStoreError("no answer")
 
 
 async def play(
@@ -223,7 +240,51 @@ async def play_all(telemetry: Telemetry, hiding: Telemetry) -> None:
         daily = ToolCallLimit(TOOL, quotas=[Quota(5, per="global")])
         await play(searches, quota(daily, store=Broken(), on_store_error=action))
     await play([[TOOL], "done"], ToolCallLimitMiddleware(run_limit=5, telemetry=hiding))
+    # Some calls wait, some in vain.
+    for wait in (0, 30):
+        await play(searches, quota(ToolCallLimit(TOOL, at_once=1, wait=wait)))
+    await play([[TOOL], [TOOL], "done"], quota(RepeatLimit(1)))
     await spend(quota)
+    await answer_all(quota)
+
+
+async def answer_all(quota: Callable[..., Any]) -> None:
+    """A person is asked, and answers in each way; what a store has granted is revoked."""
+    day = timedelta(days=1)
+    quotas = [Quota(5, per=per, window=day) for per in ("agent", "global", PER)]
+    asks: dict[str, Any] = {"exit_behavior": "ask"}
+    searches: Script = [[TOOL] * 6, "done"]
+    tokens: Script = [answer(4), answer(4, model=MODEL), "done"]
+    edited = {"name": "raise_limits", "args": {f"tool:{TOOL}": 2}}
+    edit = {"type": "edit", "edited_action": edited}
+    store = MemoryStore()
+    for script, limit, decision, options in (
+        (searches, ToolCallLimit(TOOL, thread_limit=5, run_limit=5, **asks), APPROVE, {}),
+        (searches, ToolCallLimit(TOOL, run_limit=5, **asks), edit, {}),
+        (searches, ToolCallLimit(TOOL, run_limit=5, **asks), {"type": "reject"}, {}),
+        (
+            searches,
+            ToolCallLimit(TOOL, quotas=[*quotas, Quota(5, per="root_run")], **asks),
+            APPROVE,
+            {"store": store},
+        ),
+        (tokens, TokenLimit(name="of tokens", run_limit=5, **asks), APPROVE, {}),
+        (
+            tokens,
+            CostLimit(name="of microdollars", run_limit=5, **asks),
+            APPROVE,
+            {"prices": a_dollar_a_token},
+        ),
+    ):
+        agent, config = await play(script, quota(limit, **options))
+        answered: Command[Any] = Command(resume={"decisions": [decision], "by": USER})
+        await agent.ainvoke(answered, config, context={PER: USER})
+    for grant in store.grants():
+        store.revoke(grant.key, grant.id)
+    with suppress(QuotaStoreError):
+        Silent().grant(grant.key, 1)
+    with suppress(QuotaStoreError):
+        Silent().revoke(grant.key, grant.id)
 
 
 async def spend(quota: Callable[..., Any]) -> None:
@@ -399,7 +460,7 @@ def test_exit_behaviours_are_those_of_limits() -> None:
 def test_span_names(scene: Scene) -> None:
     """Spans are named by one of the page's patterns, and each is used."""
     [kind] = {str(span.kind.name) for span in scene.spans}
-    patterns = {each for each in quoted(section("Spans")) if each.startswith("check_quota")}
+    patterns = {each for each in quoted(section("Spans")) if " tool" in each or " model" in each}
     found = set()
     for span in scene.spans:
         tool_name = (span.attributes or {}).get(tracing.TOOL_NAME)
@@ -445,7 +506,7 @@ def test_messages(scene: Scene) -> None:
             placeholders(str(record.msg).replace("%s", vars(record)["quota_event"], 1)),
         )
         for record in scene.records
-        if hasattr(record, "quota_event")
+        if hasattr(record, "quota_limit")
     }
     page = [f"{row['level']} {name(row['message'])}" for row in MESSAGES]
     real = [f"{level} {message}" for level, message in events | {*direct_messages()}]
@@ -465,19 +526,28 @@ def test_one_logger() -> None:
     assert [f"Logger `{each}`." for each in loggers] == [section("Logs").strip().splitlines()[0]]
 
 
-def test_fields(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    ("about", "rows"),
+    [
+        ("quota_limit", FIELDS_OF_LIMITS),
+        ("quota_key", FIELDS_OF_GRANTS),
+        ("quota_limits", FIELDS_OF_ANSWERS),
+    ],
+)
+def test_fields(scene: Scene, about: str, rows: list[dict[str, str]]) -> None:
     """The fields of records are those on the page; so are the events, and what may be `None`."""
     fields: dict[str, set[Any]] = {}
     for record in scene.records:
-        for field, value in vars(record).items():
-            if field.startswith("quota_"):
-                fields.setdefault(field, set()).add(value)
-    page = {name(row["field"]): row["value"] for row in FIELDS}
+        if hasattr(record, about):
+            for field, value in vars(record).items():
+                if field.startswith("quota_"):
+                    fields.setdefault(field, set()).add(str(value))
+    page = {field: row["value"] for row in rows for field in quoted(row["field"])}
     assert fields.keys() == page.keys()
     assert {*quoted(page["quota_event"])} == fields["quota_event"]
     for field, values in fields.items():
         # Every run of the scene has a thread.
-        assert ("`None`" in page[field]) == (None in values or field == "quota_thread")
+        assert ("`None`" in page[field]) == ("None" in values or field == "quota_thread")
 
 
 def variables() -> set[str]:

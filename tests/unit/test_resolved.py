@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from langchain_quota import Call, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.admission import Counter, Hits, Threshold
+from langchain_quota.batches import hits_of
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._calls import Request, counters_of
 from langchain_quota.middleware._context import CallContext
@@ -20,7 +21,6 @@ from langchain_quota.resolved import (
     ResolvedLimit,
     ResolvedLimits,
     ResolvedQuota,
-    hits_of,
     stored_as,
 )
 

@@ -933,7 +933,7 @@ class TestWriting:
         """The first decision starts one thread, which does not keep the process alive."""
         before = set(threading.enumerate())
         table = bench.table(by_itself=True)
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before
         for _ in range(3):
             table.record("boss", "t1", [decide(1)])
         (writer,) = set(threading.enumerate()) - before

@@ -19,11 +19,13 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langchain_quota import (
     CostLimit,
     Decision,
+    Limit,
     ModelCallLimit,
     Price,
     Quota,
     QuotaMiddleware,
     QuotaStore,
+    RepeatLimit,
     TokenLimit,
     ToolCallLimit,
 )
@@ -31,8 +33,6 @@ from langchain_quota.testing import ScriptedChatModel
 from service.settings import SCRIPTED, Settings, SettingsError
 
 NAME = "librarian"
-
-Limit = ModelCallLimit | ToolCallLimit | TokenLimit | CostLimit
 
 PRICES = {SCRIPTED: Price(input="2.50", output="10")}
 """In dollars per million tokens; those of real models are in genai-prices."""
@@ -72,8 +72,12 @@ def limits(settings: Settings) -> list[Limit]:
         TokenLimit(thread_limit=settings.thread_token_limit, exit_behavior="end"),
         # Refused: the model is told so, and goes on.
         ToolCallLimit(
-            "search", thread_limit=settings.thread_search_limit, exit_behavior="continue"
+            "search",
+            thread_limit=settings.thread_search_limit,
+            at_once=settings.searches_at_once,
+            exit_behavior="continue",
         ),
+        RepeatLimit(3),
     ]
 
 

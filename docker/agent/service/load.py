@@ -2,21 +2,28 @@
 
 import argparse
 import asyncio
+import os
 import random
 import signal
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from uuid import uuid4
 
 import httpx
+
+from langchain_quota import QuotaStoreError, RedisStore
 
 WORDS = ("oak", "ash", "elm", "pine", "birch", "larch", "rowan", "alder", "7", "42")
 SHORT, LONG = (1, 5), (9, 12)
 """How many words are in a question: each is looked up, so a long one is a loop."""
 
 LONG_SHARE = 0.15
+LOOP_SHARE = 0.05
+"""How many questions have the same word five times: looking it up again finds nothing new."""
+
 USERS_SHARE = 4
 """How many threads a user has."""
 
@@ -25,6 +32,12 @@ ANSWERED = 200
 MOST = 1_000_000
 USED_UP = 403
 WAIT = 429
+
+USER_LIMIT = "user"
+"""The limit of a user's model calls in an hour."""
+
+MORE = 10
+"""How many calls a user is granted who has used them up: once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +89,13 @@ class Load:
 
     Args:
         options: What is played.
+        store: Where users are granted more; `None` for nowhere.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, store: RedisStore | None) -> None:
         self._options = options
+        self._store = store
+        self._granted: set[str] = set()
         self._random = random.Random(options.seed)  # noqa: S311 - questions, no secrets
         self._name = uuid4().hex[:6]
         self._made = 0
@@ -115,10 +131,26 @@ class Load:
         self.summary.statuses[str(response.status_code)] += 1
         ended_by = self._count(response)
         # Who is told to wait, or that the conversation is over, leaves; somebody else comes.
-        leaves = response.status_code == WAIT or (
-            response.status_code == USED_UP and ended_by.get("scope") == "thread"
-        )
-        self._idle.append(self._new_thread() if leaves else thread)
+        waits = response.status_code == WAIT
+        if waits and ended_by.get("limit") == USER_LIMIT:
+            waits = not await self._grant(thread.user_id)
+        over = response.status_code == USED_UP and ended_by.get("scope") == "thread"
+        self._idle.append(self._new_thread() if waits or over else thread)
+
+    async def _grant(self, user_id: str) -> bool:
+        """Grant a user more calls of this hour, if that is new; whether they are granted."""
+        if self._store is None or user_id in self._granted:
+            return False
+        self._granted.add(user_id)
+        key, hour = f"model:user_id:{user_id}", timedelta(hours=1)
+        try:
+            await self._store.agrant(
+                key, MORE, window=hour, reason="asked for more", by="load driver", id="load"
+            )
+        except QuotaStoreError as failed:
+            self.summary.statuses[type(failed).__name__] += 1
+            return False
+        return True
 
     def _count(self, response: httpx.Response) -> dict[str, object]:
         """Count the refusals in an answer, and return what ended the run, if anything did."""
@@ -133,7 +165,10 @@ class Load:
         return error
 
     def _question(self) -> str:
-        bounds = LONG if self._random.random() < LONG_SHARE else SHORT
+        kind = self._random.random()
+        if kind < LOOP_SHARE:
+            return " ".join([self._random.choice(WORDS)] * 5)
+        bounds = LONG if kind < LOOP_SHARE + LONG_SHARE else SHORT
         return " ".join(self._random.choices(WORDS, k=self._random.randint(*bounds)))
 
     def _new_thread(self) -> Thread:
@@ -176,8 +211,14 @@ async def _main(options: Options) -> Summary:
     stop = asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(each, stop.set)
-    load = Load(options)
-    await load.run(stop)
+    url = os.environ.get("LANGCHAIN_QUOTA_REDIS_URL")
+    store = RedisStore(url) if url else None
+    load = Load(options, store)
+    try:
+        await load.run(stop)
+    finally:
+        if store is not None:
+            await store.aclose()
     return load.summary
 
 

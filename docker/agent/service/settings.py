@@ -42,6 +42,7 @@ class Settings:
         run_model_limit: Most model calls in a run.
         thread_model_limit: Most model calls over the life of a thread.
         thread_search_limit: Most searches over the life of a thread.
+        searches_at_once: Most searches at the same time; others wait.
         thread_token_limit: Most tokens over the life of a thread.
         user_model_limit: Most model calls of a user in an hour.
         user_cost_limit: Most US dollars that the model calls of a user cost in an hour.
@@ -59,6 +60,7 @@ class Settings:
     run_model_limit: int
     thread_model_limit: int
     thread_search_limit: int
+    searches_at_once: int
     thread_token_limit: int
     user_model_limit: int
     user_cost_limit: Decimal
@@ -91,6 +93,7 @@ class Settings:
             run_model_limit=read("RUN_MODEL_LIMIT", "8", _whole(1)),
             thread_model_limit=read("THREAD_MODEL_LIMIT", "60", _whole(1)),
             thread_search_limit=read("THREAD_SEARCH_LIMIT", "10", _whole(0)),
+            searches_at_once=read("SEARCHES_AT_ONCE", "3", _whole(1)),
             thread_token_limit=read("THREAD_TOKEN_LIMIT", "14000", _whole(0, 999_999_999)),
             user_model_limit=read("USER_MODEL_LIMIT", "40", _whole(0)),
             user_cost_limit=read("USER_COST_LIMIT", "0.08", _dollars),

@@ -1,4 +1,4 @@
-"""The command line: `langchain-quota demo`, `export` and `quotas`."""
+"""The command line: `langchain-quota demo`, `export`, `quotas` and `top`."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from langchain_quota._version import __version__
-from langchain_quota.cli import export
+from langchain_quota.cli import export, quotas_arguments, top_options
 from langchain_quota.cli.command import CommandError, complain
 
 FAILED = 2
@@ -18,7 +18,7 @@ FAILED = 2
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells give it."""
 
-_EXTRAS = {"demo": "demo", "quotas": "redis"}
+_EXTRAS = {"demo": "demo", "quotas": "redis", "top": "top"}
 """What a command needs beside the package: the rest works without."""
 
 _MAX_THREADS = 100
@@ -123,33 +123,17 @@ def _parser() -> argparse.ArgumentParser:
             description="Writes what monitoring needs into a directory.",
         )
     )
-    _add_quotas(commands.add_parser("quotas", help="see what is used of shared quotas, reset it"))
+    quotas_arguments.add_arguments(
+        commands.add_parser(
+            "quotas",
+            help="see what is used of shared quotas, reset it, grant more",
+            description="Shows and resets the counts that agents share in Redis; grants more.",
+        )
+    )
+    top_options.add_arguments(
+        commands.add_parser("top", help="watch who is near a limit, who is refused, what is spent")
+    )
     return parser
-
-
-def _add_quotas(quotas: argparse.ArgumentParser) -> None:
-    quotas.description = "Shows and resets the counts that agents share in Redis."
-    actions = quotas.add_subparsers(dest="action", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument(
-        "--redis",
-        metavar="URL",
-        help="the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)",
-    )
-    shared.add_argument("--prefix", help="the store's prefix, if it has one of its own")
-    shared.add_argument(
-        "--key",
-        dest="keys",
-        metavar="PATTERN",
-        action="extend",
-        nargs="+",
-        default=[],
-        help="only counts whose key matches, such as 'search:user_id:ada*' (default: all); "
-        "those of runs only by a pattern with ':run:' in it",
-    )
-    actions.add_parser("show", parents=[shared], help="print what is used, of what, until when")
-    reset = actions.add_parser("reset", parents=[shared], help="set counts to 0")
-    reset.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

@@ -1,10 +1,17 @@
 """What the commands have in common: how they fail, and how they print."""
 
 import sys
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
 
 
 class CommandError(Exception):
     """A command cannot do what was asked; the message says why, in one line."""
+
+
+def printable(text: str) -> str:
+    """A text that cannot move the terminal's cursor, nor forge a line: what could is escaped."""
+    return "".join(each if each.isprintable() else escaped(each) for each in text)
 
 
 def say(text: str = "") -> None:
@@ -16,3 +23,38 @@ def say(text: str = "") -> None:
 def complain(command: str, text: str) -> None:
     """Print a line on stderr, with the command's name."""
     print(f"langchain-quota {command}: {text}", file=sys.stderr)  # noqa: T201 - the same
+
+
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()
+) -> list[str]:
+    """The lines of a table.
+
+    Args:
+        headings: What stands above the columns.
+        rows: The cells.
+        right: The headings of columns that are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if heading in right else cell.ljust(width)
+            for heading, cell, width in zip(headings, row, widths, strict=True)
+        ).rstrip()
+        for row in (headings, *rows)
+    ]
+
+
+def when(seconds: float | None) -> str:
+    """A time as tables show it."""
+    if seconds is None:
+        return "reset"
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OSError, OverflowError, ValueError):
+        return "the end of time"
+
+
+def escaped(text: str) -> str:
+    """A text that cannot forge a line, nor change how others are shown."""
+    return repr(text)[1:-1]

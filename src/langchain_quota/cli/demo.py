@@ -29,14 +29,17 @@ from langchain_quota.cli.demo_traffic import (
     AGENT,
     LIMITS,
     MODEL,
+    SEARCH,
     TURNS,
     build_agent,
+    limiter,
     questions,
     scripted_model,
 )
 from langchain_quota.cli.demo_view import Display, display
-from langchain_quota.decision import Decision, Level
+from langchain_quota.decision import Decision
 from langchain_quota.exposition import MetricsServer, start_metrics_server
+from langchain_quota.levels import Level
 from langchain_quota.state import usage
 from langchain_quota.telemetry import Telemetry, names
 from langchain_quota.testing import captured_decisions
@@ -50,7 +53,8 @@ _SHOWN_METRICS = (
     f"{names.CALLS.name}{{",
     f"{names.LIMIT_DECISIONS.name}{{",
     f"{names.SPENT['tokens'].name}{{",
-    f"{names.SUBJECTS.name}{{",
+    f"{names.GRANTED['calls'].name}{{",
+    f"{names.WAIT_SECONDS.name}_sum{{",
 )
 
 
@@ -96,7 +100,8 @@ class _Traffic:
     def __init__(self, options: Namespace, model: BaseChatModel, provider: TracerProvider) -> None:
         self._options = options
         self._model = model
-        self._telemetry = Telemetry(tracer_provider=provider, near=NEAR)
+        telemetry = Telemetry(tracer_provider=provider, near=NEAR)
+        self._quota = limiter(options.threads, telemetry)
         self._tracer = provider.get_tracer("langchain_quota.demo")
         self._threads = [f"customer-{number + 1}" for number in range(options.threads)]
         self.board = Board(self._threads, LIMITS, near=NEAR)
@@ -104,7 +109,7 @@ class _Traffic:
     async def run(self, file: Path, shown: Display) -> None:
         async with AsyncSqliteSaver.from_conn_string(str(file)) as saver:
             tool_seconds = min(0.5, self._options.seconds / TURNS / 10)
-            agent = build_agent(self._model, saver, self._telemetry, tool_seconds=tool_seconds)
+            agent = build_agent(self._model, saver, self._quota, tool_seconds=tool_seconds)
             await self._take_states(agent)
             with captured_decisions() as decisions:
                 await self._converse(agent, decisions, shown)
@@ -135,8 +140,13 @@ class _Traffic:
         turn_seconds = self._options.seconds / TURNS
         # Customers do not speak in chorus.
         begin = end - self._options.seconds + turn_seconds / 2 * number / len(self._threads)
-        for question in questions(number):
+        for turn, question in enumerate(questions(number), 1):
             await asyncio.sleep(max(0, begin - time.monotonic()))
+            if (number, turn) == (0, TURNS - 1):
+                # The first customer has asked for more, and uses it.
+                await self._quota.agrant(
+                    agent, _config(thread), 1, limit=SEARCH.name, reason="asked for more", id="demo"
+                )
             with self._tracer.start_as_current_span(
                 "conversation turn", attributes={"gen_ai.conversation.id": thread}
             ):

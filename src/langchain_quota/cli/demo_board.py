@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from langchain_quota.decision import Decision, Level, Outcome, level
+from langchain_quota.decision import Decision, Outcome
+from langchain_quota.levels import Level, level
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import ResolvedLimit
 
@@ -69,6 +70,7 @@ class Board:
         self._limits = limits
         self._near = near
         self._used: dict[str, Counter[str]] = {thread: Counter() for thread in threads}
+        self._most: dict[str, dict[str, int]] = {thread: {} for thread in self._used}
         self._carried_over: dict[str, Counter[str]] = {}
         self._calls: dict[str, dict[object, Outcome]] = {thread: {} for thread in self._used}
         self._last_refusal: dict[str, str] = {}
@@ -90,6 +92,9 @@ class Board:
                 calls[key] = decision.outcome
             for status in decision.limits:
                 self._used[thread][status.limit] = status.thread_used
+                if status.thread_limit is not None:
+                    # With what is granted.
+                    self._most[thread][status.limit] = status.thread_limit
                 if status.refused:
                     self._blocked[status.limit] += 1
                     self._last_refusal[thread] = f"{_title(status.limit)} ({status.refusal_scope})"
@@ -99,12 +104,12 @@ class Board:
         return tuple(
             Row(
                 thread,
-                tuple(self._use(limit, used) for limit in self._limits),
+                tuple(self._use(limit, thread) for limit in self._limits),
                 allowed=self._count(thread, Outcome.ALLOWED),
                 blocked=self._count(thread, Outcome.BLOCKED),
                 last_refusal=self._last_refusal.get(thread, ""),
             )
-            for thread, used in self._used.items()
+            for thread in self._used
         )
 
     def totals(self) -> tuple[LimitTotal, ...]:
@@ -116,9 +121,10 @@ class Board:
         """How many threads began with calls of an earlier run."""
         return sum(used.total() > 0 for used in self._carried_over.values())
 
-    def _use(self, limit: Limit, used: Counter[str]) -> Use:
-        most = ResolvedLimit.of(limit).thread_limit or 0
-        count = used[limit.name]
+    def _use(self, limit: Limit, thread: str) -> Use:
+        configured = ResolvedLimit.of(limit).thread_limit or 0
+        most = self._most[thread].get(limit.name, configured)
+        count = self._used[thread][limit.name]
         return Use(_title(limit.name), count, most, level(count, most, self._near))
 
     def _count(self, thread: str, outcome: Outcome) -> int:
@@ -132,7 +138,7 @@ class Board:
             carried_over=carried_over,
             charged=used - carried_over,
             blocked=self._blocked[limit.name],
-            levels=Counter(self._use(limit, used).level for used in self._used.values()),
+            levels=Counter(self._use(limit, thread).level for thread in self._used),
         )
 
 

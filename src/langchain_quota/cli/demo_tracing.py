@@ -22,7 +22,8 @@ class SpanCounter(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         """Count a span that ended."""
         decision = (span.attributes or {}).get(DECISION)
-        if decision is not None:
+        # A call that waits has a second span.
+        if decision is not None and span.name.startswith("check_quota "):
             self.decisions[str(decision)] += 1
 
 

@@ -15,6 +15,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langchain_quota.budgets import TokenLimit
 from langchain_quota.limits import ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.repeats import RepeatLimit
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.testing import ScriptedChatModel
 
@@ -25,6 +26,7 @@ ALL_TOOLS = ToolCallLimit(thread_limit=16, run_limit=6)
 MODEL = ModelCallLimit(thread_limit=20, run_limit=6)
 TOKENS = TokenLimit(thread_limit=6_000)
 LIMITS = (SEARCH, ALL_TOOLS, MODEL, TOKENS)
+"""Those of threads, which the table shows."""
 
 Request = tuple[str, dict[str, Any]]
 
@@ -32,12 +34,13 @@ _GREEDY = "Search for oak, ash, elm and pine boards, one search each, then for t
 _MODEST = "What is the weather in Oslo? Can you deliver today?"
 _STEADY = "Search for walnut boards, and convert 40 EUR to NOK for me."
 _RESTLESS = "Convert 1, 2, 3, 4, 5, 6 and 7 EUR to NOK, one after the other."
+_LOOPING = "Convert 40 EUR to NOK again and again, until the rate is better."
 
 _CUSTOMERS: tuple[tuple[str, ...], ...] = (
     (_GREEDY, _GREEDY, _MODEST, _GREEDY, _GREEDY),
     (_MODEST, _STEADY, _MODEST, _MODEST, _STEADY),
     (_STEADY, _GREEDY, _STEADY, _STEADY, _STEADY),
-    (_RESTLESS, _RESTLESS, _MODEST, _RESTLESS, _RESTLESS),
+    (_RESTLESS, _MODEST, _LOOPING, _MODEST, _LOOPING),
 )
 
 TURNS = len(_CUSTOMERS[0])
@@ -49,6 +52,7 @@ _SCRIPT: Mapping[str, Sequence[Sequence[Request]]] = {
     _MODEST: ([("weather", {"city": "Oslo"})],),
     _STEADY: ([("search", {"query": "walnut"}), ("convert", {"amount": 40})],),
     _RESTLESS: tuple([("convert", {"amount": amount})] for amount in range(1, 8)),
+    _LOOPING: tuple([("convert", {"amount": 40})] for _ in range(5)),
 }
 
 
@@ -83,10 +87,21 @@ def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
     )
 
 
+def limiter(threads: int, telemetry: Telemetry) -> QuotaMiddleware:
+    """The limits of the table, and two that threads do not use up.
+
+    Args:
+        threads: How many threads there are: the more, the more searches run at the same time.
+        telemetry: Makes the decisions visible.
+    """
+    at_once = ToolCallLimit("search", name="search at once", at_once=max(1, threads // 3))
+    return QuotaMiddleware([*LIMITS, at_once, RepeatLimit(3)], telemetry=telemetry)
+
+
 def build_agent(
     model: BaseChatModel,
     checkpointer: BaseCheckpointSaver[Any],
-    telemetry: Telemetry,
+    quota: QuotaMiddleware,
     *,
     tool_seconds: float,
 ) -> Any:
@@ -95,7 +110,7 @@ def build_agent(
     Args:
         model: The chat model.
         checkpointer: Keeps the threads, and with them their counts.
-        telemetry: Makes the decisions visible.
+        quota: Holds it to them.
         tool_seconds: How long a tool takes.
     """
     return create_agent(
@@ -104,7 +119,7 @@ def build_agent(
         name=AGENT,
         checkpointer=checkpointer,
         system_prompt="You help the customers of a timber yard. Use the tools. Be brief.",
-        middleware=[QuotaMiddleware(LIMITS, telemetry=telemetry)],
+        middleware=[quota],
     )
 
 

@@ -10,11 +10,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from langchain_quota.cli.bars import STYLES, bar, bar_characters
 from langchain_quota.cli.command import say
 from langchain_quota.cli.demo_board import Row, Use
-from langchain_quota.decision import Level
 
-_STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
 _BAR_WIDTHS = (2, 20)
 _REFUSAL_HEADING = "last refusal   "
 _THOUSAND = 1000
@@ -79,8 +78,8 @@ def table(rows: Sequence[Row], console: Console) -> Table:
     fixed = max(len(row.thread) for row in rows) + _FIXED_WIDTH
     fixed += len(f" allowed {_REFUSAL_HEADING}") if wide else 0
     least, most = _BAR_WIDTHS
-    bar = max(least, min(most, (console.width - fixed) // len(rows[0].uses)))
-    characters = _bar_characters(console.encoding)
+    width = max(least, min(most, (console.width - fixed) // len(rows[0].uses)))
+    characters = bar_characters(console.encoding)
     shown = Table(
         "thread", *("" for _ in rows[0].uses), box=None, padding=(0, 1, 0, 0), pad_edge=False
     )
@@ -94,7 +93,7 @@ def table(rows: Sequence[Row], console: Console) -> Table:
     for row in rows:
         cells = [
             Text(row.thread),
-            *(Text(gauge(use, bar, characters), _STYLES[use.level]) for use in row.uses),
+            *(Text(gauge(use, width, characters), STYLES[use.level]) for use in row.uses),
             *([Text(str(row.allowed))] if wide else []),
             Text(str(row.blocked), "red" if row.blocked else ""),
             *([Text(row.last_refusal)] if wide else []),
@@ -105,7 +104,7 @@ def table(rows: Sequence[Row], console: Console) -> Table:
 
 def line(row: Row) -> str:
     """A thread as a line of text."""
-    characters = _bar_characters(sys.stdout.encoding)
+    characters = bar_characters(sys.stdout.encoding)
     gauges = "  ".join(gauge(use, 8, characters) for use in row.uses)
     refused = f"  last refusal: {row.last_refusal}" if row.last_refusal else ""
     counts = f"allowed {row.allowed}  blocked {row.blocked}"
@@ -114,15 +113,12 @@ def line(row: Row) -> str:
 
 def gauge(use: Use, width: int, characters: str = "▇_") -> str:
     """A use with a bar, such as `search 3/8 ▇▇____`; the bar is full only at the limit."""
-    full, empty = characters[0], characters[1]
     share = use.used / use.limit if use.limit else 1.0
-    filled = min(width, max(int(width * share), 1 if use.used else 0))
-    bar = full * filled + empty * (width - filled)
     most = _short(use.limit)
     # Thousands have a decimal.
     room = 2 * len(most) + (1 if use.limit < _THOUSAND else 3)
     numbers = f"{_short(use.used)}/{most}".ljust(room)
-    return f"{use.title} {numbers} {bar}"
+    return f"{use.title} {numbers} {bar(share, width, characters)}"
 
 
 def _short(amount: int) -> str:
@@ -130,7 +126,3 @@ def _short(amount: int) -> str:
     if amount < _THOUSAND:
         return str(amount)
     return f"{amount * 10 // _THOUSAND / 10:g}k"
-
-
-def _bar_characters(encoding: str | None) -> str:
-    return "▇_" if (encoding or "").lower().replace("-", "").startswith("utf") else "#_"

@@ -1,12 +1,21 @@
-"""What a store in Redis keeps: a table of it, and a way back to 0."""
+"""What a store in Redis keeps: a table of it, a way back to 0, and more than limits say."""
 
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 
-from langchain_quota.cli.command import CommandError, complain, say
+from langchain_quota.cli import grants
+from langchain_quota.cli.command import (
+    CommandError,
+    complain,
+    escaped,
+    printable,
+    say,
+    table,
+    when,
+)
+from langchain_quota.cli.watch import watch
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limit_options import UNITS
@@ -29,16 +38,37 @@ _SHOWN = 200
 
 
 def run(arguments: Namespace) -> int:
-    """Show what is kept, or set it to 0.
+    """Show what is kept, set it to 0, or give more of it.
 
     Raises:
         CommandError: Redis cannot be asked, or nobody can be asked whether to reset.
     """
     store = _store(arguments)
-    found, odd = _found(store, arguments.keys or ("*",))
+    try:
+        return _ACTIONS[arguments.action](store, arguments)
+    except QuotaStoreError as error:
+        raise CommandError(_line(error)) from error
+
+
+def _show(store: RedisStore, arguments: Namespace) -> int:
+    found, odd = _found(store, arguments.keys)
+    _print_table(found)
+    return _name(odd)
+
+
+def _watch(store: RedisStore, arguments: Namespace) -> int:
+    def lines() -> list[str]:
+        found, _ = _found(store, arguments.keys)
+        return _lines(found)
+
+    return watch(lines, arguments.every)
+
+
+def _reset(store: RedisStore, arguments: Namespace) -> int:
+    found, odd = _found(store, arguments.keys)
     _print_table(found)
     code = _name(odd)
-    if arguments.action == "show" or not found:
+    if not found:
         return code
     if not arguments.yes:
         if not sys.stdin.isatty():
@@ -46,13 +76,20 @@ def run(arguments: Namespace) -> int:
         if not _agreed(f"Reset {len(found)} to 0? [y/N] "):
             say("nothing was reset")
             return _DECLINED
-    try:
-        for first in range(0, len(found), _AT_ONCE):
-            store.reset([use.key for use in found[first : first + _AT_ONCE]])
-    except QuotaStoreError as error:
-        raise CommandError(_line(error)) from error
+    for first in range(0, len(found), _AT_ONCE):
+        store.reset([use.key for use in found[first : first + _AT_ONCE]])
     say(f"{len(found)} reset to 0")
     return code
+
+
+_ACTIONS: dict[str, Callable[[RedisStore, Namespace], int]] = {
+    "show": _show,
+    "watch": _watch,
+    "reset": _reset,
+    "grant": grants.grant,
+    "revoke": grants.revoke,
+    "grants": grants.show,
+}
 
 
 def _store(arguments: Namespace) -> RedisStore:
@@ -69,28 +106,21 @@ def _store(arguments: Namespace) -> RedisStore:
 
 
 def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage], list[bytes]]:
-    """The counts, and the names of what is none.
-
-    Raises:
-        CommandError: Redis cannot be asked.
-    """
+    """The counts, and the names of what is none."""
     uses: dict[str, QuotaUsage] = {}
     odd: set[bytes] = set()
-    try:
-        for pattern in patterns:
-            found, others = store.listing(pattern)
-            # Each run of the last day has counts, under a name that says nothing to anybody.
-            asked = any(each in pattern for each in _RUNS)
-            uses |= {
-                use.key: use
-                for use in found
-                # Without a counter it is the number of a thread's newest root run.
-                if not use.key.startswith(":")
-                and (asked or dimension_of(use.key) not in (RUN, ROOT_RUN))
-            }
-            odd.update(others)
-    except QuotaStoreError as error:
-        raise CommandError(_line(error)) from error
+    for pattern in patterns or ("*",):
+        found, others = store.listing(pattern)
+        # Each run of the last day has counts, under a name that says nothing to anybody.
+        asked = any(each in pattern for each in _RUNS)
+        uses |= {
+            use.key: use
+            for use in found
+            # Without a counter it is the number of a thread's newest root run.
+            if not use.key.startswith(":")
+            and (asked or dimension_of(use.key) not in (RUN, ROOT_RUN))
+        }
+        odd.update(others)
     return [uses[key] for key in sorted(uses)], sorted(odd)
 
 
@@ -105,48 +135,30 @@ def _name(odd: Sequence[bytes]) -> int:
 
 
 def _print_table(uses: Sequence[QuotaUsage]) -> None:
+    for line in _lines(uses):
+        say(line)
+
+
+def _lines(uses: Sequence[QuotaUsage]) -> list[str]:
     if not uses:
-        say("no counts")
-        return
-    rows = [_HEADINGS, *map(_row, uses)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if heading in {"used", "of"} else cell.ljust(width)
-            for heading, cell, width in zip(_HEADINGS, row, widths, strict=True)
-        ]
-        say("  ".join(cells).rstrip())
+        return ["no counts"]
+    return table(_HEADINGS, [*map(_row, uses)], right={"used", "of"})
 
 
 def _row(use: QuotaUsage) -> tuple[str, ...]:
     try:
         key = CountKey.parse(use.key)
-        names = (_escaped(key.counter), _escaped(key.dimension), repr(key.subject))
+        names = (escaped(key.counter), escaped(key.dimension), repr(key.subject))
     except ValueError:  # another program's key
-        names = (_escaped(use.key), "-", "-")
+        names = (escaped(use.key), "-", "-")
     unit = UNITS.get(names[0], "calls")
-    limit = "-" if use.limit is None else shown(use.limit, unit)
-    return (*names, shown(use.used, unit), limit, _until(use.expires_at))
-
-
-def _until(expires_at: float | None) -> str:
-    if expires_at is None:
-        return "reset"
-    try:
-        return f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except (OSError, OverflowError, ValueError):
-        return "the end of time"
-
-
-def _escaped(text: str) -> str:
-    """A text that cannot forge a line, nor change how others are shown."""
-    return repr(text)[1:-1]
+    limit = "-" if use.limit is None else shown(use.limit + use.granted, unit)
+    return (*names, shown(use.used, unit), limit, when(use.expires_at))
 
 
 def _line(error: Exception) -> str:
     """An error's text on one line; what would move a terminal's cursor is escaped."""
-    text = " ".join(str(error).split())
-    return "".join(each if each.isprintable() else _escaped(each) for each in text)
+    return printable(" ".join(str(error).split()))
 
 
 def _agreed(question: str) -> bool:

@@ -135,14 +135,26 @@ class GraphQuota:
         Raises:
             TypeError: `graph` is no `StateGraph` or is compiled, the model has its tools bound
                 already, or another argument has the wrong type.
-            ValueError: The state has no `messages` with the reducer `add_messages`, or a name is
-                taken.
+            ValueError: The state has no `messages` with the reducer `add_messages`, a name is
+                taken, or a limit has `at_once` and the `ToolNode` is not made by `tool_node`.
         """
         if isinstance(model, str):
             model = init_chat_model(model)
         nodes = Nodes(self._loop, graph, name=name, end=end)
         nodes.add(model, tools, prompt=prompt, start=start)
         return graph
+
+    def tool_node(self, tools: Tools, **options: Any) -> ToolNode:
+        """A `ToolNode` whose calls wait where a limit has `at_once` and too many run.
+
+        `add_to` and `react_hooks` make one from a list of tools. Make it yourself for a loop of
+        your own, and for the tools of `create_supervisor`.
+
+        Args:
+            tools: The tools.
+            options: Further arguments of `ToolNode`, but for its wrappers.
+        """
+        return self._loop.tool_node(tools, **options)
 
     def begin(self, state: State) -> dict[str, Any]:
         """Begin a new run of a loop of your own, before its first model call.
@@ -325,7 +337,8 @@ class GraphQuota:
             "state_schema": ReactState,
         }
         if model is not None:
-            arguments |= {"model": ReactModel(self._loop, model, tools), "tools": list(tools)}
+            given = self._loop.tool_node(tools) if self._loop.has_caps else list(tools)
+            arguments |= {"model": ReactModel(self._loop, model, tools), "tools": given}
         return arguments
 
     def reset(self, graph: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:

@@ -13,6 +13,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as as_tool
 from langgraph.graph.message import add_messages
+from langgraph.prebuilt import ToolNode
 
 from langchain_quota.graph._charges import LoopBudgets, joined
 from langchain_quota.middleware._calls import Update
@@ -69,7 +70,7 @@ class Loop(QuotaMiddleware[Any, Any]):
     @property
     def ends_before_model(self) -> bool:
         """Whether a limit can end a run before a model call, other than with an exception."""
-        return any(limit.exit_behavior != "error" for limit in self._limits_of["model"])
+        return any(limit.exit_behavior != "error" for limit in self._current.of_kind["model"])
 
     def judge_model(self, state: State) -> Update:
         """Judge the next model call; what is written says where to go."""
@@ -131,6 +132,29 @@ class Loop(QuotaMiddleware[Any, Any]):
         request = _request(model, state, tools, prompt)
         return self._answer(state, await self.awrap_model_call(request, call))
 
+    def tool_node(self, tools: Tools, **options: Any) -> ToolNode:
+        """A node of tools, whose calls wait where too many run."""
+        caps = self._at_once
+        wrappers: dict[str, Any] = {}
+        if caps is not None:
+            wrappers = {"wrap_tool_call": caps.make, "awrap_tool_call": caps.amake}
+        return ToolNode(
+            [each for each in tools if not isinstance(each, dict)], **wrappers, **options
+        )
+
+    def check_holds(self, node: ToolNode) -> None:
+        """Check that the calls of a node of tools wait where too many run.
+
+        Raises:
+            ValueError: They do not, and a limit has `at_once`.
+        """
+        caps = self._at_once
+        if caps is not None and getattr(node, "_awrap_tool_call", None) != caps.amake:
+            raise ValueError(
+                "a limit has at_once, and a ToolNode of your own does not wait: give the tools "
+                "as a list, or make the node with quota.tool_node(tools)"
+            )
+
     def run_node(self, state: State, run: Callable[[], Any]) -> tuple[Any, Update]:
         """Run a model's node of the user's own, where there are budgets; and what is written."""
         assert self._budgets is not None  # noqa: S101 - for the type checker
@@ -148,6 +172,11 @@ class Loop(QuotaMiddleware[Any, Any]):
         return await self._budgets.arun_node(state, runtime, limits, run)
 
     @property
+    def has_caps(self) -> bool:
+        """Whether tool calls wait where too many run."""
+        return self._at_once is not None
+
+    @property
     def has_budgets(self) -> bool:
         """Whether what model calls use is charged."""
         return self._budgets is not None
@@ -158,7 +187,7 @@ class Loop(QuotaMiddleware[Any, Any]):
         Raises:
             ValueError: One does.
         """
-        for limit in self._limits_of["model"]:
+        for limit in self._current.of_kind["model"]:
             if callable(getattr(limit, "reserve", None)):
                 raise ValueError(  # noqa: TRY004 - a number would do
                     f"limit {limit.name!r} has a reserve that is a function of the request, and "

@@ -81,10 +81,11 @@ class Nodes:
 
         Raises:
             TypeError: An argument has the wrong type.
+            ValueError: A limit has `at_once`, and the node of the tools does not wait.
         """
         if start is not None and (not isinstance(start, str) or not start):
             raise TypeError(f"start must be the name of a node, START or None, not {start!r}")
-        tool_node, offered = _tools(tools)
+        tool_node, offered = _tools(self._loop, tools)
         graph, labelled = self._graph, self._labelled()
         own: dict[str, Any] = {"input_schema": _schema(graph), **labelled}
         if isinstance(model, BaseChatModel):
@@ -255,20 +256,22 @@ def _check_graph(graph: Any) -> None:
         raise ValueError(f"the graph's state does not keep messages by their id: it needs {remedy}")
 
 
-def _tools(tools: Any) -> tuple[ToolNode, list[Any]]:
+def _tools(loop: Loop, tools: Any) -> tuple[ToolNode, list[Any]]:
     """The node of the tools, and what the model is offered: a provider's own tools, too.
 
     Raises:
         TypeError: The tools are no tools.
+        ValueError: A limit has `at_once`, and the node does not wait.
     """
     if isinstance(tools, ToolNode):
+        loop.check_holds(tools)
         return tools, list(tools.tools_by_name.values())
     if isinstance(tools, str | Mapping | BaseTool) or not hasattr(tools, "__iter__"):
         raise TypeError(
             f"tools must be a list of tools or a ToolNode, not a {type(tools).__name__}"
         )
     given = list(tools)
-    node = ToolNode([each for each in given if not isinstance(each, dict)])
+    node = loop.tool_node(given)
     builtin = [each for each in given if isinstance(each, dict)]
     return node, [*node.tools_by_name.values(), *builtin]
 

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from copy import deepcopy
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
@@ -14,16 +13,17 @@ from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
-from langchain_quota.decision import ROOT_RUN, Call, Outcome, Refund
+from langchain_quota.decision import ROOT_RUN, Call, Outcome
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit
+from langchain_quota.middleware._abandoned import abandoned_calls, take_back
 from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._context import CallContext, call_context, running_agent
+from langchain_quota.middleware._grants import of_threads
 from langchain_quota.middleware._history import (
     answered_history,
     dangling_calls,
     since,
-    unfinished_calls,
 )
 from langchain_quota.middleware._offered_tools import OfferedTools
 from langchain_quota.middleware._root_run import root_run, watch_root_runs
@@ -180,9 +180,13 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         history = state.get("messages") or ()
         known = ledger(state)
         begun = _has_begun(state) and self.name not in known.get("begun_by", ())
-        abandoned = known.get("abandoned") if begun else _abandoned(state)
+        abandoned = known.get("abandoned") if begun else abandoned_calls(state)
         dangling = dangling_calls(state)
-        pending_refunds = known.get("pending_refunds") or {}
+        earlier = ToolCounts.of(state, None)
+        pending_refunds = earlier.pending_refunds
+        if earlier.thread != thread_tools(state):
+            update[THREAD_TOOLS] = earlier.thread
+            state = {**state, THREAD_TOOLS: earlier.thread}
         if dangling:
             repaired = answered_history(
                 history, dangling, messages.ABANDONED, is_shared=context.is_nested
@@ -190,10 +194,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
             history = repaired
         if abandoned is not None and self._held(abandoned):
-            counts, refunds = _take_back(state, abandoned, context)
+            counts, refunds = take_back(state, abandoned, context)
             self._recorder.record_refunds(refunds)
             update[THREAD_TOOLS] = counts.thread
-            pending_refunds = counts.pending_refunds
+            pending_refunds |= counts.pending_refunds
             abandoned = None
         if state.get("structured_response") is not None:
             # Older versions of LangChain keep that of an earlier turn.
@@ -210,6 +214,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             "abandoned": abandoned,
             "pending_refunds": pending_refunds,
         }
+        if known.get("repeats"):
+            update[LEDGER]["repeats"] = {}
+        if granted := known.get("granted"):
+            update[LEDGER]["granted"] = of_threads(granted)
         return update
 
     def _checked_mode(self, begun: str | None) -> str | None:
@@ -357,40 +365,3 @@ def _turn(history: Sequence[AnyMessage]) -> str | int | None:
         return None
     # Not every reducer gives messages an id.
     return len(history) if history[-1].id is None else history[-1].id
-
-
-def _abandoned(state: Mapping[str, Any]) -> Abandoned | None:
-    """What the run before left of its last batch, by what its limiters knew of it."""
-    known = ledger(state)
-    batch = known.get("batch")
-    found = unfinished_calls(state, batch["message"]) if batch else None
-    if batch is None or found is None:
-        return None
-    message, calls = found
-    original = {call["id"]: call["name"] for call in message.tool_calls}
-    return Abandoned(
-        calls=[[call["name"], str(call["id"]), original[call["id"]]] for call in calls],
-        charges=batch["charges"],
-        acquired=batch.get("acquired", {}),
-        held_by=[each for each in known.get("begun_by", ()) if each not in batch["passed"]],
-    )
-
-
-def _take_back(
-    state: Mapping[str, Any], abandoned: Abandoned, context: CallContext
-) -> tuple[ToolCounts, list[Refund]]:
-    """The counts without the charges for abandoned calls, and what was taken back."""
-    counts = ToolCounts(
-        thread_tools(state),
-        {},
-        deepcopy(abandoned["charges"]),
-        dict(abandoned.get("acquired") or {}),
-        dict(ledger(state).get("pending_refunds") or {}),
-    )
-    refunds = [
-        Refund(Call("tool", name, call_id, amount, context.agent, context.thread_id), limit)
-        for name, call_id, _ in abandoned["calls"]
-        for limit, amount in counts.take_back(call_id)
-        if limit
-    ]
-    return counts, refunds

@@ -314,6 +314,8 @@ class Budgets:
             counts: The store's counts after it, by key.
         """
         request, limits, used, before, _ = paid
+        if self._store is not None:
+            limits = self._store.raised(limits)
         call = made(_state(request), request.runtime)
         for run, amounts in used:
             record_run(self.recorder, call, limits, run, amounts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from langchain_quota import messages
 from langchain_quota.admission import (
     AcquireRequest,
     AcquireResult,
@@ -14,12 +15,14 @@ from langchain_quota.admission import (
     Hits,
     admit,
 )
+from langchain_quota.batches import hits_of
 from langchain_quota.decide import Breach, breaches, decide
-from langchain_quota.decision import ROOT_RUN, Call, Decision, Refund
+from langchain_quota.decision import ROOT_RUN, Answer, Call, Decision, Exit, Refund
 from langchain_quota.middleware._context import CallContext
 from langchain_quota.middleware._root_run import root_run
-from langchain_quota.resolved import Asked, Outage, ResolvedLimits, hits_of
-from langchain_quota.state import Amounts, Ledger
+from langchain_quota.raised import asked_again, raised
+from langchain_quota.resolved import Asked, Outage, ResolvedLimits
+from langchain_quota.state import Amounts, Granted, Ledger
 
 Update = dict[str, Any]
 """What a hook writes to the state."""
@@ -75,6 +78,8 @@ class Request:
         holds: The idempotency key of the request that holds what the calls may use; empty for none.
         late: What calls of the run have used of budgets that is not in the state yet.
         anew: Whether it asks for more than what it has asked for before in this step.
+        answer: What a person has answered, who was asked whether these calls may run.
+        granted: What is then granted to the thread by its state, as the state has it.
     """
 
     state: Mapping[str, Any]
@@ -94,6 +99,8 @@ class Request:
     holds: str = ""
     late: "Late | None" = None
     anew: bool = False
+    answer: Answer | None = None
+    granted: Mapping[str, dict[str, Granted]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hits, self.index_of = hits_of(self.calls, self.asked)
@@ -109,6 +116,21 @@ class Request:
         return None
 
     @property
+    def _unless_granted(self) -> Exit:
+        """What a refusal does of which a person was asked, or could not be."""
+        rejected = self.answer is not None and self.answer.type == "reject"
+        return "end" if rejected or self.message is None else "continue"
+
+    def granting(self) -> Ledger:
+        """What is written of what a person has granted."""
+        return Ledger(granted=dict(self.granted)) if self.granted else Ledger()
+
+    def final_text(self, breaches: Sequence[Breach]) -> str:
+        """What the run ends with at limits: what the person says who ends it, if they say so."""
+        said = self.answer.message if self.answer and self.answer.type == "reject" else ""
+        return said if said.strip() else messages.final(breaches)
+
+    @property
     def follows_refusal(self) -> bool:
         """Whether the model has read that a call of this run was refused."""
         refused = self.known.get("refused")
@@ -122,6 +144,10 @@ class Request:
     def refunds_due(self) -> dict[str, Amounts]:
         """What a store charged and is to take back with this request, by a name of the refund."""
         return self.known.get("pending_refunds") or {}
+
+    def asks(self) -> Sequence[Asked]:
+        """For each call what it asks of the limits."""
+        return [self.limits.asked(call) for call in self.calls]
 
     def by_state(self) -> AcquireResult:
         """The answer by the state's counts."""
@@ -202,9 +228,21 @@ class Request:
             outage: What becomes of calls that need the store.
         """
         self.limits = self.limits.without_store(outage)
-        self.asked = [self.limits.asked(call) for call in self.calls]
+        self.asked = self.asks()
         self.hits, self.index_of = hits_of(self.calls, self.asked)
         return self.by_state()
+
+    def raise_limits(self, granted: Mapping[str, int]) -> None:
+        """Go by limits with what a store has granted.
+
+        Args:
+            granted: By key.
+        """
+        limits = raised(self.limits, granted)
+        if limits is not self.limits:
+            self.asked = asked_again(self.asked, self.limits, limits)
+            self.limits = limits
+            self.hits, self.index_of = hits_of(self.calls, self.asked)
 
     def decided(
         self, result: AcquireResult, *, charging: bool = True
@@ -215,15 +253,18 @@ class Request:
             result: The answer.
             charging: Whether admitted calls are charged now.
         """
-        ending = {
-            name
+        exits: dict[str, Exit] = {
+            name: "end"
             for name, after in self.stops.items()
             if self.limits.by_name[name].exit_behavior == "continue"
             and sum(name in each for each in result.refused) >= after
         }
+        exits |= dict.fromkeys(self.limits.asking, self._unless_granted)
         decisions = decide(
-            self.calls, self.asked, self.index_of, result, charging=charging, ending=ending
+            self.calls, self.asked, self.index_of, result, charging=charging, exits=exits
         )
+        if self.answer is not None:
+            decisions = [replace(each, answer=self.answer) for each in decisions]
         if not any(result.refused):
             return decisions, []
         return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)

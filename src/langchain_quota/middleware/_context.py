@@ -13,6 +13,7 @@ from langgraph.runtime import get_runtime
 from langchain_quota.decision import ROOT_RUN, RUN, THREAD
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
+from langchain_quota.repeats import RepeatLimit
 from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey
@@ -275,7 +276,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
     root_run: str,
 ) -> ResolvedLimit:
     computed = {argument: values[argument, 0] for argument in _ARGUMENTS if (argument, 0) in values}
-    if now is None:
+    if now is None or isinstance(limit, RepeatLimit):
         return ResolvedLimit.of(limit, **computed)
     counter = stored_as(limit)
     thread, run = caller.run_thread_id, ledger(state).get("run")

@@ -9,6 +9,8 @@ from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
 
+from langchain_quota.messages import NOT_RUN
+
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
 """Where a block of a message's content has the id of the tool call that it stands for, by type."""
 
@@ -251,6 +253,47 @@ def _call_id(block: Any) -> Any:
 def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
     """The error message that answers a call which does not run."""
     return ToolMessage(content=content, tool_call_id=call_id, name=tool, status="error")
+
+
+def answer_of_refused(
+    call_id: str, tool: str | None, content: str, *, returned: bool = True
+) -> ToolMessage:
+    """The answer of a call that a limit keeps from running, perhaps after another let it through.
+
+    `not_run` finds it.
+
+    Args:
+        call_id: The call's id.
+        tool: Its tool.
+        content: What the model reads.
+        returned: Whether a store has what it had charged for the call, if anything.
+    """
+    message = answer(call_id, tool, content)
+    # Not sent to the model.
+    message.response_metadata[NOT_RUN] = returned
+    return message
+
+
+def not_run(messages: Sequence[AnyMessage], message_id: str) -> dict[str, bool]:
+    """The calls of an AIMessage that were let through and then did not run.
+
+    Args:
+        messages: The history.
+        message_id: The id of the AIMessage.
+
+    Returns:
+        By id, whether a store has what it had charged for the call.
+    """
+    found: dict[str, bool] = {}
+    for message in reversed(messages):
+        if message.id == message_id:
+            break
+        if isinstance(message, AIMessage):
+            # Calls of a later message can have the same ids.
+            found.clear()
+        if isinstance(message, ToolMessage) and NOT_RUN in message.response_metadata:
+            found[message.tool_call_id] = message.response_metadata[NOT_RUN]
+    return found
 
 
 def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[AnyMessage] | None:

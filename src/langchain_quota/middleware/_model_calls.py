@@ -148,12 +148,13 @@ def conclude(request: Request, result: AcquireResult, *, charging: bool = True) 
     if error is not None:
         return Conclusion(decisions, error=error)
     written = spending(request.state, request.late) if request.late else Ledger()
+    written |= request.granting()
     if request.answered and request.known.get("pending_refunds"):
         written["pending_refunds"] = {}
     if decisions[0].outcome is Outcome.BLOCKED:
         written["ended"] = str(uuid4())
         name = request.context.own_name
-        final = AIMessage(content=messages.final(breaches), name=name, id=written["ended"])
+        final = AIMessage(content=request.final_text(breaches), name=name, id=written["ended"])
         return Conclusion(decisions, {"jump_to": "end", "messages": [final], LEDGER: written})
     if not charging or not request.asked[0].limits:
         return Conclusion(decisions)

@@ -8,7 +8,8 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
 from langchain_quota.admission import admit
-from langchain_quota.decision import Call, Level, level
+from langchain_quota.decision import Call
+from langchain_quota.levels import Level, level
 from langchain_quota.limit_options import (
     INPUT_TOKENS,
     MICRODOLLARS,
@@ -18,8 +19,9 @@ from langchain_quota.limit_options import (
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._model_calls import budget_counts, model_counts
 from langchain_quota.money import as_dollars
+from langchain_quota.repeats import RepeatLimit
 from langchain_quota.resolved import ResolvedLimits, run_counter, thread_counter
-from langchain_quota.state import ledger, run_tools, thread_tools
+from langchain_quota.state import ledger, repeats, run_tools, thread_tools
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
@@ -61,8 +63,13 @@ def counts_now(
     counts = model_counts(state)
     if limits.has_budgets:
         counts |= budget_counts(state, None)
+    if limits.repeats:
+        most = repeats(state)
+        for repeat in limits.repeats:
+            counter = run_counter(repeat)
+            counts[counter] = counts[thread_counter(repeat)] = most.get(repeat.name, 0)
     for each in limits.limits:
-        if each.limit.kind == "tool":
+        if each.limit.kind == "tool" and not isinstance(each.limit, RepeatLimit):
             counter = each.limit.counter
             counts[thread_counter(each.limit)] = thread.get(counter, 0)
             counts[run_counter(each.limit)] = run.get(counter, 0)
@@ -140,7 +147,11 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
         if not each.limit.enforce or not numbers:
             continue
         share = near if each.limit.near is None else each.limit.near
-        is_near = is_near or any(level(*number, share) is not Level.OK for number in numbers)
+        nears = any(level(*number, share) is not Level.OK for number in numbers)
+        if isinstance(each.limit, RepeatLimit) and (each.limit.run_limit == 1 or not nears):
+            # There is always a newest call that may not be repeated.
+            continue
+        is_near = is_near or nears
         count, most = min(numbers, key=lambda number: number[1] - number[0])
         if each.is_budget:
             left = max(0, most - count)
@@ -150,10 +161,14 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
                 else (left, most)
             )
             parts.append(f"{_SPENT[each.limit.counter]}: {shown[0]} of {shown[1]} left")
+        elif isinstance(each.limit, RepeatLimit):
+            parts.append(f"the same call or failure came {count} of {most} times")
         elif each.limit.kind == "model":
             parts.append(f"this is model call {count} of {most}")
         else:
             parts.append(f"{_subject(each.limit)}: {max(0, most - count)} of {most} left")
+        if each.limit.name in limits.asking:
+            parts[-1] += " (then a person is asked for more)"
     return f"Budget: {'; '.join(parts)}." if is_near else None
 
 
@@ -192,10 +207,15 @@ def _takes_note(message: AnyMessage) -> bool:
 def without_exhausted(
     request: ModelRequest[Any], limits: ResolvedLimits, counts: Mapping[str, int]
 ) -> tuple[ModelRequest[Any], str | None]:
-    """The request without the tools that have nothing left, and a note if they have to stay."""
+    """The request without the tools that have nothing left, and a note if they have to stay.
+
+    A tool stays if only limits refuse it that ask a person: of a call that is not made nobody is
+    asked.
+    """
 
     def is_left(tool: str) -> bool:
-        return admit([limits.asked(Call("tool", tool)).hits], counts, {}).admitted[0]
+        (refused,) = admit([limits.asked(Call("tool", tool)).hits], counts, {}).refused
+        return all(name in limits.asking or not limits.by_name[name].enforce for name in refused)
 
     kept = [tool for tool in request.tools if isinstance(tool, dict) or is_left(tool.name)]
     if len(kept) == len(request.tools):

@@ -247,6 +247,9 @@ class OtherRuns:
     def _settled(self, step: _Step, charged: _Charged, counts: Mapping[str, int] | None) -> None:
         """Learn and make visible how budgets stand, with the store's counts if it has answered."""
         mirror_root_run(step.limits, counts)
+        store, limits = self._common.store, step.limits
+        if store is not None:
+            limits = store.raised(limits)
         spent = added(charged.amounts)
         late = self._common.late.of(step.state)
         # With what was just charged.
@@ -255,7 +258,7 @@ class OtherRuns:
         record_standing(
             self._common.recorder,
             step.call,
-            step.limits,
+            limits,
             before=before,
             spent=spent,
             counts=counts,

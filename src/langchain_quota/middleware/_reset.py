@@ -1,4 +1,4 @@
-"""The checks and names that `reset` needs."""
+"""The checks and names that `reset` and `grant` need."""
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta
@@ -27,8 +27,8 @@ def own_node(agent: Pregel[Any, Any, Any, Any], middleware: str) -> str:
     """
     if not isinstance(agent, Pregel):
         raise TypeError(
-            f"agent must be what create_agent made, not a {type(agent).__name__}: reset where "
-            "the agent runs"
+            f"agent must be what create_agent made, not a {type(agent).__name__}: do this "
+            "where the agent runs"
         )
     beginning = f"{middleware}.before_agent"
     for node in agent.nodes:
@@ -50,11 +50,11 @@ def check_at_rest(snapshot: StateSnapshot, config: RunnableConfig, nodes: Collec
     """
     thread_id = config.get("configurable", {}).get("thread_id")
     if not snapshot.values:
-        raise RuntimeError(f"thread {thread_id!r} has no state: there is nothing to reset")
+        raise RuntimeError(f"thread {thread_id!r} has no state: it has not run yet")
     if not all(stopped_at_a_limit(task, nodes) for task in snapshot.tasks):
         raise RuntimeError(
             f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
-            "the run end, or begin a new one, before resetting its use"
+            "the run end, or begin a new one, and then do this"
         )
 
 

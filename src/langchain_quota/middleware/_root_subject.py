@@ -6,7 +6,9 @@ The store numbers the root runs of a thread, so that one that is resumed elsewhe
 import time
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 
+from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.middleware._context import CallContext, call_context
 from langchain_quota.middleware._root_run import RootRun, root_run
@@ -33,7 +35,8 @@ def root_subject(state: Mapping[str, Any], runtime: Any, store: StoreClient | No
     found = store.peek([key]) if run.resumes else None
     number = (found or {}).get(key)
     if number is None:
-        number = store.number(key, name=run.key, start=int(time.time()))
+        answer = store.ask(_addition(key, run.key))
+        number = None if answer is None else answer.used[key] + 1
     return run.key if number is None else run.count_as(f"{thread}@{number}")
 
 
@@ -55,7 +58,8 @@ async def aroot_subject(state: Mapping[str, Any], runtime: Any, store: StoreClie
     found = await store.apeek([key]) if run.resumes else None
     number = (found or {}).get(key)
     if number is None:
-        number = await store.anumber(key, name=run.key, start=int(time.time()))
+        answer = await store.aask(_addition(key, run.key))
+        number = None if answer is None else answer.used[key] + 1
     return run.key if number is None else run.count_as(f"{thread}@{number}")
 
 
@@ -80,6 +84,12 @@ def _numbered(run: RootRun, caller: CallContext) -> tuple[object, str]:
     """
     thread = _thread(run, caller)
     return thread, str(CountKey("", ROOT_RUN, str(thread)))
+
+
+def _addition(key: str, name: str) -> AcquireRequest:
+    """A request to add one to a count that begins with the time; made once by its name."""
+    counters = {key: Counter(key, used=int(time.time()), mirrored=True)}
+    return AcquireRequest(name, uuid4().hex, counters, (Hits({key: 1}),))
 
 
 def _thread(run: RootRun, caller: CallContext) -> object:

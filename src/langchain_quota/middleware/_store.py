@@ -5,6 +5,7 @@ While the store does not answer:
 - `on_store_error="deny"` refuses every call that a shared limit matches. Calls run that only limits
   on trial refuse.
 - `on_store_error="allow"` judges by the counts of the state, without quotas.
+- A run that is resumed with the answer of a person fails, and can be resumed again.
 - A correction waits in this process. It undoes the request, should the store have heard of it, and
   adds what has run all the same. It travels with the next requests of this client.
 """
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Self
-from uuid import uuid4
 
 from langchain_quota.admission import (
     AcquireRequest,
@@ -24,11 +24,13 @@ from langchain_quota.admission import (
     Hits,
 )
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.limits import Limit
 from langchain_quota.locks import fork_safe_lock
+from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations
-from langchain_quota.resolved import Outage
+from langchain_quota.middleware._known_grants import KnownGrants
+from langchain_quota.raised import raised
+from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
@@ -50,6 +52,7 @@ class StoreClient:
         self._lock = fork_safe_lock()
         self._down = False
         self._pending = PendingCompensations()
+        self._granted = KnownGrants(recorder)
         self._fills = recorder.watch_store(store)
         """Whether it can be full, and has not been nearly so yet."""
 
@@ -61,6 +64,7 @@ class StoreClient:
         """The store's answer or, where it gives none, what the state alone knows.
 
         Raises:
+            QuotaStoreError: It gives none, and a person's answer waits for it.
             TypeError: The store is used in a way that it does not support.
         """
         sent = request.to_store()
@@ -79,6 +83,7 @@ class StoreClient:
         """The store's answer or, where it gives none, what the state alone knows.
 
         Raises:
+            QuotaStoreError: It gives none, and a person's answer waits for it.
             TypeError: The store is used in a way that it does not support.
         """
         sent = request.to_store()
@@ -109,6 +114,7 @@ class StoreClient:
                 while not last:
                     with self._carrying(sent) as (asked, last):
                         answer = self.store.acquire(asked)
+                self._granted.learn(sent, answer)
                 counts = answer.used
         finally:
             if counts is None:
@@ -131,6 +137,7 @@ class StoreClient:
                 while not last:
                     with self._carrying(sent) as (asked, last):
                         answer = await self.store.aacquire(asked)
+                self._granted.learn(sent, answer)
                 counts = answer.used
         finally:
             if counts is None:
@@ -149,33 +156,33 @@ class StoreClient:
         else:
             self._make_later(sent.compensations)
 
-    def number(self, key: str, *, name: str, start: int) -> int | None:
-        """Add one to a count, and return it; `None` if the store does not answer.
+    def ask(self, sent: AcquireRequest) -> AcquireResult | None:
+        """The store's answer to a request; `None` if it does not answer.
 
         Args:
-            key: Its key.
-            name: Names the addition, which is made once.
-            start: Where the count begins.
+            sent: The request. Nothing is corrected later if it gets no answer.
         """
-        sent = _addition(key, name, start)
-        result = None
+        result, last = None, False
         with self._asking("acquire"):
-            result = _checked(self.store.acquire(sent), sent)
-        return None if result is None else result.used[key] + 1
+            while not last:
+                with self._carrying(sent) as (asked, last):
+                    answer = self.store.acquire(asked)
+                result = _checked(answer, sent) if last else None
+        return result
 
-    async def anumber(self, key: str, *, name: str, start: int) -> int | None:
-        """Add one to a count, and return it; `None` if the store does not answer.
+    async def aask(self, sent: AcquireRequest) -> AcquireResult | None:
+        """The store's answer to a request; `None` if it does not answer.
 
         Args:
-            key: Its key.
-            name: Names the addition, which is made once.
-            start: Where the count begins.
+            sent: The request. Nothing is corrected later if it gets no answer.
         """
-        sent = _addition(key, name, start)
-        result = None
+        result, last = None, False
         with self._asking("acquire"):
-            result = _checked(await self.store.aacquire(sent), sent)
-        return None if result is None else result.used[key] + 1
+            while not last:
+                with self._carrying(sent) as (asked, last):
+                    answer = await self.store.aacquire(asked)
+                result = _checked(answer, sent) if last else None
+        return result
 
     def peek(self, keys: Sequence[str]) -> dict[str, int] | None:
         """What is used of each key that the store has, in calls; `None` if it does not answer."""
@@ -183,6 +190,7 @@ class StoreClient:
         if keys:
             with self._asking("peek"):
                 found = self.store.peek(keys)
+                self._granted.see(keys, found)
                 counts = {each.key: each.used for each in found if each is not None}
         return counts
 
@@ -192,6 +200,7 @@ class StoreClient:
         if keys:
             with self._asking("peek"):
                 found = await self.store.apeek(keys)
+                self._granted.see(keys, found)
                 counts = {each.key: each.used for each in found if each is not None}
         return counts
 
@@ -228,8 +237,14 @@ class StoreClient:
     ) -> AcquireResult:
         if result is not None:
             request.answered = True
+            self._granted.learn(sent, result)
+            request.raise_limits(self._granted.amounts)
+            self._granted.tell(request.context.agent, request.limits)
             request.mirror_root_run(result)
             return result
+        if request.answer is not None or (request.limits.asking and is_answered()):
+            # Nothing is undone: if the store has heard of it, it answers the same when asked again.
+            raise QuotaStoreError(KEPT)
         calls = sum(asked.shared for asked in request.asked)
         result = request.without_store(self._outage)
         # Even with "deny" a call runs that only limits on trial refuse.
@@ -242,6 +257,10 @@ class StoreClient:
         self.compensate_later(sent, ran)
         self._recorder.record_fallback(request.context.agent, self._outage, calls)
         return result
+
+    def raised(self, limits: ResolvedLimits) -> ResolvedLimits:
+        """Limits with what is granted, as far as the store has said so."""
+        return raised(limits, self._granted.amounts)
 
     def compensate_later(
         self, request: AcquireRequest, amounts: Mapping[str, int] | None = None
@@ -328,25 +347,6 @@ class StoreClient:
             self._recorder.observe_store(operation, outcome, time.perf_counter() - started)
 
 
-def check_store(store: object, limits: Sequence[Limit]) -> None:
-    """Check that a store is one, and that there is one where limits need it.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: There is none, and a limit has quotas.
-    """
-    if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
-        # Not the value of a URL: it may hold a password.
-        shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
-        raise TypeError(f"store must be a QuotaStore or None, not {shown}")
-    for limit in limits:
-        if store is None and limit.quotas:
-            raise ValueError(
-                f"limit {limit.name!r} has quotas: give a store that counts them, "
-                "store=MemoryStore() in one process, store=RedisStore() in several"
-            )
-
-
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     """The answer of a store, which may be a user's own.
 
@@ -356,12 +356,6 @@ def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     if {len(result.admitted), len(result.refused)} != {len(request.hits)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
     return result
-
-
-def _addition(key: str, name: str, start: int) -> AcquireRequest:
-    """A request to add one to a count."""
-    counters = {key: Counter(key, used=start, mirrored=True)}
-    return AcquireRequest(name, uuid4().hex, counters, (Hits({key: 1}),))
 
 
 def _about(keys: Sequence[str]) -> AcquireRequest:
@@ -392,4 +386,6 @@ def _joined(first: AcquireResult | None, again: AcquireResult) -> AcquireResult 
         ),
         admitted=tuple(map(all, zip(first.admitted, again.admitted, strict=True))),
         stopped=first.stopped or again.stopped,
+        granted={**first.granted, **again.granted},
+        newly_granted=again.newly_granted,
     )

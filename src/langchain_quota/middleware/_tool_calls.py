@@ -19,9 +19,11 @@ from langchain_quota.decision import Call, Decision, Exit, Outcome, Refund
 from langchain_quota.errors import ToolCallLimitExceededError
 from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._context import call_context
-from langchain_quota.middleware._history import PendingCalls, answer, pending_calls
+from langchain_quota.middleware._history import PendingCalls, answer_of_refused, pending_calls
+from langchain_quota.middleware._repeats import Repeats
 from langchain_quota.middleware._tool_counts import ToolCounts
-from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.repeats import RepeatLimit
+from langchain_quota.resolved import Asked, ResolvedLimits
 from langchain_quota.state import (
     LEDGER,
     RUN_TOOLS,
@@ -49,6 +51,7 @@ class BatchRequest(Request):
         renewed: What a store charged for these calls before, by a name of the refund.
         final: What the run ends with, if they were made by the last model call of its budget; the
             text of their message goes before.
+        repeats: What repeat limits know of them, if there are any.
     """
 
     middleware: str
@@ -57,11 +60,16 @@ class BatchRequest(Request):
     counts: ToolCounts
     renewed: Mapping[str, Amounts]
     final: str = ""
+    repeats: Repeats | None = None
 
     @property
     def message(self) -> str:
         """The id of the message whose calls they are; empty if it has none."""
         return self.pending.message.id or ""
+
+    def asks(self) -> Sequence[Asked]:
+        """For each call what it asks of the limits."""
+        return _asked(self.limits, self.calls, self.repeats)
 
     def refunds_due(self) -> dict[str, Amounts]:
         """What a store is to take back: what is due, and what it charged these calls before."""
@@ -99,11 +107,14 @@ def pending(  # noqa: PLR0913 - what a hook knows
         Call("tool", each["name"], each["id"], 1, context.agent, context.thread_id)
         for each in waiting.calls
     ]
-    asks = [(call, limits.asked(call)) for call in calls]
+    repeats = None
+    if limits.repeats and not final:
+        repeats = Repeats(limits.repeats, state, waiting, calls, middleware=middleware)
+    asks = list(zip(calls, _asked(limits, calls, repeats), strict=True))
     judged = [(call, asked) for call, asked in asks if asked.limits or every_call]
     counts = ToolCounts.of(state, waiting.message.id)
     matched = {str(call.id) for call, asked in asks if asked.limits}
-    used: dict[str, int] = {}
+    used: dict[str, int] = {} if repeats is None else dict(repeats.used)
     for _, asked in judged:
         for each, (thread, run, *_) in asked.limits:
             if thread.counter not in used:
@@ -136,7 +147,16 @@ def pending(  # noqa: PLR0913 - what a hook knows
         counts=counts,
         renewed=renewed,
         final=final,
+        repeats=repeats,
     )
+
+
+def _asked(
+    limits: ResolvedLimits, calls: Sequence[Call], repeats: Repeats | None
+) -> Sequence[Asked]:
+    """For each call what it asks."""
+    asked = [limits.asked(call) for call in calls]
+    return asked if repeats is None else repeats.ask(asked)
 
 
 def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> bool:
@@ -194,7 +214,7 @@ def conclude(
     update = _update(request, decisions, breaches)
     answers = _answers(decisions, request, messages.SKIPPED)
     if ends == "end":
-        text, name = messages.final(breaches), request.pending.message.name
+        text, name = request.final_text(breaches), request.pending.message.name
         answers.append(AIMessage(content=text, name=name, id=str(uuid4())))
         update["jump_to"] = "end"
         update[LEDGER]["ended"] = answers[-1].id
@@ -267,9 +287,11 @@ def _charge(request: BatchRequest, decisions: Sequence[Decision]) -> list[Refund
             continue
         # What runs is counted even where a limit that is not enforced refuses it; but it is not
         # charged to that limit, and so never refunded by its name.
+        limits = [(request.limits.by_name[each.limit], each) for each in decision.limits]
         for counter, name in {
-            (request.limits.by_name[each.limit].counter, each.limit if each.charged else "")
-            for each in decision.limits
+            (limit.counter, each.limit if each.charged else "")
+            for limit, each in limits
+            if not isinstance(limit, RepeatLimit)
         }:
             key = call_id, counter, name
             amounts[key] = amounts.get(key, 0) + call.amount
@@ -305,7 +327,8 @@ def _update(
     counts, known = request.counts, request.known
     attempted = dict(request.state.get(RUN_TOOLS) or {})
     for asked in request.asked:
-        for counter in {limit.limit.counter for limit, _ in asked.limits}:
+        matching = (each.limit for each, _ in asked.limits)
+        for counter in {each.counter for each in matching if not isinstance(each, RepeatLimit)}:
             counts.thread.setdefault(counter, 0)
             attempted[counter] = attempted.get(counter, 0) + 1
     judged = Batch(
@@ -324,7 +347,10 @@ def _update(
         if limit.give_up_after is not None:
             own = refusals.setdefault(request.middleware, {})
             own[limit.name] = own.get(limit.name, 0) + breach.refusals
-    written = Ledger(run_tools=counts.run, batch=judged, refusals=refusals)
+    written = Ledger(run_tools=counts.run, batch=judged, refusals=refusals, **request.granting())
+    if request.repeats is not None:
+        runs = [each.outcome not in _NOT_RUN for each in decisions]
+        written["repeats"] = request.repeats.noted(runs)
     if breaches and known.get("refused") is None:
         written["refused"] = request.message
     if counts.pending_refunds != (known.get("pending_refunds") or {}):
@@ -349,5 +375,5 @@ def _answers(
                 text = skipped
                 if outcome is Outcome.BLOCKED:
                     text = messages.refusal(decision, request.limits.by_name)
-                found[call_id] = answer(call_id, decision.call.tool, text)
+                found[call_id] = answer_of_refused(call_id, decision.call.tool, text)
     return [*replacement, *found.values()]

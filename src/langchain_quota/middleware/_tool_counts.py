@@ -5,14 +5,26 @@ from copy import deepcopy
 from typing import Any
 from uuid import uuid4
 
+from langchain_quota.middleware._history import not_run
 from langchain_quota.state import (
     RUN_TOOLS,
     THREAD_TOOLS,
     Acquired,
     Amounts,
+    Batch,
     Charges,
     ledger,
 )
+
+
+def charged_for(batch: Batch, call_id: str) -> dict[str, Amounts]:
+    """What a store has charged for a call of a batch, by the name of the refund.
+
+    A name is the same whenever the refund is made: a store takes it back once.
+    """
+    message = batch["message"] or uuid4().hex
+    acquired = batch.get("acquired", {}).get(call_id, {})
+    return {f"{message}/{call_id}/{each}": amounts for each, amounts in acquired.items()}
 
 
 class ToolCounts:
@@ -44,18 +56,31 @@ class ToolCounts:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
-        """The counts in a state, with what is charged to the calls of an AIMessage."""
+        """The counts in a state, with what is charged to the calls of an AIMessage.
+
+        Calls of the message before that were let through and then did not run count no more.
+        """
         known = ledger(state)
         run = known.get("run_tools")
         batch: Any = known.get("batch")
+        thread = dict(state.get(THREAD_TOOLS) or {})
+        run = dict(run if run is not None else state.get(RUN_TOOLS) or {})
+        pending_refunds = dict(known.get("pending_refunds") or {})
         if batch is None or message_id is None or batch["message"] != message_id:
+            if batch is not None:
+                left = not_run(state.get("messages") or (), batch["message"])
+                before = cls(thread, run, deepcopy(batch["charges"]) if left else {})
+                for call_id, returned in left.items():
+                    before.take_back(call_id)
+                    if not returned:
+                        pending_refunds |= charged_for(batch, call_id)
             batch = {}
         counts = cls(
-            dict(state.get(THREAD_TOOLS) or {}),
-            dict(run if run is not None else state.get(RUN_TOOLS) or {}),
+            thread,
+            run,
             deepcopy(batch.get("charges", {})),
             deepcopy(batch.get("acquired")),
-            dict(known.get("pending_refunds") or {}),
+            pending_refunds,
         )
         counts.passed = batch.get("passed", [])
         return counts

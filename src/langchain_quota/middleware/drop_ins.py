@@ -16,7 +16,7 @@ from langgraph.types import Command
 from langchain_quota.arguments import check_choice
 from langchain_quota.decide import status
 from langchain_quota.decision import Call, Decision
-from langchain_quota.limits import ModelCallLimit, ToolCallLimit, ToolExitBehavior
+from langchain_quota.limits import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
 from langchain_quota.middleware._base import ContextT, Limiter
@@ -95,7 +95,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         tool_name: str | None = None,
         thread_limit: int | None = None,
         run_limit: int | None = None,
-        exit_behavior: ToolExitBehavior = "continue",
+        exit_behavior: ExitBehavior = "continue",
         limit_name: str | None = None,
         message: str | Callable[[Decision], str] | None = None,
         alert: bool = True,
@@ -103,6 +103,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         telemetry: Telemetry | None = None,
     ) -> None:
         check_choice("on_pending", on_pending, ("skip", "raise"))
+        check_choice("exit_behavior", exit_behavior, ("continue", "error", "end"))
         if tool_name is not None and not isinstance(tool_name, str):
             raise TypeError(f"tool_name must be a string or None, not {tool_name!r}")
         limit = ToolCallLimit(

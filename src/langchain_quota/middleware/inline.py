@@ -18,7 +18,7 @@ from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMe
 from langgraph.types import Command
 
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.limits import Limit
+from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
 from langchain_quota.middleware._agent_budgets import alate_use, late_use
@@ -95,6 +95,14 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         charge_all_models: bool = False,
         telemetry: Telemetry | None = None,
     ) -> None:
+        check_together(limits)
+        for limit in limits:
+            if limit.exit_behavior == "ask":
+                raise ValueError(
+                    f"limit {limit.name!r} has exit_behavior='ask', which goes with "
+                    "QuotaMiddleware: a run that InlineQuotaMiddleware interrupts would call the "
+                    "model again"
+                )
         super().__init__(
             limits,
             tell_model=tell_model,

@@ -1,7 +1,8 @@
 """QuotaMiddleware: many limits in one middleware, judged together."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic
 
 from langchain.agents.middleware.types import (
@@ -15,29 +16,31 @@ from langgraph.runtime import Runtime
 from langchain_quota.admission import AcquireResult
 from langchain_quota.arguments import check_choice, check_switch
 from langchain_quota.decision import Kind
-from langchain_quota.limits import Limit, check_together, is_dynamic
+from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
 from langchain_quota.middleware._agent_budgets import alate_use, budgets_of, late_use
+from langchain_quota.middleware._asking import questions_of
+from langchain_quota.middleware._at_once import wrap_tool_calls
 from langchain_quota.middleware._base import ContextT, effect
 from langchain_quota.middleware._budgeted_call import BudgetedCall
 from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._charged_response import ChargedResponse, has_ended
-from langchain_quota.middleware._context import CallContext, aresolve, resolve
+from langchain_quota.middleware._context import CallContext
+from langchain_quota.middleware._current_limits import CurrentLimits
+from langchain_quota.middleware._grantable import Grantable
 from langchain_quota.middleware._model_request import shaped
 from langchain_quota.middleware._observers import Observer, Observers
-from langchain_quota.middleware._resettable import Resettable
-from langchain_quota.middleware._root_subject import aroot_subject, root_subject
-from langchain_quota.middleware._store import StoreClient, check_store
+from langchain_quota.middleware._store import StoreClient
 from langchain_quota.prices import Price, Prices, UnknownPrice
-from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedLimits
+from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.state import LEDGER, QuotaState
-from langchain_quota.stores import QuotaStore
+from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
 
 
-class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, ResponseT]):
+class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, ResponseT]):
     """Holds an agent to many limits at once, and makes every call visible.
 
     All limits are judged together: a call runs only if every limit that matches it admits it, and
@@ -53,8 +56,8 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
         tell_model: Whether each model request says what is left, once a limit is near: in the
             request only, at the end of its newest message, never in the history. All that is
             before it can still be read from a provider's prompt cache.
-        hide_exhausted: Whether tools with nothing left are no longer offered to the model. A
-            provider then reads nothing from its prompt cache once, when a tool disappears.
+        hide_exhausted: Whether tools with nothing left are no longer offered to the model, unless
+            a person is asked for more. When one disappears, a provider's prompt cache is not read.
         on_decision: Called with every `Decision`, before the agent goes on: one function or
             several, sync or async. What one raises is counted and logged, and the agent goes on.
             Async ones need the agent's async methods.
@@ -146,26 +149,18 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
             recorder=self._recorder,
             charge_all_models=charge_all_models,
         )
-        self._numbers_root_runs = self._store if self._counts_root_runs else None
+        self._at_once = wrap_tool_calls(self, on_store_error)
+        self._asking = questions_of(limits, store, self._recorder)
         self._clock = time.time
         self._tell_model = tell_model
         self._hide_exhausted = hide_exhausted
         self._shows_usage = tell_model or hide_exhausted
         finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
         self._shapes_requests = self._shows_usage or finalizes
-        self._limits_of: dict[Kind | None, list[Limit]] = {
-            "model": [limit for limit in limits if limit.kind == "model"],
-            "tool": [limit for limit in limits if limit.kind == "tool"],
-            None: [*limits],
-        }
-        self._model_mode = "admitted" if self._limits_of["model"] else None
-        # Limits that are the same at every moment.
-        self._fixed: dict[Kind | None, ResolvedLimits] = {}
-        if store is None and not any(map(is_dynamic, limits)):
-            self._fixed = {
-                kind: ResolvedLimits(map(ResolvedLimit.of, each))
-                for kind, each in self._limits_of.items()
-            }
+        self._current = CurrentLimits(
+            limits, self._store, self._recorder, counts_root_runs=self._counts_root_runs
+        )
+        self._model_mode = "admitted" if self._current.of_kind["model"] else None
 
     @hook_config(can_jump_to=["end"])
     def before_model(
@@ -186,8 +181,11 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
         limits = self._resolve("model", state, runtime)
         late = late_use(self._budgets, state, runtime, limits)
         first = self._before_request(limits)
-        request = model_calls.pending(state, runtime, first, task=self.name, late=late)
+        ask = partial(model_calls.pending, state, runtime, task=self.name, late=late)
+        request = ask(first)
         result = self._acquire(request)
+        if self._asking is not None and result.stopped:
+            request, result = self._asking.put(request, result, first, ask, self._acquire)
         return self._take_effect(request, self._let_through(request, result))
 
     @hook_config(can_jump_to=["end"])
@@ -209,8 +207,11 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
         limits = await self._aresolve("model", state, runtime)
         late = await alate_use(self._budgets, state, runtime, limits)
         first = self._before_request(limits)
-        request = model_calls.pending(state, runtime, first, task=self.name, late=late)
+        ask = partial(model_calls.pending, state, runtime, task=self.name, late=late)
+        request = ask(first)
         result = await self._aacquire(request)
+        if self._asking is not None and result.stopped:
+            request, result = await self._asking.aput(request, result, first, ask, self._aacquire)
         return await self._atake_effect(request, self._let_through(request, result))
 
     @hook_config(can_jump_to=["end"])
@@ -230,10 +231,13 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
         if self._budgets is not None:
             self._budgets.learn_written(state)
         limits = self._resolve("tool", state, runtime)
-        request = tool_calls.pending(state, runtime, limits, middleware=self.name, every_call=True)
+        ask = partial(tool_calls.pending, state, runtime, middleware=self.name, every_call=True)
+        request = ask(limits)
         if request is None:
             return None
         result = self._acquire(request)
+        if self._asking is not None and result.stopped:
+            request, result = self._asking.put(request, result, limits, ask, self._acquire)
         return self._take_effect(request, tool_calls.conclude(request, result))
 
     @hook_config(can_jump_to=["end"])
@@ -253,10 +257,13 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
         if self._budgets is not None:
             self._budgets.learn_written(state)
         limits = await self._aresolve("tool", state, runtime)
-        request = tool_calls.pending(state, runtime, limits, middleware=self.name, every_call=True)
+        ask = partial(tool_calls.pending, state, runtime, middleware=self.name, every_call=True)
+        request = ask(limits)
         if request is None:
             return None
         result = await self._aacquire(request)
+        if self._asking is not None and result.stopped:
+            request, result = await self._asking.aput(request, result, limits, ask, self._aacquire)
         return await self._atake_effect(request, tool_calls.conclude(request, result))
 
     def wrap_model_call(
@@ -304,23 +311,13 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
 
     def _resolve(self, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
         """The limits on calls of a kind, or all of them, as they are at this moment."""
-        if self._fixed:
-            return self._fixed[kind]
-        now = None if self._store is None else self._clock()
-        root = root_subject(state, runtime, self._numbers_root_runs)
-        limits = self._limits_of[kind]
-        found = resolve(limits, state, runtime, self._recorder, now=now, root_run=root)
-        return ResolvedLimits(found)
+        return self._current.at(self._clock(), kind, state, runtime)
 
-    async def _aresolve(self, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
+    def _aresolve(
+        self, kind: Kind | None, state: Any, runtime: Any
+    ) -> Coroutine[Any, Any, ResolvedLimits]:
         """The limits on calls of a kind, or all of them, as they are at this moment."""
-        if self._fixed:
-            return self._fixed[kind]
-        now = None if self._store is None else self._clock()
-        root = await aroot_subject(state, runtime, self._numbers_root_runs)
-        limits = self._limits_of[kind]
-        found = await aresolve(limits, state, runtime, self._recorder, now=now, root_run=root)
-        return ResolvedLimits(found)
+        return self._current.aat(self._clock(), kind, state, runtime)
 
     def _before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
         """The limits that judge a model call before its request is known."""
@@ -366,6 +363,8 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
         return effect(recorded)
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:
+        if self._asking is not None:
+            self._asking.check_can_wait(runtime)
         update = super()._begin_run(state, runtime)
         if self._budgets is not None:
             update[LEDGER] |= self._budgets.begun(state)
@@ -395,5 +394,7 @@ class QuotaMiddleware(Resettable[ContextT, ResponseT], Generic[ContextT, Respons
         kept: Mapping[str, int] | None,
     ) -> ModelRequest[ContextT]:
         near = self._recorder.near if self._tell_model else None
-        limits = self._before_request(limits)
-        return shaped(request, limits, kept, near=near, hides=self._hide_exhausted)
+        known = limits if self._store is None else self._store.raised(limits)
+        return shaped(
+            request, self._before_request(known), kept, near=near, hides=self._hide_exhausted
+        )

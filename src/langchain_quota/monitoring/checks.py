@@ -8,7 +8,7 @@ OWN_LABELS = frozenset(
     {
         *("agent", "limit", "scope", "decision", "kind", "tool", "state", "thread_id"),
         *("subject", "counts", "component", "error_type", "droppable", "operation", "outcome"),
-        *("le", "action", "version", "model", "usage"),
+        *("le", "action", "version", "model", "usage", "answer"),
     }
 )
 """The labels of the package's own metrics: not all metrics have one, so no selector names it."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey, dimension_of
 
 REMEMBERED = 3600
@@ -40,19 +41,21 @@ class QuotaUsage:
             run.
         limit: The smallest enforced limit when it was last charged, for show; `None` for none.
         expires_at: When its window ends, in seconds since the Unix epoch; `None` if it has none.
+        granted: What is granted on top of its limits now; see `Grant`.
 
     Examples:
         >>> from langchain_quota import MemoryStore
         >>> store = MemoryStore()
         >>> store.reset(["search:user_id:ada"])
         >>> store.usages()
-        [QuotaUsage(key='search:user_id:ada', used=0, limit=None, expires_at=None)]
+        [QuotaUsage(key='search:user_id:ada', used=0, limit=None, expires_at=None, granted=0)]
     """
 
     key: str
     used: int
     limit: int | None
     expires_at: float | None
+    granted: int = 0
 
 
 class Occupancy(NamedTuple):
@@ -126,8 +129,9 @@ class QuotaStore(Protocol):
         3. A request whose idempotency key (if it has one) was answered before gets the same
            answer, with `replayed`, and is not charged again. Its counters are told by position.
         4. The calls are judged as by `admit`, on the counts that are kept; where none is, on the
-           counter's own. A refused call is charged nowhere. If refusals stop the batch, nothing
-           of it is charged.
+           counter's own; with what is granted under the keys, if the store
+           gives grants. A refused call is charged nowhere. If refusals stop the batch, nothing of
+           it is charged.
         5. The keys are charged; one that did not exist begins at the count of the first counter
            that is charged to it. The result is remembered if it charged a key, else the next try
            is judged anew. What a counter with a lease charges counts like anything else, until
@@ -140,6 +144,8 @@ class QuotaStore(Protocol):
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` where nothing is.
+
+        A key that has grants and no count yet is there, with 0 used.
 
         Args:
             keys: The keys, as `QuotaUsage` and `Counter` have them.
@@ -226,6 +232,25 @@ def idle_time(key: str, idle: int) -> int:
     if dimension == RUN:
         return min(idle, RUN_IDLE)
     return min(idle, ROOT_RUN_IDLE) if dimension == ROOT_RUN else idle
+
+
+def check_store(store: object, limits: Sequence[Limit]) -> None:
+    """Check that a store is one, and that there is one where limits need it.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: There is none, and a limit has quotas.
+    """
+    if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
+        # Not the value of a URL: it may hold a password.
+        shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
+        raise TypeError(f"store must be a QuotaStore or None, not {shown}")
+    for limit in limits:
+        if store is None and limit.quotas:
+            raise ValueError(
+                f"limit {limit.name!r} has quotas: give a store that counts them, "
+                "store=MemoryStore() in one process, store=RedisStore() in several"
+            )
 
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:

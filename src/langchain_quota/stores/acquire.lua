@@ -1,8 +1,8 @@
--- Acquires, peeks at or resets counts, in one atomic step.
+-- Acquires, peeks at or resets counts, gives or ends grants, in one atomic step.
 --
 -- KEYS     Every key that is used. A key in ARGV is an index into it, 0 for none.
 -- ARGV[1]  JSON. Numbers are whole, exact up to 2^53 - 1; -1 stands for none.
---   op               "acquire", "peek" or "reset"
+--   op               "acquire", "peek", "reset", "grant", "revoke" or "grants"
 --   remembered       how long results and attempts are remembered, in seconds
 --   compensated      how long compensations are
 --   grace            how long counts are kept after their window, in seconds
@@ -14,19 +14,29 @@
 --   hits             {{counter, amount}}, {threshold} of each call, by index
 --   thresholds       {limit, scope, counter, most, enforced}
 --   stops            by limit, after how many refused calls it stops the batch
+--   grant            {count, name, amount, end, details}; revoke: key and name only
 --   A count is {key, end of window, idle, start}; idle: how long one without a window is kept, in
 --   seconds; start: where a new one begins.
 -- Answers
---   peek     used, limit, end of window for each key; used is -2 where something else is kept
+--   peek     used, limit, end of window, what is granted for each key; used is -2 where something
+--            else is kept
 --   reset    nothing
 --   acquire  "acquired", replayed, stopped, {used of each counter},
 --            {{admitted, limit that refuses, scope, next limit, scope ...} of each call}
+--            and, if anything is granted, {of each counter}, {what of it nobody has seen before}
 --            "refused": the attempt was compensated before it arrived
 --            "again", keys ...: nothing was done; ask the same with these in KEYS
+--   grant    whether it is new, amount, end, details of what is kept; nothing if it would be over
+--   revoke   amount, end, details of what is ended; nothing if there is none
+--   grants   index of the key, amount, end, details of each that has not ended
 -- A count is kept as a hash (used, limit, ends), an attempt as what it charged or "refused". What
 -- is kept where a count should be, and is none, is an error: others can write there, too.
 -- What is used includes what is held: a field of the hash for each request, "held:...", has the
 -- amount and the end of its lease. No lease ends before the hash's field next_end.
+-- The field granted has "name amount end new," of each grant, where new is 0 when a call has been
+-- judged by it; "grant:name" has its details. One is remembered for as long after its end as
+-- compensations are, and with it the key; the count is forgotten when the field forgotten says so.
+-- The text is read with the count: keys without grants cost nothing.
 
 local ask = cjson.decode(ARGV[1])
 local now = tonumber(redis.call('TIME')[1])
@@ -70,35 +80,89 @@ local function give_back(key, used, by)
   return math.max(0, used - amount)
 end
 
+-- By key: how long grants keep it.
+local kept_until = {}
+
+-- Each grant of a text, as {name, amount, end, new}.
+local function grants_of(text)
+  local found = {}
+  for name, amount, ends, new in string.gmatch(text or '', '(%x+) (%d+) (%d+) (%d),') do
+    amount, ends = whole(amount), whole(ends)
+    if amount and ends then table.insert(found, {name, amount, ends, new}) end
+  end
+  return found
+end
+
+-- What is granted under a key, and what of it nobody has seen before.
+local function granted(key, text)
+  local sum, news, last = 0, 0, 0
+  for _, grant in ipairs(grants_of(text)) do
+    local _, amount, ends, new = unpack(grant)
+    last = math.max(last, ends)
+    if ends > now then
+      sum = sum + amount
+      if new == '1' then news = news + amount end
+    end
+  end
+  kept_until[key] = last + ask.compensated
+  return sum, news
+end
+
+-- Whether the count of a key, which grants keep, is over.
+local function forgotten(key)
+  local time = whole(redis.call('HGET', key, 'forgotten'))
+  return time and time <= now
+end
+
 local function get(key)
-  local text, next_end = unpack(redis.call('HMGET', key, 'used', 'next_end'))
+  local text, next_end, grants = unpack(redis.call('HMGET', key, 'used', 'next_end', 'granted'))
   local used = whole(text)
   if text and not (used and used >= 0) then error('no count is kept under ' .. key) end
+  if grants and forgotten(key) then
+    local kept = redis.call('HGETALL', key)
+    for i = 1, #kept, 2 do
+      if kept[i] ~= 'granted' and string.sub(kept[i], 1, 6) ~= 'grant:' then
+        redis.call('HDEL', key, kept[i])
+      end
+    end
+    return nil, granted(key, grants)
+  end
   next_end = used and whole(next_end)
-  return next_end and next_end <= now and give_back(key, used, now) or used
+  if next_end and next_end <= now then used = give_back(key, used, now) end
+  if grants then return used, granted(key, grants) end
+  return used
 end
 
 local function peek(key)
-  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end')
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end', 'granted')
   if kept.err then
     if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
-    return -2, -1, -1
+    return -2, -1, -1, 0
   end
+  local more = kept[5] and granted(key, kept[5]) or 0
+  if kept[5] and forgotten(key) then kept = {[5] = kept[5]} end
   local used, limit, ends = whole(kept[1]), whole(kept[2]), whole(kept[3])
-  if not (kept[1] or kept[2] or kept[3]) and redis.call('EXISTS', key) == 0 then
-    return -1, -1, -1
+  if not (kept[1] or kept[2] or kept[3]) then
+    if kept[5] then return more > 0 and 0 or -1, -1, -1, more end
+    if redis.call('EXISTS', key) == 0 then return -1, -1, -1, 0 end
   end
   if not used or used < 0 or (kept[2] and not limit) or (kept[3] and not ends) then
-    return -2, -1, -1
+    return -2, -1, -1, 0
   end
   local next_end = whole(kept[4])
   if next_end and next_end <= now then used = math.max(0, used - (overdue(key, now))) end
-  return used, limit or -1, ends or -1
+  return used, limit or -1, ends or -1, more
+end
+
+local function expiry(key, ends, idle)
+  if ends >= 0 then return math.max(ends, now) + ask.grace end
+  return math.max(now + idle, kept_until[key] or 0)
 end
 
 -- The last arguments are further fields, and their values.
 local function put(key, used, ends, idle, ...)
-  local expires = ends < 0 and now + idle or math.max(ends, now) + ask.grace
+  local expires = expiry(key, ends, idle)
+  if ends < 0 and kept_until[key] then redis.call('HSET', key, 'forgotten', now + idle) end
   redis.call('HSET', key, 'used', used, 'ends', ends, ...)
   redis.call('EXPIREAT', key, expires)
 end
@@ -189,14 +253,14 @@ local function compensate(compensation)
 end
 
 -- As admit() in admission.py: judges each call on what the ones before it left in counts.
-local function admit(counts)
+local function admit(counts, more)
   local calls, refusals, stopped = {}, {}, 0
   for i, hits in ipairs(ask.hits) do
     local amounts, refusing, call = {}, {}, {1}
     for _, part in ipairs(hits[1]) do amounts[part[1]] = part[2] end
     for _, index in ipairs(hits[2]) do
       local limit, scope, counter, most, enforced = unpack(ask.thresholds[index])
-      if counts[counter] + amounts[counter] > most then
+      if counts[counter] + amounts[counter] > most + (more[counter] or 0) then
         if enforced then call[1] = 0 end
         if not refusing[limit] then
           refusing[limit] = true
@@ -238,6 +302,12 @@ local function charge(counts, used, result)
   remember(ask.result, cmsgpack.pack(result))
 end
 
+-- Note that a call has been judged by what is granted under a key.
+local function see_grants(key)
+  local text = redis.call('HGET', key, 'granted')
+  redis.call('HSET', key, 'granted', (string.gsub(text, ' 1,', ' 0,')))
+end
+
 local function acquire()
   local again = undeclared()
   if #again > 1 then return again end
@@ -246,32 +316,25 @@ local function acquire()
   local result = remembered(ask.result)
   if result then
     result = cmsgpack.unpack(result)
-    result[2] = 1
+    result[2], result[7] = 1, nil
     return result
   end
-  local used, counts = {}, {}
+  local used, counts, more, news = {}, {}, {}, {}
   for i, counter in ipairs(ask.counters) do
     local index, _, _, start = unpack(counter[1])
-    used[i] = index > 0 and get(KEYS[index]) or start
+    if index > 0 then used[i], more[i], news[i] = get(KEYS[index]) end
+    used[i] = used[i] or start
     counts[i] = used[i]
   end
-  local calls, stopped = admit(counts)
+  local calls, stopped = admit(counts, more)
   result = {'acquired', 0, stopped, used, calls}
+  if next(more) then
+    for i, counter in ipairs(ask.counters) do
+      more[i], news[i] = more[i] or 0, news[i] or 0
+      if news[i] > 0 then see_grants(KEYS[counter[1][1]]) end
+    end
+    result[6], result[7] = more, news
+  end
   if stopped == 0 then charge(counts, used, result) end
   return result
 end
-
-if ask.op == 'acquire' then return acquire() end
-local answer = {}
-if ask.op == 'reset' then
-  for _, counter in ipairs(ask.counters) do
-    local index, ends, idle = unpack(counter[1])
-    if redis.call('HGET', KEYS[index], 'next_end') then give_back(KEYS[index], 0, math.huge) end
-    put(KEYS[index], 0, ends, idle)
-  end
-else
-  for _, key in ipairs(KEYS) do
-    for _, number in ipairs({peek(key)}) do table.insert(answer, number) end
-  end
-end
-return answer

@@ -20,13 +20,15 @@ from langchain_quota.stores import (
     metadata,
     window_end,
 )
+from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.memory_counts import Counts, Recent
+from langchain_quota.stores.memory_grants import Grants
 
 _REMEMBERED_AT_MOST = 100_000
 """A result takes about three times the memory of a count."""
 
 
-class MemoryStore:
+class MemoryStore(Granting):
     """A `QuotaStore` in the memory of one process; its threads and event loops share it.
 
     It never waits for anything but its own lock, so that the async forms are the sync ones. With
@@ -66,13 +68,15 @@ class MemoryStore:
             raise TypeError(f"max_keys must be a whole number, not {max_keys!r}")
         if max_keys < 1:
             raise ValueError(f"max_keys must be 1 or more, not {max_keys!r}")
-        self._counts = Counts(max_keys, idle_seconds(idle_ttl))
+        self._idle = idle_seconds(idle_ttl)
+        self._counts = Counts(max_keys, self._idle)
         remembered = min(max_keys, _REMEMBERED_AT_MOST)
         self._results: Recent[_Acquired] = Recent(remembered)
         self._attempts: Recent[_Acquired] = Recent(remembered)
         self._refused: Recent[bool] = Recent(remembered)
         self._compensated: Recent[bool] = Recent(remembered, COMPENSATED)
         self._settled: Recent[bool] = Recent(remembered)
+        self._grants = Grants()
         self._clock = clock
         self._lock = fork_safe_lock()
 
@@ -104,7 +108,14 @@ class MemoryStore:
                 return self._admit(request, now)
             check_fits(len(made.result.used), len(made.result.admitted), request)
             used = dict(zip(request.counters, made.result.used.values(), strict=True))
-            return replace(made.result, used=used, replayed=True)
+            granted = zip(request.counters, made.granted, strict=False)
+            return replace(
+                made.result,
+                used=used,
+                replayed=True,
+                granted={name: amount for name, amount in granted if amount},
+                newly_granted={},
+            )
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` where nothing is.
@@ -115,7 +126,7 @@ class MemoryStore:
         check_keys(keys)
         with self._lock:
             now = self._clock()
-            return tuple(self._counts.use(key, now) for key in keys)
+            return tuple(self._use(key, now) for key in keys)
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`.
@@ -140,8 +151,17 @@ class MemoryStore:
         """
         with self._lock:
             now = self._clock()
-            uses = [self._counts.use(key, now) for key in self._counts.matching(pattern)]
+            uses = [self._use(key, now) for key in self._counts.matching(pattern)]
         return [use for use in uses if use is not None]
+
+    def grants(self, pattern: str = "*") -> list[Grant]:
+        """The grants that have not ended, sorted by key and time.
+
+        Args:
+            pattern: A glob pattern of keys, as of Python's `fnmatch.fnmatchcase`.
+        """
+        with self._lock:
+            return self._grants.matching(pattern, self._clock())
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`; it does not block."""
@@ -154,6 +174,38 @@ class MemoryStore:
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`; it does not block."""
         self.reset(keys)
+
+    def _now(self) -> float:
+        return self._clock()
+
+    def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        with self._lock:
+            now = self._clock()
+            kept, is_new = self._grants.give(asked, now)
+            count = self._counts.get(asked.key, now) if is_new else None
+            if count is not None:
+                # It begins its idle time anew, as when it is charged.
+                self._counts.put(asked.key, count.used, window_end(asked.key), now)
+            return kept, is_new
+
+    async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        return self._grant(asked)
+
+    def _revoke(self, key: str, name: str) -> Grant | None:
+        with self._lock:
+            return self._grants.revoke(key, name, self._clock())
+
+    async def _arevoke(self, key: str, name: str) -> Grant | None:
+        return self._revoke(key, name)
+
+    def _use(self, key: str, now: float) -> QuotaUsage | None:
+        use = self._counts.use(key, now)
+        granted = self._grants.amount(key, now) if self._grants else 0
+        if not granted:
+            return use
+        if use is None:
+            return QuotaUsage(key, 0, None, window_end(key), granted)
+        return replace(use, granted=granted)
 
     def _compensate(self, compensation: Compensation, now: float) -> None:
         made = self._settled if compensation.settles else self._compensated
@@ -198,7 +250,12 @@ class MemoryStore:
 
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
         used = {name: self._used(counter, now) for name, counter in request.counters.items()}
-        result = admit(request.hits, used, request.stops)
+        granted: dict[str, int] = {}
+        if self._grants:
+            keys = {name: each.key for name, each in request.counters.items() if each.key}
+            granted = {name: self._grants.amount(key, now) for name, key in keys.items()}
+            granted = {name: amount for name, amount in granted.items() if amount}
+        result = admit(request.hits, used, request.stops, granted)
         charged = result.charged(request.hits)
         amounts = {key: amount for key, amount in request.keyed(charged).items() if amount}
         if amounts:
@@ -215,11 +272,17 @@ class MemoryStore:
                         over = int(now) + counter.lease + 1
                         self._counts.hold(counter.key, request.idempotency_key, charged[name], over)
                         held[counter.key] = held.get(counter.key, 0) + charged[name]
-            made = _Acquired(request.idempotency_key, result, amounts, held)
+            by_position = [granted.get(name, 0) for name in request.counters] if granted else []
+            made = _Acquired(request.idempotency_key, result, amounts, held, by_position)
             if request.idempotency_key:
                 self._results.put(request.idempotency_key, made, now)
             if request.attempt_id:
                 self._attempts.put(request.attempt_id, made, now)
+        if granted:
+            new = {keys[name]: 0 for name in granted}
+            new = {key: self._grants.take_new(key, now) for key in new}
+            newly = {name: new[keys[name]] for name in granted if new[keys[name]]}
+            result = replace(result, newly_granted=newly)
         return result
 
     def _make_room(self, keys: Collection[str], now: float) -> None:
@@ -242,9 +305,11 @@ class _Acquired:
         result: The answer.
         amounts: What it charged.
         held: How much of that it only held.
+        granted: What was granted on top of limits, by the position of the counter, if anything.
     """
 
     idempotency_key: str
     result: AcquireResult
     amounts: dict[str, int]
     held: dict[str, int]
+    granted: list[int]

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ from langchain_quota.stores import (
     idle_seconds,
 )
 from langchain_quota.stores.deadline import Deadline
+from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.redis_clients import (
     FAILURES,
     OUT_OF_REACH,
@@ -29,7 +31,18 @@ from langchain_quota.stores.redis_clients import (
     clients,
     scrub,
 )
-from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, ScriptCall, done, result, uses
+from langchain_quota.stores.redis_script import (
+    SCRIPT,
+    SHA,
+    Names,
+    ScriptCall,
+    done,
+    given,
+    listed,
+    result,
+    revoked,
+    uses,
+)
 
 PREFIX = "langchain_quota"
 """What all keys begin with, unless told otherwise."""
@@ -46,7 +59,7 @@ _REASON = 300
 logger = logging.getLogger("langchain_quota")
 
 
-class RedisStore:
+class RedisStore(Granting):
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
     Each operation is one run of one script, in one round trip; a compensation that has something to
@@ -187,30 +200,55 @@ class RedisStore:
             QuotaStoreError: Redis failed, or did not answer in time.
             TypeError: The store was given a client of `redis.asyncio`.
         """
-        # Redis reads classes and escapes in a way of its own.
-        simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
         found: dict[str, QuotaUsage] = {}
         odd: set[bytes] = set()
         client = self._clients.sync()
         with self._failing():
-            match = self._names.count(simple + ("*" if rest else ""))
-            names = client.scan_iter(match=match, count=_AT_ONCE)
-            while some := [*islice(names, _AT_ONCE)]:
-                keys = []
-                for name in some:
-                    try:
-                        key = self._names.key(name)
-                    except UnicodeDecodeError:
-                        if fnmatchcase(self._names.key(repr(name)[2:-1]), pattern):
-                            odd.add(name)
-                    else:
-                        if fnmatchcase(key, pattern):
-                            keys.append(key)
+            for keys, unreadable in self._scan(client, pattern):
+                odd.update(unreadable)
                 if keys:
                     counts, others = uses(keys, _call(client, ScriptCall.peek(self._names, keys)))
                     found |= counts
                     odd.update(map(self._names.count, others))
         return [found[key] for key in sorted(found)], sorted(odd)
+
+    def grants(self, pattern: str = "*") -> list[Grant]:
+        """The grants that have not ended, sorted by key and time; asked for as `usages` are.
+
+        Args:
+            pattern: A glob pattern of keys, as of Python's `fnmatch.fnmatchcase`.
+
+        Raises:
+            QuotaStoreError: Redis failed, or did not answer in time.
+            TypeError: The store was given a client of `redis.asyncio`.
+        """
+        found: dict[tuple[str, str], Grant] = {}
+        client = self._clients.sync()
+        with self._failing():
+            for keys, _ in self._scan(client, pattern):
+                if keys:
+                    reply = _call(client, ScriptCall.grants(self._names, keys))
+                    found |= {(each.key, each.id): each for each in listed(keys, reply)}
+        return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
+
+    def _scan(self, client: SyncClient, pattern: str) -> Iterator[tuple[list[str], list[bytes]]]:
+        """The keys that match a pattern, some at a time; and names that are no text."""
+        # Redis reads classes and escapes in a way of its own.
+        simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
+        match = self._names.count(simple + ("*" if rest else ""))
+        names = client.scan_iter(match=match, count=_AT_ONCE)
+        while some := [*islice(names, _AT_ONCE)]:
+            keys, odd = [], []
+            for name in some:
+                try:
+                    key = self._names.key(name)
+                except UnicodeDecodeError:
+                    if fnmatchcase(self._names.key(repr(name)[2:-1]), pattern):
+                        odd.append(name)
+                else:
+                    if fnmatchcase(key, pattern):
+                        keys.append(key)
+            yield keys, odd
 
     def close(self) -> None:
         """Close the connections of the sync form; a client of your own stays open."""
@@ -223,6 +261,29 @@ class RedisStore:
         """
         self._clients.close()
         await self._clients.aclose()
+
+    def _now(self) -> float:
+        return time.time()
+
+    def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        client = self._clients.sync()
+        with self._failing():
+            call = ScriptCall.grant(self._names, asked, self._idle)
+            return given(asked.key, _call(client, call))
+
+    async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        async with self._operation() as client:
+            call = ScriptCall.grant(self._names, asked, self._idle)
+            return given(asked.key, await _acall(client, call))
+
+    def _revoke(self, key: str, name: str) -> Grant | None:
+        client = self._clients.sync()
+        with self._failing():
+            return revoked(key, _call(client, ScriptCall.revoke(self._names, key, name)))
+
+    async def _arevoke(self, key: str, name: str) -> Grant | None:
+        async with self._operation() as client:
+            return revoked(key, await _acall(client, ScriptCall.revoke(self._names, key, name)))
 
     def _acquiring(self, request: AcquireRequest) -> ScriptCall:
         check_request(request)

@@ -19,8 +19,12 @@ from langchain_quota.stores import (
     metadata,
     window_end,
 )
+from langchain_quota.stores.grants import Grant, details, read_grant
 
-SCRIPT = (files("langchain_quota.stores") / "acquire.lua").read_text("utf-8")
+SCRIPT = "\n".join(
+    (files("langchain_quota.stores") / name).read_text("utf-8")
+    for name in ("acquire.lua", "operations.lua")
+)
 SHA = sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 MAX_COUNT = 2**53 - 1
@@ -99,6 +103,34 @@ class ScriptCall:
         return call
 
     @classmethod
+    def grant(cls, names: Names, grant: Grant, idle: int) -> "ScriptCall":
+        """That a grant is given."""
+        call = cls(names, "grant", idle)
+        call._values["grant"] = [
+            call._count(grant.key, window_end(grant.key), 0),
+            _grant_name(grant.id),
+            _exact(grant.amount),
+            _exact(grant.ends or 0),
+            details(grant),
+        ]
+        return call
+
+    @classmethod
+    def revoke(cls, names: Names, key: str, name: str) -> "ScriptCall":
+        """That a grant ends."""
+        call = cls(names, "revoke", 0)
+        call._values["grant"] = [call._index(names.count(key)), _grant_name(name)]
+        return call
+
+    @classmethod
+    def grants(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
+        """What is granted under keys."""
+        call = cls(names, "grants", 0)
+        for key in keys:
+            call._index(names.count(key))
+        return call
+
+    @classmethod
     def acquire(cls, names: Names, request: AcquireRequest, idle: int) -> "ScriptCall":
         """That a batch is admitted.
 
@@ -133,7 +165,7 @@ class ScriptCall:
             "counters": counters,
             "hits": hits,
             "thresholds": [
-                [_quoted(limit), _quoted(scope), number[counter], _clamped(most), enforced]
+                [_quoted(limit), _quoted(scope), number[counter], _threshold(most), enforced]
                 for limit, scope, counter, most, enforced in thresholds
             ],
             "stops": {_quoted(limit): after for limit, after in request.stops.items()},
@@ -203,7 +235,7 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
     word, *rest = _list(reply)
     if _text(word) == "refused":
         raise QuotaStoreError("the attempt was compensated before it arrived")
-    is_replayed, is_stopped, counts, calls = rest
+    is_replayed, is_stopped, counts, calls, *grants = rest
     used = _numbers(counts)
     admitted, refused = [], []
     for call in _list(calls):
@@ -216,12 +248,18 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
         check_fits(len(used), len(admitted), request)
     if _text(word) != "acquired" or min(used, default=0) < 0 or len(admitted) != len(request.hits):
         raise ValueError("it is no result of this request")
+    granted, newly = (
+        {name: each for name, each in zip(request.counters, _numbers(amounts), strict=True) if each}
+        for amounts in [*grants, *[[0] * len(used)] * 2][:2]
+    )
     return AcquireResult(
         dict(zip(request.counters, used, strict=True)),
         tuple(refused),
         tuple(admitted),
         stopped=_flag(is_stopped),
         replayed=replayed,
+        granted=granted,
+        newly_granted=newly,
     )
 
 
@@ -237,13 +275,58 @@ def uses(keys: Iterable[str], reply: object) -> tuple[dict[str, QuotaUsage], lis
     names = [*dict.fromkeys(keys)]
     numbers = _numbers(reply)
     found, odd = {}, []
-    for key, *kept in zip(names, *[iter(numbers)] * 3, strict=True):
+    for key, *kept, granted in zip(names, *[iter(numbers)] * 4, strict=True):
         used, limit, ends = (None if each == _NONE else each for each in kept)
         if used == _ODD:
             odd.append(key)
         elif used is not None:
-            found[key] = QuotaUsage(key, used, limit, ends)
+            ends = window_end(key) if ends is None else ends
+            found[key] = QuotaUsage(key, used, limit, ends, granted)
     return found, odd
+
+
+def given(key: str, reply: object) -> tuple[Grant | None, bool]:
+    """The answer to a grant: what is kept, and whether it is new.
+
+    Raises:
+        ValueError: The reply is none of the script's.
+    """
+    parts = _list(reply)
+    if not parts:
+        return None, False
+    is_new, *kept = parts
+    return _grant(key, kept), _flag(is_new)
+
+
+def revoked(key: str, reply: object) -> Grant | None:
+    """The answer to a revocation.
+
+    Raises:
+        ValueError: The reply is none of the script's.
+    """
+    kept = _list(reply)
+    return _grant(key, kept) if kept else None
+
+
+def listed(keys: Iterable[str], reply: object) -> list[Grant]:
+    """The grants of keys.
+
+    Raises:
+        ValueError: The reply is none of the script's.
+    """
+    names = [*dict.fromkeys(keys)]
+    parts = _list(reply)
+    return [
+        _grant(names[index - 1], kept)
+        for index, *kept in zip(*[iter(parts)] * 4, strict=True)
+        if 1 <= index <= len(names)
+    ]
+
+
+def _grant(key: str, kept: Sequence[Any]) -> Grant:
+    amount, ends, text = kept
+    _numbers([amount, ends])
+    return read_grant(key, amount, ends, _text(text))
 
 
 def done(reply: object) -> None:
@@ -289,6 +372,11 @@ def _hold(name: str) -> str:
     return f"held:{sha256(name.encode(errors='surrogatepass')).hexdigest()[:32]}"
 
 
+def _grant_name(name: str) -> str:
+    """What a grant is kept by; ids may be long, and of any characters."""
+    return sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
 def _exact(number: int) -> int:
     if abs(number) > MAX_COUNT:
         raise QuotaStoreError(f"Redis counts to {MAX_COUNT}, which {number} exceeds")
@@ -298,6 +386,11 @@ def _exact(number: int) -> int:
 def _clamped(number: int | None) -> int:
     """A number that no count reaches is one all the same."""
     return _NONE if number is None else max(_NONE, min(number, MAX_COUNT))
+
+
+def _threshold(most: int) -> int:
+    """A threshold, which may be below 0, and be raised by what is granted."""
+    return max(-MAX_COUNT, min(most, MAX_COUNT))
 
 
 def _quoted(name: str) -> str:

@@ -9,7 +9,6 @@ from opentelemetry.trace import Span
 from langchain_quota.decision import (
     Call,
     Decision,
-    Level,
     LimitStatus,
     Outcome,
     Refund,
@@ -17,6 +16,7 @@ from langchain_quota.decision import (
     Unit,
 )
 from langchain_quota.errors import QuotaWarning
+from langchain_quota.levels import Level
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import UNNAMED, agent_label, label, own_label
 from langchain_quota.telemetry.logs import log_crossing, log_refusal
@@ -28,6 +28,9 @@ logger = logging.getLogger("langchain_quota")
 
 Spent = tuple[str, Unit, int]
 """The name of a limit, its unit, and how much a model run has spent of it, from 0."""
+
+Granted = tuple[str, Scope, Unit, int]
+"""The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
 
 _REPORT_IT = (
     "ChatOpenAI with a base_url, or with an HTTP client of your own, reports it while it streams "
@@ -140,6 +143,20 @@ class ChargeRecorder:
                 self._usage.spend(name, thread, spent)
         except Exception as error:
             self._failed("threads", error)
+
+    def record_granted(self, agent: str | None, granted: Sequence[Granted]) -> None:
+        """Count what was granted on top of limits.
+
+        Args:
+            agent: The name of the agent that has the limits, if it has one.
+            granted: How much on top of which threshold.
+        """
+        name, _ = self._labels(agent, None)
+        for each in granted:
+            try:
+                self._metrics.grant(name, *each)
+            except Exception as error:
+                self._failed("metrics", error)
 
     def record_unknown_price(self, agent: str | None, model: str | None) -> None:
         """Count a model call that has no price; the first of a model is logged."""

@@ -10,7 +10,8 @@ from sqlite3 import Connection
 from sqlite3 import connect as _connect
 from typing import NamedTuple, Self
 
-from langchain_quota.decision import THREAD, Level, Unit, level
+from langchain_quota.decision import THREAD, Unit
+from langchain_quota.levels import Level, level
 from langchain_quota.stores import Occupancy
 
 _VERSION = 3

@@ -1,8 +1,10 @@
 """The log lines about a limit."""
 
 import logging
+from collections.abc import Sequence
 
-from langchain_quota.decision import STORE, Level, LimitStatus, Scope
+from langchain_quota.decision import STORE, Answer, LimitStatus, Scope
+from langchain_quota.levels import Level
 from langchain_quota.telemetry.units import UNIT_LABELS, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
@@ -22,6 +24,34 @@ def log_crossing(
     """Log that a charge has crossed a threshold."""
     severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
     _log(severity, reached, status, scope, agent, thread)
+
+
+def log_question(agent: str, limits: Sequence[str]) -> None:
+    """Log that a person is asked at limits."""
+    logger.info(
+        "agent %r asks a person whether it may go on at %s",
+        agent,
+        ", ".join(map(repr, limits)),
+        extra={"quota_event": "asked", "quota_agent": agent, "quota_limits": [*limits]},
+    )
+
+
+def log_answer(agent: str, limits: Sequence[str], answer: Answer) -> None:
+    """Log what a person has answered at limits."""
+    logger.info(
+        "agent %r was answered %r at %s, by %r",
+        agent,
+        answer.type,
+        ", ".join(map(repr, limits)),
+        answer.by,
+        extra={
+            "quota_event": "answered",
+            "quota_agent": agent,
+            "quota_limits": [*limits],
+            "quota_answer": answer.type,
+            "quota_by": answer.by,
+        },
+    )
 
 
 def _log(  # noqa: PLR0913, PLR0917 - what a line tells

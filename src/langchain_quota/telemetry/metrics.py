@@ -6,7 +6,16 @@ from typing import Literal, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import STORE, Decision, Level, LimitStatus, Outcome, Unit
+from langchain_quota.decision import (
+    AT_ONCE,
+    STORE,
+    Decision,
+    LimitStatus,
+    Outcome,
+    Scope,
+    Unit,
+)
+from langchain_quota.levels import Level
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import NONE, limit_label
@@ -14,6 +23,7 @@ from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.units import in_base_unit
 
 _REFUNDED = "refunded"
+CANCELLED = "cancelled"
 _REPORTED, _ESTIMATED = "reported", "estimated"
 
 STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -21,6 +31,9 @@ STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 """The bounds of `langchain_quota_decision_seconds`, in seconds."""
+
+WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""The bounds of `langchain_quota_wait_seconds`, in seconds; the first has who did not wait."""
 
 Exemplar = dict[str, str] | None
 _Metric = TypeVar("_Metric", Counter, Histogram)
@@ -88,7 +101,10 @@ class Metrics:
         self.store_fallbacks = counter(names.STORE_FALLBACKS)
         self.calls_after_refusal = counter(names.CALLS_AFTER_REFUSAL)
         self.unjudged_calls = counter(names.UNJUDGED_CALLS)
+        self.granted = {unit: counter(spec) for unit, spec in names.GRANTED.items()}
         self.spent = {unit: counter(spec) for unit, spec in names.SPENT.items()}
+        self.questions = counter(names.QUESTIONS)
+        self.answers = counter(names.ANSWERS)
         self.model_runs = counter(names.MODEL_RUNS)
         self.unknown_prices = counter(names.UNKNOWN_PRICES)
         self.runs = counter(names.RUNS)
@@ -100,6 +116,11 @@ class Metrics:
         gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
         self.store_seconds = histogram(names.STORE_SECONDS, STORE_BUCKETS)
         self.decision_seconds = histogram(names.DECISION_SECONDS, DECISION_BUCKETS)
+        self.wait_seconds = histogram(names.WAIT_SECONDS, WAIT_BUCKETS)
+        self._wait_seconds = _Siblings(
+            self.wait_seconds,
+            (Outcome.ALLOWED, Outcome.BLOCKED, Outcome.WOULD_BLOCK, CANCELLED),
+        )
         self._calls = _Siblings(self.calls, Outcome)
         self._calls_after_refusal = _Siblings(self.calls_after_refusal, Outcome)
         self._decision_seconds = _Siblings(self.decision_seconds, ("state", "store"))
@@ -156,6 +177,24 @@ class Metrics:
                 self._spent[agent, limit, unit, model] = series
             series.inc(in_base_unit(amount, unit))
 
+    def grant(self, agent: str, limit: str, scope: Scope, unit: Unit, amount: int) -> None:
+        """Count what was granted on top of a limit."""
+        with self._lock:
+            series = self.granted[unit].labels(agent, limit_label(limit), scope)
+            series.inc(in_base_unit(amount, unit))
+
+    def asked(self, agent: str, limits: Iterable[str]) -> None:
+        """Count a question to a person."""
+        with self._lock:
+            for limit in limits:
+                self.questions.labels(agent, limit_label(limit)).inc()
+
+    def answered(self, agent: str, limits: Iterable[str], answer: str) -> None:
+        """Count a person's answer."""
+        with self._lock:
+            for limit in limits:
+                self.answers.labels(agent, limit_label(limit), answer).inc()
+
     def model_run(self, agent: str, model: str, *, estimated: bool) -> None:
         """Count a model run that limits were charged for."""
         with self._lock:
@@ -207,6 +246,22 @@ class Metrics:
         with self._lock:
             self._store_seconds[operation,][outcome].observe(seconds)
 
+    def waited(self, agent: str, limit: str, decision: str, seconds: float) -> None:
+        """Time how long a call has waited for others to end."""
+        name = limit_label(limit)
+        with self._lock:
+            self._wait_seconds[agent, name][decision].observe(seconds)
+            # The first refusal is then seen as such.
+            _ = self._refusals[agent, name, AT_ONCE]
+
+    def refused_at_once(self, agent: str, status: LimitStatus, exemplar: Exemplar) -> None:
+        """Count that as many calls ran as may at the same time, or that nobody could say."""
+        outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
+        scope = status.refusal_scope or NONE
+        with self._lock:
+            series = self._refusals[agent, limit_label(status.limit), scope]
+            series[outcome].inc(exemplar=exemplar)
+
     def fallback(self, agent: str, action: str, calls: int) -> None:
         """Count decisions that were taken without the shared store."""
         with self._lock:
@@ -227,6 +282,10 @@ class Metrics:
             self.near.labels(agent, limit, scope)
             self.exhausted.labels(agent, limit, scope)
         self.runs_ended.labels(agent, limit)
+        if status.enforced and status.exit_behavior == "ask":
+            self.questions.labels(agent, limit)
+            for answer in ("approve", "edit", "reject"):
+                self.answers.labels(agent, limit, answer)
         for kind in ("model", "tool"):
             _ = self._calls_after_refusal[agent, kind]
         self._limits[agent, status.limit] = (limit, configured)

@@ -105,6 +105,38 @@ SPENT: ByUnit = {
         "counter",
     ),
 }
+GRANTED: ByUnit = {
+    "calls": MetricSpec(
+        "langchain_quota_granted_total",
+        "What was granted on top of a limit, in calls.",
+        _PER_SCOPE,
+        "counter",
+    ),
+    "tokens": MetricSpec(
+        "langchain_quota_granted_tokens_total",
+        "What was granted on top of a limit, in tokens.",
+        _PER_SCOPE,
+        "counter",
+    ),
+    "microdollars": MetricSpec(
+        "langchain_quota_granted_dollars_total",
+        "What was granted on top of a limit, in US dollars.",
+        _PER_SCOPE,
+        "counter",
+    ),
+}
+QUESTIONS = MetricSpec(
+    "langchain_quota_questions_total",
+    "Questions to people whether a run may go on at a limit.",
+    ("agent", "limit"),
+    "counter",
+)
+ANSWERS = MetricSpec(
+    "langchain_quota_answers_total",
+    "Their answers.",
+    ("agent", "limit", "answer"),
+    "counter",
+)
 MODEL_RUNS = MetricSpec(
     "langchain_quota_model_runs_total",
     "Model runs that limits of tokens or dollars were charged for, by where the usage is from.",
@@ -128,6 +160,12 @@ DECISION_SECONDS = MetricSpec(
     "langchain_quota_decision_seconds",
     "How long judging the calls of a step took.",
     ("kind", "counts"),
+    "histogram",
+)
+WAIT_SECONDS = MetricSpec(
+    "langchain_quota_wait_seconds",
+    "How long tool calls have waited because as many ran as may at the same time.",
+    ("agent", "limit", "decision"),
     "histogram",
 )
 SUBJECTS = MetricSpec(

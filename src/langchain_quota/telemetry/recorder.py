@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, Self
 
 from opentelemetry.trace import Span
 
-from langchain_quota.decision import Decision, LimitStatus
+from langchain_quota.decision import Answer, Decision, LimitStatus, Outcome
 from langchain_quota.limits import Limit, named_tools
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.captures import captures
 from langchain_quota.telemetry.charges import ChargeRecorder
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import OTHER, agent_label
+from langchain_quota.telemetry.logs import log_answer, log_question
 from langchain_quota.telemetry.metrics import ended_by
 from langchain_quota.telemetry.stores import NEARLY_FULL
 from langchain_quota.telemetry.tracing import Place, Tracing, carried
@@ -212,6 +213,66 @@ class Recorder(ChargeRecorder):
         except Exception as error:
             self._failed("metrics", error)
 
+    def record_wait(self, agent: str | None, limit: str, decision: str, seconds: float) -> None:
+        """Time how long a call has waited for others to end.
+
+        Args:
+            agent: The agent's name, if it has one.
+            limit: The limit for which it has waited.
+            decision: What became of it: an outcome's value, or `"cancelled"`.
+            seconds: How long it has waited.
+        """
+        try:
+            self._metrics.waited(agent_label(agent), limit, decision, seconds)
+        except Exception as error:
+            self._failed("metrics", error)
+
+    def record_turn(
+        self,
+        decision: Decision,
+        waited_for: str,
+        seconds: float,
+        *,
+        trace: Mapping[str, str] | None,
+    ) -> None:
+        """Make visible that a call runs after it has waited, or that it has waited in vain.
+
+        Args:
+            decision: What was decided, by the caps on calls at once.
+            waited_for: The limit that it has waited for; other limits have not let it wait.
+            seconds: How long it has waited; 0 if it did not have to.
+            trace: The first span of the run, where there is no active one to be a child of.
+        """
+        call, refused = decision.call, decision.outcome is not Outcome.ALLOWED
+        for status in decision.limits:
+            mine = status.limit == waited_for
+            # Beside a refusal on trial the call runs: others have let it through.
+            outcome = (decision.outcome if status.refused else Outcome.ALLOWED).value
+            if decision.outcome is Outcome.BLOCKED and not status.refused:
+                continue
+            self.record_wait(call.agent, status.limit, outcome, seconds if mine else 0.0)
+        agent, thread = self._labels(call.agent, call.thread_id)
+        span = None
+        if refused or seconds > 0:
+            try:
+                tool = self._tools.label(agent, call.tool)
+                span = self._tracing.record_wait(
+                    decision,
+                    seconds,
+                    agent=agent,
+                    tool=tool,
+                    thread=thread,
+                    place=self._tracing.place(trace),
+                )
+            except Exception as failure:
+                self._failed("tracing", failure)
+        for status in decision.refused_by:
+            try:
+                self._metrics.refused_at_once(agent, status, self._exemplar(span))
+            except Exception as error:
+                self._failed("metrics", error)
+            self._tell(status, agent, thread)
+
     def record_fallback(self, agent: str | None, action: str, calls: int) -> None:
         """Count the calls that were judged without the shared store: `"deny"` or `"allow"`."""
         try:
@@ -232,6 +293,51 @@ class Recorder(ChargeRecorder):
             )
         except Exception as error:
             self._failed("observer", error)
+
+    def record_question(
+        self,
+        agent: str | None,
+        limits: Sequence[str],
+        problem: str = "",
+        task_id: str | None = None,
+    ) -> None:
+        """Count and log that a person is asked whether a run may go on at limits.
+
+        Args:
+            agent: The name of the agent that asks, if it has one.
+            limits: The limits that it asks about.
+            problem: Why an answer could not be used, if it asks once more.
+            task_id: Names the question: LangGraph may run its task again.
+        """
+        if self._tasks.seen(task_id, problem):
+            return
+        name, _ = self._labels(agent, None)
+        try:
+            self._metrics.asked(name, limits)
+            log_question(name, limits)
+        except Exception as error:
+            self._failed("metrics", error)
+
+    def record_answer(
+        self, agent: str | None, limits: Sequence[str], answer: Answer, task_id: str | None
+    ) -> bool:
+        """Count and log a person's answer; whether it is new.
+
+        Args:
+            agent: The name of the agent that has asked, if it has one.
+            limits: The limits that it has asked about.
+            answer: The answer.
+            task_id: Names the question: LangGraph may run its task again.
+        """
+        if self._tasks.seen(task_id, answer):
+            return False
+        name, _ = self._labels(agent, None)
+        try:
+            self._metrics.answered(name, limits, answer.type)
+            log_answer(name, limits, answer)
+        except Exception as error:
+            self._failed("metrics", error)
+        return True
 
     def record_reset(
         self, agent: str | None, thread_id: object, limits: Sequence[LimitStatus]

@@ -1,6 +1,7 @@
 """The OpenTelemetry span of a judged call."""
 
 import sys
+import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,9 @@ LIMIT = "langchain_quota.limit"
 LIMITS = "langchain_quota.limits"
 SCOPE = "langchain_quota.scope"
 EXIT_BEHAVIOR = "langchain_quota.exit_behavior"
+ANSWER = "langchain_quota.answer"
+ANSWERED_BY = "langchain_quota.answered_by"
+GRANTED = "langchain_quota.granted"
 THREAD_USED = "langchain_quota.thread.used"
 THREAD_LIMIT = "langchain_quota.thread.limit"
 RUN_USED = "langchain_quota.run.used"
@@ -38,6 +42,7 @@ RUN_LIMIT = "langchain_quota.run.limit"
 QUOTA_USED = "langchain_quota.{scope}.used"
 QUOTA_LIMIT = "langchain_quota.{scope}.limit"
 UNIT = "langchain_quota.unit"
+WAITED = "langchain_quota.waited"
 RESETS_AT = "langchain_quota.resets_at"
 THREAD_LABEL = "langchain_quota.thread.id"
 
@@ -174,6 +179,45 @@ class Tracing:
         span.end()
         return span
 
+    def record_wait(  # noqa: PLR0913 - keyword-only, all needed
+        self,
+        decision: Decision,
+        seconds: float,
+        *,
+        agent: str,
+        tool: str,
+        thread: str | None,
+        place: Place,
+    ) -> trace.Span | None:
+        """Make the span of a wait, which ends now; `None` where it gets none.
+
+        Args:
+            decision: What was decided, by the caps on calls at once.
+            seconds: How long the call has waited.
+            agent: The label of the agent.
+            tool: The label of the tool.
+            thread: The label of the thread, if there is one.
+            place: Where it belongs.
+        """
+        if self._spans == "off" or (
+            self._spans == "refused" and decision.outcome is Outcome.ALLOWED
+        ):
+            return None
+        attributes = self._attributes(decision, agent, tool, thread, None)
+        for counted in (THREAD_USED, RUN_USED):
+            # A cap counts neither.
+            attributes.pop(counted, None)
+        ends = time.time_ns()
+        span = self._tracer.start_span(
+            f"wait_for_quota tool {tool}",
+            context=place.parent,
+            kind=trace.SpanKind.INTERNAL,
+            attributes={**attributes, WAITED: seconds},
+            start_time=ends - round(seconds * 1e9),
+        )
+        span.end(ends)
+        return span
+
     def _attributes(
         self,
         decision: Decision,
@@ -212,6 +256,12 @@ class Tracing:
             for quota in leading.quotas:
                 attributes[QUOTA_USED.format(scope=quota.scope)] = in_base_unit(quota.used, unit)
                 attributes[QUOTA_LIMIT.format(scope=quota.scope)] = in_base_unit(quota.limit, unit)
+        if decision.answer is not None:
+            attributes[ANSWER] = decision.answer.type
+            attributes[ANSWERED_BY] = label(decision.answer.by) if decision.answer.by else None
+            if leading is not None:
+                granted = decision.answer.granted.get(leading.limit)
+                attributes[GRANTED] = _limit(granted, leading.unit)
         if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
             attributes[RESETS_AT] = decision.resets_at.isoformat()
         if raised is not None:

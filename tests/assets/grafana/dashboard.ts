@@ -57,7 +57,9 @@ export type Property =
   | { id: 'mappings'; value: ValueMap[] }
   | { id: 'custom.hidden' | 'custom.inspect'; value: boolean }
   | { id: 'custom.cellOptions'; value: CellOptions }
-  | { id: 'custom.lineStyle'; value: common.LineStyle };
+  | { id: 'custom.lineStyle'; value: common.LineStyle }
+  | { id: 'custom.drawStyle'; value: common.GraphDrawStyle }
+  | { id: 'custom.stacking'; value: common.StackingConfig };
 
 export interface Override { matcher: MatcherConfig; properties: Property[] }
 

@@ -67,3 +67,16 @@ by_user = create_agent(
     ],
     name="by_user",
 )
+
+asking = create_agent(
+    model,
+    [search],
+    middleware=[
+        QuotaMiddleware(
+            [ToolCallLimit("search", thread_limit=1, exit_behavior="ask", grant=2)],
+            store=RedisStore(prefix="asking"),
+            telemetry=telemetry,
+        )
+    ],
+    name="asking",
+)

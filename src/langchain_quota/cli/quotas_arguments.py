@@ -1,0 +1,111 @@
+"""The arguments of `langchain-quota quotas`, read without the package redis."""
+
+import re
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from datetime import timedelta
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
+_MAX_SECONDS = 3600
+NO_WINDOW = "none"
+"""What `--window` says of a count that has none."""
+
+
+def add_arguments(quotas: ArgumentParser) -> None:
+    """Add the actions and their arguments.
+
+    Args:
+        quotas: The command's parser.
+    """
+    actions = quotas.add_subparsers(dest="action", required=True)
+    server = ArgumentParser(add_help=False)
+    server.add_argument(
+        "--redis",
+        metavar="URL",
+        help="the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)",
+    )
+    server.add_argument("--prefix", help="the store's prefix, if it has one of its own")
+    several = ArgumentParser(add_help=False, parents=[server])
+    several.add_argument(
+        "--key",
+        dest="keys",
+        metavar="PATTERN",
+        action="extend",
+        nargs="+",
+        default=[],
+        help="only counts whose key matches, such as 'search:user_id:ada*' (default: all); "
+        "those of runs only by a pattern with ':run:' in it",
+    )
+    one = ArgumentParser(add_help=False, parents=[server])
+    one.add_argument("--key", required=True, help="the count's key, such as 'email:user_id:ada'")
+    actions.add_parser("show", parents=[several], help="print what is used, of what, until when")
+    watch = actions.add_parser("watch", parents=[several], help="the same, again and again")
+    watch.add_argument(
+        "--every",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="how long between two times (default: 2)",
+    )
+    reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
+    reset.add_argument("--yes", action="store_true", help="do not ask")
+    _add_grant(actions.add_parser("grant", parents=[one], help="raise the limits over a count"))
+    revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
+    revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
+    actions.add_parser("grants", parents=[several], help="print what is granted, and why")
+
+
+def _add_grant(grant: ArgumentParser) -> None:
+    grant.add_argument(
+        "amount", help="how much more: calls or tokens, or dollars where dollars are counted"
+    )
+    grant.add_argument(
+        "--for",
+        dest="for_time",
+        type=_duration,
+        metavar="TIME",
+        help="until when at most, such as 30m, 12h, 1d or 2w (default: the end of the window; "
+        "without one, a year)",
+    )
+    grant.add_argument("--reason", required=True, help="why, for the list and the log")
+    grant.add_argument("--by", metavar="NAME", help="who grants it (default: the system's user)")
+    grant.add_argument("--id", help="names it: what is granted already is not granted again")
+    grant.add_argument(
+        "--window",
+        type=_window,
+        default=SUPPRESS,
+        metavar="TIME",
+        help=f"the quota's window, or {NO_WINDOW}, if nothing has been counted in it yet",
+    )
+
+
+def _duration(text: str) -> timedelta:
+    """A time such as `30m`, `12h`, `1d` or `2w`.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ArgumentTypeError(f"must be a time such as 30m, 12h, 1d or 2w, not {text!r}")
+    return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
+
+
+def _window(text: str) -> timedelta | None:
+    """A window; `None` for a count without one."""
+    return None if text == NO_WINDOW else _duration(text)
+
+
+def _seconds(text: str) -> float:
+    """A time between two looks, in seconds.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= _MAX_SECONDS:  # noqa: PLR2004 - said in the message
+        raise ArgumentTypeError(f"must be seconds from 0.1 to {_MAX_SECONDS}, not {text!r}")
+    return seconds

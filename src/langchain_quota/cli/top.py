@@ -1,0 +1,233 @@
+"""A live view of running services: who is near a limit, who is refused, what is spent."""
+
+import os
+import re
+import select
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from threading import Event, Thread
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from langchain_quota.cli.command import complain, say
+from langchain_quota.cli.top_figures import Figures, Growth, figures
+from langchain_quota.cli.top_options import INTERVAL, ORDERS, environment_of_console
+from langchain_quota.cli.top_sources import LONGEST, Source, sources
+from langchain_quota.cli.top_table import KEYS, View, lines, page, press, rows, screen
+
+try:
+    import termios
+    import tty
+except ModuleNotFoundError:  # Windows
+    termios = tty = None  # type: ignore[assignment]
+
+SOME_FAILED = 1
+"""The exit code if some addresses did not answer the one question."""
+ALL_FAILED = 2
+"""The exit code if none did."""
+
+_NO_KEYS = "no keys are read here: use the options; Ctrl-C quits"
+_NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
+"""A character may be wider than it is taken for: then it must not move the lines below."""
+_PAUSE = 0.2
+"""The seconds between two looks for news."""
+_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
+
+
+class Watch:
+    """Asks addresses again and again, in threads: a slow one holds up neither keys nor the others.
+
+    Args:
+        sources: The addresses.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = sources
+        self.figures: Figures | None = None
+        self.failure: Exception | None = None
+        self._growth = Growth()
+        self._taken: dict[str, float] = {}
+        self._news = Event()
+
+    def ask_all(self) -> None:
+        """Ask each once, and wait for the answers."""
+        end = time.monotonic() + LONGEST
+        for thread in [_in_background(each.poll) for each in self.sources]:
+            thread.join(max(0.0, end - time.monotonic()))
+        self.gather()
+
+    def start(self, interval: float) -> None:
+        """Ask each again and again, as long as the process lasts."""
+        for each in self.sources:
+            _in_background(self._ask, each, interval)
+        _in_background(self._gather)
+
+    def gather(self) -> None:
+        """Make figures of what all of them said last."""
+        scrapes = []
+        for each in self.sources:
+            scrape, at = each.scrape, each.answered_at
+            if scrape is None:
+                continue
+            scrapes.append(scrape)
+            if self._taken.get(each.name) != at:
+                self._taken[each.name] = at
+                self._growth.take(each.name, scrape, at)
+        self.figures = figures(scrapes, self._growth.rates(time.monotonic()))
+
+    @property
+    def faults(self) -> list[str]:
+        """A line for each address that fails."""
+        return [fault for each in self.sources if (fault := each.fault) is not None]
+
+    def _ask(self, source: Source, interval: float) -> None:
+        while True:
+            asked_at = time.monotonic()
+            source.poll()
+            self._news.set()
+            time.sleep(max(0.0, asked_at + interval - time.monotonic()))
+
+    def _gather(self) -> None:
+        try:
+            while True:
+                self._news.wait()
+                self._news.clear()
+                self.gather()
+                time.sleep(_PAUSE)  # many addresses have news all the time
+        except Exception as error:  # noqa: BLE001 - it is raised where the screen is drawn
+            self.failure = error
+
+
+def _in_background(work: Callable[..., None], *arguments: Any) -> Thread:
+    """Start a thread that nobody waits for at the end of the process."""
+    thread = Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def run(arguments: Namespace) -> int:
+    """Show the view in a terminal, else print the figures.
+
+    Raises:
+        CommandError: An option cannot be used.
+    """  # noqa: DOC501 - `sources` raises it
+    watch = Watch(sources(arguments))
+    view = View(arguments.view or "threads", arguments.sort, arguments.filter)
+    console = Console(_environ=environment_of_console())
+    is_screen = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
+    if is_screen and not arguments.once:
+        watch.start(arguments.interval or INTERVAL)
+        return _show(watch, view, console)
+    names = [view.name] if arguments.view else [*ORDERS]
+    return _print(watch, view, names, None if arguments.once else arguments.interval)
+
+
+def _print(watch: Watch, view: View, names: Sequence[str], interval: float | None) -> int:
+    """Print the figures, once, or again and again if an interval is given."""
+    complained: list[str] = []
+    while True:
+        began = time.monotonic()
+        watch.ask_all()
+        failures = [f"{each.name}: {each.failure}" for each in watch.sources if each.failure]
+        for each in failures:
+            if each not in complained:
+                complain("top", each)
+        complained = failures
+        if all(each.scrape is None for each in watch.sources):
+            return ALL_FAILED
+        moment = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  " if interval else ""
+        for line in lines(watch.figures or Figures(), view, names, time.time()):
+            if line or not moment:
+                say(f"{moment}{line}")
+        if interval is None:
+            return SOME_FAILED if failures else 0
+        time.sleep(max(0.0, began + interval - time.monotonic()))
+
+
+def _show(watch: Watch, view: View, console: Console) -> int:
+    """Show the view until the user ends it; however it ends, the terminal is as before."""
+    drawn: Any = None
+    with _keys() as pressed, _screen(console) as live:
+        while not view.ended:
+            if watch.failure is not None:
+                raise watch.failure
+            known = drawn[0] if drawn and view.paused else watch.figures
+            now = (known, view, watch.faults, console.size)
+            if now != drawn:
+                drawn = now
+                live.update(
+                    screen(
+                        known,
+                        view,
+                        console=console,
+                        addresses=len(watch.sources),
+                        faults=now[2],
+                        now=time.time(),
+                        keys=KEYS if pressed is not _wait else _NO_KEYS,
+                    ),
+                    refresh=True,
+                )
+            size = page(console.height, len(now[2]))
+            for key in pressed(_PAUSE):
+                view = press(view, key, page=size)
+            if view.first:
+                most = len(rows(known or Figures(), view)) - size
+                view = replace(view, first=max(0, min(view.first, most)))
+    return 0
+
+
+@contextmanager
+def _screen(console: Console) -> Iterator[Live]:
+    """The terminal's other screen, without a cursor and without wrapping."""
+    sequence = console.file.write
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        sequence(_NO_WRAPPING)
+        try:
+            yield live
+        finally:
+            sequence(_WRAPPING)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], Sequence[str]]]:
+    """Gives what waits so many seconds for keys. A signal ends the view like an error."""
+    with ExitStack() as stack:
+        # Ctrl-Z would leave the screen to the shell.
+        for name in ("SIGTERM", "SIGHUP", "SIGTSTP"):
+            if hasattr(signal, name):
+                number = getattr(signal, name)
+                handler = signal.SIG_IGN if name == "SIGTSTP" else _end
+                stack.callback(signal.signal, number, signal.signal(number, handler))
+        if termios is None or not sys.stdin.isatty():
+            yield _wait
+            return
+        terminal = sys.stdin.fileno()
+        mode = termios.tcgetattr(terminal)
+        stack.callback(termios.tcsetattr, terminal, termios.TCSAFLUSH, mode)
+        tty.setcbreak(terminal)
+        yield lambda seconds: _pressed(terminal, seconds)
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
+def _pressed(terminal: int, seconds: float) -> Sequence[str]:
+    if not select.select([terminal], [], [], seconds)[0]:
+        return ()
+    data = os.read(terminal, 1024)
+    # Without a terminal nobody looks any more.
+    return _KEY.findall(data.decode(errors="ignore")) if data else ("\x1b", "q")
+
+
+def _wait(seconds: float) -> Sequence[str]:
+    time.sleep(seconds)
+    return ()

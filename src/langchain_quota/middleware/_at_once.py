@@ -1,0 +1,320 @@
+"""Caps on calls at once: a tool call waits for its turn, runs, and makes room for the next one."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from types import MethodType
+from typing import Any, Self
+
+from langchain.agents.middleware.types import AgentMiddleware, ToolCallRequest
+from langchain_core.messages import ToolMessage
+from langgraph.types import Command
+from langsmith.utils import tracing_is_enabled
+
+from langchain_quota import messages
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.decision import (
+    Decision,
+    Outcome,
+    Refund,
+)
+from langchain_quota.limits import ToolCallLimit
+from langchain_quota.middleware._history import answer, answer_of_refused
+from langchain_quota.middleware._leases import Lease, pauses
+from langchain_quota.middleware._observers import Observers
+from langchain_quota.middleware._slots import slots_of
+from langchain_quota.middleware._store import StoreClient
+from langchain_quota.middleware._tool_counts import charged_for
+from langchain_quota.middleware._turn import Turn, turn_of
+from langchain_quota.resolved import Outage, stored_as
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.telemetry.recorder import Recorder
+
+Answer = ToolMessage | Command[Any]
+Handler = Callable[[ToolCallRequest], Answer]
+AsyncHandler = Callable[[ToolCallRequest], Awaitable[Answer]]
+
+
+class AtOnce:
+    """Holds tool calls to the number that may run at the same time.
+
+    Args:
+        limits: The limits that have such a number.
+        store: Keeps the counts for several processes; with none, or one in memory, this process
+            does.
+        outage: What becomes of calls when the store cannot be asked.
+        recorder: Makes visible who waits and who is refused.
+        observers: Notified of every refusal.
+    """
+
+    def __init__(
+        self,
+        limits: Sequence[ToolCallLimit],
+        store: StoreClient | None,
+        outage: Outage,
+        recorder: Recorder,
+        observers: Observers,
+    ) -> None:
+        self._limits = limits
+        self._store = store
+        # Who keeps the places; `None` where this process does.
+        self._leases = None if store is None or isinstance(store.store, MemoryStore) else store
+        self._outage = outage
+        self._recorder = recorder
+        self._observers = observers
+        # Before a store is asked, the calls of this process stand in line: in order, and with few
+        # questions to the store.
+        self._slots = slots_of(self._leases and self._leases.store)
+
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Itself: what copies of the middleware run is counted together."""
+        return self
+
+    def make(self, request: ToolCallRequest, handler: Handler) -> Answer:
+        """Make a tool call when it may run; or answer it, if it may not in time.
+
+        Args:
+            request: The call.
+            handler: Makes it.
+        """
+        turn = turn_of(request, self._limits)
+        if turn is None:
+            return handler(request)
+        with self._cancellable(turn):
+            slot = self._slots.take(turn.counts, turn.caps, turn.until - turn.began)
+        try:
+            turn.met(slot)
+            lease = None
+            if slot.taken and self._leases is not None:
+                with self._cancellable(turn):
+                    lease = self._lease(turn, self._leases)
+            with nullcontext() if lease is None else lease.kept():
+                refusal = self._record(turn)
+                if refusal is not None:
+                    self._observers.notify([refusal], None)
+                    if refusal.outcome is Outcome.BLOCKED:
+                        refund = self._refund(turn)
+                        if refund is not None and self._store is not None:
+                            self._store.settle(refund)
+                        return self._answer(turn, refusal)
+                with turn.trying():
+                    return handler(request)
+        finally:
+            self._slots.give_back(slot)
+
+    async def amake(self, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
+        """Make a tool call when it may run; or answer it, if it may not in time.
+
+        Args:
+            request: The call.
+            handler: Makes it.
+        """
+        turn = turn_of(request, self._limits)
+        if turn is None:
+            return await handler(request)
+        with self._cancellable(turn):
+            slot = await self._slots.atake(turn.counts, turn.caps, turn.until - turn.began)
+        try:
+            turn.met(slot)
+            lease = None
+            if slot.taken and self._leases is not None:
+                with self._cancellable(turn):
+                    lease = await self._alease(turn, self._leases)
+            async with nullcontext() if lease is None else lease.akept():
+                refusal = self._record(turn)
+                if refusal is not None:
+                    await self._observers.anotify([refusal], None)
+                    if refusal.outcome is Outcome.BLOCKED:
+                        refund = self._refund(turn)
+                        if refund is not None and self._store is not None:
+                            await self._store.asettle(refund)
+                        return self._answer(turn, refusal)
+                with turn.trying():
+                    return await handler(request)
+        finally:
+            self._slots.give_back(slot)
+
+    def _lease(self, turn: Turn, store: StoreClient) -> Lease | None:
+        """Wait for a place in the store; `None` where it keeps none for this call."""
+        lease = _lease_of(turn, store)
+        try:
+            result = lease.ask()
+            for pause in pauses(turn.until):
+                if result is None or result.admitted[0]:
+                    break
+                turn.waits = True
+                time.sleep(pause)
+                result = lease.ask()
+        except BaseException:
+            lease.give_back_later()
+            raise
+        return self._leased(turn, lease, result)
+
+    async def _alease(self, turn: Turn, store: StoreClient) -> Lease | None:
+        """Wait for a place in the store; `None` where it keeps none for this call.
+
+        Raises:
+            CancelledError: The call is cancelled.
+        """
+        lease = _lease_of(turn, store)
+        try:
+            result = await lease.aask()
+            for pause in pauses(turn.until):
+                if result is None or result.admitted[0]:
+                    break
+                turn.waits = True
+                await asyncio.sleep(pause)
+                result = await lease.aask()
+        except asyncio.CancelledError:
+            await lease.agive_back()
+            raise
+        except BaseException:
+            lease.give_back_later()
+            raise
+        return self._leased(turn, lease, result)
+
+    def _leased(self, turn: Turn, lease: Lease, result: AcquireResult | None) -> Lease | None:
+        turn.learned(result)
+        if result is None:
+            # Perhaps the store has heard of it.
+            lease.give_back_later()
+            self._recorder.record_fallback(turn.call.agent, self._outage, 1)
+            return None
+        return lease if result.admitted[0] else None
+
+    @contextmanager
+    def _cancellable(self, turn: Turn) -> Iterator[None]:
+        """Record the wait of a call that ends it by itself: it is cancelled, say."""
+        try:
+            yield
+        except BaseException:
+            name = turn.waited_for or next(iter(turn.limits))
+            seconds = time.monotonic() - turn.began
+            self._recorder.record_wait(turn.call.agent, name, "cancelled", seconds)
+            raise
+
+    def _record(self, turn: Turn) -> Decision | None:
+        """Make the wait visible; the decision, if a limit refuses the call or would."""
+        decision = turn.decision(self._outage)
+        self._recorder.record_turn(decision, turn.waited_for, turn.waited, trace=turn.trace)
+        return None if decision.outcome is Outcome.ALLOWED else decision
+
+    def _refund(self, turn: Turn) -> AcquireRequest | None:
+        """Give back what the call was charged: it does not run.
+
+        The state's counts are corrected when the next calls are judged, by the answer. The store's
+        are corrected now, where the state that the tool gets has them: others use them.
+        """
+        batch, call_id = turn.batch, str(turn.call.id)
+        if batch is None or turn.tried:
+            return None
+        charges = batch["charges"].get(call_id, {})
+        self._recorder.record_refunds(
+            [
+                Refund(replace(turn.call, amount=amount), name)
+                for by_middleware in charges.values()
+                for by_limit in by_middleware.values()
+                for name, amount in by_limit.items()
+                if name
+            ]
+        )
+        charged = charged_for(batch, call_id)
+        made = tuple(
+            Compensation(refund, {key: -amount for key, amount in amounts.items()})
+            for refund, amounts in charged.items()
+        )
+        keys = {key for amounts in charged.values() for key in amounts}
+        counters = {key: Counter(key) for key in keys}
+        return AcquireRequest("", "", counters, compensations=made) if made else None
+
+    def _answer(self, turn: Turn, refusal: Decision) -> ToolMessage:
+        """What the model reads in place of the tool's answer."""
+        text = messages.refusal(refusal, turn.limits)
+        call_id, tool = str(turn.call.id), turn.call.tool
+        if turn.tried:
+            return answer(call_id, tool, text)
+        return answer_of_refused(call_id, tool, text, returned=turn.batch is not None)
+
+
+def wrap_tool_calls(middleware: Any, outage: Outage) -> AtOnce | None:
+    """Give a middleware hooks around tool calls if it has caps on calls at once.
+
+    LangChain looks at the class whether there is such a hook. One on `QuotaMiddleware` would give
+    every agent with limits a wrapper around each tool call, and an agent without tools a node for
+    tools. So a middleware with a cap gets a class of its own.
+
+    Args:
+        middleware: A `QuotaMiddleware` with its limits, store, recorder and observers.
+        outage: What becomes of calls when the store cannot be asked.
+
+    Returns:
+        What the hooks call; `None` without a cap.
+    """
+    capped = [
+        limit
+        for limit in middleware._limits  # noqa: SLF001 - it is put together here
+        if isinstance(limit, ToolCallLimit) and limit.at_once is not None
+    ]
+    if not capped:
+        return None
+    own: Any = type(middleware)
+    middleware.__class__ = _wrapping(own)
+    if not tracing_is_enabled():
+        # As with the hook around the model: one that is not `async` saves LangSmith's wrapper.
+        vars(middleware)["awrap_tool_call"] = MethodType(_untraced, middleware)
+    return AtOnce(
+        capped,
+        middleware._store,  # noqa: SLF001 - it is put together here
+        outage,
+        middleware._recorder,  # noqa: SLF001 - it is put together here
+        middleware._observers,  # noqa: SLF001 - it is put together here
+    )
+
+
+def _untraced(
+    middleware: Any, request: ToolCallRequest, handler: AsyncHandler
+) -> Awaitable[Answer]:
+    made: Awaitable[Answer] = type(middleware).awrap_tool_call(middleware, request, handler)
+    return made
+
+
+@cache
+def _wrapping(cls: Any) -> type:
+    """The same class with hooks around tool calls."""
+    wraps = any(
+        getattr(cls, hook) is not getattr(AgentMiddleware, hook)
+        for hook in ("wrap_tool_call", "awrap_tool_call")
+    )
+
+    def wrap_tool_call(self: Any, request: ToolCallRequest, handler: Handler) -> Answer:
+        inner = partial(cls.wrap_tool_call, self, handler=handler) if wraps else handler
+        made: Answer = self._at_once.make(request, inner)
+        return made
+
+    async def awrap_tool_call(self: Any, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
+        inner = partial(cls.awrap_tool_call, self, handler=handler) if wraps else handler
+        made: Answer = await self._at_once.amake(request, inner)
+        return made
+
+    own: dict[str, object] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        # An object can change its class only to one that is laid out like its own.
+        "__slots__": (),
+        "wrap_tool_call": wrap_tool_call,
+        "awrap_tool_call": awrap_tool_call,
+    }
+    made: type = type(cls)(cls.__name__, (cls,), own)
+    return made
+
+
+def _lease_of(turn: Turn, store: StoreClient) -> Lease:
+    caps = {
+        name: (stored_as(limit), limit.at_once or 0, limit.enforce)
+        for name, limit in turn.limits.items()
+    }
+    return Lease(store, turn.counts, caps)

@@ -1,0 +1,80 @@
+"""The limits of a middleware, as they are at one moment."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_quota.decision import Kind
+from langchain_quota.limits import Limit, counts_calls, is_dynamic
+from langchain_quota.middleware._context import aresolve, resolve
+from langchain_quota.middleware._grants import with_granted
+from langchain_quota.middleware._root_subject import aroot_subject, root_subject
+from langchain_quota.middleware._store import StoreClient
+from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
+from langchain_quota.telemetry.recorder import Recorder
+
+
+class CurrentLimits:
+    """Says what the numbers of limits are for a state, a runtime and a time.
+
+    Args:
+        limits: The limits.
+        store: Where quotas are counted, if anywhere.
+        recorder: Counts what functions raise.
+        counts_root_runs: Whether a quota is per root run.
+
+    Attributes:
+        of_kind: The limits by the kind of calls; `None` for all.
+    """
+
+    def __init__(
+        self,
+        limits: Sequence[Limit],
+        store: StoreClient | None,
+        recorder: Recorder,
+        *,
+        counts_root_runs: bool,
+    ) -> None:
+        # Caps on calls at once wait elsewhere.
+        limits = [*filter(counts_calls, limits)]
+        self.of_kind: dict[Kind | None, list[Limit]] = {
+            "model": [limit for limit in limits if limit.kind == "model"],
+            "tool": [limit for limit in limits if limit.kind == "tool"],
+            None: [*limits],
+        }
+        self._has_store = store is not None
+        self._numbers_root_runs = store if counts_root_runs else None
+        self._recorder = recorder
+        # Limits that are the same at every moment.
+        self._fixed: dict[Kind | None, ResolvedLimits] = {}
+        if store is None and not any(map(is_dynamic, limits)):
+            self._fixed = {
+                kind: ResolvedLimits(map(ResolvedLimit.of, each))
+                for kind, each in self.of_kind.items()
+            }
+
+    def at(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
+        """The limits at a moment.
+
+        Args:
+            now: The time, in seconds since the Unix epoch.
+            kind: The kind of calls; `None` for all limits.
+            state: The hook's state.
+            runtime: The hook's runtime.
+        """
+        if self._fixed:
+            return with_granted(self._fixed[kind], state, now)
+        root = root_subject(state, runtime, self._numbers_root_runs)
+        limits, counted_at = self.of_kind[kind], now if self._has_store else None
+        found = resolve(limits, state, runtime, self._recorder, now=counted_at, root_run=root)
+        return with_granted(ResolvedLimits(found), state, now)
+
+    async def aat(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
+        """`at`, where async functions of limits are awaited."""
+        if self._fixed:
+            return with_granted(self._fixed[kind], state, now)
+        root = await aroot_subject(state, runtime, self._numbers_root_runs)
+        limits, counted_at = self.of_kind[kind], now if self._has_store else None
+        found = await aresolve(
+            limits, state, runtime, self._recorder, now=counted_at, root_run=root
+        )
+        return with_granted(ResolvedLimits(found), state, now)

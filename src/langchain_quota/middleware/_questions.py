@@ -1,0 +1,253 @@
+"""A question at a limit: a person says whether the run may go on.
+
+The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware`, which existing
+interfaces show: one action, whose arguments say how much more each limit would grant.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, NamedTuple, TypeVar
+
+from langgraph.errors import GraphInterrupt
+from langgraph.types import interrupt
+
+from langchain_quota import messages
+from langchain_quota.admission import AcquireResult, Hits, admit
+from langchain_quota.decide import Breach
+from langchain_quota.decision import STORE, Answer, Scope
+from langchain_quota.limit_options import whole_amount
+from langchain_quota.limits import Limit
+from langchain_quota.middleware._answers import ACTION, read_answer
+from langchain_quota.middleware._calls import Request
+from langchain_quota.middleware._grants import granted_now, kept
+from langchain_quota.money import as_dollars
+from langchain_quota.raised import raised
+from langchain_quota.resolved import ResolvedLimits, stored_as
+from langchain_quota.state import Granted, ledger
+from langchain_quota.stores.grants import MAX_TEXT, Grant, log_grant
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.telemetry.recorder import Recorder
+
+
+class Exhausted(NamedTuple):
+    """A threshold that an approval raises.
+
+    Attributes:
+        limit: The limit.
+        scope: Its scope.
+        counter: The name of its count.
+        key: Where a store keeps the count; `None` if the thread's state does.
+    """
+
+    limit: Limit
+    scope: Scope
+    counter: str
+    key: str | None
+
+
+RequestT = TypeVar("RequestT", bound=Request)
+Ask = Callable[[ResolvedLimits], RequestT | None]
+"""Makes the request of calls, asked of limits; `None` if no call waits."""
+
+
+@dataclass(slots=True)
+class Question:
+    """Whether calls may run that limits refuse which ask a person.
+
+    Attributes:
+        request: The calls.
+        breaches: The limits whose refusals hold.
+        exhausted: What is to be raised so that the calls run; empty if that would not help.
+        offered: How much an approval grants, by the name of the limit.
+        answer: What the person has answered, once they have.
+    """
+
+    request: Request
+    breaches: Sequence[Breach]
+    exhausted: Sequence[Exhausted]
+    offered: Mapping[str, int]
+    answer: Answer | None = field(default=None, init=False)
+
+    @property
+    def _limits(self) -> dict[str, Limit]:
+        return {each.limit.name: each.limit for each in self.exhausted}
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the run is to end."""
+        return self.answer is not None and self.answer.type == "reject"
+
+    def put(self, recorder: Recorder) -> None:
+        """Ask the person. LangGraph interrupts the run here, and comes back with the answer.
+
+        Raises:
+            GraphInterrupt: Nobody has answered yet, or not with an answer.
+        """
+        if not self.exhausted:
+            return
+        context, limits = self.request.context, sorted(self.offered)
+        question_id = context.task(f"{self.request.task}/question")
+        answer, problem = None, ""
+        while answer is None:
+            try:
+                resumed = interrupt(self.payload(problem))
+            except GraphInterrupt:
+                recorder.record_question(context.agent, limits, problem, question_id)
+                raise
+            try:
+                answer = read_answer(resumed, self.offered, self._limits)
+            except ValueError as error:
+                # LangGraph keeps an answer: only a new question takes another one.
+                problem = f"The answer could not be used: {error}. "
+        self.answer = self.request.answer = answer
+        answer_id = context.task(f"{self.request.task}/answer")
+        if recorder.record_answer(context.agent, limits, answer, answer_id):
+            granted = []
+            for each, grant in self._grants():
+                if each.key is None:
+                    log_grant("granted", grant)
+                    granted.append((each.limit.name, each.scope, each.limit.unit, grant.amount))
+            recorder.record_granted(context.agent, granted)
+
+    def payload(self, problem: str) -> dict[str, Any]:
+        """What the person is asked: a `HITLRequest`.
+
+        Args:
+            problem: Why the answer before could not be used; empty for the first question.
+        """
+        units = {name: limit.unit for name, limit in self._limits.items()}
+        args = {
+            name: as_dollars(amount).replace("$", "").replace(",", "")
+            if units[name] == "microdollars"
+            else amount
+            for name, amount in self.offered.items()
+        }
+        text = problem + messages.question(self.breaches, self.offered, units)
+        return {
+            "action_requests": [{"name": ACTION, "args": args, "description": text}],
+            "review_configs": [
+                {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"]}
+            ],
+        }
+
+    def of_store(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What a store is to grant: each key with the arguments of `store.grant`."""
+        for each, grant in self._grants():
+            if each.key is not None:
+                amount: object = grant.amount
+                if each.limit.unit == "microdollars":
+                    amount = Decimal(grant.amount).scaleb(-6)
+                given = {"id": grant.id, "by": grant.by, "reason": grant.reason}
+                yield each.key, {"amount": amount, **given}
+
+    def again(self, limits: ResolvedLimits, ask: Ask[RequestT]) -> RequestT:
+        """The same request, made again after the answer. What is still refused is not asked about.
+
+        A store that has charged it once answers the same when the run is resumed once more.
+
+        Args:
+            limits: The limits, as the calls have asked them.
+            ask: Makes the request.
+        """
+        known: dict[str, dict[str, Granted]] = {**(ledger(self.request.state).get("granted") or {})}
+        more: dict[str, int] = {}
+        for each, grant in self._grants():
+            if each.key is None:
+                more[each.counter] = grant.amount
+                known[each.counter] = {**known.get(each.counter, {}), grant.id: kept(grant)}
+        found = ask(raised(limits, more))
+        assert found is not None  # noqa: S101 - for the type checker: the calls wait
+        found.answer = self.answer
+        if more:
+            found.granted = known
+        asking = found.limits.asking
+        found.stops = {name: n for name, n in found.stops.items() if name not in asking}
+        return found
+
+    def _grants(self) -> Iterator[tuple[Exhausted, Grant]]:
+        """What the answer grants: once for each count, which limits can share."""
+        given = {} if self.answer is None else self.answer.granted
+        most: dict[str, tuple[int, Exhausted]] = {}
+        for each in self.exhausted:
+            amount = given.get(each.limit.name, 0)
+            if amount > most.get(each.counter, (0, each))[0]:
+                most[each.counter] = amount, each
+        for amount, each in most.values():
+            yield each, self._grant(each, amount)
+
+    def _grant(self, exhausted: Exhausted, amount: int) -> Grant:
+        """A grant of this answer; its id is the same whenever the run is resumed with it."""
+        assert self.answer is not None  # noqa: S101 - for the type checker
+        context = self.request.context
+        thread = "" if context.run_thread_id is None else str(context.run_thread_id)
+        counted = stored_as(exhausted.limit)
+        key = exhausted.key or str(CountKey(counted, exhausted.scope, thread))
+        reason = self.answer.message or f"a person was asked in thread {thread!r}"
+        name = f"{context.step(self.request.task)}/{exhausted.counter}"
+        by = self.answer.by
+        now = datetime.now(UTC)
+        return Grant(key, amount, name[:MAX_TEXT], now, None, reason[:MAX_TEXT], by[:MAX_TEXT])
+
+
+def question_of(request: RequestT, result: AcquireResult) -> Question:
+    """The question to a person whose answer lets calls run.
+
+    Its `exhausted` is empty if no answer would: another limit refuses these calls or ends the run,
+    or the store could not be asked.
+
+    Args:
+        request: The calls.
+        result: What is answered to their request.
+    """
+    asking = request.limits.asking
+    # As if all were granted that these calls need.
+    hits = [
+        Hits(amounts, tuple(t for t in over if t.limit not in asking or t.scope == STORE))
+        for amounts, over in request.hits
+    ]
+    stops = {name: after for name, after in request.stops.items() if name not in asking}
+    free = admit(hits, result.used, stops)
+    needs: dict[tuple[str, Scope], int] = {}
+    if not free.stopped and (request.sent is None or request.answered):
+        added = free.charged(hits)
+        for (_, thresholds), runs in zip(request.hits, free.admitted, strict=True):
+            for each in thresholds if runs else ():
+                lacking = result.used[each.counter] + added[each.counter] - each.most
+                if each.limit in asking and lacking > 0:
+                    needs[each.limit, each.scope] = lacking
+    exhausted: list[Exhausted] = []
+    offered: dict[str, int] = {}
+    for resolved in request.limits.limits:
+        limit = resolved.limit
+        rows = [each for each in request.limits.rows(resolved) if (limit.name, each.scope) in needs]
+        if not rows:
+            continue
+        own = _own_grant(limit) or min(
+            (row.most or 0) - _granted_before(request, result, row.counter) for row in rows
+        )
+        offered[limit.name] = max(own, *(needs[limit.name, row.scope] for row in rows))
+        exhausted += [
+            Exhausted(limit, row.scope, row.counter, _key(request, row.counter)) for row in rows
+        ]
+    _, breaches = request.decided(result)
+    asked = [each for each in breaches if each.limit.limit.name in offered]
+    return Question(request, asked, exhausted, offered)
+
+
+def _own_grant(limit: Limit) -> int | None:
+    """How much the limit says that an approval grants."""
+    grant = getattr(limit, "grant", None)
+    return None if grant is None else whole_amount(limit.unit, "grant", grant)
+
+
+def _key(request: Request, counter: str) -> str | None:
+    """Where a store keeps a count."""
+    return None if request.sent is None else request.sent.counters[counter].key
+
+
+def _granted_before(request: Request, result: AcquireResult, counter: str) -> int:
+    """What is granted already for a count."""
+    of_state = granted_now(request.state, request.started / 1e9)
+    return result.granted.get(counter, 0) + of_state.get(counter, 0)

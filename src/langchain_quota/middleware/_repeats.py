@@ -1,0 +1,181 @@
+"""Repeat limits: what they count depends on the call, and on what earlier ones were answered."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.messages import AnyMessage
+
+from langchain_quota.admission import Hits, Threshold
+from langchain_quota.decision import RUN, THREAD, Call
+from langchain_quota.middleware._history import PendingCalls
+from langchain_quota.repeat_records import NOTHING, Record, calls_made
+from langchain_quota.repeats import (
+    MOST_KEPT,
+    Made,
+    Repeated,
+    RepeatLimit,
+    key_digest,
+    newest,
+    repeated,
+    tool_digest,
+)
+from langchain_quota.resolved import Asked, ResolvedLimit, Row
+from langchain_quota.state import ledger
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What one limit knows before it judges the calls of a message.
+
+    Attributes:
+        limit: The limit.
+        step: Which message of the run it is.
+        made: The calls of earlier messages.
+        others: The calls of this message that it has judged before and that are answered.
+        repeated: How often they were made.
+        asked: What stands for the tool and for the call, for each call of this message; `None` for
+            one that is left out.
+    """
+
+    limit: RepeatLimit
+    step: int
+    made: Sequence[Made]
+    others: Mapping[str, list[str]]
+    repeated: Repeated
+    asked: Sequence[tuple[str, str] | None]
+
+
+class Repeats:
+    """What the repeat limits of a middleware know of the calls of one message.
+
+    Args:
+        limits: The limits.
+        state: The agent's state.
+        pending: The calls.
+        calls: The same, as they are judged.
+        middleware: The name of the middleware.
+
+    Raises:
+        TypeError: A limit's function gives no JSON value.
+        Exception: Whatever such a function raises.
+    """
+
+    def __init__(
+        self,
+        limits: Sequence[RepeatLimit],
+        state: Mapping[str, Any],
+        pending: PendingCalls,
+        calls: Sequence[Call],
+        *,
+        middleware: str,
+    ) -> None:
+        self._middleware = middleware
+        self._message = pending.message.id or ""
+        self._calls = pending.calls
+        self._records = ledger(state).get("repeats") or {}
+        messages: Sequence[AnyMessage] = state.get("messages") or ()
+        own = self._records.get(middleware, {})
+        self._known = {
+            limit.name: self._know(limit, own.get(limit.name, NOTHING), messages, calls)
+            for limit in limits
+        }
+        self.used: dict[str, int] = {}
+        """The counts that the calls ask for, by name."""
+
+    def _know(
+        self,
+        limit: RepeatLimit,
+        record: Record,
+        messages: Sequence[AnyMessage],
+        calls: Sequence[Call],
+    ) -> _Known:
+        step, others = record["step"] + 1, dict[str, list[str]]()
+        if record["step"] and record["message"] == self._message:
+            # These calls are judged again.
+            again = {str(call["id"]) for call in self._calls}
+            others = {key: each for key, each in record["waiting"].items() if key not in again}
+            step, record = record["step"], {**record, "waiting": {}}
+        made = calls_made(record, messages)
+        if limit.steps is not None:
+            made = [each for each in made if each.step > step - limit.steps]
+        asked: list[tuple[str, str] | None] = []
+        for call, judged in zip(self._calls, calls, strict=True):
+            matches = limit.matches(judged)
+            key = key_digest(limit, call, matches=matches)
+            tool = tool_digest(call["name"], matches=matches)
+            asked.append(None if key is None else (tool, key))
+        return _Known(limit, step, made, others, repeated(made), asked)
+
+    def ask(self, asked: Sequence[Asked]) -> list[Asked]:
+        """What the calls ask of these limits, too.
+
+        Args:
+            asked: For each call what it asks of the others.
+        """
+        return [self._ask(index, each) for index, each in enumerate(asked)]
+
+    def _ask(self, index: int, asked: Asked) -> Asked:
+        limits: list[tuple[ResolvedLimit, tuple[Row, ...]]] = []
+        amounts, thresholds = dict(asked.hits.amounts), list(asked.hits.thresholds)
+        for each, rows in asked.limits:
+            limit = each.limit
+            if not isinstance(limit, RepeatLimit):
+                limits.append((each, rows))
+                continue
+            for row in rows:
+                amounts.pop(row.counter, None)
+            own = self._row(limit, index)
+            if own is None:
+                continue
+            # A thread has no count of its own.
+            limits.append((each, (own._replace(scope=THREAD, most=None), own)))
+            amounts[own.counter] = 1
+            assert own.most is not None  # noqa: S101 - for the type checker
+            thresholds.append(Threshold(limit.name, RUN, own.counter, own.most, limit.enforce))
+        return Asked(tuple(limits), Hits(amounts, tuple(thresholds)), asked.shared)
+
+    def _row(self, limit: RepeatLimit, index: int) -> Row | None:
+        """What a limit counts of a call; `None` if it leaves the call out of account."""
+        known = self._known[limit.name]
+        asked = known.asked[index]
+        if asked is None:
+            return None
+        tool, key = asked
+        made, failed = known.repeated.calls.get(key, 0), known.repeated.failures.get(tool, 0)
+        if failed >= limit.most_failures and made < limit.run_limit:
+            row = Row(
+                RUN,
+                f"{limit.counter}/{tool}",
+                limit.most_failures,
+                None,
+                mirrored=True,
+                reason="failing",
+            )
+            self.used[row.counter] = failed
+        else:
+            row = Row(RUN, f"{limit.counter}/{key}", limit.run_limit, None, mirrored=True)
+            self.used[row.counter] = made
+        return row
+
+    def noted(self, let_through: Sequence[bool]) -> dict[str, dict[str, Record]]:
+        """What is remembered when these calls are judged.
+
+        Args:
+            let_through: For each call whether it was.
+        """
+        own: dict[str, Record] = {}
+        for name, known in self._known.items():
+            waiting = {
+                str(call["id"]): [*asked]
+                for call, asked, runs in zip(self._calls, known.asked, let_through, strict=True)
+                if runs and asked is not None
+            }
+            judged = list({**known.others, **waiting}.items())[-MOST_KEPT:]
+            own[name] = Record(
+                message=self._message,
+                step=known.step,
+                made=[list(each) for each in newest(known.limit, known.made)],
+                waiting=dict(judged),
+            )
+        return {**self._records, self._middleware: own}

@@ -1,0 +1,90 @@
+"""Limits with what is granted on top of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from langchain_quota.admission import Hits
+from langchain_quota.resolved import Asked, ResolvedLimit, ResolvedLimits, Row
+
+
+def raised(limits: ResolvedLimits, granted: Mapping[str, int]) -> ResolvedLimits:
+    """Limits with what is granted; the same where nothing is.
+
+    Args:
+        limits: The limits.
+        granted: What is granted: by a store's key, or by the name of a counter that it does not
+            keep. No name is a key: it has a slash in it.
+    """
+    if not granted:
+        return limits
+    found = [_raised(each, limits.rows(each), granted) for each in limits.limits]
+    if all(new is old for new, old in zip(found, limits.limits, strict=True)):
+        return limits
+    return ResolvedLimits(found)
+
+
+def asked_again(
+    asked: Sequence[Asked], before: ResolvedLimits, after: ResolvedLimits
+) -> list[Asked]:
+    """What calls have asked of limits, said of the same limits with what is granted.
+
+    Args:
+        asked: For each call what it asked.
+        before: The limits.
+        after: The same, with what is granted.
+    """
+    found: dict[int, ResolvedLimit] = {}
+    more: dict[tuple[str, str], int] = {}
+    for old, new in zip(before.limits, after.limits, strict=True):
+        if new is old:
+            # Which counts it has may depend on the call.
+            continue
+        found[id(old)] = new
+        for was, now in zip(before.rows(old), after.rows(new), strict=True):
+            if was.most is not None and now.most is not None:
+                more[new.limit.name, now.scope] = now.most - was.most
+    return [
+        Asked(
+            tuple(
+                (found[id(limit)], _raised_rows(rows, after.rows(found[id(limit)])))
+                if id(limit) in found
+                else (limit, rows)
+                for limit, rows in limits
+            ),
+            Hits(
+                hits.amounts,
+                tuple(
+                    each._replace(most=each.most + more.get((each.limit, each.scope), 0))
+                    for each in hits.thresholds
+                ),
+            ),
+            shared,
+        )
+        for limits, hits, shared in asked
+    ]
+
+
+def _raised_rows(rows: Sequence[Row], after: Sequence[Row]) -> tuple[Row, ...]:
+    """The counts that a call has asked for, with new numbers: what it reserves stays."""
+    return tuple(
+        row._replace(most=now.most, quota=now.quota) for row, now in zip(rows, after, strict=True)
+    )
+
+
+def _raised(limit: ResolvedLimit, rows: Sequence[Row], granted: Mapping[str, int]) -> ResolvedLimit:
+    more = [granted.get(row.counter if row.key is None else row.key, 0) for row in rows]
+    if not any(more):
+        return limit
+    of_thread, of_run, *of_quotas = more
+    granted_to = [row.scope for row, each in zip(rows, more, strict=True) if each]
+    return replace(
+        limit,
+        thread_limit=None if limit.thread_limit is None else limit.thread_limit + of_thread,
+        run_limit=None if limit.run_limit is None else limit.run_limit + of_run,
+        quotas=tuple(
+            replace(quota, limit=quota.limit + each)
+            for quota, each in zip(limit.quotas, of_quotas, strict=True)
+        ),
+        # What is granted to one subject is no number of the limit's own.
+        computed=tuple(dict.fromkeys((*limit.computed, *granted_to))),
+    )

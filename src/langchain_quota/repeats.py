@@ -1,0 +1,366 @@
+"""Tool calls that repeat earlier ones without anything new: the limit, and what it counts by."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass, field
+from hashlib import blake2b
+from inspect import iscoroutinefunction
+from itertools import groupby
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from langchain_quota.arguments import check_choice, check_count, checked_name, checked_tools
+from langchain_quota.decision import Call, Decision, Unit
+from langchain_quota.limit_options import check_give_up, check_options, set_field
+from langchain_quota.quotas import Quota
+
+MOST_KEPT = 100
+"""How many calls of a run a limit remembers, the newest ones: about 5 kB of a checkpoint."""
+
+_VOLATILE = re.compile(
+    r"""
+    \b(?=[0-9a-f])(?:
+        \d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?  # a moment
+        | \d{1,2}:\d\d:\d\d(?:[.,]\d+)?                    # a time of day
+        | \d+(?:\.\d+)?[ ]?(?:ms|µs)\b                      # a duration
+        | \d+\.\d+[ ]?s(?:ec(?:onds)?)?\b
+        | [0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b      # a UUID
+        | 0x[0-9a-f]+\b                                     # an address
+        | \d{10,}(?:\.\d+)?\b                              # a moment in seconds, an id
+    )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What differs from one answer to the next although the answer says nothing new."""
+
+_LONG = 20_000
+"""Longer answers, in characters, are compared exactly: a search through them takes too long."""
+
+_LEAST_ID = 6
+"""A shorter id of a call, such as `"1"`, is part of many texts that do not name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatLimit:
+    """How often a run may make one and the same tool call while nothing new comes of it.
+
+    So many equal calls are admitted, and the next one is refused: its answer tells the model that
+    it repeats itself. Calls are equal if they have the same tool and the same arguments.
+
+    An answer that a call has not had before in this run is something new. It sets the counts of
+    all calls back to one. So polling is not refused while the answer changes, and neither are
+    tests that are run after each change. Two or three calls that are made in turns are.
+
+    A tool is also refused if it has failed in the same way in so many answers of the model,
+    whatever its arguments, until something new comes. With a `run_limit` of 1 it may fail twice.
+
+    Args:
+        run_limit: Most equal calls, a whole number from 1 to 100. With 1 no call is admitted twice.
+        steps: Count only the calls of the newest so many answers of the model: more than
+            `run_limit`, or 1 for equal calls of one message. `None` counts those of the whole run,
+            of which the newest 100 calls are remembered.
+        key: What is counted instead of tool and arguments: a function from the tool call (`name`,
+            `args`, `id`) to a string or another JSON value; calls with equal ones are equal.
+            `None` leaves the call out of account.
+        tools: The tools whose calls are refused, one or several; none for all.
+        exclude: With all tools: those that are left out of account. They are never refused, and
+            what they answer is nothing new.
+        message: What the model reads as the answer of a refused call (and, with `"end"`, the user
+            as the final message) instead of the default text: a text, or a function from the
+            `Decision` to a text.
+        name: The limit's name in metrics and spans, 1 to 64 printable characters.
+        exit_behavior: What a refusal does; see `ToolCallLimit`.
+        give_up_after: With `"continue"`: after so many refusals in one run, from 1, the run ends
+            as with `"end"`.
+        near: The used share, above 0 and at most 1, from which this limit counts as near; by
+            default that of the `Telemetry`.
+        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
+        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: Two arguments do not go together, or one is out of bounds. The message names
+            the argument and the value.
+
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import QuotaMiddleware, RepeatLimit
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=[["search"], ["search"], ["search"], "Nothing."])
+        >>> agent = create_agent(model, [search], middleware=[QuotaMiddleware([RepeatLimit(2)])])
+        >>> result = agent.invoke({"messages": [("user", "Find it!")]})
+        >>> print(result["messages"][-2].content)
+        This call was not run: 'search' was called 2 times with the same arguments, and nothing ...
+
+        Reading one file counts as one call, whatever part of it is read:
+
+        >>> limit = RepeatLimit(5, key=lambda call: call["args"]["path"], tools="read_file")
+    """
+
+    kind: ClassVar[Literal["tool"]] = "tool"
+    """The kind of calls that are limited."""
+    unit: ClassVar[Unit] = "calls"
+    """What is counted."""
+    thread_limit: ClassVar[None] = None
+    """A new run may repeat what an earlier one did."""
+
+    run_limit: int
+    _: KW_ONLY
+    steps: int | None = None
+    key: Callable[[Any], object] | None = None
+    tools: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    message: str | Callable[[Decision], str] | None = None
+    name: str = "repeats"
+    exit_behavior: Literal["continue", "error", "end"] = "continue"
+    give_up_after: int | None = None
+    near: float | None = None
+    enforce: bool = True
+    alert: bool = True
+    quotas: tuple[Quota, ...] = field(default=(), init=False, repr=False)
+    """None: what repeats is a matter of one run."""
+    counter: str = field(init=False, repr=False)
+    """The key under which calls are counted, with that of the call."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.run_limit, bool) or not isinstance(self.run_limit, int):
+            raise TypeError(
+                "run_limit must be a whole number, the most equal calls of a run, not "
+                f"{self.run_limit!r}"
+            )
+        check_count("run_limit", self.run_limit, least=1)
+        if self.run_limit > MOST_KEPT:
+            raise ValueError(
+                f"run_limit must be {MOST_KEPT} or less, as no more calls are remembered, not "
+                f"{self.run_limit!r}"
+            )
+        check_options(self)
+        if self.steps is not None:
+            check_count("steps", self.steps, least=1)
+            if 1 < self.steps <= self.run_limit:
+                raise ValueError(
+                    f"steps={self.steps!r} must be more than run_limit={self.run_limit!r}: a call "
+                    "that comes once in each of so few answers is never refused; or 1, for equal "
+                    "calls of one message"
+                )
+        if self.key is not None and (not callable(self.key) or iscoroutinefunction(self.key)):
+            raise TypeError(
+                "key must be a function of the tool call, which is not async, or None, not "
+                f"{self.key!r}"
+            )
+        for argument in ("tools", "exclude"):
+            given = getattr(self, argument)
+            set_field(self, argument, () if given in ((), []) else checked_tools(argument, given))
+        if self.tools and self.exclude:
+            raise ValueError(f"exclude={self.exclude!r} goes with all tools, not with tools")
+        check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end"))
+        check_give_up(self)
+        set_field(self, "name", checked_name(self.name, "repeats"))
+        # No tool's counter begins with a comma.
+        set_field(self, "counter", f",repeats,{self.name}")
+
+    @property
+    def most_failures(self) -> int:
+        """In how many answers of the model a tool may fail in the same way."""
+        # After the first one the model could not even mend its arguments.
+        return max(2, self.run_limit)
+
+    def matches(self, call: Call) -> bool:
+        """Whether the limit applies to the call.
+
+        Args:
+            call: The call.
+        """
+        if call.kind != "tool":
+            return False
+        return call.tool in self.tools if self.tools else call.tool not in self.exclude
+
+
+class Made(NamedTuple):
+    """A tool call that was let through.
+
+    Attributes:
+        step: Which answer of the model made it.
+        tool: Stands for the tool; begins with `-` if the limit never refuses its calls.
+        key: Stands for the call: the same for calls that count as equal.
+        gave: Stands for its answer; empty if it is not known. An error begins with `!`.
+    """
+
+    step: int
+    tool: str
+    key: str
+    gave: str
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the limit may refuse such a call."""
+        return not self.tool.startswith("-")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the answer was an error."""
+        return self.gave.startswith("!")
+
+    @property
+    def learnt(self) -> tuple[str, str]:
+        """What the run learnt: one error of a tool is one thing, whatever the arguments."""
+        return (self.tool if self.failed else self.key, self.gave)
+
+
+class Repeated(NamedTuple):
+    """How often calls were made, and tools have failed, since something new came.
+
+    Attributes:
+        calls: Equal calls, by key.
+        failures: Answers of the model in which a tool failed in one way, the way that was met most
+            often, by tool.
+    """
+
+    calls: Mapping[str, int]
+    failures: Mapping[str, int]
+
+
+def repeated(made: Iterable[Made]) -> Repeated:
+    """How often calls were made, and tools have failed, since something new came.
+
+    Args:
+        made: The calls, in order.
+    """
+    # How often each came again: its count is one more.
+    calls: Counter[str] = Counter()
+    failures: Counter[tuple[str, str]] = Counter()
+    known: set[str] = set()
+    learnt: set[tuple[str, str]] = set()
+    for _, step in groupby(made, key=lambda each: each.step):
+        together = list(step)
+        own = Counter(each.key for each in together)
+        # Without an answer, only a call that was not made before is new.
+        new = {
+            (each.key, each.gave)
+            for each in together
+            if each.learnt not in learnt and (each.gave or each.key not in known)
+        }
+        if new:
+            calls, failures = Counter(), Counter()
+            for key, answers in Counter(key for key, _ in new).items():
+                calls[key] = own[key] - answers
+        else:
+            calls.update(own)
+            calls.subtract(own.keys() - known)
+            # Calls of one message fail together: the model has not read of it.
+            failures.update({each.learnt for each in together if each.failed})
+        known |= own.keys()
+        learnt.update(each.learnt for each in together)
+    by_tool: dict[str, int] = {}
+    for what in learnt:
+        tool, gave = what
+        if gave.startswith("!"):
+            by_tool[tool] = max(failures[what] + 1, by_tool.get(tool, 0))
+    return Repeated({key: calls[key] + 1 for key in known}, by_tool)
+
+
+def newest(limit: RepeatLimit, made: Sequence[Made]) -> Sequence[Made]:
+    """The calls that a limit goes on remembering.
+
+    Args:
+        limit: The limit.
+        made: All that it knows, in order.
+    """
+    if limit.run_limit == 1:
+        # No call may come twice, however many calls of other tools come in between.
+        made = sorted(made, key=lambda each: each.is_limited)[-MOST_KEPT:]
+        return sorted(made, key=lambda each: each.step)
+    return made[-MOST_KEPT:]
+
+
+def tool_digest(name: str, *, matches: bool = True) -> str:
+    """Stands for a tool.
+
+    Args:
+        name: Its name.
+        matches: Whether the limit applies to it.
+    """
+    return ("" if matches else "-") + _digest(name, size=4)
+
+
+def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) -> str | None:
+    """Stands for what counts as one call; `None` for a call that is left out of account.
+
+    Args:
+        limit: The limit.
+        call: The tool call.
+        matches: Whether the limit applies to it.
+
+    Raises:
+        TypeError: The limit's function gives no JSON value.
+        Exception: Whatever that function raises.
+    """
+    if not matches and not limit.tools:
+        return None
+    # The function need not know the calls that are never refused.
+    if limit.key is None or not matches:
+        return _digest(_canonical([call["name"], call["args"]], default=str))
+    try:
+        # A function that changes what it is given must not change what runs.
+        key = limit.key(deepcopy(dict(call)))
+    except Exception as error:
+        error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
+        raise
+    if key is None:
+        return None
+    try:
+        return _digest(_canonical(key))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"key of limit {limit.name!r} must give a string or another JSON value, not {key!r}"
+        ) from error
+
+
+def answer_digest(content: object, call_id: str, args: object, *, failed: bool) -> str:
+    """Stands for what an answer says.
+
+    Args:
+        content: The content of the message.
+        call_id: The id of the call, which the answer may name.
+        args: The arguments of the call: what they name is no moment or id that differs by itself.
+        failed: Whether it is an error.
+    """
+    text = content if isinstance(content, str) else _canonical(content, default=str)
+    if len(call_id) >= _LEAST_ID:
+        text = text.replace(call_id, "")
+    if failed:
+        text = _without_arguments(text)
+    if len(text) <= _LONG:
+        asked = str(args)
+        text = _VOLATILE.sub(lambda found: found[0] if found[0] in asked else "", text)
+    return ("!" if failed else "+") + _digest(text)
+
+
+def _without_arguments(error: str) -> str:
+    """An error without the call's arguments, which LangGraph's messages repeat."""
+    before, begins, rest = error.partition(" with kwargs {")
+    _, ends, after = rest.partition("} with error:")
+    return before + after if begins and ends else error
+
+
+def _canonical(value: object, default: Callable[[Any], str] | None = None) -> str:
+    """A JSON value as one text: equal values have equal ones."""
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), default=default)
+
+
+def _plain(value: object) -> object:
+    """A JSON value in which 1.0 is 1, as JSON has only one kind of number."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _digest(text: str, size: int = 8) -> str:
+    return blake2b(text.encode(errors="backslashreplace"), digest_size=size).hexdigest()

@@ -1,0 +1,393 @@
+"""Grants: more than its limits say, for one count, until they end."""
+
+import json
+import logging
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+from langchain_quota.decision import Unit
+from langchain_quota.limit_options import UNITS, whole_amount
+from langchain_quota.money import Dollars
+from langchain_quota.stores import idle_time, window_end
+from langchain_quota.stores.confirming import confirming
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.telemetry.units import UNIT_LABELS, in_base_unit, shown
+
+MAX_TEXT = 1000
+"""How long an id, a reason and a name may be: they are kept with the count, and logged."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST = datetime.max.replace(tzinfo=UTC)
+
+MAX_AMOUNT = 10**15
+"""The most that one grant gives: Redis adds in Lua, exactly up to 2 ** 53."""
+
+logger = logging.getLogger("langchain_quota")
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """More than its limits say, for one count.
+
+    Attributes:
+        key: The count's key.
+        amount: How much more: calls, tokens or microdollars, as the key counts them.
+        id: Names the grant: it is given once, however often it is asked for.
+        given_at: When it was given, in UTC.
+        until: When it ends, in UTC. A store ends every grant; `None`: it lasts as long as the
+            thread whose state keeps it.
+        reason: Why it was given.
+        by: Who gave it.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore
+        >>> store = MemoryStore()
+        >>> grant = store.grant("email:user_id:ada", 50, reason="ticket 4711", id="4711")
+        >>> store.grant("email:user_id:ada", 50, id="4711") == grant
+        True
+        >>> [each.amount for each in store.grants("email:*")]
+        [50]
+    """
+
+    key: str
+    amount: int
+    id: str
+    given_at: datetime
+    until: datetime | None = None
+    reason: str = ""
+    by: str = ""
+
+    @property
+    def unit(self) -> Unit:
+        """What the amount counts."""
+        return unit_of(self.key)
+
+    @property
+    def ends(self) -> int | None:
+        """When it ends, in seconds since the Unix epoch; `None` if it lasts."""
+        return None if self.until is None else math.ceil(self.until.timestamp())
+
+
+class Granting(ABC):
+    """A store that gives grants: it says how they are kept; what is asked is checked here."""
+
+    _idle: int
+
+    def grant(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        key: str,
+        amount: Dollars,
+        *,
+        window: timedelta | None = None,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        id: str | None = None,  # noqa: A002 - as the field is called
+    ) -> Grant:
+        """Raise the limits over a count by an amount.
+
+        Every limit over the count is raised, of all agents that share the store, until the grant
+        ends. A grant to the count of a window ends with the window. Calls that are judged from now
+        on, in any process, are judged with it. It is logged at the level INFO.
+
+        Args:
+            key: The count's key, as `QuotaUsage` has it.
+            amount: How much more, above 0, as the key counts: calls and tokens as a whole number,
+                dollars as a string.
+            window: How long the quota's windows are, if the key is given without one: the window
+                that runs now is meant.
+            until: When the grant ends, with a time zone. `None`: with the window or, if the count
+                has none, after the time for which the store keeps a count that nobody charges, by
+                default a year.
+            reason: Why it is given, for the list and the log.
+            by: Who gives it.
+            id: Names the grant; by default a new name. A grant of this key and id that is kept
+                already is the answer, and nothing is added: for a week after its end, too.
+
+        Raises:
+            QuotaStoreError: The store failed, and the grant may be given all the same: ask again
+                with the same id. The log has a warning with the id.
+            TypeError: An argument has the wrong type.
+            ValueError: An argument is out of bounds, the key is none of a count, or the grant would
+                be over already.
+        """
+        asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
+        with confirming("grant", asked.key, asked.id, fields(asked)):
+            made = self._grant(asked)
+        return _given(asked, made)
+
+    async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        key: str,
+        amount: Dollars,
+        *,
+        window: timedelta | None = None,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        id: str | None = None,  # noqa: A002 - as the field is called
+    ) -> Grant:
+        """`grant`, without blocking the event loop."""
+        asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
+        with confirming("grant", asked.key, asked.id, fields(asked)):
+            made = await self._agrant(asked)
+        return _given(asked, made)
+
+    def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
+        """End a grant now. What was used of it stays used.
+
+        Args:
+            key: The count's key with its window, as `Grant.key` has it.
+            id: The grant's id.
+
+        Returns:
+            The grant that is ended; `None` if there is none, or it had ended.
+
+        Raises:
+            QuotaStoreError: The store failed, and the grant may be ended all the same.
+            TypeError: An argument has the wrong type.
+        """
+        _check_texts(key=key, id=id)
+        with confirming("revoke", key, id):
+            ended = self._revoke(key, id)
+        return _revoked(ended)
+
+    async def arevoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
+        """`revoke`, without blocking the event loop."""
+        _check_texts(key=key, id=id)
+        with confirming("revoke", key, id):
+            ended = await self._arevoke(key, id)
+        return _revoked(ended)
+
+    @abstractmethod
+    def grants(self, pattern: str = "*") -> list[Grant]:
+        """The grants that have not ended, sorted by key and time.
+
+        Args:
+            pattern: A glob pattern of keys, as of Python's `fnmatch.fnmatchcase`.
+        """
+
+    def _asked(self, key: object, amount: object, window: timedelta | None, **others: Any) -> Grant:
+        """The grant that is asked for, with its end.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: The key is none of a count.
+        """
+        _check_texts(key=key)
+        text, now = str(key), self._now()
+        try:
+            CountKey.parse(text)
+        except ValueError:
+            raise ValueError(
+                "key must be the key of a count, such as 'email:user_id:ada', as store.usages() "
+                f"has it, not {text!r}"
+            ) from None
+        if window is not None:
+            text = in_window(text, window, now)
+        asked = new_grant(text, amount, unit_of(text), now=now, **others)
+        ends = [each for each in (asked.ends, window_end(text)) if each is not None]
+        last = math.ceil(now) + idle_time(text, self._idle)
+        return replace(asked, until=in_utc(min(ends, default=last)))
+
+    @abstractmethod
+    def _now(self) -> float:
+        """The time, in seconds since the Unix epoch."""
+
+    @abstractmethod
+    def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        """The grant that is kept, and whether it is new; `None` if it would be over."""
+
+    @abstractmethod
+    async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        """`_grant`, without blocking the event loop."""
+
+    @abstractmethod
+    def _revoke(self, key: str, name: str) -> Grant | None:
+        """The grant that is ended; `None` if there is none."""
+
+    @abstractmethod
+    async def _arevoke(self, key: str, name: str) -> Grant | None:
+        """`_revoke`, without blocking the event loop."""
+
+
+def in_window(key: str, window: timedelta, now: float) -> str:
+    """The key of the window that runs now.
+
+    Args:
+        key: The key without its window.
+        window: How long the quota's windows are.
+        now: The time, in seconds since the Unix epoch.
+
+    Raises:
+        TypeError: The window is none.
+        ValueError: The key is none of a count, or has a window; or the window is no whole seconds.
+    """
+    given: object = window
+    if not isinstance(given, timedelta):
+        raise TypeError(f"window must be a timedelta or None, not {window!r}")
+    base = CountKey.parse(key)
+    if base.window is not None:
+        raise ValueError(f"key has a window, so window must be None: {key!r}")
+    return str(CountKey.at(base.counter, base.dimension, base.subject, window, now))
+
+
+def unit_of(key: str) -> Unit:
+    """What is counted under a key, by its text."""
+    try:
+        return UNITS.get(CountKey.parse(key).counter, "calls")
+    except ValueError:
+        return "calls"
+
+
+def new_grant(  # noqa: PLR0913 - keyword-only
+    key: str,
+    amount: object,
+    unit: Unit,
+    *,
+    until: object,
+    reason: object,
+    by: object,
+    name: object,
+    now: float,
+) -> Grant:
+    """A grant as it is asked for.
+
+    Args:
+        key: The count's key.
+        amount: How much, as the user has written it.
+        unit: What the key counts.
+        until: When it ends.
+        reason: Why.
+        by: Who gives it.
+        name: Its id; `None` for a new one.
+        now: The time, in seconds since the Unix epoch.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of bounds.
+    """
+    name = uuid4().hex if name is None else name
+    _check_texts(reason=reason, by=by, id=name)
+    if not name:
+        raise ValueError("id must not be empty: leave it out for a new one")
+    if until is not None and not isinstance(until, datetime):
+        raise TypeError(f"until must be a datetime or None, not {until!r}")
+    if until is not None and until.tzinfo is None:
+        raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
+    given = whole_amount(unit, "amount", amount)
+    if not 0 < given <= MAX_AMOUNT:
+        raise ValueError(f"amount must be above 0, and at most {MAX_AMOUNT}, not {amount!r}")
+    return Grant(key, given, str(name), in_utc(now), until, str(reason), str(by))
+
+
+def _check_texts(**arguments: object) -> None:
+    """Check that arguments are texts that can be kept.
+
+    Raises:
+        TypeError: One is no text.
+        ValueError: One is too long.
+    """
+    for argument, value in arguments.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{argument} must be a string, not {value!r}")
+        if len(value) > MAX_TEXT:
+            raise ValueError(f"{argument} must have at most {MAX_TEXT} characters")
+
+
+def _given(asked: Grant, made: tuple[Grant | None, bool]) -> Grant:
+    """The grant that is kept now; it is logged if it is new.
+
+    Raises:
+        ValueError: It would be over already.
+    """
+    kept, is_new = made
+    if kept is None:
+        when = "" if asked.until is None else f" after {asked.until.isoformat()}"
+        raise ValueError(f"nothing can be granted under {asked.key!r}{when}: that time is over")
+    if is_new:
+        log_grant("granted", kept)
+    return kept
+
+
+def _revoked(kept: Grant | None) -> Grant | None:
+    if kept is not None:
+        log_grant("revoked", kept)
+    return kept
+
+
+def details(grant: Grant) -> str:
+    """What a store keeps beside a grant's amount and end."""
+    given_at = grant.given_at.timestamp()
+    return json.dumps({"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by})
+
+
+def read_grant(key: str, amount: int, ends: int, text: str) -> Grant:
+    """A grant as a store keeps it.
+
+    Args:
+        key: The count's key.
+        amount: How much.
+        ends: When it ends, in seconds since the Unix epoch.
+        text: What is kept beside, as of `details`.
+
+    Raises:
+        ValueError: The text is none of ours.
+    """
+    try:
+        known = json.loads(text)
+        given_at = in_utc(known["at"])
+        until = in_utc(ends)
+        return Grant(key, amount, known["id"], given_at, until, known["reason"], known["by"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no grant is kept under {key!r}") from error
+
+
+def log_grant(event: str, grant: Grant) -> None:
+    """Log a grant that is given or revoked, for an audit.
+
+    Args:
+        event: `"granted"` or `"revoked"`.
+        grant: The grant.
+    """
+    logger.info(
+        "%s under %r: %s until %s, by %r, reason %r, id %r",
+        event,
+        grant.key,
+        shown(grant.amount, grant.unit),
+        f"the {CountKey.parse(grant.key).dimension} ends"
+        if grant.until is None
+        else grant.until.isoformat(),
+        grant.by,
+        grant.reason,
+        grant.id,
+        extra={
+            "quota_event": event,
+            "quota_key": grant.key,
+            "quota_grant": grant.id,
+            **fields(grant),
+        },
+    )
+
+
+def fields(grant: Grant) -> dict[str, object]:
+    """What a log record says of a grant, beside its key and id."""
+    return {
+        "quota_amount": in_base_unit(grant.amount, grant.unit),
+        "quota_unit": UNIT_LABELS[grant.unit],
+        "quota_until": None if grant.until is None else grant.until.isoformat(),
+        "quota_reason": grant.reason,
+        "quota_by": grant.by,
+    }
+
+
+def in_utc(seconds: float) -> datetime:
+    """A time in UTC; one after the year 9999 is its end."""
+    try:
+        return _EPOCH + timedelta(seconds=seconds)
+    except OverflowError:
+        return _LAST if seconds > 0 else datetime.min.replace(tzinfo=UTC)

@@ -1,0 +1,81 @@
+"""The grants that a `MemoryStore` keeps, by key."""
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from langchain_quota.stores import COMPENSATED
+from langchain_quota.stores.grants import Grant, in_utc
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A grant, and whether a call has been judged by it."""
+
+    grant: Grant
+    ends: int
+    is_new: bool = True
+
+
+class Grants:
+    """Grants by key and id. One that has ended is remembered for a week, so that it stays so."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[str, _Kept]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def give(self, asked: Grant, now: float) -> tuple[Grant | None, bool]:
+        """The grant that is kept, and whether it is new; `None` if it would be over."""
+        self._forget(now)
+        known = self._kept.get(asked.key, {}).get(asked.id)
+        if known is not None:
+            return known.grant, False
+        kept = _Kept(asked, asked.ends or 0)
+        if kept.ends <= now:
+            return None, False
+        self._kept.setdefault(asked.key, {})[asked.id] = kept
+        return asked, True
+
+    def revoke(self, key: str, name: str, now: float) -> Grant | None:
+        """End a grant; `None` if there is none."""
+        kept = self._kept.get(key, {}).get(name)
+        if kept is None or kept.ends <= now:
+            return None
+        kept.ends = int(now)
+        kept.grant = replace(kept.grant, until=in_utc(kept.ends))
+        return kept.grant
+
+    def amount(self, key: str, now: float) -> int:
+        """What is granted under a key."""
+        return sum(each.grant.amount for each in self._of(key, now))
+
+    def take_new(self, key: str, now: float) -> int:
+        """What is granted under a key that no call has been judged by before."""
+        amount = 0
+        for each in self._of(key, now):
+            amount += each.grant.amount if each.is_new else 0
+            each.is_new = False
+        return amount
+
+    def matching(self, pattern: str, now: float) -> list[Grant]:
+        """The grants of the keys that match a glob pattern, sorted by key and time."""
+        found = [
+            each.grant
+            for key in sorted(self._kept)
+            if fnmatchcase(key, pattern)
+            for each in self._of(key, now)
+        ]
+        return sorted(found, key=lambda grant: (grant.key, grant.given_at))
+
+    def _of(self, key: str, now: float) -> list[_Kept]:
+        return [each for each in self._kept.get(key, {}).values() if each.ends > now]
+
+    def _forget(self, now: float) -> None:
+        """Forget what ended long ago. Grants are few, and given rarely."""
+        for key, kept in [*self._kept.items()]:
+            for name, each in [*kept.items()]:
+                if each.ends + COMPENSATED <= now:
+                    del kept[name]
+            if not kept:
+                del self._kept[key]

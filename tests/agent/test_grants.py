@@ -1,0 +1,395 @@
+"""More than limits say: what is granted to a thread or a user is judged, shown and counted."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.messages import AIMessage
+from langchain_core.messages.ai import UsageMetadata
+from langgraph.checkpoint.memory import InMemorySaver
+
+from langchain_quota import (
+    CostLimit,
+    Decision,
+    InlineQuotaMiddleware,
+    LimitStatus,
+    MemoryStore,
+    ModelCallLimit,
+    ModelUsage,
+    Outcome,
+    Quota,
+    QuotaMiddleware,
+    TokenLimit,
+    ToolCallLimit,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel
+from tests.agent.conftest import Form, both_forms
+from tests.agent.graphs import GraphScene
+from tests.clock import Clock
+from tests.conftest import Signals, needs_inline
+
+SEARCH = ToolCallLimit("search", thread_limit=1)
+CONFIG: Any = {"configurable": {"thread_id": "7"}}
+DAY = timedelta(days=1)
+
+stores = pytest.mark.parametrize("has_store", [False, True], ids=["state", "store"])
+"""Where the thread is counted, as the argument `has_store`."""
+
+
+def search() -> str:
+    """Search the web."""
+    return "found"
+
+
+class Scene:
+    """An agent with one middleware, and what was decided about its calls."""
+
+    def __init__(
+        self,
+        signals: Signals,
+        *limits: Any,
+        script: Sequence[Any] = (["search", "search"], "done") * 9,
+        middleware: type[QuotaMiddleware[Any, Any]] = QuotaMiddleware,
+        **options: Any,
+    ) -> None:
+        self.decisions: list[Decision] = []
+        options = {"telemetry": signals.telemetry, **options}
+        self.quota = middleware([*limits], on_decision=self.decisions.append, **options)
+        self.agent: Any = create_agent(
+            ScriptedChatModel(script=script),
+            [search],
+            middleware=[self.quota],
+            checkpointer=InMemorySaver(),
+            name="boss",
+            context_schema=dict[str, str],
+        )
+
+    async def run(self, user: str = "ada", form: Form = "async") -> list[str]:
+        """Run once on the thread; what was decided about tool calls, in this run."""
+        self.decisions.clear()
+        messages = {"messages": [("user", "Go on.")]}
+        if form == "sync":
+            self.agent.invoke(messages, CONFIG, context={"user_id": user})
+        else:
+            await self.agent.ainvoke(messages, CONFIG, context={"user_id": user})
+        return [str(each.outcome) for each in self.decisions if each.call.kind == "tool"]
+
+    async def grant_after_a_run(self, amount: Any, **options: Any) -> None:
+        """Run once, so that the thread has a state, and grant it more."""
+        await self.run()
+        await self.grant("async", amount, **options)
+
+    async def grant(self, form: Form, amount: Any, **options: Any) -> Any:
+        """Grant the thread more."""
+        if form == "sync":
+            return self.quota.grant(self.agent, CONFIG, amount, **options)
+        return await self.quota.agrant(self.agent, CONFIG, amount, **options)
+
+
+def store_if(has_store: bool) -> MemoryStore | None:  # noqa: FBT001 - the axis of tests
+    return MemoryStore() if has_store else None
+
+
+@both_forms
+@stores
+async def test_a_thread_is_granted_more(signals: Signals, form: Form, has_store: bool) -> None:  # noqa: FBT001
+    """So many calls more run, once for an id; decisions, gauges and messages have the new limit."""
+    scene = Scene(signals, SEARCH, store=store_if(has_store))
+    assert await scene.run() == ["allowed", "blocked"]
+    first = await scene.grant(form, 2, reason="ticket 4711", by="bo", id="4711")
+    assert (first.amount, first.reason, first.by) == (2, "ticket 4711", "bo")
+    again = await scene.grant(form, 9, id="4711")
+    assert (again.amount, again.reason, again.by) == (2, "ticket 4711", "bo")
+    assert await scene.run() == ["allowed", "allowed"]
+    assert [each.limits[0].thread_limit for each in scene.decisions if each.limits] == [3, 3]
+    assert await scene.run() == ["blocked", "blocked"]
+    labels = {"agent": "boss", "limit": "tool:search"}
+    assert signals.value("langchain_quota_thread_limit", **labels, thread_id="7") == 3
+    assert signals.value("langchain_quota_granted_total", **labels, scope="thread") == 2
+    assert signals.value("langchain_quota_limit", **labels, scope="thread") == 1
+
+
+@stores
+async def test_a_grant_raises_every_limit_over_its_count(
+    signals: Signals,
+    has_store: bool,  # noqa: FBT001
+) -> None:
+    """Two limits over one count are raised by one grant, and each counts it for itself."""
+    trial = ToolCallLimit("search", name="trial", thread_limit=1, enforce=False)
+    scene = Scene(signals, SEARCH, trial, ModelCallLimit(thread_limit=9), store=store_if(has_store))
+    await scene.grant_after_a_run(2, limit="trial")
+    assert await scene.run() == ["allowed", "allowed"]
+    for limit in ("tool:search", "trial"):
+        labels = {"agent": "boss", "limit": limit}
+        assert signals.value("langchain_quota_thread_limit", **labels, thread_id="7") == 3
+        assert signals.value("langchain_quota_granted_total", **labels, scope="thread") == 2
+    model = {"agent": "boss", "limit": "model"}
+    assert signals.value("langchain_quota_thread_limit", **model, thread_id="7") == 9
+
+
+@stores
+async def test_a_reset_leaves_what_is_granted(signals: Signals, has_store: bool) -> None:  # noqa: FBT001
+    """A thread that is set back has its limit and the grant again, in a state as in a store."""
+    scene = Scene(signals, SEARCH, store=store_if(has_store))
+    await scene.run()
+    await scene.grant("async", 1)
+    assert await scene.run() == ["allowed", "blocked"]
+    scene.quota.reset(scene.agent, CONFIG)
+    assert await scene.run() == ["allowed", "allowed"]
+
+
+async def test_a_grant_in_a_state_ends(signals: Signals) -> None:
+    """After its time a thread has what the limit says; a time that is over is refused."""
+    clock = Clock(int(datetime.now(UTC).timestamp()))
+    scene = Scene(signals, SEARCH)
+    scene.quota._clock = clock
+    await scene.run()
+    with pytest.raises(ValueError, match="until must be in the future"):
+        await scene.grant("async", 1, until=datetime.fromtimestamp(clock.now, UTC))
+    end = datetime.fromtimestamp(clock.now, UTC) + DAY
+    grant = await scene.grant("async", 1, until=end, id="a day")
+    assert grant.until == end
+    await scene.grant("async", 1)
+    assert await scene.run() == ["allowed", "allowed"]
+    scene.quota.reset(scene.agent, CONFIG)
+    clock.now += DAY.total_seconds() + 1
+    assert await scene.run() == ["allowed", "allowed"]
+    assert await scene.run() == ["blocked", "blocked"]
+
+
+async def test_a_state_logs_its_grants(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads the log sees a grant in a state as one in a store: once, with its reason."""
+    scene = Scene(signals, SEARCH)
+    await scene.run()
+    with caplog.at_level("INFO", "langchain_quota"):
+        await scene.grant("async", 2, reason="ticket 4711", id="4711")
+        await scene.grant("async", 2, reason="ticket 4711", id="4711")
+    [record] = [each for each in caplog.records if hasattr(each, "quota_grant")]
+    assert vars(record)["quota_reason"] == "ticket 4711"
+    assert vars(record)["quota_key"] == "search:thread:7"
+
+
+@both_forms
+async def test_a_state_that_cannot_be_written(
+    signals: Signals, form: Form, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has what may be granted, and then what is: a grant whose writing failed."""
+    scene = Scene(signals, SEARCH)
+    await scene.run()
+    saver, scene.agent.checkpointer = scene.agent.checkpointer, FullDisk()
+    scene.agent.checkpointer.storage = saver.storage
+    scene.agent.checkpointer.blobs = saver.blobs
+    with caplog.at_level("INFO", "langchain_quota"):
+        with pytest.raises(OSError, match="no space"):
+            await scene.grant(form, 2, id="4711")
+        scene.agent.checkpointer = saver
+        await scene.grant(form, 2, id="4711")
+    logged = [each for each in caplog.records if hasattr(each, "quota_grant")]
+    assert [vars(each)["quota_event"] for each in logged] == ["grant_unconfirmed", "granted"]
+
+
+class FullDisk(InMemorySaver):
+    """A checkpointer that reads, and cannot write."""
+
+    def put(self, *args: Any) -> Any:
+        raise OSError("no space left")
+
+    async def aput(self, *args: Any) -> Any:
+        raise OSError("no space left")
+
+
+@needs_inline
+async def test_inline(signals: Signals) -> None:
+    """The inline middleware judges by what is granted, too."""
+    scene = Scene(signals, SEARCH, middleware=InlineQuotaMiddleware)
+    assert await scene.run() == ["allowed", "blocked"]
+    await scene.grant("async", 1)
+    assert await scene.run() == ["allowed", "blocked"]
+
+
+async def test_a_user_is_granted_more(signals: Signals) -> None:
+    """Of a user's day: this user's calls run, with the raised limit in all that is shown."""
+    store = MemoryStore()
+    limit = ToolCallLimit("search", quotas=[Quota(1, per="user_id", window=DAY)])
+    scene = Scene(signals, limit, store=store)
+    assert await scene.run() == ["allowed", "blocked"]
+    store.grant("search:user_id:ada", 1, window=DAY)
+    assert await scene.run() == ["allowed", "blocked"]
+    [refused] = [each for each in scene.decisions if each.outcome is Outcome.BLOCKED]
+    [quota] = refused.limits[0].quotas
+    assert (quota.used, quota.limit) == (2, 2)
+    assert await scene.run("bob") == ["allowed", "blocked"]
+    labels = {"agent": "boss", "limit": "tool:search", "scope": "user_id"}
+    assert signals.value("langchain_quota_granted_total", **labels) == 1
+    assert signals.value("langchain_quota_limit", **labels) == 1
+
+
+@both_forms
+async def test_the_model_is_told_of_what_is_granted(signals: Signals, form: Form) -> None:
+    """What is left is said with the grant, and what is exhausted no more may be called."""
+    model = ScriptedChatModel(script=[["search"], "done", "done"])
+    limit = ToolCallLimit("search", thread_limit=1, near=0.5)
+    scene = Scene(signals, limit, store=MemoryStore(), tell_model=True, hide_exhausted=True)
+    scene.agent = create_agent(
+        model, [search], middleware=[scene.quota], checkpointer=InMemorySaver(), name="boss"
+    )
+    await scene.run(form=form)
+    told = str(model.calls[-1].messages[-1].content)
+    assert "0 of 1 left" in told
+    assert "No tool may be called now" in told
+    await scene.grant(form, 1)
+    await scene.run(form=form)
+    told = str(model.calls[-1].messages[-1].content)
+    assert "1 of 2 left" in told
+    assert "No tool may be called now" not in told
+
+
+def dollars(usage: ModelUsage) -> Decimal:
+    return Decimal(usage.total_tokens)
+
+
+def answer(tokens: int) -> AIMessage:
+    used = UsageMetadata(input_tokens=tokens - 1, output_tokens=1, total_tokens=tokens)
+    return AIMessage("done", usage_metadata=used)
+
+
+@stores
+async def test_a_budget_is_granted_more(signals: Signals, has_store: bool) -> None:  # noqa: FBT001
+    """Dollars are granted as they are written; the gauges have them when the call is charged."""
+    limit = CostLimit(thread_limit="2", exit_behavior="end")
+    scene = Scene(
+        signals,
+        limit,
+        script=[answer(2) for _ in range(9)],
+        prices=dollars,
+        store=store_if(has_store),
+    )
+    await scene.run()
+    await scene.run()
+    assert [str(each.outcome) for each in scene.decisions] == ["blocked"]
+    grant = await scene.grant("async", "2.50")
+    assert (grant.amount, grant.unit) == (2_500_000, "microdollars")
+    await scene.run()
+    assert [str(each.outcome) for each in scene.decisions] == ["allowed"]
+    labels = {"agent": "boss", "limit": limit.name}
+    assert signals.value("langchain_quota_thread_limit_dollars", **labels, thread_id="7") == 4.5
+    assert signals.value("langchain_quota_thread_used_dollars", **labels, thread_id="7") == 4
+    assert signals.value("langchain_quota_granted_dollars_total", **labels, scope="thread") == 2.5
+
+
+@stores
+async def test_the_last_call_is_the_last_with_the_grant(signals: Signals, has_store: bool) -> None:  # noqa: FBT001
+    """Which call finalizes a run is judged by the raised limit."""
+    limit = ModelCallLimit(thread_limit=1, exit_behavior="finalize")
+    scene = Scene(signals, limit, script=["one", "two", "three"], store=store_if(has_store))
+    await scene.run()
+    await scene.grant("async", 2)
+    await scene.run()
+    state = scene.agent.get_state(CONFIG).values["langchain_quota"]
+    assert not state["final"]
+    await scene.run()
+    assert scene.agent.get_state(CONFIG).values["langchain_quota"]["final"]
+
+
+def numbers(status: LimitStatus) -> list[int | None]:
+    """The limits of a thread or of quotas, as they are shown."""
+    return [each.limit for each in status.quotas] or [status.thread_limit]
+
+
+GRAPHS: dict[str, tuple[Limit, str, Any, int]] = {
+    "a thread": (SEARCH, "search:thread:thread-1", [["search", "search"], "done"], 2),
+    "all": (
+        ToolCallLimit("search", quotas=[Quota(1, per="global")]),
+        "search:global:",
+        [["search", "search"], "done"],
+        2,
+    ),
+    "a budget": (
+        TokenLimit(thread_limit=2, exit_behavior="end"),
+        "model.total_tokens:thread:thread-1",
+        [answer(2)],
+        3,
+    ),
+}
+
+
+@both_forms
+@pytest.mark.parametrize("what", GRAPHS)
+async def test_a_graph_is_granted_more(signals: Signals, form: Form, what: str) -> None:
+    """A GraphQuota judges by what its store has granted: a thread, a quota, a budget."""
+    limit, key, script, amount = GRAPHS[what]
+    store, decisions = MemoryStore(), list[Decision]()
+    scene = GraphScene(
+        signals, script * 9, [limit], form=form, store=store, on_decision=decisions.append
+    )
+    await scene.turn()
+    decisions.clear()
+    await scene.turn()
+    assert Outcome.ALLOWED not in {each.outcome for each in decisions if each.limits}
+    store.grant(key, amount)
+    decisions.clear()
+    await scene.turn()
+    judged = [each for each in decisions if each.limits]
+    assert {each.outcome for each in judged} == {Outcome.ALLOWED}
+    first = 2 if what == "a budget" else 1
+    raised = {number for each in judged for number in numbers(each.limits[0])}
+    assert raised == {first + amount}
+    [use] = store.usages(key)
+    assert (use.granted, use.limit) == (amount, first)
+
+
+class TestErrors:
+    """What cannot be granted is refused, and named."""
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"limit": "model"}, "limit must name one with a thread_limit, not 'model'"),
+            ({"limit": "search too"}, "not 'search too': 'tool:search', 'again'"),
+            ({}, "limit must name one with a thread_limit, not None"),
+        ],
+    )
+    async def test_limits(self, signals: Signals, options: Any, message: str) -> None:
+        """The limit is one with a thread limit, and named where there are several."""
+        again = ToolCallLimit("publish", name="again", thread_limit=5)
+        scene = Scene(signals, SEARCH, again, ModelCallLimit(run_limit=9))
+        with pytest.raises(ValueError, match=message):
+            await scene.grant("async", 1, **options)
+
+    async def test_no_thread(self, signals: Signals) -> None:
+        """Who names no thread is told how."""
+        scene = Scene(signals, SEARCH)
+        with pytest.raises(ValueError, match="config names no thread"):
+            scene.quota.grant(scene.agent, {}, 1)
+
+    async def test_a_thread_that_waits(self, signals: Signals) -> None:
+        """A state is not written in mid-run: who grants then is told so, in words of grants."""
+        scene = Scene(signals, SEARCH)
+        scene.agent.interrupt_before_nodes = ["tools"]
+        await scene.run()
+        with pytest.raises(RuntimeError, match="begin a new one, and then do this"):
+            await scene.grant("async", 1)
+
+    async def test_a_thread_without_a_state(self, signals: Signals) -> None:
+        """Without a store there is nowhere to keep a grant before the first run."""
+        scene = Scene(signals, SEARCH)
+        with pytest.raises(RuntimeError, match="thread '7' has no state: it has not run yet"):
+            await scene.grant("async", 1)
+
+    async def test_a_store_that_gives_none(self, signals: Signals) -> None:
+        """A store of one's own need not give grants; who asks it for one is told."""
+        store = MemoryStore()
+
+        class Own:
+            """Keeps counts alone."""
+
+            acquire, aacquire = store.acquire, store.aacquire
+            peek, apeek, reset, areset = store.peek, store.apeek, store.reset, store.areset
+
+        scene = Scene(signals, SEARCH, store=Own())
+        with pytest.raises(TypeError, match="the store gives no grants"):
+            await scene.grant("async", 1)

@@ -1,0 +1,304 @@
+"""Caps on calls at once across processes: a lease in Redis for each call that runs."""
+
+import asyncio
+import fcntl
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.tools import StructuredTool
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import QuotaMiddleware, RedisStore, Telemetry, ToolCallLimit
+from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.middleware import _leases as leases
+from langchain_quota.middleware._leases import SLOT_LEASE
+from langchain_quota.testing import ScriptedChatModel
+from tests.agent.conftest import Form, both_forms
+from tests.conftest import Signals
+from tests.servers.prometheus import eventually
+from tests.servers.redis import RedisServer, time_from
+
+CAP = 3
+PROCESSES = 4
+CALLERS = 12
+"""How many calls a process makes at once."""
+ENOUGH = 150
+"""How many calls have run when the test has seen enough."""
+KEY = "browser:at_once:"
+PATIENCE = 120
+
+
+@pytest.fixture
+def context() -> ForkServerContext:
+    """What starts processes."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def agent_of(store: RedisStore, calls: int, tool: Any, **options: Any) -> Any:
+    """An agent whose model makes calls at once, in a run of its own."""
+    limit = ToolCallLimit("browser", at_once=CAP, **{"wait": PATIENCE, **options.pop("limit", {})})
+    options.setdefault("telemetry", Telemetry(registry=CollectorRegistry()))
+    quota = QuotaMiddleware([limit], store=store, **options)
+    model = ScriptedChatModel(script=[["browser"] * calls, "done"])
+    return create_agent(model, [tool], middleware=[quota])
+
+
+ASKED = {"messages": [("user", "hi")]}
+
+
+def worker(url: str, prefix: str, diary: str) -> None:
+    """A process whose agents' tools take one of as many locks as calls may run at once.
+
+    The kernel frees the lock of a process that dies. A tool that finds none says so in the diary.
+    """
+    written = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    async def browser() -> str:
+        with ExitStack() as stack:
+            for number in range(CAP):
+                lock = stack.enter_context(Path(f"{diary}.{number}").open("w"))  # noqa: ASYNC230
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+            else:
+                os.write(written, b"over\n")
+            await asyncio.sleep(random.uniform(0, 0.02))  # noqa: S311 - no secret
+            os.write(written, b"ran\n")
+        return "seen"
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+
+    async def work() -> None:
+        store = RedisStore(url, prefix=prefix, timeout=60)
+        while True:
+            running = asyncio.ensure_future(agent_of(store, CALLERS, tool).ainvoke(ASKED))
+            if random.random() < 0.3:  # noqa: S311 - no secret
+                await asyncio.sleep(random.uniform(0, 0.2))  # noqa: S311 - no secret
+                running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    asyncio.run(work())
+
+
+def test_processes_share_a_cap(
+    redis_server: RedisServer, context: ForkServerContext, tmp_path: Path
+) -> None:
+    """In 4 processes, of which some are killed, and runs are cancelled: never more than 3 at once.
+
+    What the killed ones held is free when the lease is over, and not before.
+    """
+    diary, prefix = tmp_path / "diary", redis_server.prefix()
+    diary.touch()
+    with ExitStack() as stack:
+
+        def start() -> Any:
+            process = context.Process(
+                target=worker, args=(redis_server.url, prefix, str(diary)), daemon=True
+            )
+            process.start()
+            stack.callback(process.join, PATIENCE)
+            stack.callback(process.kill)
+            return process
+
+        def ran() -> int:
+            return diary.read_text().count("ran")
+
+        alive = [start() for _ in range(PROCESSES)]
+        eventually(lambda: ran() > ENOUGH // 2)
+        alive[0].kill()
+        start()
+        eventually(lambda: ran() > ENOUGH)
+    assert "over" not in diary.read_text()
+    with (
+        closing(RedisStore(redis_server.url, prefix=prefix, timeout=60)) as store,
+        redis_server.client() as client,
+    ):
+        # All have been killed: some in a call.
+        (left,) = store.peek([KEY])
+        assert left is not None
+        assert 0 <= left.used <= CAP
+        with time_from("now"):
+            client.set("now", int(time.time()) + SLOT_LEASE + 1)
+            (left,) = store.peek([KEY])
+            assert left is not None
+            assert left.used == 0
+
+
+async def test_a_killed_workers_slot_is_free_after_its_lease(redis_server: RedisServer) -> None:
+    """A call that waits for a place which nobody renews any more runs when the lease is over."""
+    prefix = redis_server.prefix()
+
+    async def browser() -> str:
+        return "seen"
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+    with time_from(f"{prefix}:now"), redis_server.client() as client:
+        begun = int(time.time())
+        client.set(f"{prefix}:now", begun)
+        async with open_store(redis_server, prefix) as store:
+            dead = [
+                leases.Lease(store_client(store), ("browser",), {"cap": ("browser", CAP, True)})
+                for _ in range(CAP)
+            ]
+            for each in dead:
+                held = each.ask()
+                assert held is not None
+                assert held.admitted == (True,)
+            running = asyncio.create_task(agent_of(store, 1, tool).ainvoke(ASKED))
+            client.set(f"{prefix}:now", begun + SLOT_LEASE - 1)
+            await asyncio.sleep(0.3)
+            assert not running.done()
+            client.set(f"{prefix}:now", begun + SLOT_LEASE + 1)
+            result = await asyncio.wait_for(running, PATIENCE)
+            assert result["messages"][2].content == "seen"
+
+
+@asynccontextmanager
+async def open_store(server: RedisServer, prefix: str) -> AsyncIterator[RedisStore]:
+    """A store that is closed in the end, in both forms."""
+    store = RedisStore(server.url, prefix=prefix, timeout=60)
+    try:
+        yield store
+    finally:
+        await store.aclose()
+        store.close()
+
+
+def store_client(store: RedisStore) -> Any:
+    """A client of a store, as a middleware has it."""
+    limit = ToolCallLimit("browser", at_once=CAP)
+    quota = QuotaMiddleware([limit], store=store, telemetry=Telemetry(registry=CollectorRegistry()))
+    return quota._store
+
+
+@both_forms
+async def test_a_call_that_runs_long_keeps_its_place(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
+    """The lease is renewed while the call runs, and nothing is held when it has ended."""
+    monkeypatch.setattr(leases, "SLOT_LEASE", 1)
+    prefix = redis_server.prefix()
+    found: list[int] = []
+    async with open_store(redis_server, prefix) as store:
+
+        def look() -> str:
+            (use,) = store.peek([KEY])
+            found.append(0 if use is None else use.used)
+            return "seen"
+
+        def browser() -> str:
+            for _ in range(6):
+                time.sleep(0.5)
+                look()
+            return "seen"
+
+        async def abrowser() -> str:
+            for _ in range(6):
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(look)
+            return "seen"
+
+        tool = StructuredTool.from_function(browser, abrowser, name="browser", description="See.")
+        agent = agent_of(store, 1, tool)
+        if form == "sync":
+            await asyncio.to_thread(agent.invoke, ASKED)
+        else:
+            await agent.ainvoke(ASKED)
+        assert found == [1] * 6
+        (left,) = store.peek([KEY])
+        assert left is not None
+        assert left.used == 0
+
+
+async def test_cancelled_calls_give_their_places_back(redis_server: RedisServer) -> None:
+    """Runs are cancelled while their calls wait, ask the store or run: nothing is held then."""
+    chance = random.Random(19)  # noqa: S311 - no secret
+
+    async def browser() -> str:
+        await asyncio.sleep(0.005)
+        return "seen"
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+    async with open_store(redis_server, redis_server.prefix()) as store:
+        runs = [asyncio.create_task(agent_of(store, 4, tool).ainvoke(ASKED)) for _ in range(12)]
+        for run in chance.sample(runs, 8):
+            await asyncio.sleep(chance.uniform(0, 0.05))
+            run.cancel()
+        async with asyncio.timeout(PATIENCE):
+            results = await asyncio.gather(*runs, return_exceptions=True)
+        assert any(isinstance(each, dict) for each in results)
+        assert any(isinstance(each, asyncio.CancelledError) for each in results)
+        (left,) = await store.apeek([KEY])
+        assert left is not None
+        assert left.used == 0
+
+
+async def test_a_place_that_nobody_heard_of_is_given_back(redis_server: RedisServer) -> None:
+    """A run is cancelled when the store has given its call a place and not yet said so."""
+    asked = asyncio.Event()
+
+    class Late(RedisStore):
+        async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+            result = await super().aacquire(request)
+            if request.hits:
+                asked.set()
+                await asyncio.Event().wait()
+            return result
+
+    async def browser() -> str:
+        return "seen"
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+    store = Late(redis_server.url, prefix=redis_server.prefix(), timeout=60)
+    running = asyncio.create_task(agent_of(store, 1, tool).ainvoke(ASKED))
+    await asked.wait()
+    (held,) = await store.apeek([KEY])
+    assert held is not None
+    assert held.used == 1
+    running.cancel()
+    await asyncio.wait([running])
+    (held,) = await store.apeek([KEY])
+    assert held is not None
+    assert held.used == 0
+
+
+@pytest.mark.parametrize("outage", ["deny", "allow"])
+async def test_while_the_store_is_away(signals: Signals, outage: Any) -> None:
+    """Calls are refused; or they run, held to the cap in this process, whoever makes them."""
+    running = most = 0
+
+    async def browser() -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.1)
+        running -= 1
+        return "seen"
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+    store = RedisStore("redis://127.0.0.1:1/0", timeout=1)
+    options: Any = {"on_store_error": outage, "telemetry": signals.telemetry}
+    agents = [agent_of(store, 4, tool, **options) for _ in range(2)]
+    results = await asyncio.gather(*(each.ainvoke(ASKED) for each in agents))
+    messages = [each for result in results for each in result["messages"]]
+    said = [each.content for each in messages if each.type == "tool"]
+    if outage == "allow":
+        assert said == ["seen"] * 8
+        assert most == CAP
+    else:
+        assert most == 0
+        assert all("could not be checked" in each for each in said)
+    fallbacks = {"agent": "unnamed", "action": outage}
+    assert signals.value("langchain_quota_store_fallbacks_total", **fallbacks) == 8
