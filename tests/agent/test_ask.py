@@ -704,7 +704,7 @@ class Shared(Asking):
         self, signals: Signals, script: Any, *limits: Any, store: Any, **options: Any
     ) -> None:
         self.store = store
-        options["context_schema"] = dict[str, str]
+        options["context_schema"] = dict
         super().__init__(signals, script, *limits, quota={"store": store}, **options)
 
     async def invoke(self, given: Any, config: Any = CONFIG) -> dict[str, Any]:

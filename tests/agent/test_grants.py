@@ -65,7 +65,7 @@ class Scene:
             middleware=[self.quota],
             checkpointer=InMemorySaver(),
             name="boss",
-            context_schema=dict[str, str],
+            context_schema=dict,
         )
 
     async def run(self, user: str = "ada", form: Form = "async") -> list[str]:
