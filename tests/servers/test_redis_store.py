@@ -845,6 +845,18 @@ class TestOddReplies:
             await store.aclose()
 
 
+def test_a_grant_of_a_window_is_known_for_a_week(redis_server: RedisServer) -> None:
+    """Redis keeps it for a week after its window, so that a late repetition gives nothing anew."""
+    prefix = redis_server.prefix()
+    with (
+        closing(RedisStore(redis_server.url, prefix=prefix)) as store,
+        redis_server.client() as client,
+    ):
+        store.grant("search:user_id:ada", 3, window=timedelta(hours=1))
+        [key] = client.scan_iter(f"*{prefix}*")
+        assert client.ttl(key) >= timedelta(days=7).total_seconds()
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 async def test_a_lost_answer_to_a_grant_is_logged(
     redis_server: RedisServer,

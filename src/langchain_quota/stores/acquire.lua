@@ -154,15 +154,17 @@ local function peek(key)
   return used, limit or -1, ends or -1, more
 end
 
+-- When a count is over, and when its key is: grants keep it for longer.
 local function expiry(key, ends, idle)
-  if ends >= 0 then return math.max(ends, now) + ask.grace end
-  return math.max(now + idle, kept_until[key] or 0)
+  local over = now + idle
+  if ends >= 0 then over = math.max(ends, now) + ask.grace end
+  return over, math.max(over, kept_until[key] or 0)
 end
 
 -- The last arguments are further fields, and their values.
 local function put(key, used, ends, idle, ...)
-  local expires = expiry(key, ends, idle)
-  if ends < 0 and kept_until[key] then redis.call('HSET', key, 'forgotten', now + idle) end
+  local over, expires = expiry(key, ends, idle)
+  if kept_until[key] then redis.call('HSET', key, 'forgotten', over) end
   redis.call('HSET', key, 'used', used, 'ends', ends, ...)
   redis.call('EXPIREAT', key, expires)
 end

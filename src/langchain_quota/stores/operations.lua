@@ -29,7 +29,10 @@ local function grant()
   granted(key, redis.call('HGET', key, 'granted'))
   -- A count that is there begins its idle time anew, as when it is charged.
   if used then put(key, used, window_end, idle) end
-  if not used then redis.call('EXPIREAT', key, expiry(key, window_end, 0)) end
+  if not used then
+    local _, expires = expiry(key, window_end, 0)
+    redis.call('EXPIREAT', key, expires)
+  end
   return {1, amount, ends, details}
 end
 
