@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, aclosing, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -273,13 +273,16 @@ def test_answered_while_the_store_is_down(
 async def test_kept_in_both_forms(form: Form, shared: Shared, signals: Signals) -> None:
     """The sync and the async form keep an answer while the store is down."""
     limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
-    async with aclosing(RedisStore(shared.server.url, prefix=shared.prefix, timeout=0.2)) as store:
+    made = RedisStore(shared.server.url, prefix=shared.prefix, timeout=0.2)
+    # Each form has connections of its own.
+    with closing(made) as store:
         quota = QuotaMiddleware[Any, Any]([limit], store=store, telemetry=signals.telemetry)
         scene = Scene(signals, [["search"] * 2, "done"], [quota], form=form)
         await scene.turn()
         with shared.down(), pytest.raises(QuotaStoreError, match=KEPT):
             await scene.resume(APPROVE)
         await scene.go_on()
+        await store.aclose()
     assert (scene.ran, shared.granted) == (["search"] * 2, [1])
 
 
