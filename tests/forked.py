@@ -248,6 +248,8 @@ def _attend(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
 def _become(order: dict[str, Any], standard: list[int]) -> NoReturn:
     """Be the process that was asked for, until its program ends."""
     signal.alarm(order["seconds"])
+    # Where the tests run in the background, a shell has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, given in enumerate(standard):
         os.dup2(given, descriptor)
         os.close(given)
