@@ -23,7 +23,7 @@ LAYERS = [
         *("_version", "arguments", "decision", "levels", "locks", "model_errors", "model_usage"),
         *("money", "monitoring"),
     },
-    {"admission", "errors", "quotas"},
+    {"admission", "errors", "quotas", "units"},
     {"limit_options"},
     {"budgets", "estimates", "prices", "repeats"},
     {"limits"},

@@ -19,7 +19,7 @@ from langchain_quota.stores import window_end
 from langchain_quota.stores.grants import Grant, in_window, unit_of
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
-from langchain_quota.telemetry.units import shown
+from langchain_quota.units import shown
 
 _HEADINGS = ("key", "granted", "until", "by", "reason", "id")
 

@@ -23,7 +23,7 @@ from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
-from langchain_quota.telemetry.units import shown
+from langchain_quota.units import shown
 
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
 _AT_ONCE = 500

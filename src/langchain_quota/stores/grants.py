@@ -15,7 +15,7 @@ from langchain_quota.money import Dollars
 from langchain_quota.stores import idle_time, window_end
 from langchain_quota.stores.confirming import confirming
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.telemetry.units import UNIT_LABELS, in_base_unit, shown
+from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""

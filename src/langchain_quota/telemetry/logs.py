@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from langchain_quota.decision import STORE, Answer, LimitStatus, Scope
 from langchain_quota.levels import Level
-from langchain_quota.telemetry.units import UNIT_LABELS, in_base_unit, shown
+from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
 

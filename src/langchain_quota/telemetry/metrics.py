@@ -20,7 +20,7 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import NONE, limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.telemetry.units import in_base_unit
+from langchain_quota.units import in_base_unit
 
 _REFUNDED = "refunded"
 CANCELLED = "cancelled"

@@ -14,7 +14,7 @@ from opentelemetry.util.types import AttributeValue
 from langchain_quota._version import __version__
 from langchain_quota.decision import STORE, Decision, Outcome, Unit
 from langchain_quota.telemetry.labels import described, label, limit_label
-from langchain_quota.telemetry.units import UNIT_LABELS, in_base_unit
+from langchain_quota.units import UNIT_LABELS, in_base_unit
 
 Spans = Literal["all", "refused", "off"]
 

@@ -10,7 +10,7 @@ from langchain_quota.telemetry.database import LEVELS, Parts, UsageDatabase
 from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.stores import fullest
-from langchain_quota.telemetry.units import in_base_unit
+from langchain_quota.units import in_base_unit
 
 Families = dict[MetricSpec, GaugeMetricFamily | CounterMetricFamily]
 Sample = tuple[MetricSpec, float]

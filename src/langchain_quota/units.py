@@ -1,4 +1,4 @@
-"""Amounts as telemetry shows them: calls, tokens and US dollars, Prometheus' base units."""
+"""Amounts as people and telemetry read them: calls, tokens and US dollars."""
 
 from langchain_quota.decision import Unit
 from langchain_quota.money import MICRODOLLARS, as_dollars
