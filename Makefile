@@ -15,7 +15,7 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 COMPOSE = $(DOCKER) compose --file docker/compose.yaml --env-file $(ENV_FILE)
 
 help: ## Show the targets.
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(VENV)/.demo ## Watch agents being held to their limits; ARGS="--seconds 60" passes arguments.
 	@$(BIN)/langchain-quota demo $(ARGS)
@@ -54,9 +54,12 @@ dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's ale
 bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
-picture: $(VENV)/.develop ## Draw the pictures of terminals anew: of the demo, and of top.
+picture: $(VENV)/.develop ## Draw the demo, top, a trace, an alert and the social card anew.
 	@$(BIN)/python -m tools.picture $(ARGS)
 	@$(BIN)/python -m tools.top_picture
+	@$(BIN)/python -m tools.trace_picture
+	@$(BIN)/python -m tools.alert_picture
+	@$(BIN)/python -m tools.social_card
 
 dashboard-pictures: $(VENV)/.develop ## Draw the dashboards for the docs, from half an hour of traffic; RENDER=program.
 	@$(BIN)/python -m tools.dashboard_pictures $(RENDER) $(ARGS)
@@ -78,8 +81,10 @@ test-matrix: ## Run unit and agent tests on every Python found, and oldest and n
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
 	@$(BIN)/python tools/upstream.py
 
-docs: $(VENV)/.docs ## Build the documentation into site/; a dead link or an unknown name fails.
+docs: $(VENV)/.docs ## Build the documentation into site/; a dead link, or a search that misleads, fails.
 	@$(MKDOCS) build --strict
+	@$(BIN)/python -m tools.search_docs
+	@$(BIN)/python -m tools.social_card --check site
 
 docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 while you write it.
 	@$(MKDOCS) serve $(ARGS)
@@ -114,12 +119,13 @@ $(VENV)/.python:
 		{ echo "Python 3.11 or newer is needed: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "Python's venv is needed: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
-	@echo "Making $(VENV) …"
+	@echo "Making $(VENV): some seconds …"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "Installing the demo into $(VENV): a minute or two, only once …"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[demo]'
 	@touch $@
 
@@ -139,5 +145,6 @@ $(VENV)/.dist: $(VENV)/.python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "Installing what tests and checks need into $(VENV): some minutes, only once …"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[demo]' --group test --group lint
 	@touch $@ $(VENV)/.demo

@@ -95,7 +95,7 @@ _DOLLARS = settings.DOLLARS
 MONEY = Budget("microdollars", "Money", 5, 22, _DOLLARS, _DOLLARS, settings.DECIMALS_OF_THREADS)
 TOKENS = Budget("tokens", "Tokens", 12, 23, COUNT, ROUNDED, 0)
 _ESTIMATED = 'usage="estimated"'
-_ONCE = "Of several limits over the same calls the one that counts most."
+_ONCE = "If several limits count the same runs, this is the one that counts most."
 
 
 def build() -> Dashboard:
@@ -144,7 +144,7 @@ def _first_look(board: Dashboard) -> None:
             Place(3, 6, 4),
             "Estimated usage",
             "The share of model runs whose tokens are estimated, because the provider reported "
-            "none, or because the run was cut off. The choice of Limit does not narrow it.",
+            "none, or because the run was cut off. The variable Limit does not narrow it.",
             share_of_estimates(),
             unit="percentunit",
             steps=[(None, OK), (settings.ESTIMATED_SHARE_WARNING, WARNING)],
@@ -154,8 +154,8 @@ def _first_look(board: Dashboard) -> None:
         stat(
             Place(4, 6, 4),
             "Calls without a price",
-            "Model calls in the chosen time that have no price: their money is not counted. The "
-            "choice of Limit does not narrow it.",
+            "Model calls in the chosen time that have no price: no limit counts their cost. The "
+            "variable Limit does not narrow it.",
             total("", select(UNKNOWN_PRICES, AGENT), RANGE, RANGE_SECONDS),
             unit=COUNT,
             steps=[(None, OK), (1, CRITICAL)],
@@ -196,9 +196,9 @@ def _spending(board: Dashboard, budget: Budget) -> None:
         table(
             Place(budget.first + 2, 12, 8),
             f"Limits {of}",
-            "How much each limit allows, to a run, a thread or a quota; from which share on it is "
-            "near; and whether its refusals are worth an alert. A limit that is computed call by "
-            "call is not listed.",
+            "How much a limit allows in a run, thread or quota. 'Near from' is the used share from "
+            "which the limit is near. 'Alerts' is no for a limit with alert=False or "
+            "enforce=False. Limits that a function computes are not listed.",
             [
                 text("Agent", "agent", 120),
                 text("Limit", "limit", 120),
@@ -230,9 +230,9 @@ def _spending(board: Dashboard, budget: Budget) -> None:
     board.with_panel(
         table(
             Place(budget.first + 3, 24, 8),
-            f"Threads that spend most {of}",
-            f"Which conversations spent most in the chosen time. {_ONCE} Only conversations with "
-            "series of their own are listed. Click one for more, or for its traces.",
+            f"Threads that spend the most {budget.name.lower()}",
+            f"Which conversations spent most in the chosen time. {_ONCE} The table lists only "
+            "conversations with series. Click one to see more, or to see its traces.",
             [
                 text("Thread", "thread_id", 290, links=LINKS),
                 text("Agent", "agent", 140),
@@ -254,9 +254,9 @@ def _left(board: Dashboard, budget: Budget) -> None:
         table(
             Place(budget.first + 4, 24, 8),
             f"Threads about to run out {of}",
-            "Which conversation has how much of its limit left: the fullest with something left on "
-            f"top, the exhausted ones last; {settings.TOP} at most. 'Time to exhaustion' goes on "
-            f"with the pace of the last {settings.PACE_WINDOW}.",
+            "How much of their limits conversations have left. The nearest to a limit is on top, "
+            f"and exhausted ones are last. The table has at most {settings.TOP} rows. 'Time to "
+            f"exhaustion' uses the pace of the last {settings.PACE_WINDOW}.",
             [
                 text("Thread", "thread_id", 285, links=LINKS),
                 text("Agent", "agent", 110),
@@ -276,9 +276,9 @@ def _left(board: Dashboard, budget: Budget) -> None:
         table(
             Place(budget.first + 5, 24, 6),
             f"Shared quotas {of}",
-            "How much is used of the quotas that an agent has, or that all share, and when they "
-            f"are used up at the pace of the last {settings.PACE_WINDOW}. 'Resets' is empty for a "
-            "quota without a time window.",
+            "How much is used of quotas per agent and of global quotas, and when nothing is left "
+            f"at the pace of the last {settings.PACE_WINDOW}. 'Resets' is empty if a quota has no "
+            "time window.",
             [
                 text("Quota", "scope", 110),
                 text("Agent", "agent", 140),
@@ -294,8 +294,8 @@ def _left(board: Dashboard, budget: Budget) -> None:
         bars(
             Place(budget.granted, 24, 6),
             f"{budget.name} granted",
-            "How much was granted on top of limits, when a call was first judged with it. Each "
-            "limit over the count that was raised counts for itself.",
+            "How much was granted on top of limits. A grant shows when the first call is judged "
+            "with it. If a grant raises several limits, each of them counts it.",
             [Query(grown("limit, scope", granted), "{{limit}} ({{scope}})")],
         )
         .unit(budget.rounded)
@@ -305,9 +305,9 @@ def _left(board: Dashboard, budget: Budget) -> None:
     board.with_panel(
         table(
             Place(budget.first + 6, 24, 8),
-            f"Subjects that have used most {of}",
-            "Which users, tenants or other subjects have used most of their quotas, the dearest on "
-            "top. Nobody is listed by default: name the quotas in Telemetry(subject_label=…).",
+            f"Subjects that have used the most {budget.name.lower()}",
+            "Which users, tenants or other subjects have used most, with the highest amount on "
+            "top. The table is empty unless Telemetry(subject_label=…) names the quotas.",
             [
                 text("Subject", "subject", 180),
                 text("Quota", "scope", 100),
@@ -332,8 +332,8 @@ def _usage(board: Dashboard) -> None:
         timeseries(
             Place(20, 12, 8),
             "Estimated usage by model",
-            "The share of model runs whose tokens are estimated. If it is all of a model's, its "
-            "provider reports none: ChatOpenAI with a base_url needs stream_usage=True.",
+            "The share of model runs whose tokens are estimated. 100%: the model's provider "
+            "reports no tokens. For instance, ChatOpenAI with a base_url needs stream_usage=True.",
             [
                 Query(
                     share("agent, model", select(MODEL_RUNS, AGENT, _ESTIMATED), runs),
@@ -347,8 +347,8 @@ def _usage(board: Dashboard) -> None:
         bars(
             Place(21, 12, 8),
             "Calls without a price by model",
-            "Model calls that have no price, so that their money is not counted. The bars add up "
-            "to what was counted.",
+            "Model calls that have no price, so no limit counts their cost. The bars add up to "
+            "what was counted.",
             [Query(grown("agent, model", select(UNKNOWN_PRICES, AGENT)), "{{agent}}: {{model}}")],
         ).no_value("Every model has a price.")
     )

@@ -87,7 +87,7 @@ def build() -> Dashboard:
     board = new_dashboard(
         settings.OVERVIEW_UID,
         settings.OVERVIEW_TITLE,
-        "What is wrong, who is refused, who is about to run out, and how the limits themselves do.",
+        "What is wrong, who is refused, who is about to run out, and whether the limits work.",
     )
     limit = several("limit", "Limit", label_values(select(DECISIONS, AGENT), "limit"))
     board.variables(
@@ -135,9 +135,8 @@ def _first_look(board: Dashboard) -> None:
         table(
             Place(24, 24, 8),
             "Alerts that fire",
-            "The alerts of langchain-quota that Prometheus holds to be firing, of the chosen jobs; "
-            "the newest on top. "
-            "Click an alert for its runbook.",
+            "The alerts of langchain-quota that fire for the chosen jobs, the newest on top. "
+            "Click an alert to open its runbook.",
             [
                 text("Alert", "alertname", 330, links=[runbook]),
                 text("Severity", "severity", 90),
@@ -171,9 +170,9 @@ def _first_look(board: Dashboard) -> None:
         stat(
             Place(2, 6, 4),
             "Refused share",
-            "Of the calls that the chosen limits judged in the chosen time, the share that they "
-            "refused. Limits that do not alert are left out: they are meant to be hit, or on "
-            f"trial. No data: no call was judged. {twice}",
+            "The share of the judged calls that the chosen limits refused in the chosen time. The "
+            "panel leaves out limits with alert=False and limits on trial (enforce=False). No "
+            f"data: no call was judged. {twice}",
             f"{refused_of} / ({all_of} > 0)",
             unit="percentunit",
             steps=[
@@ -186,9 +185,9 @@ def _first_look(board: Dashboard) -> None:
     threads = stat(
         Place(27, 6, 4),
         "Threads at their limits",
-        "Conversations that are near a limit with calls left, and those that have used one up: "
-        "their next call is refused. Each counts once, for the worst of its limits. Those "
-        "without series of their own are counted by each process, for all limits.",
+        "How many conversations (threads) are near a limit, and how many have used one up: the "
+        "limit refuses their next call. A conversation counts once, for its most used limit. "
+        "Conversations without series count once in every process, whatever Limit is chosen.",
         threads_by_state(),
         unit=COUNT,
         steps=[(None, OK)],
@@ -202,9 +201,9 @@ def _first_look(board: Dashboard) -> None:
         stat(
             Place(5, 6, 4),
             "Threads hidden",
-            "Conversations that are counted but not listed one by one: a process lists at most "
-            "max_exported_threads, those near a limit first. The choice of Agent and Limit does "
-            "not narrow it.",
+            "How many conversations have no series, so that no table lists them. A process lists "
+            "at most max_exported_threads, and those near a limit first. The variables Agent and "
+            "Limit do not narrow this number.",
             f"sum({select(HIDDEN)})",
             unit=COUNT,
             steps=[(None, NEUTRAL)],
@@ -221,11 +220,11 @@ def _refused(board: Dashboard) -> None:
         table(
             Place(23, 24, 9),
             "Refused now",
-            "Which conversations were refused in the chosen time, and by which limit, those of "
-            "runs and shared quotas included; the latest refusal on top. 'Refused since' says when "
-            "the refusals of the process that judged last began, without a pause of ten minutes. "
-            "It is empty if that process refused nothing, or is gone. Click a thread for more, or "
-            "for its traces.",
+            "Which conversations were refused in the chosen time, and by which limit, with the "
+            "latest refusal on top. Run limits and shared quotas are included. 'Refused since' "
+            "says when the refusals began, without a pause of ten minutes. It is empty if the "
+            "process that judged last refused nothing, or is gone. Click a thread to see more, or "
+            "to see its traces.",
             [
                 text("Thread", "thread_id", 290, links=LINKS),
                 text("Agent", "agent", 140),
@@ -239,7 +238,7 @@ def _refused(board: Dashboard) -> None:
                 Column(TRACED, TRACED, {"custom.hidden": True}),
             ],
             sort_by=f"{latest} * 1000",
-            no_value="No thread with series of its own was refused.",
+            no_value="No thread with series was refused.",
         )
     )
 
@@ -250,11 +249,11 @@ def _about_to_run_out(board: Dashboard) -> None:
         table(
             Place(6, 24, 10),
             "Threads about to run out",
-            "Which conversation has how much of its limit left: the fullest with calls left on "
-            f"top, the exhausted ones last; {settings.TOP} at most. 'Time to exhaustion' goes on "
-            f"with the pace of the last {settings.PACE_WINDOW}; it is empty for a thread that used "
-            f"no call in the last {settings.ACTIVE_WINDOW}. Limits of tokens and money have a "
-            "dashboard of their own. Click a thread for more, or for its traces.",
+            "How much of their limits conversations have left. The nearest to a limit is on top, "
+            f"and exhausted ones are last. The table has at most {settings.TOP} rows. 'Time to "
+            f"exhaustion' uses the pace of the last {settings.PACE_WINDOW}. It is empty if a "
+            f"thread used no call in the last {settings.ACTIVE_WINDOW}. Another dashboard has the "
+            "limits of tokens and money. Click a thread to see more, or to see its traces.",
             [
                 text("Thread", "thread_id", 285, links=LINKS),
                 text("Agent", "agent", 120),
@@ -278,11 +277,9 @@ def _shared_quotas(board: Dashboard) -> None:
         table(
             Place(25, 24, 6),
             "Shared quotas",
-            "How many calls are used of the quotas that an agent has, or that all share, and when "
-            "they are used up at the pace of the last "
-            + settings.PACE_WINDOW
-            + ". 'Resets' is empty "
-            "for a quota without a time window.",
+            "How much is used of quotas per agent and of global quotas, and when nothing is left "
+            f"at the pace of the last {settings.PACE_WINDOW}. 'Resets' is empty if a quota has no "
+            "time window.",
             [
                 text("Quota", "scope", 110),
                 text("Agent", "agent", 140),
@@ -298,9 +295,9 @@ def _shared_quotas(board: Dashboard) -> None:
         table(
             Place(26, 24, 8),
             "Top subjects of shared quotas",
-            "Which users, tenants or other subjects have how many calls of their quota left, the "
-            "fullest with calls left on top. Nobody is listed by default: name the quotas in "
-            "Telemetry(subject_label=…).",
+            "How many calls of their quota users, tenants or other subjects have left. The nearest "
+            "to the limit is on top. The table is empty unless Telemetry(subject_label=…) names "
+            "the quotas.",
             [
                 text("Subject", "subject", 180),
                 text("Quota", "scope", 100),
@@ -322,9 +319,9 @@ def _limits(board: Dashboard) -> None:
         bars(
             Place(9, 12, 8),
             "Refusals by limit and scope",
-            "How many calls each limit refused, or would have refused if it were more than a "
-            "trial, and by which of its thresholds. The bars add up to the refusals that were "
-            "counted.",
+            "How many calls a limit refused, and at which threshold. A limit on trial "
+            "(enforce=False) shows what it would have refused: would_block. The bars add up to "
+            "the counted refusals.",
             [
                 Query(
                     grown("limit, scope, decision", refusals),
@@ -338,8 +335,8 @@ def _limits(board: Dashboard) -> None:
         bars(
             Place(10, 12, 8),
             "Near and exhausted",
-            "How often a count came near its limit, and how often a call used a limit up; for the "
-            "limits of runs too. The bars add up to what was counted.",
+            "How often a count came near its limit, and how often a call used up a limit. Run "
+            "limits are included. The bars add up to what was counted.",
             [
                 Query(
                     grown("limit, scope", select(metric, AGENT, LIMIT)),
@@ -353,8 +350,8 @@ def _limits(board: Dashboard) -> None:
         timeseries(
             Place(11, 12, 8),
             "Subjects by state",
-            "How many threads, users and other subjects of quotas have room, are near a limit, or "
-            "have used it up. Each limit counts for itself, and each process that knows a subject.",
+            "How many threads, users and other subjects are ok, near a limit or exhausted. A "
+            "subject counts once for every limit, and once in every process that served it.",
             [
                 Query(
                     f"sum by (scope, state) ({_subjects(name)}) > 0",
@@ -374,8 +371,7 @@ def _limits(board: Dashboard) -> None:
         timeseries(
             Place(12, 12, 8),
             "Charged to each limit",
-            "Calls per minute that each limit was charged with, less the charges that were taken "
-            "back.",
+            "Calls per minute that a limit counted. Charges that were taken back are subtracted.",
             [Query(f"({allowed} - {refunded}) != 0", "{{limit}}")],
             unit="cpm",
         )
@@ -384,8 +380,8 @@ def _limits(board: Dashboard) -> None:
         timeseries(
             Place(28, 12, 8),
             "Runs that a limit ended",
-            "Of the runs that began, the share that a limit ended instead of the agent. No data: "
-            "no run began.",
+            "The share of the runs that a limit ended before the agent was done. No data: no run "
+            "began.",
             [
                 Query(
                     share(
@@ -404,9 +400,9 @@ def _limits(board: Dashboard) -> None:
         table(
             Place(13, 12, 8),
             "Configured limits",
-            "How many calls each limit allows, to a run, a thread or a quota; from which share on "
-            "it is near; and whether its refusals are worth an alert: not if it is meant to be "
-            "hit, or on trial. A limit that is computed call by call is not listed.",
+            "How many calls a limit allows in a run, thread or quota. 'Near from' is the used "
+            "share from which the limit is near. 'Alerts' is no for a limit with alert=False or "
+            "enforce=False. Limits that a function computes are not listed.",
             [
                 text("Agent", "agent", 120),
                 text("Limit", "limit", 120),
@@ -430,8 +426,8 @@ def _limits(board: Dashboard) -> None:
         timeseries(
             Place(33, 24, 7),
             "Waits of tool calls",
-            "Limits with at_once: how long tool calls wait, because as many run as may at the same "
-            "time. 0: they do not wait. blocked: they have waited in vain. No data: no tool with "
+            "How long tool calls wait for other calls to end, under limits with at_once. 0: they "
+            "do not wait. blocked: they waited, and were then refused. No data: no tool with "
             "such a limit is called.",
             [
                 Query(
@@ -448,8 +444,8 @@ def _limits(board: Dashboard) -> None:
         bars(
             Place(34, 12, 7),
             "Calls granted",
-            "How many calls were granted on top of limits, when a call was first judged with "
-            "them. Each limit over the count that was raised counts for itself.",
+            "How many calls were granted on top of limits. A grant shows when the first call is "
+            "judged with it. If a grant raises several limits, each of them counts it.",
             [Query(grown("limit, scope", select(GRANTED, AGENT, LIMIT)), "{{limit}} ({{scope}})")],
         ).no_value("Nothing was granted.")
     )
@@ -458,8 +454,8 @@ def _limits(board: Dashboard) -> None:
             Place(35, 12, 7),
             "Questions and answers",
             "How often limits with exit_behavior='ask' asked a person whether a run may go on "
-            "(dots), and what was answered (bars). Each limit of a question counts for itself. "
-            "Fewer answers than questions: runs wait for a person.",
+            "(dots), and the answers (bars). A question about several limits counts once for each "
+            "of them. Fewer answers than questions: runs wait for a person.",
             [
                 Query(grown("answer", select(ANSWERS, AGENT, LIMIT)), "{{answer}}", colours=_SAID),
                 Query(
@@ -483,9 +479,9 @@ def _agents(board: Dashboard) -> None:
         timeseries(
             Place(8, 12, 8),
             "Calls by decision",
-            "Judged calls per minute, each counted once: allowed, blocked, skipped (not run, "
-            "because its batch was stopped), would_block (a limit on trial refuses it; it ran). A "
-            "dot leads to the trace of one call.",
+            "Judged calls per minute. blocked: refused. skipped: not run, because another call of "
+            "the batch stopped the batch. would_block: run, but a limit on trial would refuse it. "
+            "Click a dot to open the trace of a call.",
             [
                 Query(
                     f"{per_minute('decision', calls)} > 0",
@@ -501,9 +497,9 @@ def _agents(board: Dashboard) -> None:
         timeseries(
             Place(29, 12, 8),
             "Does the model listen?",
-            "Of all refusals, the share in runs that were refused a call before: a model that does "
-            "not listen asks again. Of all calls of the model, the share after a refusal: what "
-            "the runs still cost.",
+            "Refused again: the share of refusals that come after another refusal in the same "
+            "run. It is high if the model tries again. Model calls after a refusal: the share of "
+            "model calls that come after a refusal. They are what such runs still cost.",
             [
                 Query(
                     share("", *(select(each, AGENT, _BLOCKED) for each in (AFTER_REFUSAL, CALLS))),
@@ -523,9 +519,9 @@ def _agents(board: Dashboard) -> None:
         bars(
             Place(32, 24, 7),
             "Calls that no limit judged",
-            "Which agents in limited runs have no limits? Their model and tool calls, and those "
-            "that tools make directly. The choice of Agent and Limit does not narrow it. The bars "
-            "add up to what was counted.",
+            "Model and tool calls that no limit judged, in runs with limits: calls of agents "
+            "without limits, and calls that tools make directly. The variables Agent and Limit "
+            "do not narrow this panel. The bars add up to what was counted.",
             [Query(grown("agent, kind, tool", select(UNJUDGED)), "{{agent}}: {{kind}} {{tool}}")],
         ).no_value("None, or they are not counted: see Telemetry(count_unjudged_calls=…).")
     )
@@ -537,8 +533,8 @@ def _processes(board: Dashboard) -> None:
         bars(
             Place(15, 8, 7),
             "Errors",
-            "What failed in telemetry, observers, stores or computed limits. The bars add up to "
-            "what was counted.",
+            "How often telemetry, observers, stores or functions that compute limits failed. The "
+            "bars add up to what was counted.",
             [
                 Query(
                     grown("component, error_type", select(ERRORS)),
@@ -566,8 +562,9 @@ def _processes(board: Dashboard) -> None:
         bars(
             Place(17, 8, 7),
             "Decisions without the store",
-            "Calls that were let through (allow) or refused (deny) because the shared store did "
-            "not answer. The bars add up to what was counted.",
+            "Calls that were judged without the shared store, because it did not answer. allow: "
+            "they ran, if no other limit refused them. deny: they were refused. The bars add up "
+            "to what was counted.",
             [Query(grown("agent, action", select(FALLBACKS)), "{{agent}} {{action}}")],
         ).no_value("The store never failed, or none is used.")
     )
@@ -599,8 +596,8 @@ def _processes(board: Dashboard) -> None:
         timeseries(
             Place(20, 8, 7),
             "Threads without series",
-            "Tracked conversations that are not listed one by one. Near ones among them: raise "
-            "max_exported_threads.",
+            "How many conversations have no series, so that no table lists them. If some of them "
+            "are near a limit, raise max_exported_threads.",
             [Query(f"sum by (state) ({select(HIDDEN)}) > 0", "{{state}}", colours=settings.STATES)],
             unit=COUNT,
         )
@@ -611,8 +608,8 @@ def _processes(board: Dashboard) -> None:
         timeseries(
             Place(22, 8, 7),
             "Stores in memory",
-            "The share of a store in memory that is taken by counts which make no room for others. "
-            "At 100% calls that need another count are decided without it. No data: none is used.",
+            "How full a store in memory is with counts that cannot be dropped. At 100%, calls that "
+            "need a new count are decided without the store. No data: no such store is used.",
             [Query(store_share(), "{{job}} {{instance}}")],
             unit="percentunit",
         ).max(1)
@@ -621,8 +618,8 @@ def _processes(board: Dashboard) -> None:
         timeseries(
             Place(30, 8, 7),
             "Time to judge",
-            "How long it takes to judge the calls of a step, with counts in the agent's state and "
-            "with counts in the shared store.",
+            "How long it takes to judge the calls of a step, with counts in the agent's state "
+            "(state) and in a store (store).",
             [
                 Query(
                     f"{quantile(level, DECISION, 'counts')} > 0",
@@ -637,9 +634,9 @@ def _processes(board: Dashboard) -> None:
         table(
             Place(21, 8, 7),
             "Processes",
-            "The processes that had metrics of langchain-quota within the last hour, with its "
-            "version, and whether they have them now. Lost: Prometheus still tries to scrape them. "
-            "Gone: it does not.",
+            "The processes that had metrics of langchain-quota within the last hour. yes: a "
+            "process has metrics now. lost: it has none, but Prometheus still tries to scrape "
+            "it. gone: Prometheus no longer tries.",
             [
                 text("Job", "job", 100),
                 text("Instance", "instance", 160),

@@ -91,7 +91,7 @@ def _stats(board: Dashboard) -> None:
         stat(
             Place(12, 3, 4),
             "State",
-            "How the limit stands of which most is used: ok, near, or exhausted.",
+            "The state of the most used limit: ok, near or exhausted.",
             worst,
             unit=COUNT,
             steps=[(None, NEUTRAL)],
@@ -101,7 +101,7 @@ def _stats(board: Dashboard) -> None:
         stat(
             Place(1, 3, 4),
             "Utilization",
-            "The used share of the limit that is used most.",
+            "The used share of the most used limit.",
             f"max({in_any_unit(lambda use: use.freshest(use.share), THREAD)})",
             unit="percentunit",
             steps=[(None, NEUTRAL)],
@@ -111,8 +111,8 @@ def _stats(board: Dashboard) -> None:
         stat(
             Place(2, 3, 4),
             "Calls left",
-            "How many calls the limit with the fewest calls left still allows. No data: no limit "
-            "of the thread counts calls.",
+            "How many calls are left of the limit with the fewest calls left. No data: no limit of "
+            "the thread counts calls.",
             f"min({_USE.freshest(_USE.remaining)})",
             unit=COUNT,
             steps=[(None, NEUTRAL), (0, CRITICAL), (1, NEUTRAL)],
@@ -122,9 +122,9 @@ def _stats(board: Dashboard) -> None:
         stat(
             Place(3, 3, 4),
             "Runs out in",
-            "When the first limit is used up, if the thread goes on with the pace of the last "
-            f"{settings.PACE_WINDOW}. Empty: it used no call in the last "
-            f"{settings.ACTIVE_WINDOW}, or has used its limits up.",
+            "How long until the first limit is used up, at the pace of the last "
+            f"{settings.PACE_WINDOW}. Empty: the thread used no call in the last "
+            f"{settings.ACTIVE_WINDOW}, or has used up its limits.",
             f"min({in_any_unit(lambda use: use.freshest(use.seconds_left), THREAD)})",
             unit="s",
             steps=TIME_LEFT,
@@ -147,7 +147,7 @@ def _stats(board: Dashboard) -> None:
         stat(
             Place(10, 3, 4),
             "Refused since",
-            "When the latest refusals of the thread began, without a pause of ten minutes. Empty: "
+            "When the thread's latest refusals began, without a pause of ten minutes. Empty: "
             "nothing was refused.",
             f"min({refused_since(THREAD)}) * 1000",
             unit="dateTimeFromNow",
@@ -159,7 +159,8 @@ def _stats(board: Dashboard) -> None:
         stat(
             Place(11, 3, 4),
             "Resets",
-            "When the first window of its limits ends. Empty: they have no time window.",
+            "When the first time window of the thread's limits ends. Empty: they have no time "
+            "window.",
             f"min({_USE.freshest(_USE.resets)})",
             unit="dateTimeFromNow",
             steps=[(None, NEUTRAL)],
@@ -190,7 +191,7 @@ def _budgets(board: Dashboard) -> None:
             stat(
                 Place(number, 6, 4),
                 f"{what} left",
-                f"What is left of the thread's smallest budget of {what.lower()}.",
+                f"How much is left of the limit of {what.lower()} that has least left.",
                 f"min({use.freshest(use.remaining)})",
                 unit=dashboard_unit,
                 steps=[(None, NEUTRAL)],
@@ -203,8 +204,8 @@ def _budgets(board: Dashboard) -> None:
             stat(
                 Place(number + 1, 6, 4),
                 f"{what} spent",
-                f"{what} that model runs of the thread spent in the chosen time. Of several limits "
-                "that count the same, the one that counts most.",
+                f"{what} that model runs of the thread spent in the chosen time. If several limits "
+                "count the same runs, this is the one that counts most.",
                 f"sum(max by (job, instance, agent) ({total(by, spent, RANGE, RANGE_SECONDS)}))",
                 unit=dashboard_unit,
                 steps=[(None, NEUTRAL)],
@@ -239,10 +240,10 @@ def _use(board: Dashboard) -> None:
         timeseries(
             Place(6, 24, 10),
             "Used against limit: $limit",
-            "What the thread has used, and what it may use: calls, tokens or dollars, as the limit "
-            "counts. The orange line is where it "
-            f"will be {settings.PREDICTED_TEXT} later if it goes on with the pace of the last "
-            f"{settings.PACE_WINDOW}: where it is at the limit, the thread runs out before.",
+            "What the thread has used, and what it may use, in the limit's unit: calls, tokens or "
+            "dollars. The orange line is what the thread will have used "
+            f"{settings.PREDICTED_TEXT} later, at the pace of the last {settings.PACE_WINDOW}. If "
+            "it reaches the limit, nothing is left by then.",
             [*_used("calls", COUNT), *_used("tokens", COUNT), *_used("microdollars", DOLLARS)],
             unit=COUNT,
         )
@@ -258,8 +259,8 @@ def _refusals(board: Dashboard) -> None:
         bars(
             Place(8, 24, 7),
             "Refusals",
-            "How many calls of the thread each limit refused. The bars add up to the refusals that "
-            "were counted.",
+            "How many calls of the thread a limit refused. The bars add up to the counted "
+            "refusals.",
             [Query(grown("agent, limit", _REFUSALS), "{{limit}} ({{agent}})")],
         ).no_value("Nothing was refused.")
     )
@@ -267,8 +268,8 @@ def _refusals(board: Dashboard) -> None:
         traces(
             Place(9, 24, 10),
             "Refused calls in traces",
-            "Calls of the thread that were refused or not run: which limit, at which of its "
-            "thresholds, and how much was used. A thread whose id has a backtick cannot be shown.",
+            "Calls of the thread that were refused or skipped: by which limit, at which threshold, "
+            "and how much was used. The panel cannot show a thread whose id has a backtick.",
             spans("${thread:raw}", refused=True),
         )
     )

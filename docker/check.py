@@ -17,7 +17,7 @@ BLOCKED = re.compile(r'^langchain_quota_calls_total\{.*decision="blocked".*\} (\
 
 
 def main(url: str, token: str) -> None:
-    """Ask, be refused, and find the refusal in the metrics."""
+    """Ask a question that is refused, and find the refusal in the metrics."""
     thread = f"{url}/threads/check-{uuid4()}/messages"
     status, answer = _get(thread, {"text": "books", "user_id": "check"})
     _expect(status == 200 and json.loads(answer)["refusals"] == [], "a question", answer)

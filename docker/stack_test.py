@@ -1,4 +1,4 @@
-"""Run the whole stack, in every way in which it has to come up, and in those in which it cannot.
+"""Run the whole stack: every way in which it must start, and every way in which it cannot.
 
 It takes a Docker engine with Compose, about ten minutes and free ports of its own. The stack is
 started from a copy of the checkout, under another project's name: a stack of yours that runs, its
@@ -56,7 +56,7 @@ class Failed(Exception):  # noqa: N818 - it ends the test, with what is wrong
 
 
 def expect(fulfilled: object, what: str) -> None:
-    """Say what holds, or end with what does not."""
+    """Print what is as it should be, or end with what is not."""
     if not fulfilled:
         raise Failed(what)
     print(f"ok: {what}", flush=True)
@@ -247,14 +247,14 @@ def blocks_and_alerts(urls: Mapping[str, str]) -> None:
 
 
 def recovers(urls: Mapping[str, str]) -> None:
-    """After a crash `make up` mends what has crashed."""
+    """After a crash `make up` starts the crashed services again."""
     # Alertmanager, because the webhook lives in its network; Redis, because the agents need it.
     compose("kill", "agent-1", "redis", "alertmanager")
     comes_up(urls)
 
 
 def keeps_counts(urls: Mapping[str, str], volumes: set[str]) -> None:
-    """What a thread has used outlives `make down`, and nothing does that has no name."""
+    """What a thread has used outlives `make down`; volumes without a name do not."""
     usage = f"{urls['AGENT_2_PORT']}/threads/mine/usage"
     before = json.loads(ask(usage)[1])["thread"]
     make("down")
@@ -280,7 +280,7 @@ def says_why(what: str, good: str, wrong: Mapping[str, str], *said: str) -> None
 
 
 def reports(good: str) -> None:
-    """Every way in which it cannot come up has its sentence."""
+    """For every way in which the stack cannot start, one sentence says why."""
     setting = "A setting in docker/.env is wrong"
     says_why("no secret", good, {"METRICS_TOKEN": ""}, "METRICS_TOKEN", setting)
     says_why(

@@ -11,7 +11,7 @@ if ! "$docker" info >/dev/null 2>&1; then
     exit 0
 fi
 
-# The Dockerfile mounts a secret: older engines have to be told to use what can do that.
+# The Dockerfile mounts a secret: older engines need this setting for it.
 DOCKER_BUILDKIT=1 "$docker" build "$@" --file docker/agent/Dockerfile --tag "$image" \
     ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"} .
 

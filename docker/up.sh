@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Starts the stack: up.sh <settings>. Ends with 0 when all of it runs, with 1 and a report if not.
 #
-# `docker compose up --wait` is not used. What it makes of a service without a health check, of one
-# that ends by itself and of one that crashes again and again depends on Compose's version.
+# `docker compose up --wait` is not used. Its behaviour depends on Compose's version if a service has
+# no health check, ends by itself or crashes again and again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 settings=$1
@@ -50,13 +50,13 @@ look() {
     done < <(containers)
 }
 
-# One sentence on what to do, by what Compose and the broken services say: remedy <text>
+# One sentence on what to do, from the output of Compose and of the broken services: remedy <text>
 remedy() {
     local port name
     port=$(grep -iE 'already allocated|already in use|not available' <<<"$1" |
         grep -oE '127\.0\.0\.1:[0-9]+' | head -n 1 | cut -d: -f2 || true)
     if [[ -n $port ]]; then
-        # What the settings leave out has the example's value.
+        # A setting that is left out has the example's value.
         name=$(grep -hoE "^[A-Z0-9_]+_PORT=[\"']?$port\b" "$settings" docker/.env.example | head -n 1 | cut -d= -f1 || true)
         echo "Port $port is in use: choose another one for ${name:-it} in $settings, or stop what uses it."
     elif grep -q 'password authentication failed' <<<"$1"; then
@@ -111,12 +111,12 @@ BANNER
 broken='' waiting='' before=''
 "${compose[@]}" config --quiet 2>"$log" || fail "$(<"$log")"
 
-# What is mounted has to be readable for the containers' users, also in a clone made under umask 077.
+# The containers' users must be able to read mounted files, also in a clone made under umask 077.
 "${compose[@]}" config | sed -nE 's/^ +source: (\/.*)$/\1/p' | sort -u | while read -r path; do
     find "$path" \( -type d ! -perm -005 -o ! -type d ! -perm -004 \) -exec chmod a+rX {} +
 done
 
-# What has crashed starts afresh. Compose then makes the webhook anew with Alertmanager's network.
+# Crashed services start anew. Compose then makes the webhook anew with Alertmanager's network.
 look
 crashed=$(cut -d' ' -f1 <<<"$broken" | sed '/^load$/d')
 # shellcheck disable=SC2086 # one word for every service
@@ -143,7 +143,8 @@ while ((SECONDS < end)); do
     ! kill -0 "$starting" 2>/dev/null || continue
     if ! wait "$starting"; then
         said=$(grep -vE '^ *(Container|Network|Volume) ' "$log" || true)
-        # Compose gives up at the first crash of what others wait for. It may recover, or be in a loop.
+        # Compose gives up at the first crash of a service that others wait for. The service may
+        # recover, or be in a loop.
         if [[ $said != *"dependency failed to start"* ]]; then look; fail "$said"; fi
         start
     elif [[ -z $waiting ]] && { [[ -z $restarted ]] || ((SECONDS - since >= quiet)); }; then

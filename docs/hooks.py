@@ -1,21 +1,28 @@
-"""The site's hooks: mermaid is drawn when the site is built, and readers load no script for it."""  # noqa: INP001 - mkdocs loads it by its path
+"""The site's hook: guides are found first."""  # noqa: INP001 - mkdocs loads it by its path
 
 from typing import Any
 
-import mermaidx  # type: ignore[import-untyped]  # it has none
-from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.pages import Page
+
+BOOSTS = {
+    **dict.fromkeys(("reference/", "runbooks/", "changelog", "benchmarks", "troubleshooting"), 0.2),
+    "stack": 0.2,
+    "concepts": 3,
+    "alerts": 2,
+    "dashboards": 2,
+    "cost": 3,
+    "quickstart": 2,
+    "how-to/tenants": 2,
+    "how-to/stop-loops": 2,
+    "coding-assistants": 0.5,
+    "migrating": 0.5,
+}
+"""How much a page counts in the search, where it is not 1. Guides come before references."""
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give the blocks called mermaid to `picture`."""
-    fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
-    fences["custom_fences"] = [{"name": "mermaid", "class": "mermaid", "format": picture}]
-    return config
-
-
-def picture(source: str, *_: Any, **__: Any) -> str:
-    """The picture that a mermaid block describes, as SVG within the page."""
-    svg = mermaidx.render(source, theme="neutral", config={"htmlLabels": False}).svg()
-    # Its colours are made for a white page.
-    style = "background: white; padding: 1em; width: 100%"
-    return f'<figure data-search-exclude style="{style}">{svg}</figure>'
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Tell the search how much a page counts: on the page itself, GitHub would show it."""
+    for begins, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(begins):
+            page.meta["search"] = {"boost": boost}
+    return markdown

@@ -1,4 +1,4 @@
-"""Counting the calls that a function makes: its work, told without a clock."""
+"""Counts the calls that a function makes, to measure its work without a clock."""
 
 import gc
 import sys

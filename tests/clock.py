@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Clock:
-    """A clock that stands until it is set."""
+    """A clock that does not move until it is set."""
 
     now: float = 1000.0
 

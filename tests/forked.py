@@ -222,7 +222,7 @@ def _fork_for_each(orders: socket.socket, imported: Sequence[str]) -> None:
 
 
 def _forget(_signal: int, _frame: FrameType | None) -> None:
-    """Those that attend to a program have told all there is to know."""
+    """Reap the processes that have attended to a program, and have ended."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -75,7 +75,7 @@ def main() -> None:
             traffic, Path(directory, "servers"), speed=1, scrape_interval=f"{SCRAPE}s"
         ) as watch,
     ):
-        # In the last part a prompt loops, and an alert tells of it.
+        # In the last part a prompt loops, and an alert fires.
         traffic.events[seconds * 0.7] = lambda: traffic.loop(seconds * 0.25)
         traffic.begin()
         traffic.wait()

@@ -1,7 +1,7 @@
-"""Check what is in dist/, then do with it, away from the checkout, all that the README shows.
+"""Check the files in dist/, then do everything with them that the README shows, in another place.
 
-Every shell block of the README runs as it stands there: what is before `git clone` with the wheel,
-what follows in a clone of this checkout.
+Every shell block of the README runs unchanged: the blocks before `git clone` with the wheel, the
+later ones in a clone of this checkout.
 
 Needs the sdist and the wheel in dist/ (`make dist` builds them), pip, git and make. Exit status 1
 if something is wrong.
@@ -33,13 +33,15 @@ ADDED = {
     # The default port may be taken here, and the traffic need not be long.
     "langchain-quota demo": " --port 0 --seconds 3",
     "make demo": ' ARGS="--port 0 --seconds 1"',
+    # CI runs them all.
+    "make test": ' ARGS="tests/unit/test_names.py"',
 }
 """What is added to lines of the README, and why."""
 
 EXPECTED = {
-    "langchain-quota --version": r"^langchain-quota \d",
-    "langchain-quota demo": r"langchain_quota_calls_total\{(?s:.)*^scrape http://127\.0\.0\.1:\d+/",
-    "make demo": r"^scrape http://127\.0\.0\.1:\d+/metrics",
+    "langchain-quota demo": r"langchain_quota_calls_total\{(?s:.)*; none ran\.$",
+    "make demo": r"^Installing the demo(?s:.)* \.venv/bin/langchain-quota top$",
+    "make test": r"^=+ \d+ passed",
     "make up": r"^  Dashboards    http://localhost:",
 }
 """What a line of the README prints."""
@@ -63,7 +65,7 @@ class DistError(Exception):
 
 
 def package_files(root: Path) -> dict[str, bytes]:
-    """What the wheel has to hold of the package, by its name there."""
+    """The package's files that the wheel must have, by their name in the wheel."""
     sources = root / "src"
     files = {
         path.relative_to(sources).as_posix(): path.read_bytes()
@@ -113,7 +115,7 @@ def differences(held: Iterable[str], expected: Iterable[str], where: str) -> lis
 
 
 def version_faults(version: str, built: str, changelog: str, tags: Sequence[str]) -> list[str]:
-    """What is wrong with the version: it is one, and a tagged commit is the release of it."""
+    """What is wrong with the version: all places must have one, and a tag must name it."""
     faults = []
     if built != version:
         faults.append(f"dist/ holds version {built}, and the package says {version}")
@@ -134,7 +136,7 @@ def check_dist(dist: Path) -> Path:
     """Check what was built; the wheel.
 
     Raises:
-        DistError: Something is wrong with it.
+        DistError: Something is wrong with the files.
     """
     wheels, sdists = sorted(dist.glob("*.whl")), sorted(dist.glob("*.tar.gz"))
     if (len(wheels), len(sdists)) != (1, 1):
@@ -214,7 +216,7 @@ class Elsewhere:
 def run(
     *command: str, cwd: Path, status: int = 0, settings: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Run a command, as far as it goes apart from the caller's settings; the lines it writes.
+    """Run a command without the caller's settings; the lines that it writes.
 
     Raises:
         DistError: It ends with another status.
@@ -274,13 +276,13 @@ def shell(lines: Sequence[str], cwd: Path, settings: Mapping[str, str]) -> None:
 
 
 def try_installed(directory: Path, wheel: Path) -> None:
-    """What the README does with the package from an index, done with the wheel.
+    """Do with the wheel what the README does with the package from an index.
 
-    Without extras it is imported, exports, and says what they are for. With the extra `demo` the
-    demo runs, and the public API has the types it says.
+    Without extras, the wheel is imported, exports, and names the extra that a command needs. With
+    the extra `demo`, the demo runs, and the public API has its documented types.
 
     Raises:
-        DistError: It is not so.
+        DistError: Something does not work.
     """
     there = Elsewhere(directory, wheel)
     blocks = shell_blocks((ROOT / "README.md").read_text())
@@ -300,7 +302,7 @@ def check_bare(there: Elsewhere, wheel: Path) -> None:
     """Check the wheel without extras.
 
     Raises:
-        DistError: There is one, it is not the one imported, it does not export, or fails otherwise.
+        DistError: An extra is there, another package was imported, or a command fails.
     """
     version = wheel.name.split("-")[1]
     imported, extras = there.run("python", "-I", "-c", IMPORT)
@@ -325,7 +327,7 @@ def check_types(there: Elsewhere) -> None:
     Raises:
         DistError: A type checker finds something.
     """
-    # What users of the API have beside it.
+    # Packages that users of the API have, too.
     there.install("redis", "starlette", "--group", f"{ROOT / 'pyproject.toml'}:lint")
     shutil.copytree(
         ROOT / "tests" / "typing",
@@ -340,7 +342,7 @@ def check_types(there: Elsewhere) -> None:
 
 
 def try_cloned(directory: Path) -> None:
-    """What the README does with a clone, done with one of this checkout: the demo, and the stack.
+    """Do with a clone of this checkout what the README does with one: the demo, and the stack.
 
     The stack needs Docker, and is only tried with `CI=true`: its images are fetched and built.
 

@@ -24,9 +24,9 @@ SAME_EVERYWHERE = (
     "test_rules.py",
     "test_upstream.py",
 )
-"""Unit tests of what users do not install: the repository's files, dashboards, rules and tools.
+"""Unit tests of files that users do not install: the repository's dashboards, rules and tools.
 
-`make test` runs them once, with the pinned versions. All that runs the package runs everywhere.
+`make test` runs them once, with the pinned versions. Tests that run the package run everywhere.
 """
 
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")

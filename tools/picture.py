@@ -1,4 +1,4 @@
-"""The README's picture: the demo's own view at the end of its own traffic, as SVG.
+"""The quickstart's picture: the demo's own view at the end of its own traffic, as SVG.
 
 `make picture` writes docs/images/demo.svg. The demo's script decides every number in it, so that it
 comes out the same each time.
@@ -10,6 +10,7 @@ import io
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,39 +21,25 @@ from rich.terminal_theme import MONOKAI
 from langchain_quota.cli.demo import _Traffic
 from langchain_quota.cli.demo_board import Row
 from langchain_quota.cli.demo_traffic import scripted_model
-from langchain_quota.cli.demo_view import table
+from langchain_quota.cli.demo_view import Display, table
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PICTURE = IMAGES / "demo.svg"
 TITLE = "langchain-quota demo"
 THREADS = 6
 WIDTH = 124
-"""In characters; the bars take what the names leave."""
+"""In characters; the bars have the space that the names leave."""
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
-
-
-class LastView:
-    """A display that keeps what it was last told to show."""
-
-    interval = 1.0
-
-    def __init__(self) -> None:
-        self.rows: Sequence[Row] = ()
-
-    def show(self, rows: Sequence[Row]) -> None:
-        """Keep the rows."""
-        self.rows = rows
 
 
 def rows(seconds: int) -> Sequence[Row]:
     """The demo's threads when its traffic is over."""
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
-    shown = LastView()
     options = argparse.Namespace(threads=THREADS, seconds=seconds, model=None)
     traffic = _Traffic(options, scripted_model(), TracerProvider())
-    with TemporaryDirectory() as directory:
-        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", shown))
-    return shown.rows
+    with TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
+        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", Display()))
+    return traffic.board.rows()
 
 
 def svg(shown: RenderableType, *, title: str, width: int, height: int | None = None) -> str:

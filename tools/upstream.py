@@ -1,6 +1,6 @@
-"""Run LangChain's own tests of its limiters on the drop-ins: as they are, and by the async hooks.
+"""Run LangChain's own tests of its limiters on the drop-ins, in the sync and in the async form.
 
-They come from the sdist of the pinned version, which pip fetches from the package index, and which
+The tests come from the sdist of the pinned version. pip fetches it from the package index, and it
 is kept beside the virtual environment. Exit status 1 if a test fails, or if there is no sdist and
 `CI=true`.
 """
@@ -36,7 +36,7 @@ FILES = (
     f"{TESTS}/middleware/implementations/__init__.py",
     *(f"{TESTS}/middleware/implementations/test_{module}.py" for module in MODULES),
 )
-"""What is taken from the sdist; without its settings and fixtures, which these do not need."""
+"""The files that are taken from the sdist. They need neither its settings nor its fixtures."""
 
 FORMS = ("sync", "async")
 DROP_INS = (langchain_quota.ToolCallLimitMiddleware, langchain_quota.ModelCallLimitMiddleware)
@@ -48,7 +48,7 @@ class UpstreamError(Exception):
 
 
 class OnDropIns:
-    """A plugin of pytest that has LangChain's tests find our classes where they look for theirs.
+    """A plugin of pytest that gives LangChain's tests our classes in place of LangChain's.
 
     Args:
         form: With `"async"` every hook runs in its async form only, and every agent by `ainvoke`.
@@ -64,10 +64,10 @@ class OnDropIns:
 
     @pytest.hookimpl
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Fail if a file would test something else, or nothing.
+        """Fail if a file does not test our classes.
 
         Raises:
-            pytest.UsageError: It would.
+            pytest.UsageError: A file tests something else, or nothing.
         """
         modules = {item.getparent(pytest.Module).obj for item in session.items}  # type: ignore[union-attr]  # all are in one
         tested = {
@@ -81,7 +81,7 @@ class OnDropIns:
 
 
 def _run_async() -> None:
-    """Leave no way to a hook's sync form."""
+    """Make the sync form of every hook run the async form."""
     for drop_in in DROP_INS:
         for hook in HOOKS:
             sync = getattr(drop_in, hook)
@@ -92,7 +92,7 @@ def _run_async() -> None:
 
 
 def _by(sync: Callable[..., Any], asynchronous: str) -> Callable[..., Any]:
-    """A method that runs an async one of the same arguments in place of a sync one."""
+    """A sync method that runs the async method with the same arguments instead."""
 
     @wraps(sync)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def run(archive: Path, form: str) -> int:
             for file in FILES:
                 content.extract(f"{top}/{file}", directory, filter="data")
         root = Path(directory, top)
-        # `tests` is a package of theirs here, and not ours.
+        # `tests` is LangChain's package here, not ours.
         sys.path[:] = [str(root), *(each for each in sys.path if Path(each).resolve() != ROOT)]
         return pytest.main(
             [
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     for each in FORMS:
         print(f"=== LangChain's own tests on the drop-ins, {each}", flush=True)
         command = (sys.executable, str(Path(__file__)), str(archive_path), each)
-        # With no plugin but ours: neither the settings nor the plugins of this project.
+        # With only this plugin, and without the settings of this project.
         environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
         if subprocess.run(command, env=environment, check=False).returncode:
             failed.append(each)

@@ -1,55 +1,106 @@
-"""Limits for LangChain agents that can be seen: async-first middleware with full telemetry."""
+"""Visible limits for LangChain agents: async-first middleware with full telemetry."""
+
+from typing import TYPE_CHECKING
 
 from langchain_quota._version import __version__
-from langchain_quota.budgets import CostLimit, TokenLimit
-from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, QuotaStatus
-from langchain_quota.deep_agents import with_limits
-from langchain_quota.errors import (
-    EventLoopBlockedError,
-    ModelCallLimitExceededError,
-    QuotaStoreError,
-    QuotaWarning,
-    ToolCallLimitExceededError,
-    UnknownPriceError,
-)
-from langchain_quota.estimates import usage_bound
-from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
-from langchain_quota.graph import GraphQuota
-from langchain_quota.levels import Level
-from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
-from langchain_quota.middleware.drop_ins import ModelCallLimitMiddleware, ToolCallLimitMiddleware
-from langchain_quota.middleware.inline import InlineQuotaMiddleware
-from langchain_quota.middleware.quota import QuotaMiddleware
-from langchain_quota.model_usage import ModelUsage
-from langchain_quota.prices import Price
-from langchain_quota.quotas import Quota
-from langchain_quota.repeats import RepeatLimit
-from langchain_quota.state import (
-    ModelCallLimitState,
-    QuotaState,
-    ThreadUsage,
-    ToolCallLimitState,
-    usage,
-)
-from langchain_quota.stores import QuotaStore, QuotaUsage
-from langchain_quota.stores.grants import Grant
-from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.telemetry import Telemetry, hmac_label
 
-try:
+if TYPE_CHECKING:
+    from langchain_quota.budgets import CostLimit, TokenLimit
+    from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, QuotaStatus
+    from langchain_quota.deep_agents import with_limits
+    from langchain_quota.errors import (
+        EventLoopBlockedError,
+        ModelCallLimitExceededError,
+        QuotaStoreError,
+        QuotaWarning,
+        ToolCallLimitExceededError,
+        UnknownPriceError,
+    )
+    from langchain_quota.estimates import usage_bound
+    from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
+    from langchain_quota.graph import GraphQuota
+    from langchain_quota.levels import Level
+    from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
+    from langchain_quota.middleware.drop_ins import (
+        ModelCallLimitMiddleware,
+        ToolCallLimitMiddleware,
+    )
+    from langchain_quota.middleware.inline import InlineQuotaMiddleware
+    from langchain_quota.middleware.quota import QuotaMiddleware
+    from langchain_quota.model_usage import ModelUsage
+    from langchain_quota.prices import Price
+    from langchain_quota.quotas import Quota
+    from langchain_quota.repeats import RepeatLimit
+    from langchain_quota.state import (
+        ModelCallLimitState,
+        QuotaState,
+        ThreadUsage,
+        ToolCallLimitState,
+        usage,
+    )
+    from langchain_quota.stores import QuotaStore, QuotaUsage
+    from langchain_quota.stores.grants import Grant
+    from langchain_quota.stores.memory import MemoryStore
     from langchain_quota.stores.redis import RedisStore
-except ModuleNotFoundError as _missing:
-    _REASON = str(_missing)
+    from langchain_quota.telemetry import Telemetry, hmac_label
+else:
+    from importlib import import_module
 
-    class RedisStore:  # type: ignore[no-redef]  # takes its place
-        """A `QuotaStore` in Redis; it needs the package redis, which is not installed.
+    # Importing LangChain takes a second, and the command line does not need it. So a name is
+    # imported when it is first used. The imports above are for type checkers and editors.
+    _HOMES = {
+        "budgets": ("CostLimit", "TokenLimit"),
+        "decision": ("Answer", "Call", "Decision", "LimitStatus", "Outcome", "QuotaStatus"),
+        "deep_agents": ("with_limits",),
+        "errors": (
+            "EventLoopBlockedError",
+            "ModelCallLimitExceededError",
+            "QuotaStoreError",
+            "QuotaWarning",
+            "ToolCallLimitExceededError",
+            "UnknownPriceError",
+        ),
+        "estimates": ("usage_bound",),
+        "exposition": ("MetricsServer", "metrics_app", "start_metrics_server"),
+        "graph": ("GraphQuota",),
+        "levels": ("Level",),
+        "limits": ("ExitBehavior", "Limit", "ModelCallLimit", "ToolCallLimit"),
+        "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
+        "middleware.inline": ("InlineQuotaMiddleware",),
+        "middleware.quota": ("QuotaMiddleware",),
+        "model_usage": ("ModelUsage",),
+        "prices": ("Price",),
+        "quotas": ("Quota",),
+        "repeats": ("RepeatLimit",),
+        "state": (
+            "ModelCallLimitState",
+            "QuotaState",
+            "ThreadUsage",
+            "ToolCallLimitState",
+            "usage",
+        ),
+        "stores": ("QuotaStore", "QuotaUsage"),
+        "stores.grants": ("Grant",),
+        "stores.memory": ("MemoryStore",),
+        "stores.optional_redis": ("RedisStore",),
+        "telemetry": ("Telemetry", "hmac_label"),
+    }
+    _HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+    def __getattr__(name: str) -> object:
+        """A public name, at its first use.
 
         Raises:
-            ModuleNotFoundError: Always; the message says what to install.
+            AttributeError: The package has no such name.
         """
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
 
-        def __init__(self, *_: object, **__: object) -> None:
-            raise ModuleNotFoundError(_REASON, name="redis")
+    def __dir__() -> list[str]:
+        """All names of the module, also the public ones that are not imported yet."""
+        return sorted({*globals(), *__all__})
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The one rule by which calls are admitted, and what is asked and answered by it.
+"""The one rule that admits calls, and the types of its requests and answers.
 
 A count has a name. A threshold is a number that a count must not exceed. `admit` says for each call
 which limits refuse it, and at which scope. Only `admit`, and a store's copy of it, admits calls.
@@ -29,16 +29,16 @@ class Threshold(NamedTuple):
     enforced: bool = True
 
     def raised(self, granted: Mapping[str, int]) -> "Threshold":
-        """The threshold with what is granted.
+        """The threshold, raised by what is granted.
 
         Args:
-            granted: By the name of the counter.
+            granted: How much is granted, by the name of the counter.
         """
         return self._replace(most=self.most + granted.get(self.counter, 0))
 
 
 class Hits(NamedTuple):
-    """What one call, or several under one id, would add to which counts.
+    """What one call, or several calls with one id, would add to counts.
 
     Attributes:
         amounts: What is added, by the name of the count; whole numbers from 0.
@@ -58,11 +58,11 @@ class Counter:
         used: The caller's count. A store starts from it if the key is new.
         expires_at: When the key's window ends, in seconds since the Unix epoch; `None` for one
             that lasts until it is reset.
-        mirrored: Whether the caller keeps a key's count, too, and brings it back as `used`: a
-            store that is full may drop it.
-        lease: The request only holds what it charges under the key, for so many seconds from 1: a
-            store gives it back then, unless a compensation that `settles` the request has come
-            before. `None`: what is charged stays charged.
+        mirrored: Whether the caller keeps the count, too, and sends it again as `used`: a store
+            that is full may drop it.
+        lease: For how many seconds, from 1, the request holds what it charges under the key. Then
+            the store gives it back, unless a compensation that `settles` the request comes first.
+            `None`: what is charged stays charged.
     """
 
     key: str | None = None
@@ -79,14 +79,14 @@ class Compensation:
     Attributes:
         id: Names the correction.
         amounts: What is added to the counts under keys; negative to take back.
-        attempt_id: An attempt to acquire whose fate is unknown: what it charged is undone, and it
-            is refused if it arrives later.
-        idempotency_key: The request that it was an attempt for: if another attempt was answered,
-            the amounts are counted already.
+        attempt_id: An attempt to acquire whose result is unknown: what it charged is undone, and
+            it is refused if it arrives later.
+        idempotency_key: The request of this attempt: if another attempt of it was answered, the
+            amounts are counted already.
         starts: The caller's counts, by key: where a key begins if nothing is kept under it.
         settles: The idempotency key of a request that holds something under the keys of the
             amounts: what it still holds there is given back first. So the amounts, 0 included,
-            stand in place of what was held. They may exceed limits.
+            replace what was held. They may exceed limits.
     """
 
     id: str
@@ -106,8 +106,8 @@ class AcquireRequest:
         attempt_id: Names this attempt to make it.
         counters: The counts, by name.
         hits: What each call, in order, would add to them.
-        stops: The limits whose refusals stop the batch, and after how many refused calls. What is
-            stopped charges nothing.
+        stops: The limits whose refusals stop the batch, and after how many refused calls. A
+            stopped batch charges nothing.
         compensations: Corrections that are made first.
     """
 
@@ -138,13 +138,13 @@ class AcquireResult:
 
     Attributes:
         used: The counts before the batch, by name.
-        refused: For each of the hits the limits that refuse it, or would if they were enforced,
-            each with the scope that is exhausted.
+        refused: For each of the hits: the limits that refuse it, or would if they were enforced,
+            with the exhausted scope of each limit.
         admitted: For each of the hits, whether no enforced limit refuses it.
         stopped: Whether refusals stopped the batch: nothing of it is charged.
         replayed: Whether the request was answered before, and is not charged again.
         granted: What grants added to the thresholds over counts, by name; without zeros.
-        newly_granted: What of that no call has been judged by before.
+        newly_granted: The part of `granted` by which no call has been judged before.
     """
 
     used: Mapping[str, int]

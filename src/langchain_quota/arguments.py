@@ -1,12 +1,139 @@
 """Checks of arguments: each message names the argument, the value and the remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from datetime import timedelta
+from functools import wraps
+from inspect import iscoroutinefunction, signature
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 ALL_TOOLS = "__all__"
 """The counter of all tools together, as LangChain's limiter writes it to the state."""
 
 MAX_NAME_LENGTH = 64
 """The longest limit name, in characters: a metric label carries it unchanged."""
+
+_LONGEST_VALUE = 80
+
+_MAY_BE_LEFT_OUT = ("thread_limit", "run_limit")
+
+_Arguments = ParamSpec("_Arguments")
+Made = TypeVar("Made")
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it; if its text is long, only its type: `ToolCallLimit(…)`."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{type(value).__name__}(…)"
+
+
+def one_list(
+    init: Callable[Concatenate[Any, _Arguments], None],
+) -> Callable[Concatenate[Any, _Arguments], None]:
+    """Make an `__init__` explain that it takes a list, when it gets limits without one."""
+
+    @wraps(init)
+    def checked(self: Any, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> None:
+        if len(args) > 1:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} takes the limits in one list, and all else by name: "
+                f"{name}([{', '.join(map(shown, args))}])"
+            )
+        init(self, *args, **options)
+
+    return checked
+
+
+def by_name(cls: type[Made]) -> type[Made]:
+    """Make a limit's class name its arguments when it gets a number without a name."""
+    made: Any = cls
+    init = made.__init__
+    positional = sum(each.init and not each.kw_only for each in fields(made))
+
+    @wraps(init)
+    def checked(self: Any, /, *args: Any, **options: Any) -> None:
+        if len(args) > positional:
+            number = shown(args[positional])
+            raise TypeError(
+                f"{cls.__name__} takes numbers by name: thread_limit={number} for all runs of a "
+                f"thread, or run_limit={number} for each run"
+            )
+        init(self, *args, **options)
+
+    made.__init__ = checked
+    return cls
+
+
+def check_function(argument: str, value: object, *parameters: str) -> None:
+    """Check that a function can be called with what it will be given.
+
+    Args:
+        argument: Its name, for the message.
+        value: What was given. Only functions are checked.
+        parameters: What it will be given, by position.
+
+    Raises:
+        TypeError: The function takes fewer arguments, or needs more.
+    """
+    if not callable(value):
+        return
+    try:
+        taken = signature(value)
+    except (TypeError, ValueError):  # no signature: not written in Python
+        return
+    try:
+        taken.bind(*parameters)
+    except TypeError:
+        name = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(
+            f"{argument} must be a function of {' and '.join(parameters)}, as in "
+            f"lambda {', '.join(parameters)}: …, not {name}{taken}"
+        ) from None
+
+
+def check_sync_function(argument: str, value: object, *parameters: str) -> None:
+    """Check a function whose result is needed at once, also in sync code.
+
+    Args:
+        argument: Its name, for the message.
+        value: What was given. Only functions are checked.
+        parameters: What it will be given, by position.
+
+    Raises:
+        TypeError: The function is async, takes fewer arguments, or needs more.
+    """
+    check_function(argument, value, *parameters)
+    if is_async(value):
+        raise TypeError(f"{argument} must be a function that is not async, not {value!r}")
+
+
+def is_async(function: object) -> bool:
+    """Whether a function, or an object that can be called, is async."""
+    return iscoroutinefunction(function) or iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - of an object
+    )
+
+
+def check_duration(argument: str, value: object, *, or_none: bool = False) -> None:
+    """Check that a value is a length of time.
+
+    Args:
+        argument: Its name, for the message.
+        value: What was given.
+        or_none: Whether it may be `None`.
+
+    Raises:
+        TypeError: The value is no `timedelta`.
+    """
+    if isinstance(value, timedelta) or (or_none and value is None):
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    remedy = f"timedelta(seconds={value})" if is_number else "timedelta(days=1), say"
+    raise TypeError(
+        f"{argument} must be a timedelta{' or None' if or_none else ''}, not {value!r}: "
+        f"write {argument}={remedy}"
+    )
 
 
 def check_share(argument: str, value: object) -> None:
@@ -23,20 +150,22 @@ def check_share(argument: str, value: object) -> None:
 
 
 def check_count(argument: str, value: object, *, least: int = 0) -> None:
-    """Check that a value is a whole number, from a least one.
+    """Check that a value is a whole number that is at least `least`.
 
     Raises:
         TypeError: It is no whole number.
         ValueError: It is too small.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be a whole number or None, not {value!r}")
+        remedy = f": write {value}" if isinstance(value, str) and value.isdecimal() else ""
+        raise TypeError(f"{argument} must be a whole number or None, not {value!r}{remedy}")
     if value < least:
-        raise ValueError(f"{argument} must be {least} or more, not {value!r}")
+        remedy = ": leave it out for no limit" if argument in _MAY_BE_LEFT_OUT else ""
+        raise ValueError(f"{argument} must be {least} or more, not {value!r}{remedy}")
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of several.
+    """Check that a value is one of the choices.
 
     Raises:
         ValueError: It is not.
@@ -46,17 +175,21 @@ def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None
 
 
 def checked_tools(argument: str, value: object) -> tuple[str, ...]:
-    """The names of tools, sorted, each once; none for `None`.
+    """The names of tools, sorted and without duplicates; empty for `None`.
 
     Raises:
-        TypeError: It is neither a string nor several.
-        ValueError: A name is none of a tool.
+        TypeError: The value is neither a string nor several strings.
+        ValueError: A name cannot be that of a tool.
     """
     if value is None:
         return ()
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} must be a string, several strings or None, not {value!r}")
+        name = getattr(value, "name", None) or getattr(value, "__name__", None)
+        remedy = f": write {name!r}" if isinstance(name, str) else ""
+        raise TypeError(
+            f"{argument} must be a string, several strings or None, not {shown(value)}{remedy}"
+        )
     if not names:
         raise ValueError(f"{argument} must name a tool, not {value!r}")
     for name in names:
@@ -84,14 +217,14 @@ def checked_name(value: object, default: str) -> str:
 
 
 def check_switch(argument: str, value: object) -> None:
-    """Check that a value is one of the two of a switch.
+    """Check that a value is `True` or `False`.
 
     Args:
         argument: Its name, for the message.
         value: What was given.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: It is something else.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, not {value!r}")

@@ -1,4 +1,4 @@
-"""What the calls of a batch ask together."""
+"""The hits of a batch of calls."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from langchain_quota.resolved import Asked
 
 
 def hits_of(calls: Sequence[Call], asked: Sequence[Asked]) -> tuple[list[Hits], list[int]]:
-    """What calls would add to which counts, and for each call the index of its hits.
+    """What the calls would add to counts, and for each call the index of its hits.
 
     Calls that share an id are one call to the agent: they ask together.
 

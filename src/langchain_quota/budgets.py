@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from langchain_quota.arguments import check_choice, check_count, checked_name
+from langchain_quota.arguments import (
+    by_name,
+    check_choice,
+    check_count,
+    check_sync_function,
+    checked_name,
+)
 from langchain_quota.decision import Call, Decision, Unit
 from langchain_quota.limit_options import (
     INPUT_TOKENS,
@@ -30,41 +36,44 @@ _COUNTERS: dict[TokenKind, str] = {
 }
 
 
+@by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimit:
     """How many tokens the model calls of a thread and of a run may use.
 
-    A model call is refused when nothing is left. What a call uses is known when it is done. So a
-    budget can be exceeded by one call for each that runs at the same time. With a `reserve` that is
-    never too low it is never exceeded.
+    A model call is refused when nothing is left. What a call uses is known only when it is done.
+    So all calls that run at the same time can exceed the budget. A `reserve` that is never too low
+    prevents this.
 
     Args:
         thread_limit: Most tokens over the life of a thread, a whole number from 0; `None` for no
             limit. Or a function of the agent's state and runtime, sync or async, that gives
             either.
         run_limit: Most tokens in one run (one invocation): as `thread_limit`.
-        tokens: Which are counted: those of the prompt (`"input"`, cached ones among them), those
-            of the answer (`"output"`, reasoning among them), or both (`"total"`).
+        tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
+            of the answer (`"output"`, with reasoning), or both (`"total"`).
         reserve: How many tokens of the budget a call holds while it runs, from 1; `None` for one.
-            Then what it has used takes their place. A call whose reserve does not fit into what is
-            left is refused. A number is at most each limit and quota other than 0. A function of
-            the `ModelRequest` gives a number, or the most that the call can use as a `ModelUsage`:
-            such as `usage_bound`. A call that is cut off is charged its reserve, or an estimate if
-            that is higher. With `enforce=False` no reserve is held. List the middleware behind
-            those that retry or fall back: each attempt then has a reserve of its own. If it is
-            listed before them, all attempts of a call share one reserve, and can exceed the budget.
-        cap_answers: With a `reserve` that gives a `ModelUsage`: instead of refusing a call, lower
-            the `max_tokens` of its answer to what is left, if that is at least so many tokens,
-            from 1.
-        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` goes without a
-            `reserve`.
+            When the call is done, the tokens that it used replace them. A call is refused if its
+            reserve is more than what is left. A number must not exceed any limit or quota, except
+            those of 0. A function of the `ModelRequest`, such as `usage_bound`, gives a number, or
+            a `ModelUsage` with the most that the call can use. A call that is cut off is charged
+            its reserve, or an estimate if that is higher. With `enforce=False` no reserve is held.
+            List the middleware after those that retry or fall back: each attempt then has a reserve
+            of its own. If it is listed before them, all attempts of a call share one reserve, and
+            can exceed the budget.
+        cap_answers: With a `reserve` that gives a `ModelUsage`: the fewest tokens, from 1, to
+            which the `max_tokens` of an answer may be lowered. If at least so many are left, a
+            call is not refused: its answer is limited to what is left.
+        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
+            with a `reserve`.
         grant: With `"ask"`: how many more tokens an approval grants, from 1; by default as many as
             the limit that is reached.
-        keep: How many tokens are kept for the last answer, from 1: goes with `"finalize"`, which
-            needs it. When no more than these are left, the next call is the last one. It is at
-            least a `reserve` that is a number, and less than each limit and quota other than 0. If
-            `reserve` is a function, a call that does not fit is the last one, too: it is made
-            without tools, and with a shorter answer if need be, if that fits.
+        keep: How many tokens are kept for the last answer, from 1. `"finalize"` needs it, and it
+            needs `"finalize"`. When no more than these are left, the next call is the last one.
+            It must be at least a `reserve` that is a number, and less than every limit and quota
+            except those of 0. If `reserve` is a function, a call whose reserve is more than what
+            is left becomes the last one, too. The last call has no tools and, if necessary, a
+            shorter answer. If even that does not fit, the run ends as with `"end"`.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
@@ -131,6 +140,7 @@ class TokenLimit:
         return call.kind == "model"
 
 
+@by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLimit:
     """How much the model calls of a thread and of a run may cost, in US dollars.
@@ -144,17 +154,19 @@ class CostLimit:
             function of the agent's state and runtime, sync or async, that gives either.
         run_limit: Most dollars in one run (one invocation): as `thread_limit`.
         reserve: How many dollars of the budget a call holds while it runs; `None` for a millionth.
-            A function of the `ModelRequest` gives dollars, or the most that the call can use as a
-            `ModelUsage`, such as `usage_bound`: its highest price is held. See `TokenLimit`.
-        cap_answers: With a `reserve` that gives a `ModelUsage`: instead of refusing a call, lower
-            the `max_tokens` of its answer to what is left, if that is at least so many tokens,
-            from 1.
-        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` goes without a
-            `reserve`.
+            A function of the `ModelRequest`, such as `usage_bound`, gives dollars, or a
+            `ModelUsage` with the most that the call can use. The highest price of this usage is
+            held. See `TokenLimit`.
+        cap_answers: With a `reserve` that gives a `ModelUsage`: the fewest tokens, from 1, to
+            which the `max_tokens` of an answer may be lowered. If the dollars that are left pay for
+            at least so many tokens, a call is not refused: its answer is limited to the tokens that
+            they pay for.
+        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
+            with a `reserve`.
         grant: With `"ask"`: how many more dollars an approval grants, above 0; by default as many
             as the limit that is reached.
-        keep: How many dollars are kept for the last answer: goes with `"finalize"`, which needs
-            it. See `TokenLimit`.
+        keep: How many dollars are kept for the last answer. `"finalize"` needs it, and it needs
+            `"finalize"`; see `TokenLimit`.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
@@ -225,12 +237,13 @@ def _check_budget(limit: Any) -> None:
     check_grant(limit)
     if limit.exit_behavior == "ask" and limit.reserve is not None:
         raise ValueError(
-            f"exit_behavior='ask' goes without reserve={limit.reserve!r}: a person is asked when "
-            "nothing is left, before the next call is known; leave reserve out"
+            f"exit_behavior='ask' cannot be used with reserve={limit.reserve!r}: a person is asked "
+            "when nothing is left, before the next call is known; leave reserve out"
         )
     for argument in ("reserve", "keep"):
         value = getattr(limit, argument)
         if value is None or (argument == "reserve" and callable(value)):
+            check_sync_function(argument, value, "request")
             continue
         if not whole_amount(limit.unit, argument, value):
             raise ValueError(f"{argument} must be above 0, not {value!r}")
@@ -238,24 +251,24 @@ def _check_budget(limit: Any) -> None:
         check_count("cap_answers", limit.cap_answers, least=1)
         if not callable(limit.reserve):
             raise ValueError(
-                f"cap_answers={limit.cap_answers!r} goes with a reserve that is a function, such "
+                f"cap_answers={limit.cap_answers!r} needs a reserve that is a function, such "
                 "as usage_bound"
             )
     finalizes = limit.exit_behavior == "finalize"
     if finalizes and not limit.enforce:
-        raise ValueError("exit_behavior='finalize' goes with enforce=True")
+        raise ValueError("exit_behavior='finalize' needs enforce=True")
     if finalizes and limit.keep is None:
         raise ValueError(
             "exit_behavior='finalize' needs keep: how much of the budget is kept for the last "
             "answer"
         )
     if limit.keep is not None and not finalizes:
-        raise ValueError(f"keep={limit.keep!r} goes with exit_behavior='finalize'")
+        raise ValueError(f"keep={limit.keep!r} needs exit_behavior='finalize'")
     _check_amounts(limit)
 
 
 def _check_amounts(limit: TokenLimit | CostLimit) -> None:
-    """Check that a budget admits a call, and one that is not the last.
+    """Check that a budget admits a call, and that its first call is not its last.
 
     Raises:
         ValueError: The `reserve` or the `keep` is too high, or the `keep` too low.
@@ -270,7 +283,7 @@ def _check_amounts(limit: TokenLimit | CostLimit) -> None:
         *((each.limit, f"limit={each.limit!r} of quota {each.name!r}") for each in limit.quotas),
     ]
     for value, text in given:
-        # What is computed is not known yet, and 0 forbids all calls on purpose.
+        # A computed limit is not known yet, and a limit of 0 refuses all calls on purpose.
         most = 0 if value is None or callable(value) else whole_amount(limit.unit, "limit", value)
         if keep is not None and most and keep >= most:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What an answer says of each call: the decisions, and the limits whose refusals hold."""
+"""Turns an answer into decisions about calls, and finds the limits whose refusals hold."""
 
 from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     spent: int | None = None,
     needs: int = 0,
 ) -> LimitStatus:
-    """How a limit stands at one call.
+    """The status of a limit at one call.
 
     Args:
         limit: The limit.
@@ -44,16 +44,16 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         refused_at: The scope at which the limit refuses the call, if it does.
         charging: Whether a call that it admits is charged to it now; if not, it is counted when it
             has returned.
-        refusal_does: What its refusals do in this batch, if that is not what the limit says. A call
-            that it admits still shows that it asks.
-        spent: What the call, which is done, has used of a budget.
+        refusal_does: What its refusals do in this batch, in place of the limit's `exit_behavior`.
+            At a call that it admits, the status still says `"ask"`, if the limit asks.
+        spent: What the call has used of a budget, if the call is done.
         needs: What the call may need of a budget.
     """
     of_thread, of_run, *of_quotas = rows
     thread, run = counts[of_thread.counter], counts[of_run.counter]
     runs = amount > 0
     if limit.is_budget:
-        # What a call uses up is known when it has returned.
+        # What a call uses is known when it has returned.
         amount, charging = spent or 0, spent is not None
     reason: Reason | None = None
     exit_behavior: Exit = limit.limit.exit_behavior
@@ -119,7 +119,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
         result: The answer.
         charging: Whether admitted calls are charged now; a limiter that counts a call only when it
             has returned charges it then.
-        exits: What refusals do, by the name of the limit, where that is not what the limit says.
+        exits: What refusals do, by the name of the limit, in place of its `exit_behavior`.
     """
     counts = dict(result.used)
     decisions = []

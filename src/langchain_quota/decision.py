@@ -22,10 +22,10 @@ ROOT_RUN: Scope = "root_run"
 """A run that no other run encloses, with everything that it starts."""
 
 STORE: Scope = "store"
-"""Stands where a scope does if a limit refuses because the store could not be asked."""
+"""In place of a scope, if a limit refuses because the store could not be asked."""
 
 AT_ONCE: Scope = "at_once"
-"""The calls that run at the same time. The call that is refused is in their count."""
+"""The scope of calls that run at the same time. Their count includes the refused call."""
 
 Exit = Literal["continue", "error", "end", "finalize", "ask"]
 
@@ -55,7 +55,7 @@ class Outcome(StrEnum):
     SKIPPED = "skipped"
     """No limit refuses the call, but its batch was stopped: it does not run."""
     WOULD_BLOCK = "would_block"
-    """A limit that is only tried out refuses the call: it runs."""
+    """A limit with `enforce=False` would refuse the call: it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ class Call:
         id: The tool call's id; `None` for a model call.
         amount: What the call costs, in calls; a whole number from 1.
         agent: The name of the agent that makes the call, if it has one.
-        thread_id: The thread's id as the caller gave it; `None` where there is no thread, or
-            where its usage cannot be told from that of an enclosing agent.
+        thread_id: The thread's id as the caller gave it. `None` if there is no thread. Also `None`
+            if the agent runs inside another one, and what it uses cannot be separated from what the
+            other uses.
 
     Examples:
         >>> from langchain_quota import Call, ToolCallLimit
@@ -88,7 +89,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
-    """How a quota stands at one call: before it was judged, and after.
+    """A quota at one call: its count before the call and after it.
 
     Attributes:
         scope: The quota's name.
@@ -97,8 +98,8 @@ class QuotaStatus:
         used: The count, in calls, after the call.
         limit: The quota's number, in calls.
         resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
-        per: What it is per: `"thread"`, `"agent"`, `"global"`, the name in `runtime.context`, or,
-            of a function, the quota's name.
+        per: What the quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
+            `runtime.context`. If `per` is a function, the quota's name.
 
     Examples:
         >>> from langchain_quota import QuotaStatus
@@ -118,7 +119,7 @@ class QuotaStatus:
 
 @dataclass(frozen=True, slots=True)
 class LimitStatus:
-    """How one limit stands at one call: before it was judged, and after.
+    """One limit at one call: its counts before the call and after it.
 
     Attributes:
         limit: The limit's name.
@@ -126,11 +127,12 @@ class LimitStatus:
         reason: Why it refuses the call: a threshold is `"exhausted"`, the tool is `"failing"` in
             the same way again and again, or the shared `"store"` could not be asked; `None` if it
             admits the call.
-        scope: The threshold that is exhausted, thread before run before quotas; `None` for none.
+        scope: The threshold that is exhausted; `None` for none. If there are several, the thread's
+            comes before the run's, and the run's before those of quotas.
         charged: Whether the call is charged to this limit by this decision.
-        deferred: Whether the call is let through now and counted when it has returned, as all
-            calls are to budgets of tokens and money.
-        enforced: Whether its refusals hold; if not, the call runs and is counted all the same.
+        deferred: Whether the call runs now and is counted when it has returned, as every call is
+            in budgets of tokens and money.
+        enforced: Whether its refusals hold; if not, a call that it refuses runs and is counted.
         near: The limit's own near share; `None` for that of the telemetry.
         alert: Whether its refusals are worth an alert.
         computed: The scopes whose limit was computed for this call, or raised by a grant.
@@ -140,10 +142,10 @@ class LimitStatus:
         run_before: The run's count, in calls, before the call.
         run_used: The run's count, in calls, after the call.
         run_limit: The run's limit, in calls; `None` for none.
-        quotas: Likewise for each of the limit's quotas.
+        quotas: The same for each of the limit's quotas.
         shared: Whether a store keeps one of the counts.
         unit: What all these numbers count.
-        needs: Of a call that a budget refuses: how much of the budget it may need; else 0.
+        needs: How much of a budget the call may need, if the budget refuses it; else 0.
 
     Examples:
         >>> from langchain_quota import LimitStatus
@@ -189,9 +191,9 @@ class LimitStatus:
 
     @property
     def refusal_scope(self) -> str | None:
-        """The scope of a refusal as metrics and spans have it; `None` if it admits the call.
+        """The scope of a refusal, as in metrics and spans; `None` if it admits the call.
 
-        The exhausted one, or `"store"` if the store could not be asked.
+        It is the exhausted scope, or `"store"` if the store could not be asked.
         """
         return STORE if self.reason == "store" else self.scope
 
@@ -235,7 +237,7 @@ class LimitStatus:
         return self.thread_before if scope == THREAD else 0
 
     def quota(self, scope: Scope | None) -> QuotaStatus | None:
-        """The quota of a scope; `None` where there is none.
+        """The quota of a scope; `None` without one.
 
         Args:
             scope: A quota's name.
@@ -275,7 +277,7 @@ class LimitStatus:
         return self.thread_before if self.deferred else self.thread_used
 
     def crossed(self, scope: Scope, near: float) -> Level | None:
-        """The level that charging this call made the count cross into, if any.
+        """The level that the count has newly reached with this call; `None` if it has not.
 
         Args:
             scope: `"thread"`, `"run"`, or a quota's name.
@@ -285,7 +287,7 @@ class LimitStatus:
         return dict(self.threshold_events(near)).get(scope)
 
     def threshold_events(self, near: float) -> list[tuple[Scope, Level]]:
-        """The scopes of which charging this call made the count cross into a level.
+        """The scopes whose count has reached a new level with this call, and these levels.
 
         Args:
             near: The share, above 0 and at most 1, from which a limit without a share of its own
@@ -310,7 +312,7 @@ class LimitStatus:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a person answers who is asked whether a run may go on at a limit.
+    """A person's answer to the question whether a run may go on at a limit.
 
     Attributes:
         type: `"approve"` grants what was offered, `"edit"` other amounts; `"reject"` ends the run.
@@ -333,13 +335,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided about one call, by which limits; read by enforcement and telemetry alike.
+    """What was decided about one call, and by which limits.
+
+    Enforcement and telemetry read the same decision.
 
     Attributes:
         call: The call.
         outcome: What was decided.
         limits: One status for each limit that matches the call, in the order of the limits.
-        answer: What a person has answered before it was decided, if one was asked.
+        answer: What a person answered before the decision, if one was asked.
 
     Examples:
         >>> from langchain_quota import Decision, ModelCallLimit, Outcome, QuotaMiddleware
@@ -363,13 +367,13 @@ class Decision:
 
     @property
     def refused_by(self) -> tuple[LimitStatus, ...]:
-        """The limits that refuse the call, those that are enforced first."""
+        """The limits that refuse the call. Those that are enforced come first."""
         refusing = (status for status in self.limits if status.refused)
         return tuple(sorted(refusing, key=lambda status: not status.enforced))
 
     @property
     def resets_at(self) -> datetime | None:
-        """When a refused call could be admitted, in UTC; `None` if no window's end will do."""
+        """When a refused call could be admitted, in UTC; `None` if no window's end helps."""
         resets = [each.resets_at for each in self.refused_by if each.enforced]
         times = [each for each in resets if each is not None]
         return max(times) if times and len(times) == len(resets) else None

@@ -55,7 +55,8 @@ def with_limits(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `quota` has no store. Or, when the agent is made: a sub-agent cannot be given
-            limits, `leave_out` names none, or `middleware` has another `QuotaMiddleware`.
+            limits, `leave_out` has a name that no sub-agent has, or `middleware` has another
+            `QuotaMiddleware`.
 
     Examples:
         >>> from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit, with_limits
@@ -79,7 +80,7 @@ def with_limits(
     def create_with_limits(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Agent:
         bound = declared.bind_partial(*preset.args, *args, **{**preset.keywords, **kwargs})
         bound.apply_defaults()
-        # What **kwargs takes stands in a dict of its own.
+        # Arguments that **kwargs takes are in a dict of their own.
         others: dict[str, Any] = bound.arguments.get(other_names, {})
         given = {**bound.arguments, **others}
         middleware = list(given.get("middleware") or ())
@@ -98,7 +99,7 @@ def with_limits(
         for name, value in limited.items():
             (bound.arguments if name in parameters else others)[name] = value
         agent = preset.func(*bound.args, **bound.kwargs)
-        # All have limits, or are left out on purpose.
+        # All sub-agents have limits, or are left out on purpose.
         quota._looked_at.update(_starters(agent))  # noqa: SLF001 - of this package
         return agent
 
@@ -111,7 +112,7 @@ def _general_purpose(given: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         given: The arguments for the main agent.
     """
-    # No dependency of ours: whoever calls this has it.
+    # deepagents is no dependency of ours, but the caller of this has it.
     from deepagents.middleware.subagents import GENERAL_PURPOSE_SUBAGENT  # noqa: PLC0415
 
     spec: dict[str, Any] = {**GENERAL_PURPOSE_SUBAGENT}
@@ -128,7 +129,7 @@ def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mappi
     """A sub-agent's spec with limits.
 
     Raises:
-        ValueError: It cannot be given any.
+        ValueError: It cannot be given limits.
     """
     name = spec["name"]
     if "graph_id" in spec:
@@ -153,7 +154,7 @@ def _with_quota(
     present = list(middleware or ())
     if any(isinstance(each, QuotaMiddleware) for each in present):
         return present
-    # An inline one comes first, and any other behind those whose hooks can jump.
+    # An inline quota comes first; any other comes after those whose hooks can jump.
     return [quota, *present] if isinstance(quota, InlineQuotaMiddleware) else [*present, quota]
 
 
@@ -195,7 +196,7 @@ def _check_middleware(
     """Check that the main agent has no other quota.
 
     Raises:
-        ValueError: It has.
+        ValueError: It has one.
     """
     for each in middleware or ():
         if isinstance(each, QuotaMiddleware) and each is not quota:
@@ -215,8 +216,8 @@ def _check_specs(specs: Sequence[object], leave_out: Collection[str]) -> None:
     """Check the sub-agents that are declared.
 
     Raises:
-        TypeError: One is no spec.
-        ValueError: A name to leave out is that of none.
+        TypeError: One of them is no spec.
+        ValueError: No sub-agent has a name that is to be left out.
     """
     names = {_GENERAL_PURPOSE}
     for spec in specs:

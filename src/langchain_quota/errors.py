@@ -18,9 +18,9 @@ class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
 
     Args:
         thread_count: The thread's count, in calls, as if the refused calls had run.
-        run_count: The run's count, likewise.
+        run_count: The run's count, in calls, as if the refused calls had run.
         thread_limit: The thread's limit, in calls; `None` for none.
-        run_limit: The run's limit, likewise.
+        run_limit: The run's limit, in calls; `None` for none.
         tool_name: The limited tool, or tools; `None` for all tools.
         message: The text; by default made from the counts.
         decision: The refusal; `None` for an exception that no middleware raised.
@@ -59,9 +59,9 @@ class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
 
     Args:
         thread_count: The thread's count, in the limit's unit, before the refused call.
-        run_count: The run's count, likewise.
-        thread_limit: The thread's limit, likewise; `None` for none.
-        run_limit: The run's limit, likewise.
+        run_count: The run's count, in the limit's unit, before the refused call.
+        thread_limit: The thread's limit, in its unit; `None` for none.
+        run_limit: The run's limit, in its unit; `None` for none.
         message: The text; by default made from the counts.
         decision: The refusal; `None` for an exception that no middleware raised.
 
@@ -98,14 +98,22 @@ class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
 
 
 class QuotaWarning(UserWarning):
-    """A limit is set up so that it cannot hold as its user will expect.
+    """A limit is set up so that it does not hold as its user expects.
 
-    Today there are four. A thread limit whose counts do not outlive the run: once per middleware,
-    when a run begins. Sub-agents of deepagents without the limits of their parent: once per agent,
-    at its first model call. A graph that is wired by hand and has a run limit, and no node of it
-    calls `before_agent`: once per middleware. A model under a limit of tokens or costs that reports
-    no usage, so that its tokens are estimated: once per model and `Telemetry`. Its answer is paid
-    when this is known: where warnings are errors, this one is logged, and the answer is not lost.
+    There are four cases:
+
+    - The counts of a thread limit do not outlive the run. You are warned once per middleware, when
+      a run begins.
+    - Sub-agents of deepagents do not have the limits of their parent. You are warned once per
+      agent, at its first model call.
+    - A graph that is wired by hand has a run limit, and no node of it calls `before_agent`. You
+      are warned once per middleware.
+    - A model under a limit of tokens or costs reports no usage, so its tokens are estimated. You
+      are warned once per model and `Telemetry`. The answer is already paid then: where warnings
+      are errors, this one is logged instead, and the answer is not lost.
+
+    A warning points at the line that makes the middleware or the `GraphQuota`: in a run, the stack
+    may have no line of yours.
 
     Examples:
         Fail on it, in tests:
@@ -149,12 +157,12 @@ class QuotaStoreError(Exception):
 class EventLoopBlockedError(QuotaStoreError):
     """A store did not answer in time, and for most of that time the event loop was blocked.
 
-    Whether the store works is not known: look for what blocks the event loop first. Raised by the
-    async form of `RedisStore`, and counted by its name in `langchain_quota_errors_total`.
+    The store may work well: first look for what blocks the event loop. Raised by the async form of
+    `RedisStore`, and counted by its name in `langchain_quota_errors_total`.
 
     Args:
         message: What happened; never with credentials.
-        timed_out: Whether it did not answer in time: it did not.
+        timed_out: Whether it did not answer in time; true if this library raises the error.
 
     Examples:
         >>> from langchain_quota import EventLoopBlockedError, QuotaStoreError
@@ -164,7 +172,7 @@ class EventLoopBlockedError(QuotaStoreError):
 
 
 class UnknownPriceError(LookupError):
-    """Nobody has said what the tokens of a model cost.
+    """No price is known for the tokens of a model.
 
     Args:
         model: The model, by the most exact name that is known.
@@ -204,7 +212,7 @@ class UnknownPriceError(LookupError):
 def _copied(kind: type[ErrorT], args: tuple[Any, ...]) -> ErrorT:
     """An exception with its text, made without `__init__`, which makes the text from other things.
 
-    Its attributes are set by who copies it. As `Exception` has it, `__init__` would be given the
-    text alone.
+    `copy` and `pickle` set its attributes. By default they would call `__init__` with the text
+    alone.
     """
     return kind.__new__(kind, *args)

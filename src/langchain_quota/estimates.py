@@ -16,7 +16,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_quota.model_usage import ModelUsage
 
 DEFAULT_MAX_TOKENS = 16_384
-"""The bound of an answer where neither the request, the model nor its profile has one."""
+"""The bound of an answer where the request, the model and its profile have none."""
 
 MOST_PER_MEDIUM = 50_000
 """The bound of a medium that is no text. No known model takes more for an image."""
@@ -25,7 +25,7 @@ _MOST_PER_MESSAGE = 10
 """The most tokens that a chat template puts around a message."""
 
 _MOST_FOR_TOOLS = 1_000
-"""The most tokens that a provider tells its model if there are tools, beside the tools."""
+"""The most tokens that a provider adds to a prompt with tools, beside the tools themselves."""
 
 _MOST_BYTES = 8
 """More bytes of text than a token has on average."""
@@ -79,10 +79,10 @@ def estimated_usage(
     *,
     tools: object = None,
 ) -> ModelUsage:
-    """About what a model run has used whose provider reports nothing.
+    """An estimate of what a model run has used, for a provider that reports nothing.
 
-    It is meant to be too high rather than too low, in most scripts and formats. Of a text of more
-    than 50,000 characters parts are counted. Reasoning that is not in the answer is missing.
+    It is meant to be too high rather than too low, in most scripts and formats. In a text of more
+    than 50,000 characters only parts are counted. Reasoning that is not in the answer is missing.
 
     Args:
         asked: What is known from the request: the model and its provider.
@@ -99,13 +99,13 @@ def estimated_usage(
 
 
 def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
-    """The most tokens that one model call can use, as far as it can be known before.
+    """The most tokens that a model call can use, as far as this is known before the call.
 
-    The input is what the call of the newest answer has used, by its provider's report, and the
-    bytes in UTF-8 of all newer messages: no tokenizer makes more tokens than bytes. Without a
-    report, or with an impossible one, the bytes of the whole request are counted. The output is the
-    longest answer: `max_tokens` of the request's settings or of the model, else that of its
-    profile, else 16,384 tokens.
+    The input has two parts: the tokens that the provider has reported for the call of the newest
+    answer, and one token for each byte in UTF-8 of all newer messages. No tokenizer makes more
+    tokens than bytes. Without a report, or with an impossible one, the bytes of the whole request
+    are counted. The output is the longest answer: `max_tokens` of the request's settings or of the
+    model, else that of the model's profile, else 16,384 tokens.
 
     A call can use more if the system prompt or the tools have grown since the newest answer, if a
     medium takes more than 50,000 tokens, or if the model has neither `max_tokens` nor a profile. It
@@ -174,13 +174,13 @@ def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
 
     Args:
         model: The model.
-        settings: The settings of the request: they may name another one.
+        settings: The settings of the request: they may name another model.
     """
     return asked_in(model._get_ls_params(**settings))  # noqa: SLF001 - as LangChain's middlewares
 
 
 def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsage:
-    """The same, of the metadata that LangChain gives to callbacks.
+    """The same, from the metadata that LangChain gives to callbacks.
 
     Args:
         metadata: The metadata.
@@ -192,7 +192,7 @@ def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsa
 
 @lru_cache(maxsize=256)
 def _asked(provider: str, model: str, speed: str) -> ModelUsage:
-    """The same for each call of a model."""
+    """The same, made once for all calls of a model."""
     return ModelUsage(provider=provider, request_model=model, speed=speed)
 
 
@@ -200,7 +200,7 @@ def _estimated(content: _Content) -> int:
     """About how many tokens that is."""
     text = content.text
     if len(text) > _SAMPLES * _SAMPLE:
-        # Of a long text some parts: all of it would keep an event loop waiting.
+        # Only parts of a long text: all of it would block an event loop too long.
         step = (len(text) - _SAMPLE) / (_SAMPLES - 1)
         starts = [round(step * index) for index in range(_SAMPLES)]
         text = "".join(text[start : start + _SAMPLE] for start in starts)
@@ -240,7 +240,7 @@ def _json(value: object) -> str:
 
 
 def _inline(block: Mapping[str, Any]) -> int:
-    """How large a medium is that is sent with the message; 0 for one that is referred to."""
+    """The size of a medium that the message contains; 0 for one that it refers to."""
     sizes = (len(each) for each in _strings(block) if not each.startswith(("http:", "https:")))
     return next((size for size in sorted(sizes, reverse=True) if size >= _LEAST_INLINE), 0)
 
@@ -256,7 +256,7 @@ def _strings(value: object) -> Iterator[str]:
 def _newest_report(
     messages: Sequence[AnyMessage], provider: str
 ) -> tuple[int, Sequence[AnyMessage]]:
-    """The tokens of the newest call that this provider has reported, and what is newer."""
+    """The tokens of the newest call that this provider has reported, and all newer messages."""
     for index in range(len(messages) - 1, -1, -1):
         message = messages[index]
         if not isinstance(message, AIMessage) or not message.usage_metadata:
@@ -272,7 +272,7 @@ def _newest_report(
 
 
 def _total(reported: Mapping[str, Any]) -> int:
-    """The tokens of a report; 0 if it is none of any use."""
+    """The tokens of a report; 0 if it is of no use."""
     total, given, made = (
         reported.get(f"{each}_tokens") or 0 for each in ("total", "input", "output")
     )
@@ -299,9 +299,9 @@ def _schemas(response_format: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def max_tokens_setting(model: BaseChatModel) -> str:
-    """The setting of a request that limits the answer of this model, also below its own limit.
+    """The request's setting that can limit the model's answer to less than the model's own limit.
 
-    `max_tokens` is not enough for ChatOpenAI: with the Responses API its own limit goes first.
+    `max_tokens` is not enough for ChatOpenAI: with the Responses API its own limit wins.
 
     Args:
         model: The model.
@@ -313,7 +313,7 @@ def max_tokens_setting(model: BaseChatModel) -> str:
 
 
 def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where settings of a call may be, what goes first at first: the body is sent as it is."""
+    """Where a call's settings may be, the winning ones first: the body is sent as it is."""
     own = {
         name: getattr(model, name, None) for name in ("n", "service_tier", "speed", *_MAX_TOKENS)
     }
@@ -322,7 +322,7 @@ def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping
 
 
 def _max_tokens(model: BaseChatModel, settings: Mapping[str, Any]) -> int:
-    """The limit of an answer; where it is not known which of two counts, the higher one."""
+    """The limit of an answer; the higher of two, if it is not known which one holds."""
     body, *others = _settings(model, settings)
     name = max_tokens_setting(model)
     if _limits([settings], [name]):

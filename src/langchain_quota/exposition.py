@@ -40,11 +40,11 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class _WorkersUsage(Collector):
-    """What the subjects of all workers have used, also where this process decides nothing itself.
+    """What the subjects of all workers have used, even if this process judges no calls.
 
     Args:
-        registry: That of the telemetry of this process, now or later.
-        directory: Where the workers meet.
+        registry: The registry of this process's telemetry, which may be made later.
+        directory: The directory that the workers share.
     """
 
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
@@ -57,7 +57,7 @@ class _WorkersUsage(Collector):
         return iter(families().values())
 
     def collect(self) -> Iterator[Metric]:
-        """Render what all workers know, as the settings of this one say, else of another."""
+        """Render what all workers know, by this worker's settings, else by another's."""
         table = usage_of(self._registry) or self._table
         if table is None:
             try:
@@ -68,12 +68,12 @@ class _WorkersUsage(Collector):
 
 
 def _log(error: Exception) -> None:
-    """Tell of an error where no telemetry counts errors yet."""
+    """Log an error where no telemetry counts errors yet."""
     logger.error("what other workers know cannot be read", exc_info=error)
 
 
 class _WorkersMetrics(MultiProcessCollector):
-    """What all workers have counted, but for files that a worker is just making."""
+    """What all workers have counted, without files that a worker is just making."""
 
     def collect(self) -> Iterable[Metric]:
         # They are empty for a moment, which prometheus_client cannot read.
@@ -100,13 +100,13 @@ class _WorkersRegistry(CollectorRegistry):
         self._directory = directory
 
     def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
-        """Only the metrics named; which there are changes, so they are looked up each time."""
+        """Only the named metrics; the set of metrics changes, so it is looked up each time."""
         now = _WorkersRegistry(self._usage, self._directory, auto_describe=True)
         return CollectorRegistry.restricted_registry(now, names)
 
 
 def _served(registry: CollectorRegistry) -> CollectorRegistry:
-    """What is served of a registry: in multi-process mode what all workers have counted.
+    """The registry to serve: in multi-process mode one with what all workers have counted.
 
     Raises:
         ValueError: The directory of the workers does not exist.
@@ -173,19 +173,19 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
 ) -> MetricsServer:
     """Serve the metrics over HTTP, in a daemon thread.
 
-    In prometheus_client's multi-process mode: those of all workers.
+    In prometheus_client's multi-process mode it serves the metrics of all workers.
 
     Args:
         port: The port, from 0 to 65535; 0 takes a free one.
         addr: The address to bind; by default that in `LANGCHAIN_QUOTA_METRICS_ADDR`, else
-            127.0.0.1. In a container, bind 0.0.0.0. Whoever reaches it reads the ids of threads.
+            127.0.0.1. In a container, bind 0.0.0.0. Everybody who can reach it can read thread ids.
         certfile: The server's certificate, in a PEM file, for TLS.
         keyfile: The certificate's key, in a PEM file.
         client_cafile: Authorities, in a PEM file, whose certificates clients must show.
         registry: The metrics.
 
     Raises:
-        TypeError: `port` is no whole number.
+        TypeError: `port` is no whole number, or `addr` no string.
         ValueError: `port` is out of bounds, only one of `certfile` and `keyfile` is given, or
             `client_cafile` without them; in multi-process mode, if the directory does not exist.
         OSError: The address cannot be bound, or a certificate or key cannot be read; the message
@@ -202,6 +202,8 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         raise TypeError(f"port must be a whole number, not {port!r}")
     if not 0 <= port <= _MAX_PORT:
         raise ValueError(f"port must be from 0 to {_MAX_PORT}, not {port!r}")
+    if not isinstance(addr, str | None):
+        raise TypeError(f'addr must be a string or None, not {addr!r}: write "127.0.0.1", say')
     if (certfile is None) != (keyfile is None):
         raise ValueError(f"certfile and keyfile go together, not {certfile=!s} with {keyfile=!s}")
     if client_cafile is not None and certfile is None:
@@ -231,7 +233,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     if isinstance(httpd.socket, ssl.SSLSocket):
         # Shake hands in each connection's own thread: a silent client must not stop the others.
         httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
-    # A broken connection is its client's affair: no traceback on stderr.
+    # A broken connection is the client's problem: no traceback on stderr.
     httpd.handle_error = _log_broken_connection  # type: ignore[method-assign,assignment]
 
     def stop() -> None:
@@ -301,7 +303,9 @@ class _MetricsApp:
             await send(message)
 
     def _render(self, scope: MutableMapping[str, Any]) -> list[Message]:
-        """Run prometheus_client's app in this worker thread; it awaits only us, so no loop.
+        """Run prometheus_client's app in this worker thread, without an event loop.
+
+        It needs none: it awaits only the two functions that it is given.
 
         Raises:
             RuntimeError: It awaits something else.
@@ -321,14 +325,14 @@ class _MetricsApp:
         raise RuntimeError("prometheus_client's ASGI app waits for something unknown")
 
 
-# Starlette types what `add_route` takes as a function of a request: any arguments, then.
+# By Starlette's types, `add_route` takes a function of a request: so the arguments are open.
 def metrics_app(registry: CollectorRegistry = REGISTRY) -> Callable[..., Any]:
     """An ASGI app that answers with the metrics, rendered off the event loop.
 
     Add it as a route, not as a mount (a mount answers `/metrics` with a redirect); in FastAPI with
-    `app.add_route("/metrics", metrics_app())`. It has no access control of its own: whoever
-    reaches it reads the ids of threads. In prometheus_client's multi-process mode it answers with
-    the metrics of all workers.
+    `app.add_route("/metrics", metrics_app())`. It has no access control of its own:
+    everybody who can reach it can read thread ids. In prometheus_client's multi-process mode it
+    answers with the metrics of all workers.
 
     Args:
         registry: The metrics.

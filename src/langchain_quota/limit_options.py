@@ -5,7 +5,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from langchain_quota.arguments import check_count, check_share, check_switch
+from langchain_quota.arguments import (
+    check_count,
+    check_function,
+    check_share,
+    check_switch,
+    check_sync_function,
+    shown,
+)
 from langchain_quota.decision import THREAD, Unit
 from langchain_quota.money import Dollars, checked_microdollars
 from langchain_quota.quotas import Quota
@@ -35,17 +42,17 @@ ModelExitBehavior = Literal["end", "error", "finalize", "ask"]
 MaxCalls = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
 """A number of calls, none, or a function of the agent's state and runtime that gives either."""
 MaxTokens = MaxCalls
-"""Likewise of tokens."""
+"""The same for tokens."""
 MaxDollars = Dollars | Callable[[Any, Any], Dollars | Awaitable[Dollars | None] | None] | None
-"""Likewise of US dollars."""
+"""The same for US dollars."""
 
 
 def whole_amount(unit: Unit, argument: str, value: object) -> int:
-    """An amount as it is counted: of dollars the microdollars.
+    """An amount as it is counted: dollars become microdollars.
 
     Args:
         unit: What is counted.
-        argument: What it is, for messages.
+        argument: Its name, for messages.
         value: As the user has written it.
 
     Raises:
@@ -73,9 +80,12 @@ def check_options(limit: Any) -> None:
     _check_quotas(limit)
     is_capped = getattr(limit, "at_once", None) is not None
     if all(each is None for each in thresholds.values()) and not limit.quotas and not is_capped:
-        raise ValueError("At least one limit must be specified: thread_limit or run_limit")
+        last = ", quotas or at_once" if hasattr(limit, "at_once") else " or quotas"
+        raise ValueError(f"At least one limit must be specified: thread_limit, run_limit{last}")
     for argument, value in thresholds.items():
-        if value is not None and not callable(value):
+        if callable(value):
+            check_function(argument, value, "state", "runtime")
+        elif value is not None:
             whole_amount(limit.unit, argument, value)
     if (
         limit.message is not None
@@ -83,6 +93,7 @@ def check_options(limit: Any) -> None:
         and not callable(limit.message)
     ):
         raise TypeError(f"message must be a string, a function or None, not {limit.message!r}")
+    check_sync_function("message", limit.message, "decision")
     if limit.near is not None:
         check_share("near", limit.near)
     check_switch("enforce", limit.enforce)
@@ -93,7 +104,9 @@ def _check_quotas(limit: Any) -> None:
     if not isinstance(limit.quotas, Sequence) or not all(
         isinstance(quota, Quota) for quota in limit.quotas
     ):
-        raise TypeError(f"quotas must be a sequence of Quota, not {limit.quotas!r}")
+        raise TypeError(
+            f"quotas must be a sequence of Quota, such as [Quota(5)], not {shown(limit.quotas)}"
+        )
     scopes = [quota.name for quota in limit.quotas]
     if limit.thread_limit is not None:
         scopes.append(THREAD)
@@ -117,12 +130,12 @@ def check_grant(limit: Any) -> None:
 
     Raises:
         TypeError: It is no amount.
-        ValueError: It is 0 or out of bounds, or nobody is asked for it.
+        ValueError: It is 0 or out of bounds, or the limit asks nobody.
     """
     if limit.grant is None:
         return
     if limit.exit_behavior != "ask":
-        raise ValueError(f"grant={limit.grant!r} goes with exit_behavior='ask'")
+        raise ValueError(f"grant={limit.grant!r} needs exit_behavior='ask'")
     if not whole_amount(limit.unit, "grant", limit.grant):
         raise ValueError(f"grant must be above 0, not {limit.grant!r}")
 
@@ -135,13 +148,13 @@ def check_give_up(limit: Any) -> None:
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is out of bounds, or does not go with the limit's other options.
+        ValueError: It is out of bounds, or contradicts the limit's other options.
     """
     if limit.give_up_after is not None:
         check_count("give_up_after", limit.give_up_after, least=1)
         if limit.exit_behavior != "continue" or not limit.enforce:
             raise ValueError(
-                f"give_up_after={limit.give_up_after!r} goes with exit_behavior='continue' "
+                f"give_up_after={limit.give_up_after!r} needs exit_behavior='continue' "
                 "and enforce=True"
             )
 

@@ -8,10 +8,12 @@ from typing import ClassVar, Literal
 
 from langchain_quota.arguments import (
     ALL_TOOLS,
+    by_name,
     check_choice,
     check_count,
     checked_name,
     checked_tools,
+    shown,
 )
 from langchain_quota.budgets import CostLimit, TokenLimit
 from langchain_quota.decision import Call, Decision, Unit
@@ -33,10 +35,11 @@ ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
 
 DEFAULT_WAIT = 30.0
-"""How long a call waits for others to end, in seconds, if nobody says otherwise: time enough for a
-few usual tool calls, and short of the minute after which many gateways give up on an answer."""
+"""How long a call waits for others to end, in seconds, by default: enough for a few usual tool
+calls, and less than the minute after which many gateways give up on an answer."""
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class ToolCallLimit:
     """How many tool calls a thread and a run may make.
@@ -45,17 +48,17 @@ class ToolCallLimit:
         tool_name: The tool that is limited, or several that share one count; `None` for all
             tools together.
         exclude: With all tools: those that are not limited.
-        thread_limit: Most calls over the life of a thread, a whole number from 0 (which forbids
-            the tool); `None` for no limit. Or a function of the agent's state and runtime, sync
-            or async, that gives either: the plan of the tenant in `runtime.context`, say.
-        run_limit: Most calls in one run (one invocation), likewise. At most `thread_limit`.
+        thread_limit: Most calls over the life of a thread, a whole number from 0 (0 refuses every
+            call); `None` for no limit. Or a function of the agent's state and runtime, sync or
+            async, that gives either: for example by the tenant's plan in `runtime.context`.
+        run_limit: The same for one run (one invocation). At most `thread_limit`.
         exit_behavior: What a call over the limit does. `"continue"` answers it with an error
             message and lets the agent go on, `"end"` ends the run, `"error"` raises
             `ToolCallLimitExceededError`. `"ask"` interrupts the run and asks a person, who grants
-            more or ends the run: for a `QuotaMiddleware` or a `GraphQuota`, in an agent with a
-            checkpointer.
+            more or ends the run. It needs a `QuotaMiddleware` or a `GraphQuota`, and an agent with
+            a checkpointer.
         grant: With `"ask"`: how many more calls an approval grants, from 1; by default as many as
-            the limit that is reached. It grants no fewer than the calls that are asked about need.
+            the limit that is reached. If the refused calls need more, it grants what they need.
         message: What the model reads as the answer of a refused call (and, with `"end"`, the
             user as the final message) instead of the default text: a text, or a function from
             the `Decision` to a text.
@@ -63,20 +66,20 @@ class ToolCallLimit:
             `tool:<tools>`, `tool:*` for all tools, or `tool:*-<excluded>`.
         near: The used share, above 0 and at most 1, from which this limit counts as near; by
             default that of the `Telemetry`.
-        enforce: Whether the limit refuses calls. With `False` it is judged and counted in full,
-            and what it would refuse runs, as `would_block`: try a limit before it bites.
-        alert: Whether a refusal is worth an alert. `False` for a limit that is meant to be hit:
-            the exported alert rules leave it out, as they do a limit that is not enforced.
+        enforce: Whether the limit refuses calls. With `False` it judges and counts every call, and
+            a call that it would refuse runs, as `would_block`: try a limit before you enforce it.
+        alert: Whether a refusal is worth an alert. `False` for a limit that is meant to be hit.
+            The exported alert rules leave out such a limit, and one that is not enforced.
         give_up_after: With `"continue"`: after so many refusals in one run, from 1, the run ends
             as with `"end"`.
-        quotas: Further limits, per user, tenant or window, counted in a store that runs share:
-            for a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
+        quotas: Further limits, per user, tenant or window, counted in a store that runs share. They
+            need a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
             With quotas, neither `thread_limit` nor `run_limit` is needed.
         at_once: Most calls that run at the same time, a whole number from 1: in this process, or
-            with a `RedisStore` in all processes that share it. A call over it waits. For a
+            with a `RedisStore` in all processes that share it. A further call waits. It needs a
             `QuotaMiddleware` or a `GraphQuota`. With it, no other limit is needed.
-        wait: With `at_once`: how long a call waits, in seconds from 0; by default 30. Then it is
-            answered with an error message, whatever `exit_behavior` is, and counts nowhere.
+        wait: With `at_once`: how long a call waits, in seconds from 0; by default 30. After that
+            it is answered with an error message and not counted, whatever `exit_behavior` is.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -95,7 +98,7 @@ class ToolCallLimit:
         >>> ToolCallLimit("search", run_limit=-1)
         Traceback (most recent call last):
             ...
-        ValueError: run_limit must be 0 or more, not -1
+        ValueError: run_limit must be 0 or more, not -1: leave it out for no limit
     """
 
     kind: ClassVar[Literal["tool"]] = "tool"
@@ -128,7 +131,7 @@ class ToolCallLimit:
         tools = checked_tools("tool_name", self.tool_name)
         excluded = () if self.exclude in ((), []) else checked_tools("exclude", self.exclude)
         if tools and excluded:
-            raise ValueError(f"exclude={self.exclude!r} goes with all tools, not with tool_name")
+            raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tool_name out")
         check_options(self)
         check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end", "ask"))
         check_grant(self)
@@ -159,6 +162,7 @@ class ToolCallLimit:
         return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
 
+@by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCallLimit:
     """How many model calls a thread and a run may make.
@@ -167,12 +171,12 @@ class ModelCallLimit:
         thread_limit: Most calls over the life of a thread, a whole number from 0; `None` for no
             limit. Or a function of the agent's state and runtime, sync or async, that gives
             either.
-        run_limit: Most calls in one run (one invocation), likewise.
+        run_limit: The same for one run (one invocation).
         exit_behavior: What reaching the limit does. `"end"` ends the run with a message,
-            `"error"` raises `ModelCallLimitExceededError`; `"finalize"` tells the last call that
-            it is the last and may call no tool, and ends the run with its answer; `"ask"` asks a
-            person, see `ToolCallLimit`.
-        grant: With `"ask"`: as of `ToolCallLimit`.
+            `"error"` raises `ModelCallLimitExceededError`. `"finalize"` tells the model in the last
+            call that this call is the last one, and that it may call no tool. The run ends with the
+            model's answer. `"ask"` asks a person; see `ToolCallLimit`.
+        grant: With `"ask"`: as in `ToolCallLimit`.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
@@ -221,7 +225,7 @@ class ModelCallLimit:
         check_choice("exit_behavior", self.exit_behavior, ("end", "error", "finalize", "ask"))
         check_grant(self)
         if self.exit_behavior == "finalize" and not self.enforce:
-            raise ValueError("exit_behavior='finalize' goes with enforce=True")
+            raise ValueError("exit_behavior='finalize' needs enforce=True")
         set_field(self, "name", checked_name(self.name, MODEL))
 
     def matches(self, call: Call) -> bool:
@@ -238,12 +242,12 @@ Limit = ToolCallLimit | ModelCallLimit | TokenLimit | CostLimit | RepeatLimit
 
 
 def is_dynamic(limit: Limit) -> bool:
-    """Whether the number of a thread or run is a function."""
+    """Whether the limit of a thread or run is a function."""
     return callable(limit.thread_limit) or callable(limit.run_limit)
 
 
 def counts_calls(limit: Limit) -> bool:
-    """Whether a limit has a number of calls, and not only one of calls at once."""
+    """Whether a limit counts calls, and has not only a number of calls at once."""
     numbers = (limit.thread_limit, limit.run_limit)
     return bool(limit.quotas) or any(each is not None for each in numbers)
 
@@ -253,11 +257,11 @@ def _check_at_once(limit: ToolCallLimit) -> None:
 
     Raises:
         TypeError: One has the wrong type.
-        ValueError: One is out of bounds, or goes with another one.
+        ValueError: One is out of bounds, or needs another one.
     """
     if limit.at_once is None:
         if limit.wait is not None:
-            raise ValueError(f"wait={limit.wait!r} goes with at_once: give at_once, too")
+            raise ValueError(f"wait={limit.wait!r} needs at_once: give at_once, too")
         return
     check_count("at_once", limit.at_once, least=1)
     wait: object = DEFAULT_WAIT if limit.wait is None else limit.wait
@@ -267,12 +271,12 @@ def _check_at_once(limit: ToolCallLimit) -> None:
         raise ValueError(f"wait must be 0 or more seconds, and finite, not {wait!r}")
     if limit.exit_behavior != "continue" and not counts_calls(limit):
         raise ValueError(
-            f"exit_behavior={limit.exit_behavior!r} goes with thread_limit, run_limit or quotas: "
+            f"exit_behavior={limit.exit_behavior!r} needs thread_limit, run_limit or quotas: "
             "a call over at_once is always answered, and the run goes on"
         )
     if limit.give_up_after is not None and not counts_calls(limit):
         raise ValueError(
-            f"give_up_after={limit.give_up_after!r} goes with thread_limit, run_limit or quotas"
+            f"give_up_after={limit.give_up_after!r} needs thread_limit, run_limit or quotas"
         )
     set_field(limit, "wait", float(wait))
 
@@ -287,20 +291,20 @@ def check_together(limits: Sequence[Limit]) -> None:
 
     Raises:
         TypeError: They are no limits.
-        ValueError: There is none, two have one name, or one can never be reached.
+        ValueError: There is no limit, two have one name, or one can never be reached.
     """
     given: object = limits
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(
-            f"limits must be a sequence of limits, such as [ToolCallLimit(…)], not {given!r}"
+            f"limits must be a sequence of limits, such as [ToolCallLimit(…)], not {shown(given)}"
         )
     if not limits:
-        raise ValueError("limits must have at least one limit")
+        raise ValueError("limits must have at least one limit, such as ToolCallLimit(…)")
     for limit in limits:
         if not isinstance(limit, Limit):
             raise TypeError(
                 "limits must be ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit or "
-                f"RepeatLimit, not {limit!r}"
+                f"RepeatLimit, not {shown(limit)}"
             )
     for name, count in Counter(limit.name for limit in limits).items():
         if count > 1:
@@ -322,7 +326,7 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         or is_dynamic(limit)
         or is_dynamic(other)
         or limit.quotas
-        # It keeps something for a last answer, and so comes before its number.
+        # It keeps something for a last answer, so it ends the run before its number is reached.
         or getattr(limit, "keep", None) is not None
         # It limits something else, too.
         or getattr(limit, "at_once", None) is not None
@@ -330,7 +334,7 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         return False
     thread, run = _number(limit, "thread_limit"), _number(limit, "run_limit")
     other_thread, other_run = _number(other, "thread_limit"), _number(other, "run_limit")
-    # A run is part of a thread: what exhausts the other's thread limit ends this run, too.
+    # A run is part of a thread: an exhausted thread limit of the other ends this run, too.
     return _is_later(thread, other_thread) and (
         _is_later(run, other_run) or _is_later(run, other_thread)
     )

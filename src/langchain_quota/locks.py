@@ -1,8 +1,8 @@
-"""Locks that a fork leaves neither held nor with half a change behind them.
+"""Locks that are free after a fork, with no half-done change to what they guard.
 
-A forked child has a copy of every lock, but only the thread that forked: what another thread held,
-nobody in the child lets go of. So a fork first waits until the other threads have finished what
-they change, and in the child every lock is free.
+A forked child has a copy of every lock, but only the thread that forked: a lock that another
+thread held is never released in the child. So a fork first waits until the other threads have
+finished their changes, and in the child every lock is free.
 """
 
 import os
@@ -11,7 +11,7 @@ from threading import Lock
 from weakref import ref
 
 _PATIENCE = 1.0
-"""How long, in seconds, a fork waits for a lock; in vain, if the thread that forks holds it."""
+"""How long a fork waits for a lock, in seconds. It waits in vain if its own thread holds it."""
 
 _locks: dict[ref[Lock], None] = {}
 """All locks, in the order in which they were made."""
@@ -28,10 +28,10 @@ _held = _Held()
 
 
 def fork_safe_lock() -> Lock:
-    """A lock that is free in a forked child, with what it guards as between two changes.
+    """A lock that is free in a forked child, where no change that it guards is half done.
 
-    Whoever holds it does nothing that waits. A lock under which another one is taken is made after
-    that one: a fork takes the newest first.
+    The code that holds it must not wait for anything. If it takes another lock, that one must be
+    the older of the two: a fork takes the newest lock first.
     """
     lock = Lock()
     _locks[ref(lock, _forget)] = None

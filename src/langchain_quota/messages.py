@@ -23,12 +23,12 @@ FINALIZED = "This tool call was not run: the model call that made it was the las
 """The answer of a tool call that the last admitted model call makes."""
 
 ABANDONED = "This tool call was not completed: the run that made it was stopped."
-"""The answer given later to a tool call that an earlier run left without one."""
+"""The answer that is added to a tool call which an earlier run left without one."""
 
 NOT_RUN = "quota_not_run"
-"""The mark on the answer of a call that was let through and then did not run; no model is sent it.
+"""The mark on the answer of a call that was let through and then did not run.
 
-It says whether a store has what it had charged for the call.
+The mark is not sent to models. It says whether a store has back what it had charged for the call.
 """
 
 _BUDGETS: Mapping[Unit, str] = {"tokens": "Token", "microdollars": "Cost"}
@@ -61,7 +61,7 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
 
     Args:
         breaches: The limits.
-        is_last: Whether the run ends with a last call, which has what budgets keep for it.
+        is_last: Whether the run ends with a last call, for which budgets keep something.
     """
     return " ".join(
         _own_final(breach.limit.limit.message, breach.decision) or reached(breach, is_last=is_last)
@@ -72,7 +72,7 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
 def question(
     breaches: Sequence[Breach], offered: Mapping[str, int], units: Mapping[str, Unit]
 ) -> str:
-    """What a person reads who is asked whether a run may go on.
+    """The question that a person reads: whether a run may go on.
 
     Args:
         breaches: The limits that are reached.
@@ -101,7 +101,7 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
 
     Args:
         breach: The limit.
-        is_last: As of `final`.
+        is_last: As in `final`.
     """
     limit = breach.limit.limit
     if breach.unchecked:
@@ -169,7 +169,7 @@ def _repeats(limit: RepeatLimit, decision: Decision) -> tuple[str, str]:
     same = "with the same arguments" if limit.key is None else "in the same way"
     called = f"called {limit.run_limit} times {same}, and nothing new came of it"
     if limit.run_limit == 1:
-        # The first one may well have done what it was to do.
+        # The first call may well have done its work.
         called = f"already called {same}"
     return f"{tool} was {called}", (
         "Do not repeat this call: use the answer that you have, change the arguments, do something "

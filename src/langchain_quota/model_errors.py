@@ -1,4 +1,4 @@
-"""What an error says of a request: whether the provider has refused it, or may have served it."""
+"""What an error says about a request: whether the provider refused it, or may have served it."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ _REFUSED = range(400, 600)
 """The HTTP statuses of a request that was not served."""
 
 _HAS_STATUS_AS_CODE = {"APIError", "GoogleAPICallError", "HTTPError"}
-"""Errors whose `code` is an HTTP status: of Google's clients, and of `urllib`. Others' is not."""
+"""Errors whose `code` is an HTTP status: Google's and `urllib`'s. In other errors it is not."""
 
 _CUT_OFF = (
     *("Timeout", "TimeoutError", "TimeoutException", "DeadlineExceeded"),
@@ -15,7 +15,7 @@ _CUT_OFF = (
     *("ChunkedEncodingError", "PayloadError", "ResponseStreamingError"),
     *("JSONDecodeError", "ResponseValidationError", "FinishReasonError"),
 )
-"""How the names of errors end after which a provider may have served the request."""
+"""The ends of the names of errors after which a provider may have served the request."""
 
 _NOT_CONNECTED = {
     *("ConnectError", "ConnectTimeout", "ConnectTimeoutError", "ConnectionRefusedError"),
@@ -25,7 +25,7 @@ _NOT_CONNECTED = {
 """Errors before anything is sent."""
 
 _STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
-"""How a run ends that its caller does not wait for."""
+"""The exceptions that end a run whose caller no longer waits."""
 
 
 def http_status(error: BaseException) -> int | None:
@@ -38,7 +38,7 @@ def http_status(error: BaseException) -> int | None:
         response = getattr(each, "response", None)
         found = [getattr(each, "status_code", None), getattr(response, "status_code", None)]
         names = _names(each)
-        # Google's client gives the status 504 to a call that it does not wait for any longer.
+        # Google's client gives the status 504 to a call for which it no longer waits.
         if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
             found.append(getattr(each, "code", None))
         for status in found:
@@ -60,7 +60,7 @@ def is_cut_off(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes; not what was handled before it, as the SDK's earlier attempts."""
+    """An error and its causes, without earlier handled errors, such as an SDK's first attempts."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -68,5 +68,5 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _names(error: BaseException) -> set[str]:
-    """The names of an error's class and of those that it is made of."""
+    """The names of an error's class and of its base classes."""
     return {kind.__name__ for kind in type(error).__mro__}

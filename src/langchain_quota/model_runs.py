@@ -1,4 +1,4 @@
-"""The model runs that something starts: all of them, at any depth, and what each has used."""
+"""Collects the model runs that a block starts, at any depth, and what each of them has used."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ _SAID = ("text", "thinking", "reasoning", "summary")
 
 _UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _RUN_ID = re.compile(rf"(?:lc_run-|run-?)-(?P<run>{_UUID})(?:-\d+)?")
-"""The id of a message as LangChain makes it of the id of the model run."""
+"""The id of a message, which LangChain makes from the id of the model run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ModelRun:
             was cut off; nothing if the provider has refused the request, or was not reached.
         error: The name of the exception's class; empty if there is none.
         http_status: The status of the provider's refusal; `None` for none.
-        shared: Whether a block around the one that has collected it, or inside, may have it, too.
+        shared: Whether an outer or inner block may have collected it, too.
     """
 
     id: str
@@ -61,7 +61,7 @@ class _Started:
     Attributes:
         asked: The model and its provider.
         prompt: What was sent.
-        params: The parameters of the request, as LangChain tells them.
+        params: The parameters of the request, as LangChain gives them to callbacks.
         chunks: What has arrived, if the answer is streamed.
     """
 
@@ -80,26 +80,26 @@ class _Started:
         return usage
 
     def used_so_far(self) -> ModelUsage:
-        """The same, of a run that has not ended, or was cut off: a report may be incomplete."""
+        """The same for a run that has not ended or was cut off: its report may be incomplete."""
         whole = _joined(self.chunks)
         used = self.used(LLMResult(generations=[[ChatGeneration(message=whole)]]), whole)
         return replace(used, estimated=True)
 
     def _keeps_1h(self) -> bool:
-        """Whether the request asks Anthropic to keep for an hour what it caches.
+        """Whether the request asks Anthropic to keep its cache for an hour, which costs more.
 
-        A streamed answer does not say how long: what is kept longer costs more.
+        A streamed answer does not say how long the cache is kept.
         """
         sent = (self.params, *(message.content for message in self.prompt))
         return any(_keeps_1h(each) for each in sent)
 
 
 Admit = Callable[[ModelUsage], None]
-"""Raises an exception if a model may not be called: it is given the model, with nothing used."""
+"""Raises an exception if a model may not be called. Its argument names the model; no tokens."""
 
 
 def _raises_nothing(noting: Callable[..., None]) -> Callable[..., None]:
-    """Log what goes wrong when something is noted: an exception would end the call of the model."""
+    """Log exceptions of a callback: raised, they would end the call of the model."""
 
     @wraps(noting)
     def noted(*args: Any, **more: Any) -> None:
@@ -116,7 +116,7 @@ class ModelRunCollector(BaseCallbackHandler):
 
     Args:
         admit: Refuses model runs before they are made; `None` to refuse none.
-        around: The collector of the block around its block.
+        around: The collector of the outer block.
     """
 
     run_inline = True
@@ -128,17 +128,17 @@ class ModelRunCollector(BaseCallbackHandler):
         self._runs: dict[UUID, _Started | ModelRun] = {}
         self._admit = admit
         self._around = around
-        # LangChain has an exception of `on_chat_model_start` end the call then, before it is made.
+        # With this, an exception in `on_chat_model_start` ends the call before it is made.
         self.raise_error = admit is not None
         self.refused: list[UUID] = []
-        """The model runs that were refused: nobody notes how they end."""
+        """The model runs that were refused: their ends are not noted."""
         self.shares = False
-        """Whether another collector may have some of the same runs: one around it, or inside."""
+        """Whether an outer or inner collector may have some of the same runs."""
 
     def runs(self) -> list[ModelRun]:
         """The model runs so far, in the order in which they have started.
 
-        A run that is pending may end later, and is then another one by the same id.
+        A run that is pending may end later; then another object has the same id.
         """
         found = [_as_run(run_id, each) for run_id, each in [*self._runs.items()]]
         return [replace(each, shared=True) for each in found] if self.shares else found
@@ -148,7 +148,7 @@ class ModelRunCollector(BaseCallbackHandler):
         return UUID(run_id) in self._runs
 
     def pop(self, run_id: UUID) -> ModelRun | None:
-        """A model run, which is forgotten; `None` if it is not known."""
+        """Remove a model run and return it; `None` if it is not known."""
         found = self._runs.pop(run_id, None)
         return None if found is None else _as_run(run_id, found)
 
@@ -222,7 +222,7 @@ class ModelRunCollector(BaseCallbackHandler):
             self.refused.append(run_id)
             around = self._around
             while around is not None:
-                # It was told before.
+                # The outer collector saw the run first.
                 around._runs.pop(run_id, None)  # noqa: SLF001 - of the same class
                 around = around._around  # noqa: SLF001
             raise
@@ -250,8 +250,8 @@ _collector: ContextVar[ModelRunCollector | None] = ContextVar("model_run_collect
 def collect_model_runs(admit: Admit | None = None) -> Iterator[ModelRunCollector]:
     """Collect the model runs that the block starts, also those in sub-agents, tools and threads.
 
-    Blocks may be nested: each has all of its runs. A run that has not ended when the block ends is
-    collected nevertheless when it does.
+    Blocks may be nested: each one collects all of its runs. A run that ends after its block is
+    collected, too.
 
     Args:
         admit: Refuses model runs before they are made; `None` to refuse none.
@@ -265,7 +265,7 @@ def collect_model_runs(admit: Admit | None = None) -> Iterator[ModelRunCollector
     try:
         yield collector
     finally:
-        # A coroutine that is closed when its event loop is gone has left its context already.
+        # A coroutine that outlives its event loop is closed in another context.
         with suppress(ValueError):
             _collector.reset(token)
 
@@ -277,7 +277,7 @@ def model_runs_so_far() -> list[ModelRun]:
 
 
 def collect_answer(prompt: Sequence[BaseMessage], answer: AIMessage) -> None:
-    """Have the innermost block know of a model run that it has not seen, by its answer alone.
+    """Add a model run that the innermost block has not seen, known only from its answer.
 
     Args:
         prompt: About what was sent.
@@ -287,7 +287,7 @@ def collect_answer(prompt: Sequence[BaseMessage], answer: AIMessage) -> None:
     if collector is not None:
         made = _RUN_ID.fullmatch(answer.id or "")
         run_id = UUID(made["run"]) if made else uuid5(NAMESPACE_OID, answer.id or uuid4().hex)
-        # It is paid already: nothing is refused.
+        # The run is paid already: nothing is refused.
         collector._start(run_id, prompt, None, {})  # noqa: SLF001 - of this module
         generation = ChatGeneration(message=answer)
         collector.on_llm_end(LLMResult(generations=[[generation]]), run_id=run_id)
@@ -300,7 +300,7 @@ def _register() -> None:
 
 
 def _asked_in(metadata: Mapping[str, Any] | None, more: Mapping[str, Any]) -> ModelUsage:
-    """The model and its provider, of what LangChain tells callbacks."""
+    """The model and its provider, from what LangChain gives to callbacks."""
     params = more.get("invocation_params") or {}
     return asked_in(metadata, speed=str(params.get("speed") or ""))
 
@@ -308,7 +308,7 @@ def _asked_in(metadata: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Mo
 def _joined(chunks: Sequence[AIMessageChunk]) -> AIMessage:
     """What has arrived, as one answer; the arguments of calls are text.
 
-    LangChain would parse them: of an unfinished call that takes the square of their length.
+    LangChain would parse them. For an unfinished call that takes quadratic time.
     """
     texts: list[str] = []
     metadata: dict[str, Any] = {}
@@ -325,7 +325,7 @@ def _joined(chunks: Sequence[AIMessageChunk]) -> AIMessage:
 
 
 def _said(part: Mapping[str, Any]) -> str:
-    """What a block of an answer says, whichever provider's it is."""
+    """The text of a block of an answer, from any provider."""
     return next((str(part[key]) for key in _SAID if part.get(key)), "")
 
 

@@ -37,15 +37,15 @@ class ModelUsage:
         speed: Anthropic's `"fast"` or `"standard"`; empty if it does not say.
         input_tokens: All tokens of the prompt, cached ones among them.
         output_tokens: All tokens of the answer, reasoning among them.
-        total_tokens: Both, as the provider adds them; their sum where it reports less.
+        total_tokens: Both, as the provider adds them; at least their sum.
         cache_read_tokens: Of the input, those that the provider read from its cache.
         cache_creation_tokens: Of the input, those that it wrote to its cache.
         cache_creation_1h_tokens: Of those, the ones that it keeps for an hour: they cost more.
         input_audio_tokens: Of the input, those of sounds.
         output_audio_tokens: Of the output, those of sounds.
-        reasoning_tokens: Of the output, those that were thought and not said.
+        reasoning_tokens: Of the output, those of reasoning.
         cached: Whether LangChain's own response cache has answered: nothing is to be paid.
-        estimated: Whether the numbers are ours, since the provider has reported none.
+        estimated: Whether the numbers are estimates, since the provider has reported none.
 
     Examples:
         A price of your own, for `QuotaMiddleware(…, prices=a_dollar_per_million)`:
@@ -97,11 +97,11 @@ def charged_tokens(usage: ModelUsage, tokens: TokenKind) -> int:
 
 
 def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
-    """What a provider reports of one run; if that is no tokens, they are left to be estimated.
+    """What a provider reports about one run. Without tokens in it, the caller estimates them.
 
     Args:
-        result: What the callback `on_llm_end` is given. The usage stands on its first message; if
-            there are more, they repeat it.
+        result: What the callback `on_llm_end` is given. Its first message has the usage; further
+            ones repeat it.
         asked: What is known from the request: the model and its provider.
     """
     answer = next(iter(result.generations[0] if result.generations else ()), None)
@@ -113,7 +113,7 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
     about = _about(answered, asked)
     if usage is None:
         return replace(asked, **about, estimated=True)
-    # LangChain zeroes the cost of what its cache has answered, and leaves the tokens.
+    # For an answer from its cache, LangChain sets the cost to zero, and leaves the tokens.
     cached = usage.get("total_cost") == 0
     counted = _counted(usage)
     if counted is None:
@@ -125,7 +125,7 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
 
 
 def _of_completion(usage: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The usage of a run of a completion model: for a batch, it stands on the first one."""
+    """The usage of a completion model's run; in a batch only the first run has it, for all."""
     if usage is None:
         return None
     return {
@@ -136,7 +136,7 @@ def _of_completion(usage: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
-    """The names of what has answered."""
+    """The names of the model that has answered."""
     raw = answered.get("usage")
     raw = raw if isinstance(raw, Mapping) else {}
     return {
@@ -148,7 +148,7 @@ def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
 
 
 def _counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The tokens that are reported; `None` if a number is none that tokens can have."""
+    """The reported tokens; `None` if a number cannot be one of tokens."""
     given = usage.get("input_tokens") or 0
     made = usage.get("output_tokens") or 0
     total = usage.get("total_tokens") or 0
@@ -156,13 +156,13 @@ def _counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     inputs = usage.get("input_token_details") or {}
     outputs = usage.get("output_token_details") or {}
-    # Where Anthropic says how long it keeps what it has cached, LangChain has 0 for all together.
+    # If Anthropic reports how long it keeps its cache, LangChain has 0 for the total.
     for_1h = _detail(inputs, "ephemeral_1h_input_tokens")
     split = for_1h + _detail(inputs, "ephemeral_5m_input_tokens")
     return {
         "input_tokens": given,
         "output_tokens": made,
-        # The safe one where a report contradicts itself.
+        # The higher number is safe if a report contradicts itself.
         "total_tokens": max(total, given + made),
         "cache_read_tokens": _detail(inputs, "cache_read"),
         "cache_creation_tokens": split or _detail(inputs, "cache_creation"),
@@ -174,7 +174,7 @@ def _counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _detail(details: Mapping[str, Any], name: str) -> int:
-    """A detail, also with a service tier in front of its name; 0 without a number of tokens."""
+    """A detail, also if its name begins with a service tier; 0 without a number of tokens."""
     if not details:
         return 0
     found = (details.get(each) for each in _NAMES.get(name, (name,)))

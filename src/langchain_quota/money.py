@@ -8,7 +8,7 @@ Dollars = Decimal | str | int
 """An amount of US dollars, exactly; never a float, which cannot hold most of them."""
 
 MICRODOLLARS = 10**6
-"""How many make a dollar."""
+"""How many microdollars make a dollar."""
 
 _MOST = 10**9
 """The most dollars of a limit: Redis adds in Lua, exactly up to 2 ** 53 microdollars."""
@@ -48,7 +48,7 @@ def checked_microdollars(argument: str, value: object) -> int:
         TypeError: It is a float, or no number.
         ValueError: It is out of bounds, cannot be read, or has more than six decimal places.
     """
-    # Decimals are rounded as the application's decimal context has it; fractions never are.
+    # The application's decimal context may round decimals; fractions are never rounded.
     amount = Fraction(checked_dollars(argument, value)) * MICRODOLLARS
     if amount.denominator != 1:
         raise ValueError(f"{argument} must have at most six decimal places, not {value!r}")

@@ -8,6 +8,7 @@ from decimal import Context, Decimal, localcontext
 from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
+from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.model_usage import ModelUsage
 from langchain_quota.money import Dollars, checked_dollars, microdollars
@@ -16,13 +17,13 @@ Prices = Callable[[ModelUsage], Decimal | None]
 """What one model run costs, in dollars; `None` where that is not known."""
 
 UnknownPrice = Literal["error", "allow"]
-"""What becomes of a call of a model without a price."""
+"""What happens to a call of a model without a price."""
 
 _PER = Decimal(10**6)
-"""How many tokens have a price together."""
+"""A price is for so many tokens."""
 
 _EXACT = Context(prec=50)
-"""In which amounts are computed, whatever the application's decimal context is."""
+"""The decimal context of all computations, whatever the application's own is."""
 
 _MISSING = (
     "prices of known models need the package genai-prices: "
@@ -39,12 +40,15 @@ class Price:
     Args:
         input: Tokens of the prompt.
         output: Tokens of the answer.
-        cache_read: Of the prompt, those read from the provider's cache; `None` for as `input`.
-        cache_creation: Of the prompt, those written to it; `None` for as `input`.
-        cache_creation_1h: Of those, the ones kept for an hour; `None` for as `cache_creation`.
-        input_audio: Of the prompt, those of sounds; `None` for as `input`.
-        output_audio: Of the answer, those of sounds; `None` for as `output`.
-        reasoning: Of the answer, those of reasoning; `None` for as `output`.
+        cache_read: Tokens of the prompt that the provider reads from its cache; `None` for the
+            price of `input`.
+        cache_creation: Tokens of the prompt that it writes to its cache; `None` for the price of
+            `input`.
+        cache_creation_1h: Those of them that it keeps for an hour; `None` for the price of
+            `cache_creation`.
+        input_audio: Audio tokens of the prompt; `None` for the price of `input`.
+        output_audio: Audio tokens of the answer; `None` for the price of `output`.
+        reasoning: Reasoning tokens of the answer; `None` for the price of `output`.
 
     Raises:
         TypeError: An amount is a float, or no number.
@@ -89,6 +93,8 @@ def check_prices(prices: object) -> None:
         raise TypeError(
             f"prices must be a table of Price by model, a function or None, not {prices!r}"
         )
+    else:
+        check_sync_function("prices", prices, "usage")
 
 
 def resolve_prices(prices: object) -> Prices:
@@ -98,10 +104,10 @@ def resolve_prices(prices: object) -> Prices:
 
     Args:
         prices: `None` for those of genai-prices; a function; or a table of `Price` by the name of
-            the model, as it is asked for or as it answers, which goes before genai-prices.
+            the model, as the request or the answer has it. The table wins over genai-prices.
 
     Raises:
-        ModuleNotFoundError: There are none without genai-prices, which is not installed.
+        ModuleNotFoundError: They need genai-prices, which is not installed.
         TypeError: It is none of these.
     """
     if prices is None:
@@ -117,10 +123,10 @@ def resolve_prices(prices: object) -> Prices:
 def priced(usage: ModelUsage, prices: Prices) -> Decimal:
     """What a model run costs, in dollars, exactly.
 
-    Of a model that is only about to be called, with nothing used, it says whether it has a price.
+    With nothing used it only checks that the model has a price, before a call.
 
     Raises:
-        TypeError: A function of the user's gives no `Decimal`.
+        TypeError: The user's function gives no `Decimal`.
         ValueError: It gives one that is negative, not finite, or over a billion.
         UnknownPriceError: There is no price for the model: the function gives `None`, or raises a
             `LookupError`.
@@ -143,7 +149,7 @@ def cost(usage: ModelUsage, prices: Prices) -> int:
     A run that has used nothing, and an answer from LangChain's response cache, cost nothing.
 
     Raises:
-        TypeError: A function of the user's gives no `Decimal`.
+        TypeError: The user's function gives no `Decimal`.
         ValueError: It gives one that is negative, not finite, or over a billion.
         UnknownPriceError: There is no price for the model.
     """
@@ -155,13 +161,13 @@ def cost(usage: ModelUsage, prices: Prices) -> int:
 def highest_cost(usage: ModelUsage, prices: Prices) -> int:
     """The most that so many tokens can cost, in microdollars.
 
-    Which of them the provider will read from its cache or write to it, or will use to reason, is
-    not known before the call: the dearest is taken.
+    Before the call it is not known which tokens the provider will read from its cache, write to it,
+    or use for reasoning. So the highest price is taken.
 
     Raises:
         UnknownPriceError: There is no price for the model.
     """
-    # The list has a model of which reading is dearer, too.
+    # For one model of the list, reading the cache costs more than `input`.
     read = replace(usage, cache_read_tokens=usage.input_tokens)
     written = replace(usage, cache_creation_tokens=usage.input_tokens)
     inputs = (usage, read, written, replace(written, cache_creation_1h_tokens=usage.input_tokens))
@@ -175,8 +181,8 @@ def highest_cost(usage: ModelUsage, prices: Prices) -> int:
 def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | None:
     """What a model run costs by the price list of genai-prices; `None` if the model is not in it.
 
-    The list comes with that package. Nothing is asked for over the network, unless the application
-    has genai-prices do so; a newer list counts within a minute.
+    The list comes with that package. Nothing is downloaded, unless the application makes
+    genai-prices update it; a newer list is used within a minute.
 
     Args:
         usage: What the run has used.
@@ -202,17 +208,17 @@ def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | 
 def _listed(
     name: str, provider: str, service_tier: str, speed: str, minute: int
 ) -> Mapping[str, Any]:
-    """The prices of a model in genai-prices, by its names for them; kept, since they are slow.
+    """The prices of a model in genai-prices, by its names for them; cached, since this is slow.
 
     Raises:
-        LookupError: It has none.
+        LookupError: It has none for this model.
     """
-    # It takes a while to import, and is needed for costs only.
+    # Its import is slow, and only costs need it.
     from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415
 
     snapshot = get_snapshot()
     found, model = snapshot.find_provider_model(name, None, provider or None, None)
-    # It has no tiers for models that one provider has of another.
+    # It has no tiers for models that a provider resells.
     is_own = any(model is each for each in found.models)
     context = {"service_tier": service_tier, "speed": speed} if is_own else {}
     at = datetime.fromtimestamp(minute * 60, UTC)
@@ -233,7 +239,7 @@ _LISTED = {
 
 
 def _reached(price: Any, input_tokens: int) -> Decimal | None:
-    """A price of genai-prices, for all tokens of a prompt that is so long."""
+    """The price in genai-prices for a prompt of this length; it is for all of its tokens."""
     if price is None or isinstance(price, Decimal):
         return price
     reached = [tier.price for tier in price.tiers if input_tokens > tier.start]
@@ -242,10 +248,10 @@ def _reached(price: Any, input_tokens: int) -> Decimal | None:
 
 
 def _has_list() -> bool:
-    """Whether there is genai-prices. It is loaded now: it would block an event loop later.
+    """Whether genai-prices is installed. It is loaded now: later it would block an event loop.
 
     Raises:
-        ModuleNotFoundError: It is there, and what it needs is not.
+        ModuleNotFoundError: It is installed, but a package that it needs is not.
     """
     try:
         from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415 - it is an extra
@@ -258,11 +264,11 @@ def _has_list() -> bool:
 
 
 def _no_price(_: ModelUsage) -> None:
-    """Stands where there is no list."""
+    """The prices without a list: none."""
 
 
 def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage) -> Decimal | None:
-    """What a run costs by a table; by other prices where the model is not in it."""
+    """What a run costs by a table, or by other prices if the model is not in it."""
     for name in usage.models:
         if name in table:
             given = vars(table[name]).items()
@@ -275,14 +281,14 @@ def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage)
 
 
 def _total(rates: Mapping[str, Decimal | None], usage: ModelUsage) -> Decimal:
-    """What the tokens cost: what has no price of its own has that of the whole it is part of."""
+    """What the tokens cost. A kind of tokens without a price has the price of the whole."""
     prompt, answer = rates["input"] or Decimal(0), rates["output"] or Decimal(0)
     written = _or(rates["cache_creation"], prompt)
     for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
     for_5m = usage.cache_creation_tokens - for_1h
     read, sounds = usage.cache_read_tokens, usage.input_audio_tokens
     spoken, reasoning = usage.output_audio_tokens, usage.reasoning_tokens
-    # Sounds may be cached: their tokens are then in both parts, and never less than paid for.
+    # Cached audio tokens are in both parts, so the result is never too low.
     text = max(0, usage.input_tokens - for_1h - for_5m - read - sounds)
     said = max(0, usage.output_tokens - spoken - reasoning)
     total = (

@@ -1,4 +1,4 @@
-"""A quota: how much somebody or something may use, in a window or in all."""
+"""A quota: how much a subject, such as a user, may use in a window or in all."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -7,7 +7,7 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
-from langchain_quota.arguments import check_count
+from langchain_quota.arguments import check_count, check_duration, check_function
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.money import Dollars, checked_microdollars
 
@@ -18,29 +18,31 @@ _SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many calls somebody or something may make, counted in a store that runs share.
+    """How many calls a subject, such as a user or a tenant, may make; runs share the count.
 
-    Quotas on the same calls with the same `per` (of functions: the same name) and the same window
-    are thresholds over one count, whichever limit or agent of the store they belong to.
+    Quotas share one count if they are on the same calls, and have the same `per` (for functions,
+    the same name), the same window and the same store. They may be in several limits and agents.
 
     Args:
-        limit: Most calls in a window, a whole number from 0 (which forbids); in a `TokenLimit`
-            most tokens, in a `CostLimit` most dollars. Or a function of the agent's state and
-            runtime, sync or async, that gives it, or `None` for no limit now.
+        limit: Most calls in a window, a whole number from 0 (0 refuses every call). In a
+            `TokenLimit` most tokens, in a `CostLimit` most dollars. Or a function of the agent's
+            state and runtime, sync or async, that gives it, or `None` for no limit now.
         per: Whose calls are counted together: those of a `"thread"`, of a `"root_run"` (the
             outermost run, with every sub-agent and sub-graph that it starts), of an `"agent"` (by
-            its name), of all (`"global"`), of a value in `runtime.context` under this name (a
-            user, a tenant), or of what a function of state and runtime, sync or async, gives.
-            Values are strings (not empty), whole numbers or UUIDs; equal texts are one subject. A
-            value that is missing or of another type fails the run, and nothing is charged.
+            its name), or all calls (`"global"`). Any other name is looked up in
+            `runtime.context`, for example `"user_id"`. Or a function of state and runtime, sync or
+            async, gives the subject. Subjects are strings (not empty), whole numbers or UUIDs;
+            equal texts are one subject. A missing subject, or one of another type, fails the run,
+            and nothing is charged.
         window: How long a count lasts, in whole seconds from 1. Windows are fixed and aligned to
             the Unix epoch in UTC: a window of a day begins at midnight UTC, one of a week on a
-            Thursday. So around an edge up to twice the limit can run. `None`: until it is reset.
-            A quota per `"root_run"` has none.
+            Thursday. So around the start of a window, up to twice the limit can run in a short
+            time. `None`: the count lasts until it is reset. A quota per `"root_run"` has no window.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
-            A function needs one. Two quotas of one limit need different ones, and none may take
-            `"run"`, `"store"`, `"at_once"` or `"none"`, nor a fixed `per` that is not its own. Nor
-            may `per` be `"run"`: that is a `run_limit`.
+            A function needs a name. Two quotas of one limit need different names. A name must not
+            be `"run"`, `"store"`, `"at_once"` or `"none"`. It may be `"thread"`, `"agent"`,
+            `"global"` or `"root_run"` only if `per` is the same. `per` must not be `"run"`: use
+            `run_limit`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -62,17 +64,18 @@ class Quota:
 
     def __post_init__(self) -> None:
         _check_limit(self.limit)
+        check_function("limit", self.limit, "state", "runtime")
         if not isinstance(self.per, str) and not callable(self.per):
             raise TypeError(f"per must be a string or a function, not {self.per!r}")
-        if self.window is not None and not isinstance(self.window, timedelta):
-            raise TypeError(f"window must be a timedelta or None, not {self.window!r}")
+        check_function("per", self.per, "state", "runtime")
+        check_duration("window", self.window, or_none=True)
         if self.window is not None and (
             self.window < timedelta(seconds=1) or self.window.microseconds
         ):
             raise ValueError(f"window must be whole seconds, from 1, not {self.window!r}")
         if self.window is not None and self.per == ROOT_RUN:
             raise ValueError(
-                f"window={self.window!r} does not go with per={ROOT_RUN!r}: a run's count ends "
+                f"window={self.window!r} cannot be used with per={ROOT_RUN!r}: a run's count ends "
                 "with the run"
             )
         if not isinstance(self.name, str):
@@ -89,15 +92,15 @@ class Quota:
 
     @property
     def dimension(self) -> str:
-        """Under which name its subjects are kept: quotas with one dimension share a count."""
+        """The name under which its subjects are kept: quotas with one dimension share a count."""
         return self.per if isinstance(self.per, str) else self.name
 
 
 def _check_limit(limit: object) -> None:
-    """Check that a number is one of calls, tokens or dollars: which of them, the limit says.
+    """Check that a value can be a number of calls, tokens or dollars; the limit knows which.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It cannot.
         ValueError: It is out of bounds, or cannot be read.
     """
     if limit is None:
@@ -111,10 +114,10 @@ def _check_limit(limit: object) -> None:
 
 
 def _check_free(name: str, per: object) -> None:
-    """Check that a quota is neither shown nor kept as something else is.
+    """Check that a quota's name and `per` have no other meaning, in metrics or in a store.
 
     Raises:
-        ValueError: It would be.
+        ValueError: One has.
     """
     if name in _RESERVED or (name in _FIXED and name != per):
         raise ValueError(f"name must not be {name!r}: it has a meaning of its own")

@@ -1,4 +1,4 @@
-"""Limits with what is granted on top of them."""
+"""Limits that are raised by grants."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,12 +8,12 @@ from langchain_quota.resolved import Asked, ResolvedLimit, ResolvedLimits, Row
 
 
 def raised(limits: ResolvedLimits, granted: Mapping[str, int]) -> ResolvedLimits:
-    """Limits with what is granted; the same where nothing is.
+    """Limits, raised by grants; unchanged without grants.
 
     Args:
         limits: The limits.
-        granted: What is granted: by a store's key, or by the name of a counter that it does not
-            keep. No name is a key: it has a slash in it.
+        granted: What is granted, by a store's key, or by the name of a counter that it does not
+            keep. A name has a slash in it, and no key has one.
     """
     if not granted:
         return limits
@@ -26,18 +26,18 @@ def raised(limits: ResolvedLimits, granted: Mapping[str, int]) -> ResolvedLimits
 def asked_again(
     asked: Sequence[Asked], before: ResolvedLimits, after: ResolvedLimits
 ) -> list[Asked]:
-    """What calls have asked of limits, said of the same limits with what is granted.
+    """What calls have asked of limits, asked of the same limits after grants.
 
     Args:
         asked: For each call what it asked.
         before: The limits.
-        after: The same, with what is granted.
+        after: The same limits, raised by grants.
     """
     found: dict[int, ResolvedLimit] = {}
     more: dict[tuple[str, str], int] = {}
     for old, new in zip(before.limits, after.limits, strict=True):
         if new is old:
-            # Which counts it has may depend on the call.
+            # The counts of a limit may depend on the call.
             continue
         found[id(old)] = new
         for was, now in zip(before.rows(old), after.rows(new), strict=True):
@@ -65,7 +65,7 @@ def asked_again(
 
 
 def _raised_rows(rows: Sequence[Row], after: Sequence[Row]) -> tuple[Row, ...]:
-    """The counts that a call has asked for, with new numbers: what it reserves stays."""
+    """The counts that a call has asked for, with new numbers and the same reserve."""
     return tuple(
         row._replace(most=now.most, quota=now.quota) for row, now in zip(rows, after, strict=True)
     )
@@ -85,6 +85,6 @@ def _raised(limit: ResolvedLimit, rows: Sequence[Row], granted: Mapping[str, int
             replace(quota, limit=quota.limit + each)
             for quota, each in zip(limit.quotas, of_quotas, strict=True)
         ),
-        # What is granted to one subject is no number of the limit's own.
+        # A grant to one subject does not change the limit itself.
         computed=tuple(dict.fromkeys((*limit.computed, *granted_to))),
     )

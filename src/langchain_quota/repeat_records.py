@@ -22,7 +22,7 @@ class Record(TypedDict):
     made: list[list[Any]]
     """The calls of earlier messages, as in `Made`."""
     waiting: dict[str, list[str]]
-    """Of the calls of that message, by id, what stands for the tool and for the call."""
+    """The keys of the tool and of the call, for each call of that message, by id."""
 
 
 NOTHING: Record = {"message": "", "step": 0, "made": [], "waiting": {}}
@@ -32,7 +32,7 @@ Records = Mapping[str, Mapping[str, Record]]
 
 
 def calls_made(record: Record, messages: Sequence[AnyMessage]) -> list[Made]:
-    """The calls that a record knows, with the answers that they have by now.
+    """The calls that a record knows, with the answers that they have now.
 
     Calls that were let through here and then did not run are left out.
 
@@ -55,7 +55,7 @@ def calls_made(record: Record, messages: Sequence[AnyMessage]) -> list[Made]:
 
 
 def most_repeated(records: Records, messages: Sequence[AnyMessage]) -> dict[str, int]:
-    """How often the call or failure that repeats most has come, by name of the limit.
+    """How often the most repeated call or failure has come, by name of the limit.
 
     Calls that a limit never refuses do not count.
 

@@ -1,4 +1,4 @@
-"""Tool calls that repeat earlier ones without anything new: the limit, and what it counts by."""
+"""The limit on tool calls that repeat earlier ones, and how calls and answers are compared."""
 
 import json
 import re
@@ -7,17 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
-from inspect import iscoroutinefunction
 from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from langchain_quota.arguments import check_choice, check_count, checked_name, checked_tools
+from langchain_quota.arguments import (
+    check_choice,
+    check_count,
+    check_sync_function,
+    checked_name,
+    checked_tools,
+)
 from langchain_quota.decision import Call, Decision, Unit
 from langchain_quota.limit_options import check_give_up, check_options, set_field
 from langchain_quota.quotas import Quota
 
 MOST_KEPT = 100
-"""How many calls of a run a limit remembers, the newest ones: about 5 kB of a checkpoint."""
+"""How many of a run's newest calls a limit remembers: about 5 kB of a checkpoint."""
 
 _VOLATILE = re.compile(
     r"""
@@ -33,7 +38,7 @@ _VOLATILE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""What differs from one answer to the next although the answer says nothing new."""
+"""The parts of an answer that may change without saying anything new."""
 
 _LONG = 20_000
 """Longer answers, in characters, are compared exactly: a search through them takes too long."""
@@ -44,29 +49,30 @@ _LEAST_ID = 6
 
 @dataclass(frozen=True, slots=True)
 class RepeatLimit:
-    """How often a run may make one and the same tool call while nothing new comes of it.
+    """How often a run may make the same tool call without getting a new answer.
 
-    So many equal calls are admitted, and the next one is refused: its answer tells the model that
-    it repeats itself. Calls are equal if they have the same tool and the same arguments.
+    `run_limit` equal calls are admitted, and the next one is refused: its answer says to the model
+    that it repeats itself. Calls are equal if they have the same tool and the same arguments.
 
-    An answer that a call has not had before in this run is something new. It sets the counts of
-    all calls back to one. So polling is not refused while the answer changes, and neither are
-    tests that are run after each change. Two or three calls that are made in turns are.
+    An answer is new if the call has not had it before in this run. A new answer sets the counts of
+    all calls back to one. So polling is not refused while the answer changes, and tests that run
+    after every change are not refused. But calls that alternate without new answers are refused.
 
-    A tool is also refused if it has failed in the same way in so many answers of the model,
-    whatever its arguments, until something new comes. With a `run_limit` of 1 it may fail twice.
+    If a tool has failed in the same way in `run_limit` answers of the model, further calls of it
+    are refused, whatever their arguments, until something new comes. With a `run_limit` of 1 it may
+    fail twice.
 
     Args:
         run_limit: Most equal calls, a whole number from 1 to 100. With 1 no call is admitted twice.
-        steps: Count only the calls of the newest so many answers of the model: more than
+        steps: Count only the calls in so many of the model's newest answers: more than
             `run_limit`, or 1 for equal calls of one message. `None` counts those of the whole run,
             of which the newest 100 calls are remembered.
-        key: What is counted instead of tool and arguments: a function from the tool call (`name`,
-            `args`, `id`) to a string or another JSON value; calls with equal ones are equal.
-            `None` leaves the call out of account.
-        tools: The tools whose calls are refused, one or several; none for all.
-        exclude: With all tools: those that are left out of account. They are never refused, and
-            what they answer is nothing new.
+        key: What is compared instead of tool and arguments: a function from the tool call (`name`,
+            `args`, `id`) to a string or another JSON value. Calls with equal values are equal. A
+            call with `None` is ignored.
+        tools: The tools whose calls are refused, one or several; empty for all.
+        exclude: With all tools: the tools to ignore. They are never refused, and their answers do
+            not count as new.
         message: What the model reads as the answer of a refused call (and, with `"end"`, the user
             as the final message) instead of the default text: a text, or a function from the
             `Decision` to a text.
@@ -123,9 +129,9 @@ class RepeatLimit:
     enforce: bool = True
     alert: bool = True
     quotas: tuple[Quota, ...] = field(default=(), init=False, repr=False)
-    """None: what repeats is a matter of one run."""
+    """None: repeats are counted within one run."""
     counter: str = field(init=False, repr=False)
-    """The key under which calls are counted, with that of the call."""
+    """The first part of the key under which calls are counted; the call's key follows."""
 
     def __post_init__(self) -> None:
         if isinstance(self.run_limit, bool) or not isinstance(self.run_limit, int):
@@ -148,16 +154,14 @@ class RepeatLimit:
                     "that comes once in each of so few answers is never refused; or 1, for equal "
                     "calls of one message"
                 )
-        if self.key is not None and (not callable(self.key) or iscoroutinefunction(self.key)):
-            raise TypeError(
-                "key must be a function of the tool call, which is not async, or None, not "
-                f"{self.key!r}"
-            )
+        if self.key is not None and not callable(self.key):
+            raise TypeError(f"key must be a function of the tool call or None, not {self.key!r}")
+        check_sync_function("key", self.key, "call")
         for argument in ("tools", "exclude"):
             given = getattr(self, argument)
             set_field(self, argument, () if given in ((), []) else checked_tools(argument, given))
         if self.tools and self.exclude:
-            raise ValueError(f"exclude={self.exclude!r} goes with all tools, not with tools")
+            raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tools out")
         check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end"))
         check_give_up(self)
         set_field(self, "name", checked_name(self.name, "repeats"))
@@ -167,7 +171,7 @@ class RepeatLimit:
     @property
     def most_failures(self) -> int:
         """In how many answers of the model a tool may fail in the same way."""
-        # After the first one the model could not even mend its arguments.
+        # With 1, the model could not even correct its arguments after the first failure.
         return max(2, self.run_limit)
 
     def matches(self, call: Call) -> bool:
@@ -185,10 +189,10 @@ class Made(NamedTuple):
     """A tool call that was let through.
 
     Attributes:
-        step: Which answer of the model made it.
-        tool: Stands for the tool; begins with `-` if the limit never refuses its calls.
-        key: Stands for the call: the same for calls that count as equal.
-        gave: Stands for its answer; empty if it is not known. An error begins with `!`.
+        step: The number of the model's answer that made it.
+        tool: A digest of the tool; begins with `-` if the limit never refuses its calls.
+        key: A digest of the call: the same for calls that count as equal.
+        gave: A digest of its answer; empty if it is not known. An error begins with `!`.
     """
 
     step: int
@@ -208,7 +212,7 @@ class Made(NamedTuple):
 
     @property
     def learnt(self) -> tuple[str, str]:
-        """What the run learnt: one error of a tool is one thing, whatever the arguments."""
+        """What the run learned. An error of a tool is the same thing with all arguments."""
         return (self.tool if self.failed else self.key, self.gave)
 
 
@@ -217,8 +221,8 @@ class Repeated(NamedTuple):
 
     Attributes:
         calls: Equal calls, by key.
-        failures: Answers of the model in which a tool failed in one way, the way that was met most
-            often, by tool.
+        failures: In how many answers of the model a tool failed in the same way, by tool. Of
+            several ways the most frequent one counts.
     """
 
     calls: Mapping[str, int]
@@ -239,7 +243,7 @@ def repeated(made: Iterable[Made]) -> Repeated:
     for _, step in groupby(made, key=lambda each: each.step):
         together = list(step)
         own = Counter(each.key for each in together)
-        # Without an answer, only a call that was not made before is new.
+        # A call without an answer is new only if it was not made before.
         new = {
             (each.key, each.gave)
             for each in together
@@ -252,7 +256,7 @@ def repeated(made: Iterable[Made]) -> Repeated:
         else:
             calls.update(own)
             calls.subtract(own.keys() - known)
-            # Calls of one message fail together: the model has not read of it.
+            # Failures in one message count once: the model has not read of the first one.
             failures.update({each.learnt for each in together if each.failed})
         known |= own.keys()
         learnt.update(each.learnt for each in together)
@@ -265,21 +269,21 @@ def repeated(made: Iterable[Made]) -> Repeated:
 
 
 def newest(limit: RepeatLimit, made: Sequence[Made]) -> Sequence[Made]:
-    """The calls that a limit goes on remembering.
+    """The calls that a limit continues to remember.
 
     Args:
         limit: The limit.
         made: All that it knows, in order.
     """
     if limit.run_limit == 1:
-        # No call may come twice, however many calls of other tools come in between.
+        # No call may come twice, even after many calls of other tools.
         made = sorted(made, key=lambda each: each.is_limited)[-MOST_KEPT:]
         return sorted(made, key=lambda each: each.step)
     return made[-MOST_KEPT:]
 
 
 def tool_digest(name: str, *, matches: bool = True) -> str:
-    """Stands for a tool.
+    """A digest of a tool.
 
     Args:
         name: Its name.
@@ -289,7 +293,7 @@ def tool_digest(name: str, *, matches: bool = True) -> str:
 
 
 def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) -> str | None:
-    """Stands for what counts as one call; `None` for a call that is left out of account.
+    """A digest that equal calls share; `None` for a call that is ignored.
 
     Args:
         limit: The limit.
@@ -302,11 +306,11 @@ def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) ->
     """
     if not matches and not limit.tools:
         return None
-    # The function need not know the calls that are never refused.
+    # The function does not get calls that are never refused.
     if limit.key is None or not matches:
         return _digest(_canonical([call["name"], call["args"]], default=str))
     try:
-        # A function that changes what it is given must not change what runs.
+        # A function that changes its argument must not change the call.
         key = limit.key(deepcopy(dict(call)))
     except Exception as error:
         error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
@@ -322,12 +326,12 @@ def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) ->
 
 
 def answer_digest(content: object, call_id: str, args: object, *, failed: bool) -> str:
-    """Stands for what an answer says.
+    """A digest of what an answer says.
 
     Args:
         content: The content of the message.
         call_id: The id of the call, which the answer may name.
-        args: The arguments of the call: what they name is no moment or id that differs by itself.
+        args: The arguments of the call: what they name must not be ignored as a moment or an id.
         failed: Whether it is an error.
     """
     text = content if isinstance(content, str) else _canonical(content, default=str)
@@ -349,7 +353,7 @@ def _without_arguments(error: str) -> str:
 
 
 def _canonical(value: object, default: Callable[[Any], str] | None = None) -> str:
-    """A JSON value as one text: equal values have equal ones."""
+    """A JSON value as a text; equal values have equal texts."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), default=default)
 
 

@@ -23,12 +23,12 @@ from langchain_quota.limits import Limit, named_tools
 from langchain_quota.repeats import RepeatLimit
 
 Outage = Literal["deny", "allow"]
-"""What becomes of calls that need a store which cannot be asked."""
+"""What happens to calls that need a store which cannot be asked."""
 
 LEASE = 900
-"""How long a store holds an amount for a model call, in seconds. When a process has died, it is
-given back then. A call that takes longer is charged all the same: others may have used by then
-what it held. Clients of providers give up after 600 seconds, if nobody says otherwise."""
+"""How long a store holds an amount for a model call, in seconds. Then it is given back, for example
+because the process has died. A call that takes longer is charged nevertheless; others may have used
+its amount by then. Clients of providers give up after 600 seconds by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ResolvedQuota:
         subject: Whose calls are counted; empty for all.
         key: Where the store keeps the count.
         resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
-        per: What it is per; of a function, the quota's name.
+        per: What the quota counts by; if it is a function, the quota's name.
         computed: Whether the number was computed.
     """
 
@@ -67,11 +67,11 @@ class ResolvedLimit:
         limit: The limit.
         thread_limit, run_limit: Its numbers, in its unit; `None` for none.
         thread_key: Where a store keeps the thread's count; `None` if only the state does.
-        run_key: Where it keeps the run's, likewise.
+        run_key: Where a store keeps the run's count; `None` if only the state does.
         quotas: The quotas.
         computed: The scopes whose number was computed.
         remembers: Whether the state outlives the run, so that it has the thread's count, too.
-        hold: What one call adds to its counts when it is admitted: of a budget its reserve.
+        hold: What one call adds to its counts when it is admitted; for a budget, its reserve.
         keep: What is kept for the last answer of the run.
     """
 
@@ -128,7 +128,7 @@ class ResolvedLimit:
             limit,
             numbers["thread_limit"],
             numbers["run_limit"],
-            # What is not limited is not counted in the store.
+            # Without a limit the store does not count.
             None if numbers["thread_limit"] is None else thread_key,
             None if numbers["run_limit"] is None else run_key,
             quotas,
@@ -142,7 +142,7 @@ class ResolvedLimit:
 
     @property
     def is_budget(self) -> bool:
-        """Whether it limits what model calls use up, and not their number."""
+        """Whether it limits what model calls use, and not their number."""
         return self.limit.unit != "calls"
 
     @property
@@ -163,7 +163,7 @@ class ResolvedLimit:
 
 
 def stored_as(limit: Limit) -> str:
-    """Under which counter a store keeps a limit's counts.
+    """The counter under which a store keeps a limit's counts.
 
     A tool may be named `"model"`. Its counter starts with a comma, so the two counts stay apart.
     """
@@ -185,16 +185,16 @@ class Row(NamedTuple):
     """One counter that a limit looks at.
 
     Attributes:
-        scope: What it is kept for.
+        scope: What the count is kept for.
         counter: Its name.
         most: The limit's number; `None` if it is only counted.
         key: Where a store keeps it; `None` if only the state does.
         mirrored: Whether the state has the count, too.
-        quota: The quota, if it is one's.
+        quota: The quota, if it belongs to one.
         hold: What the limit reserves for one call.
-        lease: How long a store only holds that; `None` if it is charged.
-        kept: How much of its number is not for the call that is judged.
-        reason: Why a call is refused that would exceed it.
+        lease: How long a store holds that, in seconds; `None` if it is charged at once.
+        kept: How much of the limit's number is kept, and not for the call that is judged.
+        reason: Why a call that would exceed it is refused.
     """
 
     scope: Scope
@@ -224,7 +224,7 @@ class Asked(NamedTuple):
     shared: bool
 
     def keeping(self) -> "Asked":
-        """The same for a call that leaves what budgets keep for the last answer, and holds none."""
+        """The same for a call without a hold, which leaves what is kept for the last answer."""
         return self._with(
             (each, tuple(row._replace(hold=1, kept=each.keep) for row in rows))
             for each, rows in self.limits
@@ -267,11 +267,11 @@ class ResolvedLimits:
         }
         """The limits whose refusals stop a batch, and after how many in a run."""
         self.has_budgets = any(each.is_budget for each in self.limits)
-        """Whether one of them limits what model calls use up."""
+        """Whether one of them limits what model calls use."""
         self.repeats = tuple(
             each.limit for each in self.limits if isinstance(each.limit, RepeatLimit)
         )
-        """Those that refuse what repeats: what they count depends on the call."""
+        """Those that refuse repeats: their counts depend on the call."""
         self.asking = frozenset(
             name
             for name, each in self.by_name.items()
@@ -288,7 +288,7 @@ class ResolvedLimits:
         """The same limits while the store cannot be asked.
 
         Args:
-            outage: What follows.
+            outage: What happens to calls that need the store.
         """
         return ResolvedLimits(self.limits, outage)
 
@@ -302,12 +302,12 @@ class ResolvedLimits:
         Args:
             call: The call.
         """
-        # Tools that no limit names are all alike, and there may be any number of them.
+        # Tools that no limit names are treated alike, and there may be any number of them.
         key = call.kind, call.tool if call.tool in self._named else None
         found = self._asked.get(key)
         if found is None:
             found = self._ask([each for each in self.limits if each.limit.matches(call)])
-            # A limit of the user's own may match by anything.
+            # A user's own kind of limit may match by anything.
             if self._are_ours:
                 self._asked[key] = found
         return found
@@ -332,7 +332,7 @@ class ResolvedLimits:
         ]
         if self._outage is None:
             rows += [
-                # What a thread has used in all is one count, whichever limit asks.
+                # A thread's use in all is one count, for every limit.
                 Row(
                     each.scope,
                     thread if each.is_threads else each.key,
@@ -359,8 +359,8 @@ class ResolvedLimits:
 def _hits(limits: Iterable[tuple[ResolvedLimit, tuple[Row, ...]]], denied: Collection[str]) -> Hits:
     """What a call adds to the counts of limits.
 
-    Limits that share a count hold the most that an enforced one of them reserves. Each is judged by
-    its own reserve alone: its number is moved by what the amount differs from that.
+    Limits that share a count hold the highest reserve of the enforced ones. Each limit is still
+    judged by its own reserve: its number is shifted by the difference.
 
     Args:
         limits: The limits, each with its counts.
@@ -375,10 +375,10 @@ def _hits(limits: Iterable[tuple[ResolvedLimit, tuple[Row, ...]]], denied: Colle
     for each, rows in limits:
         name, enforced = each.limit.name, each.limit.enforce
         if name in denied:
-            # Any of its counters will do: every count is above -1.
+            # Any of its counters works: every count is above -1.
             thresholds.append(Threshold(name, STORE, rows[1].counter, -1, enforced))
         if isinstance(each.limit, RepeatLimit):
-            # What it counts is known with the call's arguments.
+            # What it counts depends on the call's arguments.
             continue
         for row in rows:
             if row.most is not None:

@@ -15,6 +15,7 @@ from langgraph.types import StateSnapshot
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
+from langchain_quota.arguments import shown
 from langchain_quota.repeat_records import Record, most_repeated
 
 LEDGER = "langchain_quota"
@@ -34,7 +35,7 @@ Limits with one counter share its count. Limits of two middlewares may have one 
 
 
 Amounts = dict[str, int]
-"""Calls, by a store's key."""
+"""Numbers of calls, by a store's key."""
 
 Acquired = dict[str, dict[str, Amounts]]
 """Tool call id -> middleware -> what a store charged for it."""
@@ -53,7 +54,7 @@ class Batch(TypedDict):
 
 
 class Abandoned(TypedDict):
-    """Tool calls that an earlier run left without an answer, as a new run finds them."""
+    """Tool calls that an earlier run left without an answer, found when a new run begins."""
 
     calls: list[list[str]]
     """Their `[name, id, name before a reviewer's edit]`, in order."""
@@ -84,10 +85,10 @@ class Granted(TypedDict):
 
 
 class Ledger(TypedDict, total=False):
-    """What the hooks of a thread tell each other; every value is plain JSON."""
+    """What the hooks of a thread pass on to later hooks; every value is plain JSON."""
 
     run: str | None
-    """Names this run in a store; `None` where the state alone counts it."""
+    """Names this run in a store; `None` if the state alone counts it."""
     root_run: str | None
     """Names the root run in a store, where quotas count by it."""
     root_used: dict[str, int]
@@ -97,7 +98,7 @@ class Ledger(TypedDict, total=False):
     run_model: int
     """Model calls let through in this run."""
     thread_model: int
-    """Model calls of the thread, where they were counted under budgets alone."""
+    """Model calls of the thread, if all limits are budgets."""
     model_mode: str | None
     """When this run's model calls are counted: when `"admitted"`, or when `"returned"`."""
     model_counted: bool
@@ -105,13 +106,13 @@ class Ledger(TypedDict, total=False):
     batch: Batch | None
     """The current batch of tool calls."""
     refusals: dict[str, dict[str, int]]
-    """Refusals in this run, by middleware and name of its limits that give up after some."""
+    """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
     repeats: dict[str, dict[str, Record]]
     """The tool calls of this run, as each repeat limit remembers them, by middleware and name."""
     final: str
-    """What the run ends with if this step's model call, its last, says nothing; else empty."""
+    """The run's final text if this step's model call is its last and has no answer; else empty."""
     refused: str | None
-    """The id of the first message of this run of which a limit refused a call."""
+    """The id of this run's first message with a call that a limit refused."""
     turn: str | int | None
     """The newest message when the run began: its id or, without one, how many there were."""
     ended: str | None
@@ -119,35 +120,35 @@ class Ledger(TypedDict, total=False):
     begun_by: list[str]
     """The names of the middlewares that have begun the run."""
     begun_in: str | None
-    """The invocation in which this run began or was resumed, where a graph asks for it."""
+    """The invocation in which this run began or was resumed, for graphs that need it."""
     in_graph: bool
-    """Whether a graph around this one gave its ledger, which was empty."""
+    """Whether an outer graph gave its ledger, which was empty."""
     abandoned: Abandoned | None
     trace: dict[str, str] | None
-    """The first span of this run, where none was active, as the W3C's headers name it."""
+    """The first span of this run as W3C headers, if no span was active."""
     thread_spent: dict[str, int]
     """What the model calls of the thread have used of budgets, by counter."""
     run_spent: dict[str, int]
-    """Likewise of this run."""
+    """What the model calls of this run have used of budgets, by counter."""
     spent_by: str | None
-    """Names the newest call whose use these have: this process may know of others."""
+    """Names the newest call whose use these numbers include: this process may know later ones."""
     held: Held | None
     """What a store holds for the model call that is about to be made."""
     uncharged: bool
-    """Whether a graph of the user's own has yet to charge this step's model call to budgets."""
+    """Whether this step's model call is still to be charged, in a graph of the user's own."""
     granted: dict[str, dict[str, Granted]]
-    """What is granted to the thread where the state counts it, by counter and id."""
+    """What is granted to the thread, if the state counts it, by counter and id."""
     pending_refunds: dict[str, Amounts]
-    """What a store charged and is to take back at the next occasion, by a name of the refund."""
+    """What a store charged and is to take back with the next request, by the refund's name."""
 
 
 def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
-    """The reducer: fields that are written replace, the others stay."""
+    """The reducer: fields that are written replace the old ones, the others stay."""
     return {**old, **new}
 
 
 def latest(_old: int, new: int) -> int:
-    """The reducer of a count that several middlewares may write, equally, in one superstep."""
+    """The reducer of a count to which several middlewares write the same value in one superstep."""
     return new
 
 
@@ -156,8 +157,8 @@ class ToolCallLimitState(AgentState[ResponseT]):
 
     Attributes:
         thread_tool_call_count: Tool calls of the thread, by what is counted; see `ThreadUsage`.
-        run_tool_call_count: Those that the run asked for, refused ones included, as LangChain's
-            limiter counts them. Limits go by the ledger, where it has a count.
+        run_tool_call_count: Tool calls that the run asked for, refused ones included, as in
+            LangChain's limiter. Limits use the ledger's count, if it has one.
         langchain_quota: Our own part of the ledger; not for use elsewhere.
 
     Examples:
@@ -178,8 +179,8 @@ class ModelCallLimitState(AgentState[ResponseT]):
 
     Attributes:
         thread_model_call_count: Model calls of the thread.
-        run_model_call_count: Those of the run, as LangChain's limiter counts them. Limits go by
-            the ledger, where it has a count.
+        run_model_call_count: Model calls of the run, as LangChain's limiter counts them. Limits
+            use the ledger's count, if it has one.
         langchain_quota: Our own part of the ledger; not for use elsewhere.
 
     Examples:
@@ -199,10 +200,10 @@ class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
     """The agent's state with all counts and the ledger.
 
     Its keys are those of `ToolCallLimitState` and `ModelCallLimitState`. To read what a thread has
-    used, take `usage`.
+    used, call `usage`.
 
     Examples:
-        A limit that is a function of the state gets one:
+        As the argument of a function that computes a limit:
 
         >>> from langchain_quota import QuotaState, ToolCallLimit
         >>> def searches(state: QuotaState, runtime) -> int:
@@ -225,7 +226,7 @@ NEW_RUN: Ledger = {
     "final": "",
     "trace": None,
 }
-"""What a run begins with: a new budget."""
+"""What a run begins with: its counts are 0."""
 
 
 def ledger(state: Mapping[str, Any]) -> Ledger:
@@ -239,7 +240,7 @@ def thread_tools(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def run_tools(state: Mapping[str, Any]) -> dict[str, int]:
-    """Tool calls let through in the run, by counter; LangChain's count where ours is missing."""
+    """Tool calls let through in the run, by counter; LangChain's count if ours is missing."""
     own = ledger(state).get("run_tools")
     return dict(own if own is not None else state.get(RUN_TOOLS) or {})
 
@@ -250,13 +251,13 @@ def thread_model(state: Mapping[str, Any]) -> int:
 
 
 def run_model(state: Mapping[str, Any]) -> int:
-    """Model calls let through in the run; LangChain's count where ours is missing."""
+    """Model calls let through in the run; LangChain's count if ours is missing."""
     own = ledger(state).get("run_model")
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
 
 def repeats(state: Mapping[str, Any]) -> dict[str, int]:
-    """How often the call or failure that repeats most has come, by name of the repeat limit."""
+    """How often the most repeated call or failure has come, by name of the repeat limit."""
     records = ledger(state).get("repeats")
     return most_repeated(records, state.get("messages") or ()) if records else {}
 
@@ -275,13 +276,13 @@ class ThreadUsage:
         tools: Tool calls of the thread, by what is counted: a tool's name, several joined by
             commas, `"__all__"` for all tools.
         model: Model calls of the thread.
-        run_tools: Tool calls of its newest run, likewise.
+        run_tools: Tool calls of its newest run, by what is counted.
         run_model: Model calls of its newest run.
-        spent: What the model calls of the thread have used of the budgets that it has, by
+        spent: What the model calls of the thread have used of its budgets, by
             `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
             `"model.microdollars"`.
-        run_spent: Those of its newest run, likewise.
-        repeats: How often the call or failure that repeats most has come in its newest run since
+        run_spent: What those of its newest run have used, under the same names.
+        repeats: How often the most repeated call or failure has come in its newest run, since
             something new came, by the name of the `RepeatLimit`.
 
     Examples:
@@ -301,10 +302,13 @@ class ThreadUsage:
 
 
 def usage(snapshot: StateSnapshot) -> ThreadUsage:
-    """What a thread has used, read from its state; zero for a thread without one.
+    """What a thread has used, read from its state; zero for a thread without a state.
 
     Args:
         snapshot: What `agent.get_state(config)` or `await agent.aget_state(config)` gives.
+
+    Raises:
+        TypeError: It is something else, such as the agent, or a run's result.
 
     Examples:
         >>> from langchain.agents import create_agent
@@ -321,7 +325,10 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
         >>> usage(agent.get_state(config)).model
         1
     """
-    state = snapshot.values
+    state = getattr(snapshot, "values", None)
+    if state is None or callable(state):
+        given = shown(snapshot)
+        raise TypeError(f"snapshot must be what agent.get_state(config) gives, not {given}")
     of_thread, of_run = spent(state)
     return ThreadUsage(
         tools=MappingProxyType(thread_tools(state)),

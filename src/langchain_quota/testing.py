@@ -112,7 +112,7 @@ class ScriptedChatModel(BaseChatModel):
         return value
 
     def model_post_init(self, context: Any, /) -> None:
-        """Make what is kept as long as it may be, as of pydantic's `BaseModel`."""
+        """Make the bounded list of requests; see pydantic's `BaseModel`."""
         super().model_post_init(context)
         self._calls = deque(maxlen=self.keep_calls)
 
@@ -129,7 +129,7 @@ class ScriptedChatModel(BaseChatModel):
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Offer tools, as of LangChain's `BaseChatModel`; each request records their names."""
+        """Offer tools, as in LangChain's `BaseChatModel`; each request records their names."""
         names = tuple(_tool_name(tool) for tool in tools)
         return self.bind(offered=names, tool_choice=tool_choice, **kwargs)
 
@@ -192,7 +192,7 @@ class ScriptedChatModel(BaseChatModel):
 
 @contextmanager
 def captured_decisions() -> Iterator[list[Decision]]:
-    """Capture the decisions made in this context, and in tasks and `asyncio.to_thread` from it.
+    """Capture the decisions made in this context, and in tasks and `asyncio.to_thread` begun in it.
 
     They are in the list in the order in which they were made.
 
@@ -218,7 +218,7 @@ def captured_decisions() -> Iterator[list[Decision]]:
 
 
 Script = Sequence[Turn] | Callable[[Sequence[BaseMessage]], Turn]
-"""What a `ScriptedChatModel` plays."""
+"""The state of a `ScriptedChatModel`."""
 
 
 def _tool_name(tool: Any) -> str:
@@ -229,7 +229,7 @@ def _tool_name(tool: Any) -> str:
 
 
 def _chunks(message: AIMessage) -> Iterator[AIMessageChunk]:
-    """The message in pieces: what has no pieces first, then words, then tool calls."""
+    """The message in pieces: first the undivided parts, then words, then tool calls."""
     words = message.content.split(" ") if isinstance(message.content, str) else []
     yield AIMessageChunk(
         content="" if words else message.content,

@@ -4,11 +4,11 @@ from langchain_quota.decision import Unit
 from langchain_quota.money import MICRODOLLARS, as_dollars
 
 UNIT_LABELS: dict[Unit, str] = {"calls": "calls", "tokens": "tokens", "microdollars": "dollars"}
-"""How each unit is called where amounts are shown."""
+"""The names of units where amounts are shown."""
 
 
 def in_base_unit(amount: int, unit: Unit) -> float:
-    """An amount as metrics, spans and log records have it: microdollars become dollars."""
+    """An amount for metrics, spans and log records: microdollars become dollars."""
     return amount / MICRODOLLARS if unit == "microdollars" else amount
 
 

@@ -1,4 +1,4 @@
-"""Whether providers accept a message history: what their rules have in common."""
+"""Whether providers accept a message history: the rules that they have in common."""
 
 from collections.abc import Mapping, Sequence
 from reprlib import Repr
@@ -8,21 +8,21 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMe
 
 
 def assert_valid_history(messages: Sequence[BaseMessage]) -> None:
-    """Assert that providers accept a message history: what a model is sent, or a run ends with.
+    """Assert that providers accept a message history: a request's, or that of a finished run.
 
-    A request that breaks one of these rules is refused by OpenAI, Anthropic, Gemini or Bedrock, if
-    not by all of them. Where the history is stored, every later request is refused, too.
+    OpenAI, Anthropic, Gemini or Bedrock, or all of them, refuse a request that breaks one of these
+    rules. If the history is stored, every later request is refused, too.
 
     1. Every tool call has an id, which no other call of its message has.
     2. Every tool call has exactly one answer: a `ToolMessage` with its id. The answers to a message
-       stand right behind it, in any order. They may be empty.
+       follow it directly, in any order. They may be empty.
     3. Every `ToolMessage` is such an answer.
     4. A `HumanMessage` is not empty, nor is an `AIMessage` that calls no tool. White space alone is
        empty.
 
     A call whose arguments could not be parsed (`invalid_tool_calls`) needs its answer, too: it is
-    sent like any other. `create_agent` adds that answer to the request, not to the state. What only
-    a single provider asks for is not checked, such as the form of an id.
+    sent like any other. `create_agent` adds that answer to the request, not to the state. Rules of
+    a single provider, such as the form of an id, are not checked.
 
     Args:
         messages: The messages, oldest first: the `messages` of a `ModelCall`, or those of an
@@ -30,7 +30,7 @@ def assert_valid_history(messages: Sequence[BaseMessage]) -> None:
 
     Raises:
         AssertionError: The history breaks a rule, or is empty. The text has the index of the
-            message, what stands there, and the rule.
+            message, what is wrong with it, and the rule.
         TypeError: `messages` is not a list of LangChain messages.
 
     Examples:
@@ -66,7 +66,7 @@ def _check_types(messages: Any) -> None:
 
 
 class _History:
-    """A message history as it is read, from the first message to the last.
+    """Reads a message history, from the first message to the last.
 
     Args:
         messages: The messages.
@@ -79,13 +79,13 @@ class _History:
         self._calls: dict[str, str] = {}
         """The tools that it calls, by the call's id."""
         self._answers: dict[str, int] = {}
-        """The indices of the answers to it, likewise."""
+        """The indices of the answers to it, by the call's id."""
 
     def check(self) -> None:
         """Read the messages.
 
         Raises:
-            AssertionError: There is none, or one breaks a rule.
+            AssertionError: There are no messages, or one breaks a rule.
         """
         if not self._messages:
             raise AssertionError("There are no messages. A request needs at least one.")
@@ -124,7 +124,7 @@ class _History:
             self._refuse(
                 index,
                 f"answers the call {_brief(call_id)}, which {caller}",
-                "A ToolMessage must stand right behind the AIMessage that makes its call",
+                "A ToolMessage must directly follow the AIMessage that makes its call",
             )
         if call_id in self._answers:
             self._refuse(
@@ -178,7 +178,7 @@ def _is_content(block: str | dict[str, Any]) -> bool:
 
 
 def _brief(value: object) -> str:
-    """A value as Python writes it, and no longer than fits into a message."""
+    """A value's `repr`, shortened so that it fits into a message."""
     return _BRIEFLY.repr(value)
 
 

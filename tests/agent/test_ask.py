@@ -255,7 +255,7 @@ class TestModelCalls:
 
 @pytest.mark.parametrize("form", ["sync", "async"])
 async def test_a_stream(signals: Signals, form: Form) -> None:
-    """The question is in the stream; behind it nothing runs, and later nothing twice."""
+    """The question is in the stream; nothing runs after it, and later nothing runs twice."""
     scene = Asking(signals, [["search"] * 2, "done"], SEARCH, form=form)
     first = await scene.updates({"messages": [("user", "hi")]})
     assert list(first[-1]) == ["__interrupt__"]
@@ -533,7 +533,7 @@ class TestBesideOtherLimits:
         assert scene.ran == ["calc", "search", "search"]
 
     async def test_a_limit_that_gives_up(self, signals: Signals) -> None:
-        """What gives up meanwhile ends the run, and nobody is asked."""
+        """If a limit gives up first, it ends the run, and nobody is asked."""
         calc = ToolCallLimit("calc", run_limit=0, give_up_after=2)
         scene = Asking(
             signals, [["calc", "search"], ["calc", "search", "search"], "x"], SEARCH, calc
@@ -600,7 +600,7 @@ class Result(BaseModel):
 
 
 async def test_a_structured_response(signals: Signals) -> None:
-    """Where the response is there the run ends, and nobody is asked; before, it goes on."""
+    """With the structured response the run ends without a question; before it, the run goes on."""
     final = ("Result", {"text": "found"})
     script = [["search"] * 2, [final, "search"]]
     scene = Asking(signals, script, SEARCH, response_format=ToolStrategy(Result))
@@ -987,7 +987,7 @@ class TestSignals:
         assert scene.decisions[-1].limits[0].exit_behavior == "end"
 
     async def test_no_call_is_unjudged(self, signals: Signals) -> None:
-        """Calls that run behind an answer are judged ones, also in the next invocation."""
+        """Calls that run after an answer count as judged, also in the next invocation."""
         registry = CollectorRegistry()
         telemetry = Telemetry(registry=registry, spans="off", count_unjudged_calls=True)
         script = [["search"] * 2, ["search"], "done"]

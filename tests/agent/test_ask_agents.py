@@ -115,7 +115,7 @@ class TestAgentAsTool:
         check_history(result["messages"])
 
     async def test_without_a_checkpointer(self, signals: Signals) -> None:
-        """A sub-agent that keeps no state begins anew with the answer, as LangGraph has it."""
+        """With the answer, a sub-agent without a state begins anew, as in LangGraph itself."""
         child = Child(signals, SEARCH, name="child", checkpointer=False)
         child.model.script = [["search"] * 2, ["search"] * 2, "found"]
         parent: Any = create_agent(

@@ -219,7 +219,7 @@ async def test_words_of_ones_own(signals: Signals) -> None:
 
 
 async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
-    """What it would have kept waiting runs at once, and is measured."""
+    """A call that would have waited runs at once, and is measured."""
     browser = Browser()
     browser.may_end.clear()
     limit = ToolCallLimit("browser", at_once=1, enforce=False)
@@ -344,7 +344,7 @@ async def test_an_interrupt_and_an_error_free_the_slot(signals: Signals) -> None
 
 
 async def test_retries_around(signals: Signals) -> None:
-    """Behind a retry, each try needs a slot of its own; a refusal is an answer, and not retried."""
+    """After a retry middleware, each try needs its own slot; a refusal is not retried."""
     tries = 0
 
     async def fails() -> str:

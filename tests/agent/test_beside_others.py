@@ -339,7 +339,7 @@ async def test_summarization(order: Order, signals: Signals) -> None:
 
 @orders(2)
 async def test_summarization_at_the_limit(order: Order, signals: Signals) -> None:
-    """Behind a used-up model limiter nothing is summarized; in front of it, a call is wasted."""
+    """After an exhausted model limiter nothing is summarized; before it, a call is wasted."""
     summarizer = ScriptedChatModel(script=lambda _: "a summary")
     scene = Scene(
         signals,

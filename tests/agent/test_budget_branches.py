@@ -31,7 +31,7 @@ class ProviderError(Exception):
 
 
 class Fails(AgentMiddleware):
-    """Fails behind paid answers: those of whose requests a list says so."""
+    """Fails after paid answers, for the requests in a list."""
 
     def __init__(self, *fails: bool) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ class Budget:
         return [number for number in (self.thread, self.run, self.quota) if number]
 
     def rows(self, thread: str, *, shared: bool) -> dict[tuple[str, ...], int | None]:
-        """What it looks at, and how much of that may be used."""
+        """The counts that a limit looks at, and how much of each may be used."""
         rows: dict[tuple[str, ...], int | None] = {
             (self.what, "thread", thread): self.thread,
             (self.what, "run"): self.run,

@@ -362,7 +362,7 @@ async def test_a_reset_forgets_what_was_used(signals: Signals) -> None:
 
 
 async def test_the_last_answer_has_what_is_kept_for_it(signals: Signals) -> None:
-    """When no more is left than is kept, the next call is told that it is the last one."""
+    """When only what is kept is left, the next request says that it is the last one."""
     limit = TokenLimit(run_limit=100, exit_behavior="finalize", keep=30)
     scene = scene_of(signals, [answer(69, "search"), answer(1, "search"), answer(20)], limit)
 

@@ -97,7 +97,7 @@ async def test_limits_of_tools(
 @EITHER
 @orders(2)
 async def test_a_batch_that_a_drop_in_ends(order: Order, kind: Any, signals: Signals) -> None:
-    """Where another limiter ends the run, what the model has used is charged all the same."""
+    """If another limiter ends the run, what the model has used is still charged."""
     ends = tool_limiter(signals, "search", run_limit=0, exit_behavior="end")
     store = MemoryStore()
     middlewares = in_order(order, budget(signals, kind=kind, store=store), ends)

@@ -188,7 +188,7 @@ async def test_only_with_the_switch(signals: Signals, form: Form) -> None:
 
 @both_forms
 async def test_two_levels_of_sub_agents(signals: Signals, form: Form) -> None:
-    """Each budget is charged what is below it: the child's its own, the parent's all of it."""
+    """A budget is charged all model runs below its agent: the child's its own, the parent's all."""
     family = Family(signals, form)
     leaf = create_agent(says(7), name="leaf")
     of_run, script = family.quota(TokenLimit(run_limit=MANY)), [answer(20, "leaf"), answer(3)]
@@ -383,7 +383,7 @@ async def test_what_follows_the_last_hook(signals: Signals, form: Form) -> None:
 async def test_what_a_store_has_when_a_run_ends(
     *, in_memory: bool, signals: Signals, form: Form
 ) -> None:
-    """It has all of it, unless it would have to be awaited where nobody can: then with the next."""
+    """The store has all use; if it cannot be awaited, it comes with the next request."""
     store = MemoryStore()
     family = Family(signals, form, store=store if in_memory else FickleStore(store))
     quota = family.quota(TokenLimit(thread_limit=MANY))
@@ -400,7 +400,7 @@ async def test_what_a_store_has_when_a_run_ends(
 
 @pytest.mark.parametrize("in_memory", [True, False])
 async def test_what_a_store_has_of_background_tasks(*, in_memory: bool, signals: Signals) -> None:
-    """What goes on behind its run is charged when it ends, or with the process's next request."""
+    """A model run that outlives the agent's run is charged at its end, or with the next request."""
     store = MemoryStore()
     family = Family(signals, "async", store=store if in_memory else FickleStore(store))
     model, tasks = gated(500), list[asyncio.Task[Any]]()

@@ -177,7 +177,7 @@ def test_model_limiter_name(limiter: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        ({}, "At least one limit must be specified"),
+        ({}, "At least one limit must be specified (thread_limit or run_limit)"),
         ({"tool_name": "search"}, "At least one limit must be specified"),
         ({"run_limit": 1, "exit_behavior": "stop"}, "Invalid exit_behavior"),
         ({"thread_limit": 3, "run_limit": 5}, "run_limit (5) cannot exceed thread_limit (3)"),
@@ -193,7 +193,7 @@ def test_tool_limiter_refuses_arguments(limiter: Any, arguments: State, fragment
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        ({}, "At least one limit must be specified"),
+        ({}, "At least one limit must be specified (thread_limit or run_limit)"),
         ({"run_limit": 1, "exit_behavior": "continue"}, "Invalid exit_behavior"),
     ],
 )

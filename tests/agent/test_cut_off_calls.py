@@ -1,4 +1,4 @@
-"""Model calls of which nobody hears the end: what is charged for them, and what stays held."""
+"""Model calls whose end is never reported: what is charged for them, and what stays held."""
 
 import asyncio
 import gc
@@ -69,7 +69,7 @@ class Scene:
 
 
 async def test_a_stream_that_is_left_is_charged_what_was_held(signals: Signals) -> None:
-    """Who leaves a stream in the middle has its reserve charged: nobody reports what was used."""
+    """A stream that is left in the middle is charged its reserve: its use is never reported."""
     scene = Scene(signals, Streamed(script=[]))
     stream = scene.agent.astream(ASKED, stream_mode="messages")
     async for _ in stream:
@@ -137,7 +137,7 @@ def test_an_interrupted_call_is_charged_what_was_held(
 
 
 def test_a_refused_call_costs_nothing(signals: Signals) -> None:
-    """A request that a provider refuses is not served: what it held is given back."""
+    """A request that the provider refuses used nothing: what it held is given back."""
 
     class RateLimitError(Exception):
         status_code = 429

@@ -1,17 +1,15 @@
 """The demo as a user runs it: real agents, a real database, a real /metrics."""
 
 import os
-import pty
 import re
 import signal
 import socket
 import sqlite3
 import subprocess
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -24,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from langchain_quota.cli import main
+from langchain_quota.telemetry.tracing import DECISION
 from tests.forked import Program, run_python, start_python
 
 TIMEOUT = 120
@@ -34,6 +33,7 @@ CODE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from langchain_quota.cli import main
+from langchain_quota.telemetry.tracing import DECISION
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -61,7 +61,7 @@ class ChatOpenAI(ScriptedChatModel):
 
 def environment(**extra: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    return own | extra
+    return {**own, "COLUMNS": "80", **extra}
 
 
 def demo(
@@ -121,174 +121,184 @@ def running_demo(*arguments: str) -> Iterator[RunningDemo]:
 
 
 @dataclass(frozen=True)
-class Total:
-    """A line of the summary."""
+class Use:
+    """A thread's line of the table."""
 
-    carried_over: int
-    charged: int
+    search: int
+    tools: int
+    model: int
+    tokens: str
     blocked: int
-    near: int
-    exhausted: int
 
 
-def totals(output: str) -> dict[str, Total]:
-    rows = re.findall(
-        r"^(tool:search|tool:\*|model|tokens) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+)$",
-        output,
-        re.MULTILINE,
+_LINE = re.compile(
+    r"^(customer-\d+) +(\d+)/\d+ +\S+ +(\d+)/\d+ +\S+ +(\d+)/\d+ +\S+ +(\S+)/6k +\S+ +(\d+)$",
+    re.MULTILINE,
+)
+
+
+def table(text: str) -> dict[str, Use]:
+    """The lines of threads; of several for a thread the last."""
+    return {
+        thread: Use(int(search), int(tools), int(model), tokens, int(blocked))
+        for thread, search, tools, model, tokens, blocked in _LINE.findall(text)
+    }
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of the output."""
+
+    table: dict[str, Use]
+    metrics: list[str]
+    said: list[str]
+    steps: list[str]
+
+
+def ending(output: str) -> Ending:
+    """The end of the output, from the heading of its last table on."""
+    shown, metrics, said, steps = output[output.rindex("thread     search ") :].split("\n\n")
+    return Ending(
+        table(shown), metrics.splitlines()[1:], said.splitlines(), steps.strip().splitlines()
     )
-    return {limit: Total(*map(int, numbers)) for limit, *numbers in rows}
 
 
-def limit_decisions(output: str) -> Counter[tuple[str, str]]:
-    samples = re.findall(
-        r'limit_decisions_total{agent="support",decision="(\w+)",limit="([^"]+)",.*} ([\d.]+)$',
-        output,
-        re.MULTILINE,
-    )
-    counts: Counter[tuple[str, str]] = Counter()
-    for decision, limit, value in samples:
-        counts[limit, decision] += int(float(value))
-    return counts
+@dataclass(frozen=True)
+class Ran:
+    """A demo that ran to its end: its output, and its /metrics after its traffic."""
+
+    output: str
+    metrics: str
+
+    @property
+    def end(self) -> Ending:
+        return ending(self.output)
+
+    def sum_of(self, metric: str, **labels: str) -> int:
+        """What series add up to."""
+        values = [
+            float(value)
+            for named, value in re.findall(
+                rf"^langchain_quota_{metric}{{(.*?)}} ([\d.]+)", self.metrics, re.MULTILINE
+            )
+            if all(f'{name}="{wanted}"' in named for name, wanted in labels.items())
+        ]
+        return int(sum(values))
 
 
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What two runs on one database print."""
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
+    """Two runs on one database, which serve until Ctrl-C."""
     file = tmp_path_factory.mktemp("demo") / "threads.sqlite"
-    outputs = []
-    for _ in range(2):
-        ended = demo("--seconds", "2", "--port", "0", "--db", str(file))
-        assert ended.returncode == 0, ended.stderr
-        assert ended.stderr == ""
-        outputs.append(ended.stdout)
-    return outputs[0], outputs[1]
+    one, two = (run_and_ask("--seconds", "2", "--db", str(file)) for _ in range(2))
+    return one, two
 
 
-def test_summary(two_runs: tuple[str, str]) -> None:
-    """The summary tells of calls that were let through and calls that were blocked."""
-    found = totals(two_runs[0])
-    assert set(found) == {"tool:search", "tool:*", "model", "tokens"}
-    assert all(total.charged > 0 for total in found.values())
-    assert found["tool:search"].blocked > 0
-    # A machine that is slow plays fewer turns; a second run begins with what the first has used.
-    tokens = totals(two_runs[1])["tokens"]
-    assert tokens.near + tokens.exhausted + tokens.blocked > 0
-    assert "scrape http://127.0.0.1:" in two_runs[0]
-
-
-def test_summary_agrees_with_metrics(two_runs: tuple[str, str]) -> None:
-    """What the threads' states add up to is what /metrics says, read back over HTTP."""
-    for output in two_runs:
-        metrics = limit_decisions(output)
-        found = totals(output)
-        for limit, total in found.items():
-            if limit != "tokens":
-                assert metrics[limit, "allowed"] - metrics[limit, "refunded"] == total.charged
-            assert metrics[limit, "blocked"] == total.blocked
-        tokens = re.findall(
-            r'spent_tokens_total{.*limit="tokens",.*} ([\d.]+)$', output, re.MULTILINE
+def run_and_ask(*arguments: str) -> Ran:
+    lines = []
+    with running_demo("--serve", *arguments) as demo:
+        for line in demo.output:
+            served = re.match(r"Serving (\S+) until Ctrl-C\.", line)
+            if served:
+                break
+            lines.append(line)
+        else:
+            pytest.fail(f"the demo never served: {demo.ended()}")
+        request = urllib.request.Request(  # noqa: S310 - the demo's own address
+            served[1], headers={"Accept": "application/openmetrics-text; version=1.0.0"}
         )
-        assert sum(map(float, tokens)) == found["tokens"].charged
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310 - the same
+            metrics = response.read().decode()
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.ended() == (0, "")
+    return Ran("".join(lines), metrics)
 
 
-def test_spans_agree_with_metrics(two_runs: tuple[str, str]) -> None:
-    """There is one span for each judged call."""
-    found = re.search(r"check_quota spans: (\d+) \((\d+) allowed, (\d+) blocked\)", two_runs[0])
-    assert found is not None
-    for count, decision in ((found[2], "allowed"), (found[3], "blocked")):
-        calls = re.findall(
-            rf'calls_total{{.*decision="{decision}",.*}} ([\d.]+)$', two_runs[0], re.MULTILINE
+def test_end(two_runs: tuple[Ran, Ran]) -> None:
+    """At the end: the table, five metrics, what was prevented, three steps; 80 columns do."""
+    for run in two_runs:
+        end = run.end
+        assert len(end.table) == 6
+        assert len(end.metrics) == 5
+        for metric in end.metrics:
+            name, value = metric.strip().replace("{", '{agent="support",', 1).split()
+            assert re.search(rf"^{re.escape(name)} {value}\.0( #|$)", run.metrics, re.MULTILINE)
+        thread, worst = max(end.table.items(), key=lambda item: item[1].blocked)
+        assert worst.blocked > 1
+        assert (
+            end.said[-1] == f"{thread} asked for {worst.blocked} calls over its limits; none ran."
         )
-        assert int(count) == sum(map(float, calls)) > 0
-    assert int(found[1]) == int(found[2]) + int(found[3])
+        assert [step[:3] for step in end.steps] == ["1. ", "2. ", "3. "]
+        assert max(map(len, run.output.splitlines())) <= 80
 
 
-def test_second_run_goes_on(two_runs: tuple[str, str]) -> None:
+def test_table_agrees_with_metrics(two_runs: tuple[Ran, Ran]) -> None:
+    """What threads' states and decisions say is what /metrics says."""
+    before = [Use(0, 0, 0, "0", 0)]
+    for run in two_runs:
+        uses = run.end.table.values()
+        for limit, field in (("tool:search", "search"), ("tool:*", "tools"), ("model", "model")):
+            charged = run.sum_of("limit_decisions_total", limit=limit, decision="allowed")
+            charged -= run.sum_of("limit_decisions_total", limit=limit, decision="refunded")
+            used, used_before = (
+                sum(getattr(use, field) for use in each) for each in (uses, before)
+            )
+            assert charged == used - used_before
+        for thread, use in run.end.table.items():
+            tokens = run.sum_of("thread_used_tokens", thread_id=thread)
+            assert use.tokens == (
+                f"{tokens // 100 / 10:g}k" if tokens >= 1000 else str(int(tokens))
+            )
+        assert run.sum_of("calls_total", decision="blocked") == sum(use.blocked for use in uses)
+        before = list(uses)
+
+
+def test_second_run_goes_on(two_runs: tuple[Ran, Ran]) -> None:
     """With a database a second run begins with the counts that the first left."""
-    first, second = (totals(output) for output in two_runs)
-    for limit, total in first.items():
-        assert total.carried_over == 0
-        assert second[limit].carried_over == total.charged
-    assert "6 carried over" in two_runs[1]
-    counts = re.compile(
-        r"^(customer-\d)  search (\d)/[89] .* tools (\d+)/16 .* model (\d+)/20 ", re.MULTILINE
+    first, second = two_runs
+    begun = table("\n".join(second.output.splitlines()[:8]))
+    assert begun == {name: replace(use, blocked=0) for name, use in first.end.table.items()}
+    assert len(first.end.said) == 1
+    assert second.end.said[0] == "6 threads went on with what they had used in an earlier run."
+
+
+def test_refused_calls_lead_to_traces(two_runs: tuple[Ran, Ran]) -> None:
+    """While the demo serves, /metrics has threads, and exemplars with the ids of traces."""
+    metrics = two_runs[0].metrics
+    assert re.search(
+        r'calls_total{.*decision="blocked".*} [\d.]+ # {.*trace_id="[0-9a-f]{32}"', metrics
     )
-    last_of_first = {thread: used for thread, *used in counts.findall(two_runs[0])}
-    first_of_second = {thread: used for thread, *used in reversed(counts.findall(two_runs[1]))}
-    assert first_of_second == last_of_first
+    assert two_runs[0].sum_of("thread_used", limit="tool:search", thread_id="customer-1") > 0
 
 
-def test_plain_output_is_plain(two_runs: tuple[str, str]) -> None:
+def test_plain_output_is_plain(two_runs: tuple[Ran, Ran]) -> None:
     """Where the output is no terminal, it has no escape codes, even where colors are forced."""
     forced = demo("--seconds", "1", "--threads", "1", "--port", "0", FORCE_COLOR="1")
     assert forced.returncode == 0
-    assert "customer-1  search " in forced.stdout
-    for output in (*two_runs, forced.stdout):
+    assert len(ending(forced.stdout).table) == 1
+    for output in (*(run.output for run in two_runs), forced.stdout):
         assert ESCAPE not in output
-
-
-def test_terminal_gets_a_table() -> None:
-    """In a terminal the table is redrawn in its place, and the cursor is given back."""
-    ours, theirs = pty.openpty()
-    with start_python(
-        CODE,
-        *("demo", "--seconds", "1", "--port", "0"),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment(TERM="xterm", COLUMNS="120", LINES="40"),
-    ) as process:
-        os.close(theirs)
-        output = b"".join(_until_closed(ours)).decode()
-        assert process.wait(TIMEOUT) == 0
-    assert re.search(rf"{ESCAPE}\[\d*A", output), "the cursor goes up to redraw"
-    assert re.search(r"search [1-7]/8 ▇+_+", output)
-    assert output.rindex(f"{ESCAPE}[?25h") > output.rindex(f"{ESCAPE}[?25l")
-    assert totals(output.replace("\r\n", "\n"))["tool:search"].blocked > 0
-
-
-def _until_closed(descriptor: int) -> Iterator[bytes]:
-    try:
-        while True:
-            yield os.read(descriptor, 65_536)
-    except OSError:  # how Linux says that the other side has gone
-        os.close(descriptor)
 
 
 def test_event_loop_is_never_blocked(capsys: pytest.CaptureFixture[str]) -> None:
     """Under the whole demo nothing blocks the event loop."""
     with blockbuster_ctx():
         assert main(["demo", "--seconds", "1", "--port", "0"]) == 0
-    assert totals(capsys.readouterr().out)["tool:search"].blocked > 0
-
-
-def test_serve_until_interrupted() -> None:
-    """With --serve the metrics stay, exemplars with trace ids included, until Ctrl-C."""
-    with running_demo("--seconds", "1", "--serve") as demo:
-        url = demo.read_until(r"^scrape (\S+) \(until Ctrl-C\)")[1]
-        request = urllib.request.Request(  # noqa: S310 - the demo's own address
-            url, headers={"Accept": "application/openmetrics-text; version=1.0.0"}
-        )
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310 - the same
-            metrics = response.read().decode()
-        demo.process.send_signal(signal.SIGINT)
-        assert demo.ended() == (0, "")
-    assert re.search(
-        r'calls_total{.*decision="blocked".*} [\d.]+ # {.*trace_id="[0-9a-f]{32}"', metrics
-    )
-    assert (
-        'langchain_quota_thread_used{agent="support",limit="tool:search",thread_id="customer-1"}'
-        in (metrics)
-    )
+    assert ending(capsys.readouterr().out).table["customer-1"].blocked > 0
 
 
 def test_interrupted_early() -> None:
-    """Ctrl-C during the traffic ends the demo at once, with code 130 and no traceback."""
-    with running_demo("--seconds", "600") as demo:
-        demo.read_until(r"^customer-1 .* allowed [1-9]")
+    """Ctrl-C during the traffic ends the demo at once, with its summary, code 130, no traceback."""
+    with running_demo("--seconds", "600", "--serve") as demo:
+        demo.read_until(r"^customer-1 +[1-8]/8")
         demo.process.send_signal(signal.SIGINT)
+        end = ending(demo.output.read())
         assert demo.ended() == (130, "")
+    assert end.table["customer-1"].search > 0
+    used = f'limit="model",thread_id="customer-1"}} {end.table["customer-1"].model}'
+    assert any(metric.endswith(used) for metric in end.metrics)
+    assert "over its limits" in end.said[0]
+    assert len(end.steps) == 3
 
 
 def test_reader_goes_away() -> None:
@@ -354,9 +364,9 @@ def test_model_of_a_provider(provider: dict[str, str]) -> None:
     """With --model the provider's model is called, held to the same limits."""
     ended = demo("--model", "openai:fast", "--seconds", "1", "--port", "0", **provider)
     assert ended.returncode == 0, ended.stderr
-    found = totals(ended.stdout)
-    assert found["model"].charged > 0
-    assert found["tool:search"].charged == 0
+    (*_, use) = ending(ended.stdout).table.values()
+    assert use.model > 0
+    assert use.search == 0
 
 
 @pytest.mark.parametrize("name", ["openai:fast", "nobody:fast", "fast"])
@@ -395,7 +405,7 @@ def test_model_that_hangs(provider: dict[str, str]) -> None:
         "--model", "openai:slow", "--seconds", "1", "--port", "0", code=short + CODE, **provider
     )
     assert ended.returncode == 0, ended.stderr
-    assert totals(ended.stdout)["model"].charged == 6
+    assert [use.model for use in ending(ended.stdout).table.values()] == [1] * 6
 
 
 def test_spans_reach_a_collector() -> None:
@@ -412,9 +422,9 @@ def test_spans_reach_a_collector() -> None:
             OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
         )
     assert ended.returncode == 0, ended.stderr
-    assert f"collector: {endpoint}" in ended.stdout
     checks = [span for span in spans if span.name.startswith("check_quota")]
-    assert f"check_quota spans: {len(checks)} " in ended.stdout
+    blocked = [span for span in checks if _attributes(span)[DECISION] == "blocked"]
+    assert len(blocked) == sum(use.blocked for use in ending(ended.stdout).table.values()) > 0
     turns = {span.span_id: span for span in spans if span.name == "conversation turn"}
     for check in checks:
         turn = turns[check.parent_span_id]
@@ -426,9 +436,12 @@ def test_spans_reach_a_collector() -> None:
     }
 
 
+def _attributes(span: Span) -> dict[str, str]:
+    return {each.key: each.value.string_value for each in span.attributes}
+
+
 def _conversation(span: Span) -> str:
-    attributes = {each.key: each.value.string_value for each in span.attributes}
-    return str(attributes["gen_ai.conversation.id"])
+    return _attributes(span)["gen_ai.conversation.id"]
 
 
 @contextmanager

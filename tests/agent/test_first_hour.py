@@ -127,7 +127,7 @@ def nothing_keeps_a_run_that_waits(bench: Bench) -> str:
     return raised(RuntimeError, lambda: agent.invoke(ASKED))
 
 
-@sees("limit … has exit_behavior='ask', which goes with QuotaMiddleware: …")
+@sees("limit … has exit_behavior='ask', which needs QuotaMiddleware: …")
 def inline_asks(bench: Bench) -> str:
     limit = ToolCallLimit("search", run_limit=9, exit_behavior="ask")
     return raised(ValueError, lambda: bench.inline(limit))
@@ -180,7 +180,7 @@ def limits_for_a_compiled_graph(bench: Bench) -> str:
     )
 
 
-@sees("… refused it, and … ran.")
+@sees("… refused a call, and … ran.")
 def a_hook_that_the_graph_does_not_follow(bench: Bench) -> str:
     quota: Any = bench.quota(ModelCallLimit(run_limit=1))
     with pytest.warns(LangGraphDeprecatedSinceV10):
@@ -396,7 +396,7 @@ def a_model_that_reports_no_usage(bench: Bench) -> str:
 
 
 NEEDS_INLINE = {
-    "limit … has exit_behavior='ask', which goes with QuotaMiddleware: …",
+    "limit … has exit_behavior='ask', which needs QuotaMiddleware: …",
     "… and another middleware of this agent both judge around the model call",
 }
 
@@ -422,7 +422,7 @@ class Caller:
 
 
 class CallerDict(TypedDict):
-    """Likewise, as a dict."""
+    """The same, as a dict."""
 
     user: str
 

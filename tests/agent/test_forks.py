@@ -49,7 +49,7 @@ PATIENCE = 30.0
 
 
 def observe(_decision: Decision) -> None:
-    """Have the middlewares remember whom they told."""
+    """Make the middlewares remember whom they have warned."""
 
 
 class Judges:

@@ -361,13 +361,13 @@ class TestErrors:
             await scene.grant("async", 1, **options)
 
     async def test_no_thread(self, signals: Signals) -> None:
-        """Who names no thread is told how."""
+        """Without a thread, the error says how to name one."""
         scene = Scene(signals, SEARCH)
         with pytest.raises(ValueError, match="config names no thread"):
             scene.quota.grant(scene.agent, {}, 1)
 
     async def test_a_thread_that_waits(self, signals: Signals) -> None:
-        """A state is not written in mid-run: who grants then is told so, in words of grants."""
+        """A state is not written during a run: the error of a grant says so."""
         scene = Scene(signals, SEARCH)
         scene.agent.interrupt_before_nodes = ["tools"]
         await scene.run()
@@ -381,7 +381,7 @@ class TestErrors:
             await scene.grant("async", 1)
 
     async def test_a_store_that_gives_none(self, signals: Signals) -> None:
-        """A store of one's own need not give grants; who asks it for one is told."""
+        """A user's own store need not give grants; the error of a grant says so."""
         store = MemoryStore()
 
         class Own:

@@ -622,7 +622,7 @@ def of_less(model: ScriptedChatModel, _quota: GraphQuota) -> Any:
     ],
 )
 async def test_a_node_of_the_users_own(signals: Signals, form: Form, node: Any, state: Any) -> None:
-    """It gets what it asks for and writes as it likes, and its calls are charged once."""
+    """The user's node gets the state that it asks for, and its calls are charged once."""
     script = [answer(60, "search"), answer(45, "search")]
     # The functions of a limit see the graph's state, whatever the node asks for.
     limit = TokenLimit(run_limit=lambda state, _runtime: 100 if state["messages"] else 0)
@@ -714,7 +714,7 @@ async def test_a_loop_in_a_node(signals: Signals) -> None:
 
 
 async def test_a_provider_that_reports_nothing(signals: Signals) -> None:
-    """Where nobody saw the call, and its answer reports nothing, that is estimated."""
+    """If nobody saw the call and its answer reports no use, the use is estimated."""
     loop = Loop(signals, "hooks alone", ["A short answer."], TokenLimit(run_limit=1000))
 
     with pytest.warns(QuotaWarning, match="reports no usage"):

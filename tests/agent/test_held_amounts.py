@@ -83,7 +83,7 @@ class AtOnce(AgentMiddleware):
 
 
 class Watched:
-    """A store, and what it counts when each model call is done; the first of them fails.
+    """A store, and its count after each model call; the first call fails.
 
     Args:
         fail: What the first call does when it is paid.
@@ -375,7 +375,7 @@ async def test_a_bound_that_raises_leaves_the_call_counted(
 
     assert [each.outcome for each in decisions] == [Outcome.BLOCKED]
     assert [each.needs for each in decisions[0].limits] == [11]
-    assert "run 0 tokens of 10 tokens, the call may need 11 tokens" in caplog.text
+    assert "0 tokens of 10 tokens (run_limit), the call may need 11 tokens" in caplog.text
     assert scene.state()["thread_model_call_count"] == 1
     assert counts(watched.store) == {}
 

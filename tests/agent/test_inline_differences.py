@@ -68,7 +68,7 @@ def used(scene: Scene) -> Any:
 
 @both
 async def test_hooks_of_others_run_around_a_refusal(quota: Quota, signals: Signals) -> None:
-    """Hooks of a middleware behind it do not run for a refused model call; inline they do."""
+    """Hooks of a later middleware do not run for a refused model call; inline they do."""
     looking = Looking()
     limits = [ModelCallLimit(run_limit=0)]
     scene = Scene(signals, ["never"], [quota(limits, telemetry=signals.telemetry), looking])

@@ -68,7 +68,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Played:
-    """What a run left behind.
+    """What a run has left.
 
     Attributes:
         spans: As they were exported.

@@ -251,7 +251,7 @@ def test_a_run_ends_after_its_block() -> None:
 
 
 def test_only_the_block_is_collected() -> None:
-    """Runs before and after belong to nobody."""
+    """No block collects runs before and after it."""
     model = scripted(answer(1), answer(2), answer(3))
     model.invoke("Hi!")
     with collect_model_runs() as collector:

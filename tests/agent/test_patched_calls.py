@@ -94,7 +94,7 @@ class WithoutIds(AgentState[Any]):
 async def test_messages_without_ids(
     patching: Callable[[], list[Middleware]], order: Order, signals: Signals
 ) -> None:
-    """Where the messages of the user have no id, limiters see all the same who began the run."""
+    """Even if the user's messages have no id, limiters see who began the run."""
     scene = Scene(
         signals,
         ["hello", ["search", "search"], ["search"], "done"],
@@ -210,7 +210,7 @@ async def test_an_abandoned_review(
 async def test_a_review_and_an_answer(
     kind: str, patching: Callable[[], list[Middleware]], signals: Signals
 ) -> None:
-    """Review between two limiters: what a reviewer answers stays charged behind it, as ever."""
+    """Review between two limiters: what a reviewer answers stays charged by the later one."""
     scene = Scene(
         signals,
         [["search", "search"], "done", "done"],

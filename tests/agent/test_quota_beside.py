@@ -119,7 +119,7 @@ async def test_one_id_for_two_tools(signals: Signals) -> None:
 
 
 async def test_another_decision_on_resume(signals: Signals) -> None:
-    """A refused run that goes on under a larger plan: what it does now is told and counted."""
+    """A refused run goes on under a larger plan: what it does now is counted and logged."""
     plan = {"searches": 1}
 
     def searches(state: Any, runtime: Any) -> int:

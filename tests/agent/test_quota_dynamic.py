@@ -25,7 +25,7 @@ class Tenant:
 
 
 class PlanError(Exception):
-    """The plan cannot be told."""
+    """The plan cannot be found."""
 
 
 def by_plan(state: Any, runtime: Any) -> int | None:

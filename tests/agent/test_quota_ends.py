@@ -76,7 +76,7 @@ async def test_a_limit(limit: Callable[..., Limit], message: Any, signals: Signa
 @messages
 @pytest.mark.parametrize("kind", ["tool", "model"])
 async def test_a_drop_in(kind: str, message: Any, signals: Signals) -> None:
-    """The drop-ins likewise."""
+    """The drop-ins do the same."""
     options: dict[str, Any] = {
         "run_limit": 1,
         "exit_behavior": "end",
@@ -99,7 +99,7 @@ async def test_a_drop_in(kind: str, message: Any, signals: Signals) -> None:
 @messages
 @pytest.mark.parametrize("kind", ["tool", "end", "finalize"])
 async def test_an_outage(kind: Any, message: Any, signals: Signals) -> None:
-    """A run that ends because the store cannot be asked likewise."""
+    """So does a run that ends because the store cannot be asked."""
     quotas = [Quota(9, per="user_id")]
     limit: Limit = (
         ToolCallLimit(quotas=quotas, exit_behavior="end", message=message)
@@ -121,7 +121,7 @@ async def test_an_outage(kind: Any, message: Any, signals: Signals) -> None:
 
 @pytest.mark.parametrize("limit", ["end of tools", "give_up_after", "finalize"])
 async def test_a_delivered_response(limit: str, signals: Signals) -> None:
-    """Beside a delivered structured response no limit ends the run: nothing is said behind it."""
+    """After a structured response no limit ends the run: no message follows it."""
     quota = QuotaMiddleware([LIMITS[limit]()], telemetry=signals.telemetry)
     scene = Scene(
         signals,

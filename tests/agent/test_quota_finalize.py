@@ -186,7 +186,7 @@ def search_call(call_id: str) -> ToolCall:
 
 
 def last_answer(content: Any) -> AIMessage:
-    """An answer that calls a tool all the same."""
+    """An answer that calls a tool nevertheless."""
     return AIMessage(content, tool_calls=[search_call("last")])
 
 
@@ -513,7 +513,7 @@ async def test_a_streaming_agent(signals: Signals) -> None:
 
 
 async def test_telling_and_finalizing(signals: Signals) -> None:
-    """Telling and finalizing together: the last call is told that alone."""
+    """With `tell_model` and "finalize", the last request says only that it is the last."""
     quota = QuotaMiddleware(
         [ModelCallLimit(run_limit=2, near=0.1, exit_behavior="finalize")],
         tell_model=True,

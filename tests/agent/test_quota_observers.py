@@ -209,7 +209,7 @@ async def test_before_an_error(form: Form, kind: str, limited: str, signals: Sig
 
 @kinds
 async def test_a_hook_that_runs_again(form: Form, kind: str, signals: Signals) -> None:
-    """A run that goes on after an error repeats the hook that raised: nothing is told twice."""
+    """A run that goes on after an error repeats the hook that raised: nothing is recorded twice."""
     observers = Observers()
     scene = scene_of(
         signals,

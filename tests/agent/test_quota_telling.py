@@ -206,7 +206,7 @@ async def test_the_words_for_each_kind_of_limit(signals: Signals) -> None:
 
 
 async def test_a_new_run_is_quiet_again(signals: Signals) -> None:
-    """A run that used up its limit is told so; the next one begins with a new budget."""
+    """A run that used up its limit is told so; the next run begins with a new budget."""
     scene = telling(
         signals,
         [["search"], "done", ["search"], "done"],
@@ -462,7 +462,7 @@ async def test_the_tool_of_the_structured_answer_stays(strategy: Any, signals: S
 
 @pytest.mark.parametrize("strategy", [ProviderStrategy, AutoStrategy])
 async def test_the_provider_gives_the_structured_answer(strategy: Any, signals: Signals) -> None:
-    """Where the answer is structured without a tool, an empty list is cared for as ever."""
+    """If the answer is structured without a tool, an empty list of tools is still handled."""
     model = ScriptedChatModel(
         script=[["search"], '{"degrees": 20}'], profile={"structured_output": True}
     )

@@ -1,12 +1,12 @@
-"""The Python in the README, CONTRIBUTING and the docs runs, and the README's numbers are true."""
+"""The Python in the README, CONTRIBUTING and the docs runs, and their numbers are true."""
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from codeop import CommandCompiler
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 from langchain.agents import create_agent
@@ -14,10 +14,8 @@ from langchain.agents.middleware import AgentMiddleware
 from langchain.agents.middleware import ToolCallLimitMiddleware as LangChainsLimiter
 from langchain_core.messages import BaseMessage
 from langgraph.checkpoint.memory import InMemorySaver
-from prometheus_client import generate_latest
 from rich.console import Console
 
-import langchain_quota
 from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit
 from langchain_quota.cli.demo_board import Board, Row, Use
 from langchain_quota.cli.demo_traffic import LIMITS
@@ -31,10 +29,19 @@ from tools import picture
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+COMPARISON = ROOT / "docs" / "comparison.md"
+COST = ROOT / "docs" / "cost.md"
+OPERATIONS = ROOT / "docs" / "operations.md"
 REPOSITORY = "https://github.com/langchain-quota/langchain-quota"
 PAGES = [
     page for page in sorted((ROOT / "docs").glob("**/*.md")) if "```python\n" in page.read_text()
 ]
+FIRST = [
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "quickstart", "coding-assistants")),
+]
+"""Pages of which a reader pastes a block without the others."""
+
 HERE = (
     f"{REPOSITORY}/blob/main/",
     "https://raw.githubusercontent.com/langchain-quota/langchain-quota/main/",
@@ -52,56 +59,55 @@ DEADLINE = 60
 """Seconds after which runs that should meet are taken to have been run one by one."""
 
 
-@pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[langchain_quota.MetricsServer]]:
-    """The servers that the README starts: on a free port instead of its own."""
-    started: list[langchain_quota.MetricsServer] = []
-    start: Callable[..., langchain_quota.MetricsServer] = langchain_quota.start_metrics_server
-
-    def start_on_free_port() -> langchain_quota.MetricsServer:
-        started.append(start(port=0))
-        return started[-1]
-
-    monkeypatch.setattr(langchain_quota, "start_metrics_server", start_on_free_port)
-    yield started
-    for server in started:
-        server.close()
+def test_the_readme_is_short() -> None:
+    """The whole README fits on a few screens."""
+    assert len(README.read_text().splitlines()) <= 120
 
 
-def test_python_blocks_run(servers: list[langchain_quota.MetricsServer]) -> None:
-    """Every Python block of the README runs, in order, and /metrics says what it says."""
-    said = [line for block in _blocks(README, "text") for line in block.splitlines()]
-    assert said
-    series = dict(line.rsplit(" ", 1) for line in said)
-    before = {each: _value(generate_latest().decode(), each) for each in series}
-    namespace: dict[str, Any] = {}
-    for block in _blocks(README):
-        exec(compile(block, str(README), "exec"), namespace)  # noqa: S102 - our own README
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_python_blocks_run(page: Path) -> None:
+    """Every Python block of the page runs, in order, and prints what stands behind it as text.
 
-    with urlopen(servers[0].url) as response:  # noqa: S310 - our own server
-        after = response.read().decode()
-    assert {each: _value(after, each) - before[each] for each in series} == {
-        each: float(value) for each, value in series.items()
-    }
-
-
-def test_example_is_short() -> None:
-    """The first example is at most 12 lines of code."""
-    code = [line for line in _blocks(README)[0].splitlines() if line.strip()]
-    assert len(code) <= 12
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_of_the_docs_run(page: Path) -> None:
-    """Every Python block of the page runs, in order, and prints what stands behind it as text."""
-    code = "\n".join(_blocks(page))
+    The README shows all that a terminal shows, with the lines of the log.
+    """
+    code = _on_any_port("\n".join(_blocks(page)))
     for package in OTHERS:
         if f"from {package}" in code:
             pytest.importorskip(package)
     done = run_python(code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     printed = [line for block in PRINTED.findall(page.read_text()) for line in block.splitlines()]
-    assert {line for line in printed if "…" not in line} <= {*done.stdout.splitlines()}
+    seen = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+    assert {line for line in printed if "…" not in line} <= {*seen}
+    if page == README:
+        assert printed == seen
+
+
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
+def test_each_block_runs_alone(page: Path) -> None:
+    """On the pages that a stranger reads first, a block that continues another one says so."""
+    alone = [
+        code
+        for before, code in re.findall(r"(.*?)```python\n(.*?)```", page.read_text(), re.DOTALL)
+        if "This continues" not in before.rpartition("```")[2]
+    ]
+    assert alone
+    for code in alone:
+        done = run_python(_on_any_port(code), cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
+def test_each_block_can_be_pasted_at_a_prompt(page: Path) -> None:
+    """Python's prompt takes each block line by line: an empty line ends what is indented."""
+    for code in _blocks(page):
+        compiled = CommandCompiler()
+        entered: list[str] = []
+        for line in [*code.splitlines(), ""]:
+            entered.append(line)
+            if compiled("\n".join(entered)) is not None:
+                entered.clear()
+        assert not entered
 
 
 def test_python_blocks_of_contributing_run() -> None:
@@ -115,7 +121,7 @@ def test_python_blocks_of_contributing_run() -> None:
         test()
 
 
-# The numbers in the README.
+# The numbers in the README, and on the pages of costs.
 
 
 class Meet(AgentMiddleware[Any, Any]):
@@ -176,31 +182,67 @@ async def test_concurrent_runs(
             *(agent.ainvoke({"messages": [("user", "Find it!")]}, config) for _ in range(RUNS))
         )
     assert len(ran) == calls
-    text = README.read_text()
-    assert f"five concurrent runs on a thread with limit {LIMIT} make 15 calls" in text
-    assert "| five runs at once on a thread with limit 3 | 15 calls | 3 with a store, 15 w" in text
+    said = f"five concurrent runs of one conversation with a limit of {LIMIT} [make 15 calls]"
+    assert said in README.read_text()
+    row = f"| five runs at once on a thread with limit {LIMIT} | 15 calls | 3 with a store, 15 w"
+    assert row in COMPARISON.read_text()
 
 
 def test_costs_are_those_of_the_benchmarks() -> None:
-    """What the README says of costs stands in docs/benchmarks.md."""
-    text = " ".join(README.read_text().split())
+    """The costs in the comparison are in docs/benchmarks.md."""
+    text = " ".join(COMPARISON.read_text().split())
     steps = _table("A step, in instructions")
-    assert "eight of them make a step of an agent three times as expensive" in text
+    said = "With eight of LangChain's limiters, a step takes about three times as many CPU"
+    assert said in text
     for column in (3, 6):
         assert round(float(steps["LangChain, 8"][column])) == 3
+    assert "One limiter of LangChain's costs less than one of ours" in text
     for kind in ("model", "tool"):
         assert float(steps[f"LangChain, {kind}"][3]) < float(steps[f"drop-in, {kind}"][3])
 
     supersteps = {name: row[1] for name, row in _table("What a step stores: memory").items()}
     names = ("none", "LangChain, 8", "QuotaMiddleware, 8", "Inline, 8")
     none, langchain, ours, inline = (supersteps[name] for name in names)
-    assert f"with {langchain} supersteps of LangGraph instead of {none}" in text
-    assert f"8 limits (without any: {none}) | {langchain} | {ours}; {inline} with" in text
+    assert f"8 limits; without limits: {none} | {langchain} | {ours}; {inline} with" in text
 
 
-def _table(heading: str) -> dict[str, list[str]]:
-    """The rows of the table under a heading of the benchmarks, by their first cell."""
-    section = BENCHMARKS.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+NAMES = {
+    "none": "none",
+    "`QuotaMiddleware`, 2 limits": "QuotaMiddleware, 2",
+    "`QuotaMiddleware`, 8 limits": "QuotaMiddleware, 8",
+    "`InlineQuotaMiddleware`, 8 limits": "Inline, 8",
+    "LangChain's limiters, 2": "LangChain, 2",
+    "LangChain's limiters, 8": "LangChain, 8",
+}
+"""The rows of docs/cost.md, as docs/benchmarks.md calls them."""
+
+
+def test_the_page_on_costs_has_the_numbers_of_the_benchmarks() -> None:
+    """The tables of docs/cost.md, and the numbers that it begins with, are those measured."""
+    runs = _table("Runs of ten steps")
+    milliseconds = _table("Milliseconds", COST)
+    for name, row in list(milliseconds.items())[2:]:
+        assert row[1:] == runs[NAMES[name]][2::2]
+
+    stored = _table("What a step stores: PostgreSQL")
+    sizes = {name: int(stored[name][4].replace(",", "")) for name in NAMES.values()}
+    stores = _table("Bytes", COST)
+    for name, row in list(stores.items())[2:]:
+        more = sizes[NAMES[name]] - sizes["none"]
+        assert row[1:] == [*stored[NAMES[name]][2::2], f"{more:,}"]
+
+    begins = COST.read_text().partition("## ")[0]
+    two = "`QuotaMiddleware`, 2 limits"
+    assert re.findall(r"\*\*([\d.,]+)", begins) == [
+        milliseconds[two][4].removesuffix("0"),
+        stores[two][3],
+        re.findall(r"exported thread \| (\d+) for every limit", OPERATIONS.read_text())[0],
+    ]
+
+
+def _table(heading: str, page: Path = BENCHMARKS) -> dict[str, list[str]]:
+    """The rows of the table under a heading of a page, by their first cell."""
+    section = page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in section.splitlines()
@@ -237,7 +279,7 @@ def test_references_are_defined_and_used() -> None:
     assert defined == sorted(set(defined))
 
 
-EXTRAS = {"cost", "demo", "otlp", "redis"}
+EXTRAS = {"demo"}
 """In brackets, and no references."""
 
 
@@ -257,13 +299,14 @@ def _check(svg: str) -> None:
     threads = [f"customer-{number + 1}" for number in range(picture.THREADS)]
     rows = Board(threads, LIMITS, near=0.8).rows()
     heading, *lines = _lines(svg)
-    assert heading == "thread allowed blocked last refusal"
+    titles = " ".join(use.title for use in rows[0].uses)
+    assert heading == f"thread {titles} allowed blocked last refusal"
     assert len(lines) == len(rows)
     for row, line in zip(rows, lines, strict=True):
         limits = {use.title: re.sub("000$", "k", str(use.limit)) for use in row.uses}
         # One customer is granted one more.
         limits["search"] = "[89]"
-        uses = [rf"{title} [\d.]+k?/{limit} [▇_]+" for title, limit in limits.items()]
+        uses = [rf"[\d.]+k?/{limit} [▇_]+" for limit in limits.values()]
         refusal = r"( \w+ \((thread|run)\))?"
         assert re.fullmatch(rf"{row.thread} {' '.join(uses)} \d+ \d+{refusal}", line), line
     assert not re.search(r"…|@font-face|@import|url\((?!#)|href|<image", svg)
@@ -304,6 +347,6 @@ def _blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def _value(metrics: str, series: str) -> float:
-    found = re.search(re.escape(series) + r" (\S+)", metrics)
-    return float(found[1]) if found else 0.0
+def _on_any_port(code: str) -> str:
+    """The code, so that other tests may have the usual port."""
+    return code.replace("start_metrics_server()", "start_metrics_server(port=0)")

@@ -416,7 +416,7 @@ async def test_a_key_of_the_users_own() -> None:
 
 @pytest.mark.parametrize("most", [1, 2])
 async def test_small_numbers(most: int) -> None:
-    """With 1 no call is made twice in a run; a tool may fail in the same way twice all the same."""
+    """With 1 no call is made twice in a run; but a tool may fail in the same way twice."""
     tools = [as_tool("edit", echoing("{old}")), as_tool("get", failing("no"))]
     edits: list[Step] = [[("edit", {"old": number % 3})] for number in range(6)]
     fails: list[Step] = [[("get", {"id": number})] for number in range(4)]
@@ -557,7 +557,7 @@ async def test_on_trial(signals: Signals) -> None:
 
 
 async def test_two_limits(signals: Signals) -> None:
-    """One that is tried out stands beside one that is enforced; each remembers for itself."""
+    """A limit on trial and an enforced one work side by side; each has its own memory."""
     scene = scene_of(
         signals,
         [["search"]] * 5 + ["done"],
@@ -769,7 +769,7 @@ async def test_a_model_that_fails(signals: Signals) -> None:
 
 
 async def test_calls_that_share_an_id(signals: Signals) -> None:
-    """A model that gives every call one id has its calls counted all the same."""
+    """The calls of a model that gives all calls one id are counted."""
     call = {"name": "search", "args": {}, "id": "same", "type": "tool_call"}
     scene = scene_of(signals, [[call]] * 3 + ["done"], RepeatLimit(2))
     assert texts(await scene.turn()) == [REPEATED]

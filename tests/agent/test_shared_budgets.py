@@ -307,7 +307,7 @@ async def test_a_cancelled_call_is_charged_what_was_held(
 
 
 async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:
-    """A call of which nobody hears again holds its amount until the lease is over."""
+    """A call that never reports its end holds its amount until the lease is over."""
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=500)
@@ -327,7 +327,7 @@ async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:
 
 
 async def test_a_call_that_outlasts_its_lease_is_charged(signals: Signals) -> None:
-    """What a call held too long may be used by others meanwhile; it is charged all the same."""
+    """After its lease a call's amount may be used by others; the call is still charged."""
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = TokenLimit(quotas=[Quota(100, per="global")], reserve=60)
@@ -471,7 +471,7 @@ async def test_an_outage_allows_and_is_charged_later(
 async def test_an_outage_during_a_call_loses_nothing(
     signals: Signals, form: Form, *, hears: bool
 ) -> None:
-    """A store that goes down during a call is told of it when it is back, once."""
+    """A store that fails during a call gets its charge once, when it is back."""
     store, first = FickleStore(MemoryStore(clock=lambda: NOON)), [True]
     store.hears = hears
 
@@ -570,7 +570,7 @@ def named(used: ModelUsage) -> ModelUsage:
 async def test_a_refused_structured_response_ends_the_run(
     signals: Signals, kind: type[QuotaMiddleware[Any, Any]], form: Form
 ) -> None:
-    """LangChain leads a run without its structured response back: it ends all the same."""
+    """LangChain leads a run without its structured response back: the run still ends."""
     limit = TokenLimit(run_limit=10, reserve=lambda _: 11)
     made = kind([limit], telemetry=signals.telemetry)
     scene = SharedScene(signals, [], [made], form=form, response_format=ToolStrategy(Weather))

@@ -44,7 +44,7 @@ outages = pytest.mark.parametrize("on_store_error", ["deny", "allow"])
 
 @pytest.fixture
 def nobody() -> Iterator[RedisStore]:
-    """A store where nobody listens: the port is taken, so that nobody else can."""
+    """A store on a port that no server listens on; the port is taken, so no other server can."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield RedisStore(f"redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0")
@@ -52,7 +52,7 @@ def nobody() -> Iterator[RedisStore]:
 
 @pytest.fixture
 def silence() -> Iterator[RedisStore]:
-    """A store where somebody listens, and never answers."""
+    """A store on a port whose server never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", timeout=0.2)
 
@@ -369,7 +369,7 @@ async def test_a_store_that_forgot_all(signals: Signals) -> None:
 
 
 async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
-    """Runs of many threads at once in one outage: one line, and every call told to the store."""
+    """Many threads run in one outage: one log line, and the store gets every call later."""
     store = FickleStore(MemoryStore())
     store.down = True
     scene = scene_of(

@@ -91,7 +91,7 @@ WINDOWS = {
 async def test_the_reset_of_two_quotas(
     windows: tuple[str, str], resets: datetime | None, *, apart: bool, signals: Signals
 ) -> None:
-    """Of two quotas that are used up the later reset is told; none, if one is never reset."""
+    """Of two exhausted quotas the message has the later reset; none if one has no reset."""
     quotas = [WINDOWS[each] for each in windows]
     limits = (
         [ToolCallLimit("search", quotas=[each], name=each.name) for each in quotas]
@@ -112,7 +112,7 @@ async def test_the_reset_of_two_quotas(
 
 
 async def test_an_own_message(signals: Signals) -> None:
-    """A message of the user's own is told when the quota resets, and stands alone."""
+    """The user's own message gets the time of the reset, and replaces the default text."""
 
     def message(decision: Decision) -> str:
         assert decision.resets_at is not None
@@ -274,7 +274,7 @@ async def test_giving_up_charges_nothing_of_the_batch(signals: Signals) -> None:
 
 
 async def test_a_quota_that_is_tried_out(signals: Signals) -> None:
-    """With `enforce=False` all run and are counted; what would be refused is told apart."""
+    """With `enforce=False` all calls run and are counted; `would_block` marks the others."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[USER], enforce=False)
     scene = scene_of(signals, asking("search", "search", "search"), limit, store=store)
@@ -371,7 +371,7 @@ async def test_another_users_tools_are_offered(signals: Signals) -> None:
 async def test_requests_while_the_store_is_down(
     form: Form, on_store_error: Any, signals: Signals
 ) -> None:
-    """What cannot be asked is neither told nor hidden; what the state knows is.
+    """While the store is silent, only the state's counts are shown, and only they hide tools.
 
     Denied, nothing runs that the state could know of.
     """
@@ -409,7 +409,7 @@ async def test_requests_while_the_store_is_down(
 
 @pytest.mark.parametrize("on_store_error", ["deny", "allow"])
 async def test_finalizing_while_the_store_is_down(on_store_error: Any, signals: Signals) -> None:
-    """Denied, a run ends at once and says why; allowed, the run's own last call is told so."""
+    """With "deny" a run ends and says why; with "allow" its own last call is told so."""
     store = FickleStore(MemoryStore())
     store.down = True
     limit = ModelCallLimit(run_limit=1, quotas=[Quota(1, per="user_id")], exit_behavior="finalize")

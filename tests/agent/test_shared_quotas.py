@@ -34,7 +34,7 @@ USER = Quota(2, per="user_id", window=DAY)
 
 @dataclass
 class Context:
-    """What a run is told of its caller."""
+    """What a run knows of its caller."""
 
     user_id: str | None = None
     tenant: str = "acme"
@@ -116,7 +116,7 @@ async def test_global(signals: Signals) -> None:
 
 
 async def test_per_thread_with_a_window(signals: Signals) -> None:
-    """A thread's quota with a window stands beside its limit without one."""
+    """A thread may have a quota with a window and a limit without one."""
     store, clock = MemoryStore(), Clock()
     limit = ToolCallLimit(
         "search", quotas=[Quota(2, window=DAY), Quota(5, name="session", per=lambda s, r: "all")]

@@ -398,7 +398,7 @@ async def test_an_abandoned_batch_that_a_drop_in_held(signals: Signals) -> None:
 
 @orders(2)
 async def test_a_drop_in_while_the_store_is_down(order: Order, signals: Signals) -> None:
-    """What is let through without the store, and refused by another, is not told to it."""
+    """A call that an outage admits and another limit refuses never reaches the store."""
     store = FickleStore(MemoryStore())
     store.down = True
     drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")

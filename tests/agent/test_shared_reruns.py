@@ -213,7 +213,7 @@ async def test_hooks_that_crash_again_and_again(signals: Signals) -> None:
 
 
 async def test_a_crash_in_the_last_of_the_quota(signals: Signals) -> None:
-    """A hook that runs again is told what it was told: the quota's last calls are still its own."""
+    """A hook that runs again gets the same answer: the quota's last calls are still its own."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")])
     middleware = crashing(signals, limit, store=store)
@@ -288,7 +288,7 @@ async def test_a_crash_and_a_new_turn(signals: Signals) -> None:
 
 @pytest.mark.parametrize("back", [True, False], ids=["back", "still down"])
 async def test_a_crash_while_the_store_is_down(*, back: bool, signals: Signals) -> None:
-    """Let through without the store, crashed and run again: told to the store once."""
+    """A call that ran without the store, crashed and ran again reaches the store once."""
     store = FickleStore(MemoryStore())
     store.down = True
     middleware = crashing(signals, limit_of("tool"), store=store, on_store_error="allow")

@@ -331,7 +331,7 @@ async def test_hidden_thread_id(signals: "Signals") -> None:
 async def test_chosen_spans(
     spans: Spans, seen: dict[str, int], form: str, signals: "Signals"
 ) -> None:
-    """`spans` chooses which calls get a span; every call is counted all the same."""
+    """`spans` chooses which calls get a span; every call is counted anyway."""
     registry = CollectorRegistry()
     telemetry = Telemetry(registry=registry, tracer_provider=signals.provider, spans=spans)
     agent = agent_of(

@@ -123,7 +123,7 @@ async def test_refusals_of_two_beside_a_success(
 
 
 async def test_a_refusal_beside_a_retry(signals: Signals) -> None:
-    """Beside a structured answer that is retried, `error` raises as ever."""
+    """`error` also raises beside a structured answer that is retried."""
     scene = scene_of(
         signals, [[INVALID, "search"]], tool_limiter(signals, run_limit=0, exit_behavior="error")
     )

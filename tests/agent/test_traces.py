@@ -90,7 +90,7 @@ def ask(question: str = "") -> str:
 
 
 def again(*turns: Any) -> Callable[[Sequence[Any]], Any]:
-    """A script that is told from the history, so that runs and processes can share it."""
+    """A script that depends only on the history, so that runs and processes can share it."""
 
     def script(messages: Sequence[Any]) -> Any:
         newest = max(i for i, each in enumerate(messages) if isinstance(each, HumanMessage))
@@ -597,7 +597,7 @@ async def test_no_context_stays_attached_by_a_hook_that_raises(
 async def test_a_step_that_runs_again_begins_no_other_trace(
     limiters: Limiters, form: str, signals: "Signals", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the step is lost that began the trace, the resumed run goes on in it all the same."""
+    """A resumed run goes on in its trace, even if the step that began the trace is lost."""
     broken = [OSError("the machine is tired")]
 
     def breaking(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,7 +113,7 @@ def model(*script: Any) -> ScriptedChatModel:
 
 
 def asking(name: str, *others: Any) -> BaseTool:
-    """A tool that calls other runnables, each with what stands behind it."""
+    """A tool that calls other runnables, and what it calls."""
     pairs = list(zip(others[::2], others[1::2], strict=True))
 
     def run() -> str:
@@ -703,7 +703,7 @@ async def test_a_limiter_in_a_graph_by_hand(
 
 
 async def test_an_emulated_tool(watched: Watched, search: BaseTool) -> None:
-    """A model that stands in for a tool is a model call that no limit judged."""
+    """A model in place of a tool is a model call that no limit judged."""
     agent = new_agent(
         model(["search"], "done"),
         [search],
@@ -826,7 +826,7 @@ async def test_the_warning_about_deepagents(signals: Signals) -> None:
     (warning,) = [each for each in caught if each.category is QuotaWarning]
     assert str(warning.message) == (
         "the sub-agents that the tool 'task' of agent 'unnamed' starts have no limits of "
-        "langchain-quota: 'general-purpose', 'bare'. Give them those of their parent: "
+        "langchain-quota: 'general-purpose', 'bare'. Give them their parent's limits: "
         "with_limits(create_deep_agent, quota)(…)"
     )
 

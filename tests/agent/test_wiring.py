@@ -193,7 +193,7 @@ async def test_runs_that_never_begin(signals: Signals) -> None:
     hooks = QuotaMiddleware([limit], telemetry=signals.telemetry)
     app = by_hand(hooks, script=[["search"], "done"] * 3, begins=False)
     await app.ainvoke(HELLO, THREAD)
-    with pytest.warns(QuotaWarning, match="never given anew" + REMEDY) as found:
+    with pytest.warns(QuotaWarning, match="never set back to 0" + REMEDY) as found:
         await app.ainvoke(HELLO, THREAD)
     assert len(found) == 1
     await app.ainvoke(HELLO, THREAD)

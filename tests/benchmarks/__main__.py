@@ -33,22 +33,29 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 HEAD = """\
 # Benchmarks
 
-What limits cost, beside LangChain's own limiters, measured in one run and in turns. Written by
-`make bench`; `make bench ARGS="--only steps"` measures one part, `ARGS=--quick` tries all in two
-minutes, and neither writes this page. The whole run takes up to a quarter of an hour; let nothing
-else run meanwhile.
+[What does it cost?](cost.md) has the three most important numbers. This page has all
+measurements.
+
+One program measures our limits and LangChain's limiters, by turns. `make bench` runs this program
+and writes this page. It takes up to 15 minutes. Nothing else should run on the machine.
+`make bench ARGS="--only steps"` measures one part. `make bench ARGS=--quick` tries all parts in
+two minutes. These two do not write this page.
 
 - Machine: {machine}
 - Versions: {versions}
-- Instructions are counted by callgrind, where valgrind is found (else CPU time is taken): the
-  difference between a run of few steps and one of many, without Python's garbage collector. They
-  repeat within a percent, but miss what waits for a disk or another thread. Times by the clock have
-  that, and do not repeat: compare them within one run only.
-- *none* is an agent without limits; *LangChain, 2* are LangChain's `ModelCallLimitMiddleware` and
-  `ToolCallLimitMiddleware`, *8* those and a `ToolCallLimitMiddleware` for each of six tools;
-  *drop-in* are ours of the same names; *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`)
-  hold the same limits. A single limit is on all tools together. Nothing is over its limit.
-- What each ratio should be, and which are met, is [at the end](#targets).
+- **Instructions**: valgrind's callgrind counts them. If valgrind is not installed, the number is
+  CPU time. The number is the difference between a run of many steps and a run of few steps,
+  without Python's garbage collector. A second measurement differs by less than a percent. But
+  instructions do not show time that is spent waiting for a disk or another thread.
+- **Times by the clock** include such waits. A second measurement can differ a lot. Compare times
+  only within one run of the program.
+- *none* is an agent without limits. In all other rows, no call is over a limit.
+- *LangChain, 2* has LangChain's `ModelCallLimitMiddleware` and `ToolCallLimitMiddleware`.
+  *LangChain, 8* has both, and a `ToolCallLimitMiddleware` for each of six tools. *drop-in* has
+  the classes of this package with the same names.
+- *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`) have the same limits. If there is one
+  limit, it counts all tools.
+- The targets, and which of them are met, are [at the end](#targets).
 
 """
 

@@ -43,8 +43,8 @@ def _table(found: Costs) -> Table:
         rows.append(row)
     columns = ["limits", "no checkpointer", "ratio", "in memory", "ratio"]
     note = (
-        "A model that reports what it has used. The ratio is to a step of the same middleware "
-        "without budgets."
+        "The model reports what it has used. The ratio compares with a step of the same "
+        "middleware without budgets."
     )
     return Table(f"A step with budgets, in {found.unit}", columns, rows, note)
 

@@ -39,9 +39,9 @@ def measure(size: Size) -> Result:
         rows.append([setup, number(runs * steps / max(taken), 0), number(p50), number(p99), *added])
     columns = ("limits", "steps per second", "p50", "p99", "added p50", "added p99")
     note = (
-        f"{runs:,} runs of {steps} steps, begun at the same time on one event loop, checkpoints in "
-        f"memory; the quicker of {size.crowds}, taken in turns. The percentiles are of a "
-        "run's seconds from the beginning of all to its own end."
+        f"{runs:,} runs of {steps} steps begin at the same time on one event loop. Checkpoints are "
+        f"in memory. Every row is the quickest of {size.crowds} measurements, taken by turns. p50 "
+        "and p99 are seconds from the common beginning to the end of a run."
     )
     return Result([Table("Concurrent runs", columns, rows, note)])
 

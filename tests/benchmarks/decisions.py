@@ -40,8 +40,9 @@ def measure(size: Size) -> Result:
     ]
     columns = ("what", found.unit, "to `inc()`", UNIT, "to `inc()`")
     note = (
-        "A decision is a tool call on a thread, each limit with a threshold for thread and run; "
-        f"its span has {len(attributes())} attributes. Judging is done before, and not in it."
+        "A decision is about a tool call on a thread. Every limit has a number for the thread and "
+        f"one for the run. The span has {len(attributes())} attributes. The cost of judging is not "
+        "part of a decision's cost."
     )
     ratios = []
     for unit, costs_of in {found.unit: found.of, UNIT: taken}.items():

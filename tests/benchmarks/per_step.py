@@ -43,8 +43,8 @@ def _table(found: Costs) -> Table:
         *("in memory", "over none", "ratio"),
     ]
     note = (
-        "A step is a model call and a tool call, of a model and tools that answer at once. "
-        "Telemetry is on; spans are made by the SDK, and not sampled."
+        "A step is a model call and a tool call. The model and the tools answer immediately. "
+        "Telemetry is on. The SDK makes the spans, and does not sample them."
     )
     return Table(f"A step, in {found.unit}", columns, rows, note)
 
@@ -56,8 +56,8 @@ def _telling(found: Costs) -> Table:
         own = [found.of[Step(setup, has_memory=True, mode=mode)] for mode in MODES]
         rows.append([setup, *(f"{number(each, 0)} ({number(each / none)})" for each in own)])
     columns = ["limits", 'spans="off"', "no SDK", "not sampled", "sampled"]
-    note = "In memory; in brackets the ratio to a step without limits."
-    return Table(f"A step by what becomes of spans, in {found.unit}", columns, rows, note)
+    note = "Checkpoints are in memory. The ratio to a step without limits is in brackets."
+    return Table(f"A step by what happens to spans, in {found.unit}", columns, rows, note)
 
 
 def _ratios(found: Costs) -> list[Ratio]:

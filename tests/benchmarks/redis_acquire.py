@@ -38,9 +38,9 @@ def measure(size: Size) -> Result:
         for what, each in taken.items()
     ]
     note = (
-        "Microseconds by the clock, one after the other, over the loopback. A model call under a "
-        "budget in the store takes two round trips: one that holds an amount before it, and one "
-        "that settles what it has used."
+        "Microseconds by the clock, one request after the other, to a Redis on the same machine. A "
+        "model call with a budget in the store takes two round trips. The first one holds an "
+        "amount before the call. The second one charges what the call has used."
     )
     table = Table(TITLE, ("what", "median", "p99"), rows, note)
     least, most = (median(taken[_name(limits)]) for limits in LIMITS)

@@ -71,7 +71,8 @@ class Result:
 def targets(ratios: Sequence[Ratio]) -> Table:
     """The table of targets."""
     columns = ("ratio", "target", "measured", "")
-    return Table("Targets", columns, [each.cells for each in ratios])
+    note = "A ratio of A to B is A divided by B. The overhead is what limits add to a step."
+    return Table("Targets", columns, [each.cells for each in ratios], note)
 
 
 def divided(part: float | None, whole: float | None) -> float | None:

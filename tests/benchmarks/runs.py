@@ -92,9 +92,9 @@ def _times_table(times: Mapping[str, Times], missing: Mapping[str, str]) -> Tabl
     columns = ["limits", *(each for where in WHERE for each in (where, "extra per step"))]
     found = "".join(f" {name}: not measured, {why}." for name, why in missing.items())
     note = (
-        "Milliseconds by the clock, the median of the rounds: a whole run of ten steps and a last "
-        "model call, and what a step takes longer than without limits. PostgreSQL does not sync "
-        f"to disk here.{found}"
+        "Milliseconds by the clock, as the median of all rounds. The first number is a whole run "
+        "of ten steps and a last model call. The extra is how much longer a step takes than "
+        f"without limits. PostgreSQL does not sync to disk here.{found}"
     )
     return Table("Runs of ten steps", columns, rows, note)
 
@@ -105,7 +105,8 @@ def _stored_table(name: str, stored: Mapping[str, Stored]) -> Table:
         for setup, it in stored.items()
     ]
     columns = ("limits", "supersteps", "checkpoints", "rows", "bytes")
-    return Table(f"What a step stores: {name}", columns, rows, "By the sixth step of a run.")
+    note = "This is what the sixth step of a run adds."
+    return Table(f"What a step stores: {name}", columns, rows, note)
 
 
 def _time_ratios(times: Mapping[str, Times]) -> list[Ratio]:

@@ -82,11 +82,12 @@ def measure(size: Size) -> Result:
     ]
     columns = ("threads", "scrape", "longest", "loop late", "latest", "bytes")
     note = (
-        "Milliseconds: the median and the longest of the scrapes (by `metrics_app`, rendered in a "
-        f"worker thread), and how late a timer of {_TICK * 1_000:.0f} ms on the event loop was at "
-        f"most during one (when nothing is scraped: {number(median(idle), 1)}). 500 threads are "
-        "exported; of those tracked one in ten is near its limit, and one in fifty has nothing "
-        "left."
+        "Milliseconds. *scrape* is the median of all scrapes, and *longest* the longest one. "
+        f"`metrics_app` renders them in a worker thread. A timer of {_TICK * 1_000:.0f} ms on the "
+        "event loop can be late during a scrape. Its longest delay in each scrape is measured: "
+        "*loop late* is the median of these delays, and *latest* the longest. Without a scrape it "
+        f"is {number(median(idle), 1)}. 500 threads are exported. One in ten of the tracked "
+        "threads is near a limit, and one in fifty has nothing left."
     )
     least, largest = scenes[0], scenes[-2]
     ratio = Ratio(

@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Emitting:
-    """The telemetry of a decision: by how many limits, and what becomes of its span."""
+    """The telemetry of a decision: the number of limits, and what happens to its span."""
 
     limits: int
     mode: scenes.Mode

@@ -11,7 +11,7 @@ from tests.forked import COMMAND_LINE, Program, start_python
 from tests.servers.prometheus import eventually
 
 _ADDRESS = re.compile(r"http://(127\.0\.0\.1:\d+)/metrics")
-_END = re.compile(r"^scrape http://", re.MULTILINE)
+_END = re.compile(r"^Serving http://", re.MULTILINE)
 
 
 class Demo:

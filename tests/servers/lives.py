@@ -130,7 +130,7 @@ class DistantSaver(AsyncSqliteSaver):
 
 
 class WritingStore(RedisStore):
-    """A store of which the diary says what it is asked for, and then what it has charged."""
+    """A store that writes each request, and then what it has charged, to a diary."""
 
     diary: Diary
 

@@ -30,7 +30,7 @@ SPEED = 60
 
 @dataclass(frozen=True)
 class World:
-    """Agents' metrics, the servers that watch them, and who is told."""
+    """Agents' metrics, the servers that watch them, and the receivers of alerts."""
 
     registry: CollectorRegistry
     prometheus: Prometheus
@@ -100,7 +100,7 @@ def test_a_breach_is_told_and_resolved(world: World) -> None:
 
 
 def test_a_first_decision_that_is_a_block_is_told(world: World) -> None:
-    """An agent that may not search at all is refused its first call, and that is told."""
+    """An agent that may not search at all is refused its first call, and an alert says so."""
     world.search("newcomer", times=1, limit=0)
     breach = world.webhook.wait_for("LangChainQuotaLimitBreached", "firing", agent="newcomer")
     assert breach.annotations["summary"].endswith("refuses calls on 1 thread")

@@ -1,4 +1,4 @@
-"""What a thread is charged is what the provider reported, whatever stands between the two."""
+"""A thread is charged what the provider reported, with any proxy or adapter in between."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -177,7 +177,21 @@ def test_the_example_routes_by_severity(
     alert: tuple[str, str], receiver: str, example: Path
 ) -> None:
     """Alertmanager pages only for what is critical, and keeps what is info apart."""
-    name, severity = alert
+    assert routed(example, *alert) == receiver
+
+
+def test_a_limit_can_page(example: Path) -> None:
+    """With the route of docs/alerts.md a limit that refuses calls pages; other warnings do not."""
+    page = (ROOT / "docs" / "alerts.md").read_text()
+    (_, route) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    outer, inner = example.read_text().split("      routes:\n")
+    example.write_text(f"{outer}      routes:\n{route}{inner}")
+    assert routed(example, "LangChainQuotaLimitBreached", "warning") == "pager"
+    assert routed(example, "LangChainQuotaBlockRatioHigh", "warning") == "chat"
+
+
+def routed(config: Path, name: str, severity: str) -> str:
+    """The receiver to which Alertmanager sends an alert."""
     labels = (f"alertname={name}", f"severity={severity}")
-    routed = amtool("config", "routes", "test", f"--config.file={example}", *labels)
-    assert routed.stdout.strip() == receiver
+    done = amtool("config", "routes", "test", f"--config.file={config}", *labels)
+    return done.stdout.strip()

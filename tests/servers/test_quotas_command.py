@@ -253,7 +253,7 @@ def test_what_is_no_count_can_be_left_out(run: Run) -> None:
 
 @pytest.mark.usefixtures("odd")
 def test_nothing_but_what_is_no_count(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there is no count nobody is asked, and what is there is named all the same."""
+    """Without a count nobody is asked, and other keys are still named."""
     assert run("reset", "--key", "*odd*") == 1
     said = capsys.readouterr()
     assert said.out == "no counts\n"
@@ -418,7 +418,7 @@ def test_user_without_a_password(
 def test_password_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A password in the environment is used, and told to nobody."""
+    """A password in the environment is used, and never shown."""
     with running_redis(tmp_path / "redis") as server:
         with server.client() as client:
             client.config_set("requirepass", "s3cr3t")

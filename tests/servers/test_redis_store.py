@@ -129,7 +129,7 @@ class TestWhatIsNoCount:
     def test_usages_leave_it_out(
         self, store: RedisStore, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The counts are told, and one line names what is none."""
+        """The counts are shown, and one line names keys that hold no count."""
         names = [f"{{{store._prefix}}}:count:".encode() + end for end in (b"\x1b[2J\n", b"\xff")]
         store.acquire(calls("search", 1))
         with redis_server.client() as client:
@@ -154,7 +154,7 @@ class TestWhatIsNoCount:
 
 
 class TestOutages:
-    """What becomes of calls while Redis is away, and afterwards."""
+    """What happens to calls while Redis is away, and afterwards."""
 
     @FORMS
     def test_refused(self, own_redis: RedisServer, acquire: Acquire) -> None:
@@ -258,7 +258,7 @@ async def eventually_answers(store: RedisStore) -> None:
 
 
 class TestLateExecution:
-    """A request that timed out, and that reaches Redis all the same."""
+    """A request that timed out, and that reaches Redis nevertheless."""
 
     def test_before_its_compensation(self, redis_server: RedisServer) -> None:
         """It was made: the compensation that the next request brings undoes it."""
@@ -501,7 +501,7 @@ class TestClientsOfYourOwn:
 
 
 class TestKeys:
-    """What stands in Redis, and how long."""
+    """What Redis keeps, and for how long."""
 
     def test_all_keys_are_the_prefixs_and_expire(
         self, store: RedisStore, redis_server: RedisServer
@@ -808,7 +808,7 @@ ODD_REPLIES = {
 
 
 class TestOddReplies:
-    """A server, or what stands before it, that answers what the script does not.
+    """A server, or a proxy before it, with an answer that the script never gives.
 
     What is odd in lists is tested in test_redis_script.py; here, what the client library reads.
     """

@@ -1,4 +1,4 @@
-"""What becomes of a test whose server is not installed."""
+"""What happens to a test whose server is not installed."""
 
 import pytest
 

@@ -557,7 +557,7 @@ def test_what_is_wrong_with_the_settings(tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_a_setting_that_cannot_be_used(bad: dict[str, str], tmp_path: Path) -> None:
-    """What can be known before the start to be of no use is told before the start."""
+    """Settings that cannot work are reported before the start."""
     result = _refused_start(tmp_path, bad)
     assert result.returncode == 2
     assert re.fullmatch(f"{next(iter(bad))} .+\n", result.stderr)

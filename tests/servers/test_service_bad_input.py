@@ -167,7 +167,7 @@ def test_a_huge_body(service: Service, size: int, declared: bool) -> None:  # no
 
 
 def test_a_body_without_end(service: Service) -> None:
-    """A client that never stops sending is told so, and then not listened to any more."""
+    """A client that never stops sending gets an error, and then the connection is closed."""
     with _connected(service) as connection:
         _send_head(connection, "/threads/endless/messages", "transfer-encoding: chunked")
         chunks = (b"10000\r\n" + b"a" * 0x10000 + b"\r\n" for _ in range(8_192))
@@ -226,7 +226,7 @@ def test_one_run_at_a_time(endless: Service) -> None:
 
 
 def test_concurrent_posts_to_one_thread(service: Service) -> None:
-    """Of many posts at once each is served or told that the thread is busy; counts are exact."""
+    """Of many posts at once, each is served or gets "busy"; counts are exact."""
     with ThreadPoolExecutor(20) as pool:
         asked = pool.map(lambda _: service.ask("crowded", "!").status_code, range(60))
         statuses = list(asked)

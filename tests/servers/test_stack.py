@@ -134,7 +134,7 @@ def the_counters_say_what_is_kept(stack: Stack) -> None:
 
 
 def a_killed_run_is_counted(stack: Stack, thread_id: str) -> None:
-    """Of a run whose process is killed, every call that was told of stays counted."""
+    """If a run's process is killed, every call that it has reported stays counted."""
     told: list[Event] = []
 
     def follow(url: str) -> None:

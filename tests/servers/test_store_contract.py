@@ -62,7 +62,7 @@ class TestAcquire:
     """A batch of calls."""
 
     def test_says_which_limits_refuse_which_call(self, store: Store) -> None:
-        """Limits that are only tried out are told, too, and refuse nothing; refused, nothing."""
+        """Limits on trial are reported, too, and refuse nothing."""
         trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
         most = Threshold("most", "user_id", "searches", 2)
         own = Threshold("most", "run", "own", 8)
@@ -81,7 +81,7 @@ class TestAcquire:
         assert used(store, KEY) == [2]
 
     def test_limit_of_any_size(self, store: Store) -> None:
-        """A limit that no count reaches is one all the same."""
+        """A limit that no count can reach is valid."""
         assert store.acquire(calls(KEY, 2, limit=10**30)).admitted == (True, True)
 
     def test_stopped_batch_charges_nothing(self, store: Store) -> None:
@@ -128,7 +128,7 @@ class TestReplay:
     """A request that was made before."""
 
     def test_is_not_charged_again(self, store: Store) -> None:
-        """It is answered as before, whatever happened since; its counters are told by position."""
+        """It is answered as before, whatever happened since; counters are matched by position."""
         request = calls(KEY, 3, limit=2)
         store.acquire(request)
         store.reset([KEY])
@@ -259,7 +259,7 @@ class TestLeases:
         assert used(store, KEY) == [60]
 
     def test_settled_once_in_the_same_step(self, store: Store) -> None:
-        """What was used stands in place of what was held, before the next call is judged."""
+        """What was used replaces what was held, before the next call is judged."""
         first = batch({KEY: 60, OTHER: 1}, limits={KEY: 100}, leases={KEY: LONG, OTHER: LONG})
         store.acquire(first)
         done = settlement(first, {KEY: 30})
@@ -611,7 +611,7 @@ class TestGrants:
         assert let_through(store) == 5
 
     def test_each_grant_is_new_to_one_answer(self, store: Store) -> None:
-        """Of all that are judged by a grant one is told that nobody was before: metrics count."""
+        """Only the first call that is judged by a grant is answered that it is new, for metrics."""
         store.grant(KEY, 3)
         request = batch({KEY: 1}, limits={KEY: 2})
         assert store.acquire(request).newly_granted == {KEY: 3}

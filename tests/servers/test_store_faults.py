@@ -1,4 +1,4 @@
-"""A store in Redis behind a faulty network: what is told of it, and what is counted in the end."""
+"""A store in Redis behind a faulty network: what is reported, and what is counted in the end."""
 
 import asyncio
 import time
@@ -124,13 +124,13 @@ async def stores(way: Proxy, redis_server: RedisServer) -> AsyncIterator[Stores]
 
 
 class TestOutages:
-    """What is to be told when a store is there again."""
+    """The corrections for a store that is back."""
 
     @modes
     async def test_many_callers(
         self, mode: Mode, way: Proxy, stores: Stores, signals: Signals
     ) -> None:
-        """What ran in an outage is told once, a little with one question at a time."""
+        """What ran in an outage reaches the store once, a few corrections with each request."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CALLERS))
         store = Counting(stores())
         callers = Callers(mode, store, signals)
@@ -154,7 +154,7 @@ class TestOutages:
     async def test_every_fault(
         self, mode: Mode, way: Proxy, stores: Stores, signals: Signals
     ) -> None:
-        """Whatever becomes of replies, in the end what ran is counted, each call once."""
+        """Whatever happens to replies, in the end every call that ran is counted once."""
         callers = Callers(mode, Counting(stores()), signals)
         faults = [lost, reset, late(2 * SHORT), replaced(b":1\r\n"), piecemeal, late(0.01)]
         for fault in faults:
@@ -211,7 +211,7 @@ class TestEventLoop:
         await store.aclose()
 
     async def test_no_reply(self, way: Proxy, stores: Stores, signals: Signals) -> None:
-        """Where there is no reply all the same, error and metrics name the event loop."""
+        """If no reply comes even then, error and metrics name the event loop."""
         store = stores()
         client = StoreClient(store, "allow", recorder_of(signals.telemetry))
         await client.aacquire(request_of())

@@ -237,7 +237,7 @@ def test_many_workers_answer_as_one(workers: Workers, start: str) -> None:
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_a_killed_worker(workers: Workers, start: str) -> None:
-    """What it had told stays, and scrapes go on."""
+    """What it had written stays, and scrapes go on."""
     running = workers.start(start, "one", "two")
     serve(running)
     two = running["two"]

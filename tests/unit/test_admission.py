@@ -129,7 +129,7 @@ def test_refusals_are_counted_by_limit_and_call() -> None:
 
 
 def test_the_amounts_that_a_store_keeps() -> None:
-    """They are told by key: two counts under one key add up, and the caller's own are left out."""
+    """Amounts are given by key: two counts under one key add up; the caller's own are left out."""
     counters = {"a": Counter("key"), "b": Counter("key"), "c": Counter("other"), "d": Counter()}
     request = AcquireRequest("request", "attempt", counters)
     assert request.keyed({"a": 1, "b": 2, "c": 4, "d": 8}) == {"key": 3, "other": 4}

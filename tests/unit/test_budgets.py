@@ -71,16 +71,16 @@ def test_a_quota_is_in_the_unit_of_its_limit() -> None:
         ({"run_limit": 5, "reserve": 0}, "reserve must be above 0"),
         ({"run_limit": 5, "exit_behavior": "continue"}, "Invalid exit_behavior"),
         ({"run_limit": 5, "exit_behavior": "finalize"}, "needs keep"),
-        ({"run_limit": 5, "keep": 1}, "keep=1 goes with exit_behavior='finalize'"),
-        ({"run_limit": 5, "grant": 2}, "grant=2 goes with exit_behavior='ask'"),
+        ({"run_limit": 5, "keep": 1}, "keep=1 needs exit_behavior='finalize'"),
+        ({"run_limit": 5, "grant": 2}, "grant=2 needs exit_behavior='ask'"),
         ({"run_limit": 5, "grant": 0, "exit_behavior": "ask"}, "grant must be above 0, not 0"),
         (
             {"run_limit": 5, "reserve": 2, "exit_behavior": "ask"},
-            "exit_behavior='ask' goes without reserve=2: .*; leave reserve out",
+            "exit_behavior='ask' cannot be used with reserve=2: .*; leave reserve out",
         ),
         (
             {"run_limit": 5, "keep": 1, "exit_behavior": "ask"},
-            "keep=1 goes with exit_behavior='finalize'",
+            "keep=1 needs exit_behavior='finalize'",
         ),
         (
             {"run_limit": 5, "keep": 1, "reserve": 2, "exit_behavior": "finalize"},
@@ -105,7 +105,7 @@ def test_a_quota_is_in_the_unit_of_its_limit() -> None:
         ({"quotas": [USERS], "reserve": 4}, "reserve=4 must be at most limit=3 of quota 'user_id'"),
         (
             {"run_limit": 5, "keep": 1, "exit_behavior": "finalize", "enforce": False},
-            "exit_behavior='finalize' goes with enforce=True",
+            "exit_behavior='finalize' needs enforce=True",
         ),
     ],
 )

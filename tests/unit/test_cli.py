@@ -1,15 +1,19 @@
 """The command line's arguments, and the numbers and pictures of the demo."""
 
 import io
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from langchain_quota import Call, Decision, Level, ModelCallLimit, ToolCallLimit, __version__
-from langchain_quota.cli import main
+from langchain_quota.cli import _parser, main
+from langchain_quota.cli.bars import STYLES
+from langchain_quota.cli.demo import prevented
 from langchain_quota.cli.demo_board import Board, Row, Use
-from langchain_quota.cli.demo_view import PlainLines, gauge, line, table
+from langchain_quota.cli.demo_view import Display, gauge, table
 from langchain_quota.limits import Limit
 from tests.forked import run_python, without
 from tests.judged import Used, judge
@@ -75,6 +79,72 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "required: command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["--nope"], ""),
+        (["--nope", "quotas"], ""),
+        (["quotas", "--nope", "redis://127.0.0.1", "show"], " quotas"),
+        (["quotas", "grant", "--key", "a", "--nope=5"], " quotas grant"),
+        (["export", "grafana", "--selector", 'job="a"', "--nope", "x"], " export grafana"),
+    ],
+)
+def test_unknown_option(
+    arguments: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unknown option is named before what is missing, by the command that does not have it."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    usage, *_, reason = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: langchain-quota{command} [")
+    assert reason == f"langchain-quota{command}: error: unrecognized arguments: --nope"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["quotas", "grant", "5", "--k", "a", "--reason", "-all of it"],
+        ["quotas", "grant", "5", "--key=-a", "--redis", "redis://127.0.0.1:1"],
+        ["top", "--nope", "--help"],
+    ],
+)
+def test_known_option(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What argparse takes is not unknown: options cut short, values with a dash, and help."""
+    with pytest.raises(SystemExit) as ended:
+        _parser().parse_args([*arguments, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown command is what is wrong, and not the options that stand behind it."""
+    with pytest.raises(SystemExit):
+        main(["quota", "--key", "a"])
+    assert "invalid choice: 'quota'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_what_is_not_needed_is_not_imported(option: str) -> None:
+    """The version and the help come without LangChain, which takes a second to import."""
+    program = (
+        "import sys\n"
+        "before = {*sys.modules}\n"
+        "from langchain_quota.cli import main\n"
+        "try:\n"
+        f"    main([{option!r}])\n"
+        "except SystemExit:\n"
+        "    print(*{each.partition('.')[0] for each in {*sys.modules} - before})\n"
+    )
+    # The processes of `run_python` have imported LangChain.
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    imported = {*ended.stdout.splitlines()[-1].split()}
+    assert imported - sys.stdlib_module_names == {"langchain_quota"}
+
+
 @pytest.mark.parametrize("package", ["rich", "langgraph.checkpoint.sqlite", "opentelemetry.sdk"])
 def test_extra_is_missing(package: str) -> None:
     """The command line works without the extra; the demo then says how to install it."""
@@ -108,8 +178,7 @@ def test_decisions_make_a_row() -> None:
         ("model", 4, 4, Level.EXHAUSTED),
     ]
     assert (ann.allowed, ann.blocked, ann.last_refusal) == (4, 1, "search (run)")
-    assert ann.level is Level.EXHAUSTED
-    assert (bob.allowed, bob.blocked, bob.level) == (0, 0, Level.OK)
+    assert (bob.allowed, bob.blocked) == (0, 0)
 
 
 @pytest.mark.parametrize("first", [SEARCH, ALL_TOOLS])
@@ -141,76 +210,78 @@ def test_a_raised_limit_is_shown() -> None:
         one.take([replace(decision, limits=tuple(raised))])
     ann, bob = one.rows()
     assert (ann.uses[0].limit, bob.uses[0].limit) == (8, 5)
-    assert one.totals()[0].levels == {Level.OK: 2}
 
 
-def test_totals() -> None:
-    """Totals tell what was carried over from what this run let through, and count threads."""
-    one = board("ann", "bob")
-    one.take_state("ann", {"tool:search": 2})
-    one.take_state("bob", {})
-    one.take(decide(SEARCH, 2, *(search(number) for number in range(4))))
-    one.take(decide(SEARCH, 3, search(1, thread="bob")))
-    searches, tools, model = one.totals()
-    assert (searches.limit, searches.carried_over) == ("tool:search", 2)
-    assert (searches.charged, searches.blocked) == (7, 1)
-    assert searches.levels == {Level.EXHAUSTED: 1, Level.NEAR: 1}
-    assert (tools.charged, model.charged) == (0, 0)
-    assert one.carried_over == 1
+@pytest.mark.parametrize(
+    ("blocked", "sentence"),
+    [
+        ((0, 0), "No thread asked for a call over its limits."),
+        ((0, 1), "bob asked for 1 call over its limits; none ran."),
+        ((12, 3), "ann asked for 12 calls over its limits; none ran."),
+    ],
+)
+def test_what_was_prevented(blocked: tuple[int, int], sentence: str) -> None:
+    """One sentence names the thread with most refused calls, and how many they were."""
+    rows = [replace(row(name), blocked=n) for name, n in zip(("ann", "bob"), blocked, strict=True)]
+    assert prevented(rows) == sentence
 
 
 @pytest.mark.parametrize(
     ("used", "limit", "expected"),
     [
-        (0, 8, "search 0/8 ________"),
-        (1, 80, "search 1/80  ▇_______"),
-        (3, 8, "search 3/8 ▇▇▇_____"),
-        (79, 80, "search 79/80 ▇▇▇▇▇▇▇_"),
-        (8, 8, "search 8/8 ▇▇▇▇▇▇▇▇"),
-        (9, 8, "search 9/8 ▇▇▇▇▇▇▇▇"),
-        (0, 0, "search 0/0 ▇▇▇▇▇▇▇▇"),
-        (950, 7_000, "search 950/7k  ▇_______"),
-        (6_999, 7_000, "search 6.9k/7k ▇▇▇▇▇▇▇_"),
+        (0, 8, "0/8 ________"),
+        (1, 80, "1/80  ▇_______"),
+        (3, 8, "3/8 ▇▇▇_____"),
+        (79, 80, "79/80 ▇▇▇▇▇▇▇_"),
+        (8, 8, "8/8 ▇▇▇▇▇▇▇▇"),
+        (9, 8, "9/8 ▇▇▇▇▇▇▇▇"),
+        (0, 0, "0/0 ▇▇▇▇▇▇▇▇"),
+        (950, 7_000, "950/7k  ▇_______"),
+        (6_999, 7_000, "6.9k/7k ▇▇▇▇▇▇▇_"),
     ],
 )
 def test_gauge(used: int, limit: int, expected: str) -> None:
     """A bar is empty only at 0, full only from the limit on, and never longer."""
-    assert gauge(Use("search", used, limit, Level.OK), 8) == expected
-
-
-def test_line() -> None:
-    """A line says all of a thread: its limits, its calls, its state, its last refusal."""
-    text = line(row(last_refusal="search (run)"))
-    assert text.startswith("ann  search 3/8 ")
-    assert text.endswith("allowed 3  blocked 1  ok  last refusal: search (run)")
+    assert gauge(Use("search", used, limit, Level.OK), 8).plain == expected
 
 
 def test_plain_lines_show_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    """A thread is printed again only when it changed."""
-    lines = PlainLines()
+    """A thread is printed again only when it changed, and the heading is printed once."""
+    lines = Display()
     for rows in ([row(), row("bob")], [row(), row("bob")], [row(), row("bob", used=4)]):
         lines.show(rows)
     printed = capsys.readouterr().out.splitlines()
-    assert [text.split()[0] for text in printed] == ["ann", "bob", "bob"]
+    assert [text.split()[0] for text in printed] == ["thread", "ann", "bob", "bob"]
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_table_fits(width: int) -> None:
-    """The table of the demo's limits fits a terminal of 80 columns, and uses a wider one."""
+@pytest.mark.parametrize(("width", "bars"), [(80, 8), (100, 7), (140, 17)])
+def test_table_fits(width: int, bars: int) -> None:
+    """The table of the demo's limits fits terminals of 80 columns and more, with bars to see."""
     uses = (
         Use("search", 8, 8, Level.EXHAUSTED),
-        Use("tools", 13, 16, Level.NEAR),
+        Use("tools", 16, 16, Level.EXHAUSTED),
         Use("model", 20, 20, Level.EXHAUSTED),
-        Use("tokens", 5_999, 6_000, Level.NEAR),
+        Use("tokens", 6_500, 6_000, Level.EXHAUSTED),
     )
     console = Console(file=io.StringIO(), width=width)
     console.print(table([Row("customer-1", uses, 27, 12, "search (thread)")], console))
     assert isinstance(console.file, io.StringIO)
     heading, text = console.file.getvalue().splitlines()
-    assert "blocked" in heading
-    for shown in ("search 8/8 ▇▇", "tools 13/16 ▇", "model 20/20 ▇▇", "tokens 5.9k/6k ▇"):
-        assert shown in text
-    assert ("search (thread)" in text) == (width > 80)
+    full = "▇" * bars
+    wide = (["allowed"], ["last", "refusal"]) if width > 80 else ([], [])
+    titles = ["thread", "search", "tools", "model", "tokens", *wide[0], "blocked", *wide[1]]
+    assert heading.split() == titles
+    uses_shown = f"customer-1 8/8 {full} 16/16 {full} 20/20 {full} 6.5k/6k {full} "
+    assert text.startswith(uses_shown)
+    counts = "27 12 search (thread)" if width > 80 else "12"
+    assert " ".join(text.removeprefix(uses_shown).split()) == counts
+
+
+def test_only_bars_have_colors() -> None:
+    """Numbers keep the terminal's own color, which can be read on dark and light backgrounds."""
+    for level, color in STYLES.items():
+        shown = gauge(Use("search", 7, 8, level), 8)
+        assert [(each.start, each.style) for each in shown.spans] == [(len("7/8 "), color)]
 
 
 def test_markup_in_a_name_is_text() -> None:
@@ -229,4 +300,4 @@ def test_bars_in_ascii() -> None:
     console = Console(file=file, width=80)
     console.print(table([row()], console))
     file.flush()
-    assert b"search 3/8 ####" in file.buffer.getvalue()
+    assert b"3/8 ####" in file.buffer.getvalue()

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import warnings
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
@@ -214,7 +215,7 @@ def test_whose_calls_are_counted(per: str, runtime: object, subject: str) -> Non
     ids=["no runtime", "no context", "no value", "None", "None as attribute", "a number"],
 )
 def test_a_context_without_the_value_is_refused(runtime: object) -> None:
-    """Nobody is counted as somebody: the error names the quota, the value and what to do."""
+    """A missing subject is never counted: the error names the quota, the value and the remedy."""
     with pytest.raises(
         ValueError, match=r"needs 'user_id' in runtime\.context: .*context="
     ) as caught:
@@ -411,11 +412,14 @@ def test_async_functions_of_quotas_need_async_methods(quota: Quota, signals: Sig
     ids=["limit", "quota", "subject"],
 )
 async def test_a_function_that_raises(arguments: Any, aarguments: Any, signals: Signals) -> None:
-    """The error reaches the caller as it is, from either path, and is counted."""
-    with pytest.raises(LookupError, match="no such tenant"):
+    """The error reaches the caller, from either path, says whose it is, and is counted."""
+    with pytest.raises(LookupError, match="no such tenant") as caught:
         shared(ToolCallLimit(**arguments), signals)
-    with pytest.raises(LookupError, match="no such tenant"):
+    with pytest.raises(LookupError, match="no such tenant") as acaught:
         await ashared(ToolCallLimit(**aarguments), signals)
+    for error in (caught.value, acaught.value):
+        (note,) = error.__notes__
+        assert re.fullmatch(r"raised by the function for \w+ of limit 'tool:\*'", note)
     errors = "langchain_quota_errors_total"
     assert signals.value(errors, component="dynamic_limit", error_type="LookupError") == 2
 
@@ -441,7 +445,7 @@ async def test_a_computed_number_is_checked(
 def test_a_computed_subject_is_checked(
     value: Any, error: type[Exception], signals: Signals
 ) -> None:
-    """A function that names nobody fails the run, and no calls are counted as everybody's."""
+    """A function without a subject fails the run; its calls are not counted for everybody."""
     limit = ToolCallLimit(quotas=[Quota(5, per=lambda *_: value, name="tenant")], name="plan")
     with pytest.raises(error, match="the subject of quota 'tenant' of limit 'plan'"):
         shared(limit, signals)

@@ -194,7 +194,7 @@ def test_what_would_block_is_skipped_with_its_batch() -> None:
 
 @EXITS
 def test_a_breach_counts_as_if_all_had_run(behavior: ToolExitBehavior) -> None:
-    """Three calls on a count of 1 are told as 4, whatever the refusal does."""
+    """Three calls on a count of 1 are reported as 4, whatever the refusal does."""
     limit = ToolCallLimit(thread_limit=3, run_limit=2, exit_behavior=behavior)
     judged = judge([limit], {"__all__": Used(1, 0)}, calls("a", "b", "c"))
     assert judged.breaches == [
@@ -212,7 +212,7 @@ def test_a_breach_counts_as_if_all_had_run(behavior: ToolExitBehavior) -> None:
 
 
 def test_breaches_come_in_the_order_of_the_limits() -> None:
-    """Those that refuse are told in the user's order; one that does not refuse has no say."""
+    """Limits that refuse come in the user's order; the others are left out."""
     limits = [
         ToolCallLimit("calc", run_limit=0),
         ToolCallLimit(run_limit=9, exit_behavior="error"),
@@ -316,7 +316,7 @@ def test_a_quota_per_thread_is_the_threads_count() -> None:
 
 
 def test_an_outage_denies_what_needs_the_store() -> None:
-    """Calls of a shared limit are refused for want of the store; others are judged as ever."""
+    """Without the store, calls of a shared limit are refused; others are judged as usual."""
     limits = [
         resolve(ToolCallLimit("search", thread_limit=9, quotas=[QUOTA]), user(9), thread_key="t"),
         resolve(ToolCallLimit("calc", run_limit=1)),

@@ -172,7 +172,7 @@ def test_the_lines_of_the_readme_are_found() -> None:
     ("lines", "fault"),
     [
         (["false", "true"], "ended with 1"),
-        (["test -f notes.txt", "langchain-quota --version"], "printed:\nnonsense"),
+        (["test -f notes.txt", "langchain-quota demo"], "printed:\nnonsense"),
     ],
     ids=["one that fails", "one that prints something else"],
 )

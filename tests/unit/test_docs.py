@@ -1,18 +1,23 @@
 """The reference says everything that is public; `make docs` checks the pages, links and anchors."""
 
 import argparse
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from symtable import SymbolTable, symtable
 
+import pytest
 import yaml
 
 import langchain_quota
 from langchain_quota import cli, testing
 from tests.faults import differences, no_faults
+from tools import search_docs, social_card
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
+REPOSITORY = "https://github.com/langchain-quota/langchain-quota"
 
 _OPTION = re.compile(r"^\| `(--[a-z-]+)", re.MULTILINE)
 
@@ -79,3 +84,200 @@ def test_a_strict_build_checks_pages_and_links() -> None:
 def test_the_changelog_is_included() -> None:
     """The changelog's page has no text of its own: there is one changelog."""
     assert (ROOT / "docs" / "changelog.md").read_text() == '--8<-- "CHANGELOG.md"\n'
+
+
+# Blocks that are pasted.
+
+_CONTINUES = re.compile(
+    r"\b(this|it|examples?|blocks|others)\b[^.]*?\bcontinues? (the|this|one|it)\b", re.IGNORECASE
+)
+
+
+def missing(code: str) -> set[str]:
+    """The names that a block takes from the blocks before it."""
+
+    def tables(table: SymbolTable) -> Iterator[SymbolTable]:
+        yield table
+        for each in table.get_children():
+            yield from tables(each)
+
+    module = symtable(code, "block", "exec")
+    known = {each.get_name() for each in module.get_symbols() if each.is_local()}
+    read = {
+        each.get_name()
+        for table in tables(module)
+        for each in table.get_symbols()
+        if each.is_referenced() and each.is_global()
+    }
+    return read - known - {*dir(builtins), "__file__", "__name__"}
+
+
+def test_a_page_says_that_its_examples_continue() -> None:
+    """Where a Python block needs names of a block before it, the page says that it continues it."""
+    faults = []
+    for page in sorted((ROOT / "docs").glob("**/*.md")):
+        prose, *blocks = re.split(r"^```python\n", page.read_text(), flags=re.MULTILINE)
+        names: set[str] = set()
+        for block in blocks:
+            code, _, after = block.partition("\n```\n")
+            names |= missing(code)
+            prose += after
+        if names and not _CONTINUES.search(prose.replace("\n", " ")):
+            faults.append(f"{page.relative_to(ROOT)}:1: {', '.join(sorted(names))}")
+    no_faults(faults, remedy="Say that the examples of the page continue one another.")
+
+
+# What readers come for.
+
+WISHES = {
+    "five searches a conversation": (
+        "quickstart.md#1-limit-searches-in-a-conversation",
+        "thread_limit=",
+    ),
+    "model calls per customer and day, over four workers": ("how-to/tenants.md", "RedisStore("),
+    "who is near the limit, in Grafana": ("dashboards.md", "langchain-quota export grafana"),
+    "being paged": ("alerts.md#be-paged-when-a-limit-is-breached", "receiver: pager"),
+    "a person approves more": ("how-to/ask-at-a-limit.md", 'exit_behavior="ask"'),
+    "plain LangGraph": ("langgraph.md", "GraphQuota(limits).add_to("),
+    "deepagents": ("deepagents.md", "with_limits(create_deep_agent"),
+    "a dollar budget": ("budgets.md", "CostLimit("),
+    "an agent in a loop": ("how-to/stop-loops.md", "RepeatLimit("),
+    "what it costs": ("cost.md", "milliseconds"),
+}
+"""What a reader wants, where it is answered, and what stands in the first code there, or text."""
+
+
+def followed(page: Path) -> set[str]:
+    """The pages, and parts of pages, to which a page of the docs has links."""
+    text = page.read_text().replace(f"{REPOSITORY}/blob/main/docs/", f"{ROOT}/docs/")
+    targets = re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    found = set()
+    for target in (inline or named for inline, named in targets):
+        path, _, part = target.partition("#")
+        to = (page.parent / path).resolve() if path else page
+        if to.suffix == ".md" and to.is_relative_to(ROOT / "docs"):
+            name = to.relative_to(ROOT / "docs").as_posix()
+            found |= {name, f"{name}#{part}"}
+    return found
+
+
+def slug(heading: str) -> str:
+    """The part of a page's address that leads to a heading."""
+    return re.sub(r"[^\w]+", "-", heading.lower()).strip("-")
+
+
+@pytest.mark.parametrize("start", ["README.md", "docs/index.md"])
+def test_a_wish_is_two_clicks_away(start: str) -> None:
+    """From the README and from the home page of the docs, two links lead to each answer's page."""
+    near = followed(ROOT / start)
+    for name in [each for each in near if "#" not in each]:
+        near |= followed(ROOT / "docs" / name)
+    assert [wish for wish, (to, _) in WISHES.items() if to.partition("#")[0] not in near] == []
+
+
+def test_the_home_page_leads_to_each_wish() -> None:
+    """The table of the docs' home page has a link to each answer, and to the right part of it."""
+    near = followed(ROOT / "docs" / "index.md")
+    assert [wish for wish, (to, _) in WISHES.items() if to not in near] == []
+
+
+def test_the_first_code_is_the_answer() -> None:
+    """Where a wish is answered, the first code answers it: nobody has to read on for it."""
+    wrong = []
+    for wish, (to, answer) in WISHES.items():
+        name, _, part = to.partition("#")
+        text = (ROOT / "docs" / name).read_text()
+        headings = [m for m in re.finditer(r"^#+ (.+)$", text, re.MULTILINE) if slug(m[1]) == part]
+        text = text[headings[0].start() if part else 0 :]
+        code = re.search(r"```\w+\n(.*?)```", text, re.DOTALL)
+        if answer not in (code[1] if code else text):
+            wrong.append(wish)
+    assert wrong == []
+
+
+# For coding assistants.
+
+LLMS = ROOT / "docs" / "llms.txt"
+SOURCE = "https://raw.githubusercontent.com/langchain-quota/langchain-quota/main/docs/"
+
+
+def listed(pages: object, found: list[str]) -> list[str]:
+    """The pages in a part of the site's navigation."""
+    if isinstance(pages, str):
+        found.append(pages)
+    else:
+        for each in pages.values() if isinstance(pages, dict) else pages:  # type: ignore[attr-defined]  # a list
+            listed(each, found)
+    return found
+
+
+def test_llms_txt_lists_every_page() -> None:
+    """docs/llms.txt, which the site has at its root, leads to each page of the site by its title.
+
+    Of the runbooks and of the reference it has the page that leads to the others.
+    """
+    (heading, _, quote, *_) = LLMS.read_text().splitlines()
+    assert (heading, quote[:2]) == ("# langchain-quota", "> ")
+    links = re.findall(r"^- (\[.+\]\(\S+\)): \w", LLMS.read_text(), re.MULTILINE)
+    pages = listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], [])
+    of_others = re.compile(
+        r"(runbooks|reference)/(?!README|index|command-line)|index\.md|changelog"
+    )
+    titles = {page: (ROOT / "docs" / page).read_text().partition("\n")[0][2:] for page in pages}
+    expected = [
+        f"[{title}]({SOURCE}{page})" for page, title in titles.items() if not of_others.match(page)
+    ]
+    no_faults(
+        differences(LLMS, links, expected, kind="page"),
+        remedy="Give each page of the site one line in docs/llms.txt.",
+    )
+
+
+# The site's search, which `make docs` asks.
+
+
+def test_a_search_that_misleads_is_found() -> None:
+    """Another page that comes first is found, and so is a word that finds nothing."""
+    right = {word: [*pages] for word, pages in search_docs.WORDS.items()}
+    assert len(right) == 40
+    assert search_docs.faults(right) == []
+    assert search_docs.faults({**right, "loop": ["index/", *right["loop"]]}) == [
+        "'loop' finds index/, how-to/stop-loops/, and not how-to/stop-loops/ first"
+    ]
+    assert search_docs.faults({**right, "loop": []}) == [
+        "'loop' finds nothing, and not how-to/stop-loops/ first"
+    ]
+    assert "\t@$(BIN)/python -m tools.search_docs\n" in (ROOT / "Makefile").read_text()
+
+
+# The card that chats show for a link, which `make docs` looks for.
+
+CARD_SAYS = """
+<meta property="og:title" content="Concepts">
+<meta property="og:description" content="Limits">
+<meta property="og:image" content="{image}">
+<meta name="twitter:card" content="summary_large_image">
+"""
+
+
+def test_a_page_without_the_card_is_found(tmp_path: Path) -> None:
+    """A page of the site without a title for the card, or with another picture, is found."""
+    text = CARD_SAYS.format(image=social_card.URL + social_card.CARD.name)
+    (tmp_path / "right.html").write_text(text)
+    (tmp_path / "untitled.html").write_text(text.replace("Concepts", ""))
+    (tmp_path / "other.html").write_text(text.replace(social_card.CARD.name, "other.png"))
+    assert social_card.faults(tmp_path) == [
+        "other.html has no right og:image",
+        "untitled.html has no right og:title",
+    ]
+    checks = "\t@$(BIN)/python -m tools.social_card --check site\n"
+    assert checks in (ROOT / "Makefile").read_text()
+
+
+def test_the_card_has_the_right_size() -> None:
+    """The card is a PNG of 1200 x 630 pixels, and small enough for those who show it."""
+    png = social_card.CARD.read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    size = tuple(int.from_bytes(png[at : at + 4]) for at in (16, 20))
+    assert size == (social_card.WIDTH, social_card.HEIGHT)
+    assert len(png) <= 80_000

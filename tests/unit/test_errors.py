@@ -90,7 +90,7 @@ def test_an_error_has_its_decision() -> None:
 
 
 def test_an_own_text_replaces_the_one_of_counts() -> None:
-    """A text that names every limit that was hit stands instead of LangChain's."""
+    """A text that names every limit that was hit replaces LangChain's."""
     for error in (ToolCallLimitExceededError, ModelCallLimitExceededError):
         assert str(error(1, 1, 1, None, message="Both are used up.")) == "Both are used up."
 

@@ -147,6 +147,12 @@ class TestServer:
         with pytest.raises(ValueError, match=f"port must be from 0 to 65535, not {port}"):
             start_metrics_server(port, registry=registry)
 
+    def test_an_address_of_a_wrong_type(self, registry: CollectorRegistry) -> None:
+        """An address that is no string is a TypeError that names the argument and the value."""
+        address: Any = 127
+        with pytest.raises(TypeError, match="addr must be a string or None, not 127"):
+            start_metrics_server(port=0, addr=address, registry=registry)
+
     def test_close_frees_the_port(self, registry: CollectorRegistry) -> None:
         """After close() nobody answers, and the port can be bound again at once."""
         server = start_metrics_server(port=0, registry=registry)
@@ -548,7 +554,7 @@ class TestWorkers:
     """Several workers: what each of them answers."""
 
     async def test_the_app_answers_for_all(self, client: httpx.AsyncClient) -> None:
-        """Counters are summed, and threads told; what only this process has is not there."""
+        """Counters are summed, and threads are shown; what only this process has is missing."""
         response = await client.get("/metrics")
         lines = response.text.splitlines()
         assert 'apples_total{colour="red"} 7.0' in lines

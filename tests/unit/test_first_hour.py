@@ -87,7 +87,7 @@ quotas: Any = QuotaMiddleware
 quota: Any = Quota
 
 MISTAKES |= {
-    "At least one limit must be specified: thread_limit or run_limit": refused(
+    "At least one limit must be specified: thread_limit, run_limit, quotas or at_once": refused(
         ValueError, lambda: ToolCallLimit("search")
     ),
     "run_limit must be 0 or more, not …": refused(
@@ -102,9 +102,7 @@ MISTAKES |= {
     "Invalid exit_behavior: …. Choose one of …": refused(
         ValueError, lambda: tool_limit("search", run_limit=1, exit_behavior="finalize")
     ),
-    "ToolCallLimit.__init__() takes from 1 to 2 positional arguments but … were given": refused(
-        TypeError, lambda: tool_limit("search", 3)
-    ),
+    "ToolCallLimit takes numbers by name: …": refused(TypeError, lambda: tool_limit("search", 3)),
     "tool_name must be a string, several strings or None, not …": refused(
         TypeError, lambda: tool_limit(main, run_limit=3)
     ),
@@ -126,16 +124,16 @@ MISTAKES |= {
     "charge_all_models=True needs a budget to charge: …": refused(
         ValueError, lambda: QuotaMiddleware([SEARCH], charge_all_models=True)
     ),
-    "exit_behavior='ask' goes without reserve=…": refused(
+    "exit_behavior='ask' cannot be used with reserve=…": refused(
         ValueError, lambda: TokenLimit(run_limit=9, exit_behavior="ask", reserve=2)
     ),
-    "grant=… goes with exit_behavior='ask'": refused(
+    "grant=… needs exit_behavior='ask'": refused(
         ValueError, lambda: ToolCallLimit("search", run_limit=9, grant=5)
     ),
     "exit_behavior='finalize' needs keep: …": refused(
         ValueError, lambda: CostLimit(run_limit=1, exit_behavior="finalize")
     ),
-    "QuotaMiddleware.__init__() takes 2 positional arguments but … were given": refused(
+    "QuotaMiddleware takes the limits in one list": refused(
         TypeError, lambda: quotas(SEARCH, ModelCallLimit(run_limit=9))
     ),
     "QuotaMiddleware.__init__() got an unexpected keyword argument": refused(
@@ -156,7 +154,7 @@ MISTAKES |= {
     "name must not be 'run': it has a meaning of its own": refused(
         ValueError, lambda: Quota(3, per="run")
     ),
-    "window=… does not go with per='root_run'": refused(
+    "window=… cannot be used with per='root_run'": refused(
         ValueError, lambda: Quota(3, per="root_run", window=timedelta(days=1))
     ),
     "quota has no store, so each agent would count for itself": refused(
@@ -167,6 +165,9 @@ MISTAKES |= {
     ),
     "per, without a name, must match [a-z_]{1,32}, not …": refused(
         ValueError, lambda: Quota(5, per="userId")
+    ),
+    "thread_limit must be a function of state and runtime, as in …": refused(
+        TypeError, lambda: tool_limit("search", thread_limit=lambda state: 3)
     ),
     "window must be a timedelta or None, not …": refused(
         TypeError, lambda: quota(5, window=86_400)
@@ -179,7 +180,9 @@ MISTAKES |= {
 def two_settings(_: Bench) -> str:
     registry = CollectorRegistry()
     Telemetry(registry=registry)
-    return raised(ValueError, lambda: Telemetry(registry=registry, near=0.5))
+    text = raised(ValueError, lambda: Telemetry(registry=registry, near=0.5))
+    assert "Telemetry(registry=CollectorRegistry(), …)" in text
+    return text
 
 
 @sees("no URL of Redis was given, and LANGCHAIN_QUOTA_REDIS_URL is not set")
@@ -405,7 +408,7 @@ def test_the_way_out_is_told_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_string_is_no_list_of_limits() -> None:
-    """A name where limits are wanted is told as it is, and not letter by letter."""
+    """A name in place of limits is shown as a whole, and not letter by letter."""
     assert raised(TypeError, lambda: quotas("search")).endswith("not 'search'")
 
 
@@ -437,7 +440,7 @@ def test_a_directory_of_somebody_else() -> None:
 
 
 def test_metrics_cannot_be_served_without_the_directory(tmp_path: Path) -> None:
-    """Whoever serves the metrics of workers is told of a missing directory likewise."""
+    """The server of workers' metrics reports a missing directory, too."""
     missing = str(tmp_path / "missing")
     program = "from langchain_quota import start_metrics_server\nstart_metrics_server(0)"
     seen = told(program, PROMETHEUS_MULTIPROC_DIR=missing)

@@ -48,7 +48,7 @@ def test_nothing_is_there_before_it() -> None:
 
 
 def test_it_ends_as_others_do() -> None:
-    """What it registered for its end is done, an error is told, and a signal is its code."""
+    """Its exit handlers run, an error is reported, and a signal is its exit code."""
     done = run_python("import atexit\natexit.register(print, 'ended')\nraise ValueError('why')")
     assert (done.returncode, done.stdout) == (1, "ended\n")
     assert done.stderr.splitlines()[-1] == "ValueError: why"

@@ -240,7 +240,7 @@ def repaired(*messages: AnyMessage, is_shared: bool = False) -> list[AnyMessage]
 
 
 def test_a_shared_history_is_repaired_where_a_merge_keeps_the_order() -> None:
-    """At its end calls are answered; further up they are taken out, with all that stands for them.
+    """At the end calls are answered; further up they are removed with all their blocks.
 
     Where an enclosing graph merges the result into the same history, its history is valid.
     """
@@ -319,7 +319,7 @@ def test_reasoning_goes_with_its_call(content: list[Any], left: list[int]) -> No
 
 
 def test_nothing_is_left_of_a_call_that_is_taken_out() -> None:
-    """OpenAI's older form of a call goes with it; so does reasoning that stands for no answer."""
+    """OpenAI's older form of a call is removed with it, and so is reasoning without an answer."""
     others = {
         "function_call": {"name": "search", "arguments": "{}"},
         "reasoning": reasoning("1"),
@@ -380,7 +380,7 @@ def test_repaired_calls_have_ids() -> None:
 
 
 def test_newest_name() -> None:
-    """The name is that of the last AIMessage, whatever stands behind it."""
+    """The name is that of the last AIMessage, whatever follows it."""
     messages = [
         AIMessage("a", name="old"),
         AIMessage("b", name="boss"),

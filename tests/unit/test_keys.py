@@ -170,7 +170,7 @@ def test_without_a_window() -> None:
 
 
 def test_longest_window() -> None:
-    """A window that ends after the last date that can be told ends then."""
+    """A window that would end after the last possible date ends then."""
     key = CountKey.at("search", "user_id", "ada", timedelta(days=999_999_999), 0)
     assert key.resets_at == datetime.max.replace(tzinfo=UTC)
     assert CountKey.parse(str(key)) == key

@@ -264,7 +264,7 @@ def test_offered_tools_are_bounded_by_agent() -> None:
 
 
 def test_odd_names_that_are_offered_are_left_out() -> None:
-    """A name that is no label uses up none of the room, and is `_other` as ever."""
+    """A name that cannot be a label takes no room, and is still `_other`."""
     tools = ToolLabels(1)
     tools.offer("boss", ["", "two words", "s" * 65, "\ud800", "search"])
     found = [tools.label("boss", name) for name in ("made-up", "two words", "search")]

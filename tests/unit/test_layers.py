@@ -2,12 +2,13 @@
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 import langchain_quota
 from tests.faults import at, no_faults
@@ -24,7 +25,7 @@ LAYERS = [
         *("money", "monitoring"),
     },
     {"admission", "errors", "quotas", "units"},
-    {"limit_options"},
+    {"limit_options", "user_line"},
     {"budgets", "estimates", "prices", "repeats"},
     {"limits"},
     {"model_runs", "resolved"},
@@ -284,14 +285,51 @@ def test_the_public_names_are_sorted() -> None:
 
 
 def test_the_public_names_are_complete() -> None:
-    """All that the package imports for its users is in `__all__`, and all of that is there."""
-    shown = {
-        name
-        for name, value in vars(langchain_quota).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
+    """What types and editors read of the package, what it looks up and `__all__` are the same."""
+    (facade,) = (path for path in MODULES if dotted(path) == PACKAGE)
+    read = {
+        alias.name
+        for node in tree(facade)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+        for alias in node.names
     }
-    assert {*langchain_quota.__all__} == {*shown, "__version__"}
+    assert read == {*langchain_quota.__all__} == {*vars(langchain_quota)["_HOME"], "__version__"}
     assert all(hasattr(langchain_quota, name) for name in langchain_quota.__all__)
+
+
+def test_a_public_name_is_what_types_say() -> None:
+    """What is looked up for a name is what the import for types has, and is looked up once."""
+    (facade,) = (path for path in MODULES if dotted(path) == PACKAGE)
+    for node in tree(facade):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            for alias in node.names:
+                looked_up = getattr(langchain_quota, alias.name)
+                assert looked_up is getattr(import_module(node.module or ""), alias.name)
+                assert vars(langchain_quota)[alias.name] is looked_up
+
+
+def test_the_package_comes_without_langchain() -> None:
+    """To import the package, to list its names or to ask for another one imports no library."""
+    program = (
+        "import sys\n"
+        "before = {*sys.modules}\n"
+        f"import {PACKAGE}\n"
+        f"print(*dir({PACKAGE}))\n"
+        "try:\n"
+        f"    {PACKAGE}.Quotas\n"
+        "except AttributeError as error:\n"
+        "    print(error)\n"
+        "print(*{each.partition('.')[0] for each in {*sys.modules} - before})\n"
+    )
+    # The processes of `run_python` have imported LangChain.
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    listed, unknown, imported = ended.stdout.splitlines()
+    assert {*langchain_quota.__all__} <= {*listed.split()}
+    assert unknown == f"module '{PACKAGE}' has no attribute 'Quotas'"
+    assert {*imported.split()} - sys.stdlib_module_names == {PACKAGE}
 
 
 def test_a_wildcard_import_gives_the_public_names() -> None:
@@ -304,7 +342,8 @@ def test_a_wildcard_import_gives_the_public_names() -> None:
 def test_importing_makes_no_metric() -> None:
     """Metrics are made at first use: an import leaves the global registry as it was."""
     done = run_python(
-        f"import {PACKAGE}, {PACKAGE}.testing; from prometheus_client import REGISTRY; "
+        f"from {PACKAGE} import *; import {PACKAGE}.testing\n"
+        "from prometheus_client import REGISTRY\n"
         f"print([f.name for f in REGISTRY.collect() if f.name.startswith({PACKAGE!r})])"
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
@@ -318,7 +357,9 @@ EXTRAS = (
 
 def test_importing_needs_no_extra() -> None:
     """The package can be imported without the SDK and without what the demo needs."""
-    done = run_python(without(*EXTRAS) + f"import {PACKAGE}, {PACKAGE}.testing, {PACKAGE}.cli\n")
+    done = run_python(
+        without(*EXTRAS) + f"from {PACKAGE} import *; import {PACKAGE}.testing, {PACKAGE}.cli\n"
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,14 +1,28 @@
 """Limits are validated once, when they are made."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import combinations, permutations, product
 from typing import Any
 
 import pytest
+from langchain_core.tools import StructuredTool
+from prometheus_client import CollectorRegistry
 
-from langchain_quota import Call, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota import (
+    Call,
+    CostLimit,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    RepeatLimit,
+    Telemetry,
+    TokenLimit,
+    ToolCallLimit,
+)
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.resolved import stored_as
 
@@ -32,9 +46,17 @@ def test_a_threshold_of_a_wrong_type_is_refused(make: Make, argument: str, value
 @BOTH
 @THRESHOLDS
 def test_a_negative_threshold_is_refused(make: Make, argument: str) -> None:
-    """A limit below 0 is a ValueError that names the argument and the value."""
-    with pytest.raises(ValueError, match=rf"{argument} .*-1"):
+    """A limit below 0 is a ValueError that names the argument, the value and the remedy."""
+    with pytest.raises(ValueError, match=rf"{argument} .*-1: leave it out for no limit$"):
         make(**{argument: -1})
+
+
+@BOTH
+@THRESHOLDS
+def test_a_number_in_quotes_is_shown_without_them(make: Make, argument: str) -> None:
+    """A text of digits, as from the environment, is refused with the number that is meant."""
+    with pytest.raises(TypeError, match=rf"{argument} must be .*, not '5': write 5$"):
+        make(**{argument: "5"})
 
 
 @BOTH
@@ -48,8 +70,105 @@ def test_whole_numbers_from_0_are_thresholds(make: Make, argument: str, value: i
 @BOTH
 def test_a_limit_needs_a_threshold(make: Make) -> None:
     """Without a thread limit and a run limit there is nothing to hold to."""
-    with pytest.raises(ValueError, match="At least one limit must be specified"):
+    with pytest.raises(ValueError, match="At least one limit must be specified") as caught:
         make()
+    for argument in ("thread_limit", "run_limit", "quotas"):
+        assert argument in str(caught.value)
+    assert ("at_once" in str(caught.value)) == (make is ToolCallLimit)
+
+
+@pytest.mark.parametrize("make", [ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit])
+def test_a_number_has_a_name(make: Any) -> None:
+    """A number without one is refused with the names that it may have."""
+    tool = ("search",) if make is ToolCallLimit else ()
+    with pytest.raises(TypeError) as caught:
+        make(*tool, 3)
+    assert str(caught.value) == (
+        f"{make.__name__} takes numbers by name: thread_limit=3 for all runs of a thread, or "
+        "run_limit=3 for each run"
+    )
+
+
+def _middleware(**options: Any) -> QuotaMiddleware[Any, Any]:
+    telemetry = Telemetry(registry=CollectorRegistry())
+    return QuotaMiddleware([CostLimit(run_limit=1)], telemetry=telemetry, **options)
+
+
+class _OfThree:
+    def __call__(self, state: Any, runtime: Any, more: Any) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "parameters"),
+    [
+        (ToolCallLimit, "thread_limit", "state, runtime"),
+        (ModelCallLimit, "run_limit", "state, runtime"),
+        (partial(ToolCallLimit, run_limit=1), "message", "decision"),
+        (partial(TokenLimit, run_limit=1), "reserve", "request"),
+        (partial(RepeatLimit, 3), "key", "call"),
+        (Quota, "limit", "state, runtime"),
+        (partial(Quota, 3, name="team"), "per", "state, runtime"),
+        (Telemetry, "thread_label", "thread_id"),
+        (_middleware, "on_decision", "decision"),
+        (_middleware, "prices", "usage"),
+    ],
+)
+@pytest.mark.parametrize("function", [lambda: 3, _OfThree()], ids=["of none", "of three"])
+def test_a_function_takes_what_it_is_given(
+    make: Any, argument: str, parameters: str, function: Any
+) -> None:
+    """One that takes less or needs more is refused when it is given, not in the first run."""
+    with pytest.raises(TypeError) as caught:
+        make(**{argument: function})
+    text = str(caught.value)
+    given = parameters.replace(", ", " and ")
+    assert f"{argument} must be a function of {given}, as in lambda {parameters}: …" in text
+    assert re.search(r"not (<lambda>\(\)|_OfThree\(state: .*)$", text)
+
+
+async def _async(given: Any) -> str:
+    return "no"
+
+
+class _Async:
+    async def __call__(self, given: Any) -> str:
+        return "no"
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (partial(ToolCallLimit, run_limit=1), "message"),
+        (partial(TokenLimit, run_limit=1), "reserve"),
+        (partial(RepeatLimit, 3), "key"),
+        (Telemetry, "thread_label"),
+        (lambda subject_label: Telemetry(subject_label={"team": subject_label}), "subject_label"),
+        (_middleware, "prices"),
+    ],
+)
+@pytest.mark.parametrize("function", [_async, _Async()], ids=["function", "object"])
+def test_a_function_whose_result_is_needed_at_once_is_not_async(
+    make: Any, argument: str, function: Any
+) -> None:
+    """It is refused when it is given, not at the first call that needs it."""
+    with pytest.raises(TypeError, match=f"{argument}.* must be a function that is not async, not"):
+        make(**{argument: function})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *_: 3,
+        lambda state, runtime, more=1: 3,
+        partial(lambda more, state, runtime: 3, 1),
+        max,  # has no signature
+        type("Given", (), {"__call__": lambda self, state, runtime: 3})(),
+    ],
+)
+def test_a_function_may_take_more(function: Any) -> None:
+    """What can be called with what it is given is taken, however it is written."""
+    assert ToolCallLimit(thread_limit=function).thread_limit is function
 
 
 def test_a_tools_run_limit_is_at_most_its_thread_limit() -> None:
@@ -71,6 +190,19 @@ def test_a_tool_name_of_a_wrong_type_is_refused(value: Any) -> None:
         ToolCallLimit(value, run_limit=1)
     assert "tool_name" in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+def test_a_tool_in_place_of_its_name_is_refused_with_the_name() -> None:
+    """A function or a LangChain tool where its name belongs: the message says the name to write."""
+    for given in (search, StructuredTool.from_function(search)):
+        with pytest.raises(TypeError, match=r"tool_name must be .*: write 'search'$") as caught:
+            ToolCallLimit(given, run_limit=1)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 150
+
+
+def search(query: str) -> str:
+    """Search the web."""
+    return query
 
 
 @pytest.mark.parametrize("value", ["", "__all__", "__all__-calc", "a,b", ","])
@@ -183,13 +315,13 @@ def test_giving_up_needs_a_refusal(value: int) -> None:
 )
 def test_only_what_continues_gives_up(others: dict[str, Any]) -> None:
     """A limit that ends at its first refusal, or that refuses nothing, cannot give up."""
-    with pytest.raises(ValueError, match="give_up_after=3 goes with exit_behavior='continue'"):
+    with pytest.raises(ValueError, match="give_up_after=3 needs exit_behavior='continue'"):
         ToolCallLimit(run_limit=1, give_up_after=3, **others)
 
 
 def test_only_what_holds_finalizes() -> None:
     """A model limit on trial cannot tell a call that it is the last."""
-    with pytest.raises(ValueError, match="exit_behavior='finalize' goes with enforce=True"):
+    with pytest.raises(ValueError, match="exit_behavior='finalize' needs enforce=True"):
         ModelCallLimit(run_limit=1, exit_behavior="finalize", enforce=False)
     assert ModelCallLimit(run_limit=1, exit_behavior="finalize").exit_behavior == "finalize"
 
@@ -239,7 +371,7 @@ def test_an_unknown_exit_behavior_is_refused(make: Make, value: object) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"grant": 2}, ValueError, "grant=2 goes with exit_behavior='ask'"),
+        ({"grant": 2}, ValueError, "grant=2 needs exit_behavior='ask'"),
         ({"grant": 0, "exit_behavior": "ask"}, ValueError, "grant must be above 0, not 0"),
         ({"grant": -1, "exit_behavior": "ask"}, ValueError, "grant must be 0 or more, not -1"),
         (
@@ -433,6 +565,16 @@ def test_a_window_is_a_timedelta(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "argument"), [(partial(Quota, 5), "window"), (Telemetry, "thread_ttl")]
+)
+def test_a_number_is_shown_as_a_timedelta(make: Any, argument: str) -> None:
+    """Whoever gives seconds reads how to write them."""
+    with pytest.raises(TypeError) as caught:
+        make(**{argument: 86_400})
+    assert str(caught.value).endswith(f"not 86400: write {argument}=timedelta(seconds=86400)")
+
+
+@pytest.mark.parametrize(
     "value", [timedelta(0), -DAY, timedelta(milliseconds=999), timedelta(seconds=1.5)], ids=str
 )
 def test_a_window_is_whole_seconds(value: timedelta) -> None:
@@ -492,7 +634,7 @@ def test_reserved_names_are_refused(value: str) -> None:
 def test_a_quota_per_root_run_has_no_window() -> None:
     """A root run's count ends with the run, and so no window of time goes with it."""
     assert Quota(5, per="root_run").name == "root_run"
-    with pytest.raises(ValueError, match=r"window=.* does not go with per='root_run'"):
+    with pytest.raises(ValueError, match=r"window=.* cannot be used with per='root_run'"):
         Quota(5, per="root_run", window=timedelta(days=1))
 
 
@@ -633,10 +775,10 @@ def test_a_store_knows_counts_by_what_is_limited() -> None:
         ({"at_once": 2, "wait": float("nan")}, ValueError, "wait must be .* finite, not nan"),
         ({"at_once": 2, "wait": "30"}, TypeError, "wait must be a number of seconds, not '30'"),
         ({"at_once": 2, "wait": False}, TypeError, "wait must be a number of seconds, not False"),
-        ({"run_limit": 2, "wait": 3}, ValueError, "wait=3 goes with at_once"),
-        ({"at_once": 2, "exit_behavior": "end"}, ValueError, "exit_behavior='end' goes with"),
-        ({"at_once": 2, "exit_behavior": "ask"}, ValueError, "exit_behavior='ask' goes with"),
-        ({"at_once": 2, "give_up_after": 2}, ValueError, "give_up_after=2 goes with"),
+        ({"run_limit": 2, "wait": 3}, ValueError, "wait=3 needs at_once"),
+        ({"at_once": 2, "exit_behavior": "end"}, ValueError, "exit_behavior='end' needs"),
+        ({"at_once": 2, "exit_behavior": "ask"}, ValueError, "exit_behavior='ask' needs"),
+        ({"at_once": 2, "give_up_after": 2}, ValueError, "give_up_after=2 needs"),
     ],
 )
 def test_bad_options_of_calls_at_once(

@@ -65,7 +65,7 @@ def test_a_fork_waits_for_a_change() -> None:
 
 
 def test_a_fork_under_a_lock() -> None:
-    """A thread that forks while it holds a lock keeps it; in the child it is free all the same."""
+    """A thread that forks while it holds a lock keeps it; in the child the lock is still free."""
     forking("""
     lock, other = fork_safe_lock(), fork_safe_lock()
     with lock:

@@ -315,7 +315,7 @@ def test_windows_and_users_are_never_dropped() -> None:
 
 
 def test_what_is_charged_now_is_not_dropped_for_it() -> None:
-    """A batch drops other counts than its own, and none if it does not fit all the same."""
+    """A batch drops counts of others, and none if it does not fit even then."""
     store = MemoryStore(max_keys=3)
     for key in ("a", "b"):
         store.acquire(asked(key, mirrored=True))

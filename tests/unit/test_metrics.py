@@ -290,7 +290,7 @@ def test_a_call_that_would_be_blocked(signals: Signals) -> None:
 
 
 def test_a_limit_on_trial_is_charged_what_it_admits(signals: Signals) -> None:
-    """Its charges and what it would refuse are told like an enforced limit's, by scope."""
+    """Its charges and would-be refusals are counted like an enforced limit's, by scope."""
     limit = ToolCallLimit("search", thread_limit=20, run_limit=2, enforce=False)
     signals.recorder.record(decide(limit, 0, *["search"] * 5), started=0)
     found = samples(signals.registry, LIMIT_DECISIONS)
@@ -823,7 +823,7 @@ def test_a_settled_budget_is_seen_at_once(
     (record,) = caplog.records
     assert record.getMessage() == (
         "limit 'microdollars of models' exhausted: agent 'boss', thread 't1', "
-        "thread $5.00001 of $5.00"
+        "$5.00001 of $5.00 (thread_limit)"
     )
     fields = {key: getattr(record, f"quota_{key}") for key in ("used", "threshold", "unit")}
     assert fields == {"used": 5.00001, "threshold": 5.0, "unit": "dollars"}

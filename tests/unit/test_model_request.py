@@ -194,7 +194,7 @@ def test_the_scarcest_scope_is_named(
     ids=["on trial", "no number now"],
 )
 def test_what_refuses_nothing_is_not_mentioned(silent: Limit | ResolvedLimit) -> None:
-    """It neither makes a note nor stands in it."""
+    """It neither causes a note nor is named in one."""
     assert note(silent, search=(5, 5)) is None
     hard = ToolCallLimit(run_limit=1)
     assert note(silent, hard, search=(5, 5), all_tools=(1, 1)) == "Budget: all tools: 0 of 1 left."

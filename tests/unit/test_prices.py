@@ -185,7 +185,7 @@ def test_the_deployment_is_not_asked_where_the_answer_names_the_model() -> None:
 
 @pytest.mark.parametrize("provider", ["ollama", "openai", ""])
 def test_a_model_without_a_price_is_an_error(provider: str) -> None:
-    """Who serves a model of their own is told how to price it, and never another one's price."""
+    """A user's own model gets advice on its price, and never another model's price."""
     usage = usage_of("llama-of-mine", 1, 1, provider=provider)
     with pytest.raises(UnknownPriceError, match=r"prices=\{'llama-of-mine': Price\(.* model="):
         cost(usage, PRICES)
@@ -356,6 +356,7 @@ def test_the_list_is_loaded_for_limits_of_cost_alone() -> None:
     done = run_python(
         "import sys\n"
         "import langchain_quota as ours\n"
+        "from langchain_quota import *\n"
         "ours.QuotaMiddleware([ours.TokenLimit(run_limit=1)])\n"
         "print('genai_prices' in sys.modules)\n"
         "ours.QuotaMiddleware([ours.CostLimit(run_limit=1)])\n"

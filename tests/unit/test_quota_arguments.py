@@ -1,6 +1,7 @@
 """The middlewares' arguments are checked once, when one is made."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
+from langchain_quota.arguments import shown
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._base import Limiter
 from tests.conftest import Signals, needs_inline
@@ -73,7 +75,7 @@ def test_limits_are_a_sequence(value: object, signals: Signals) -> None:
     """What is no sequence, a limit alone too, is a TypeError that names the value."""
     with pytest.raises(TypeError, match="limits must be a sequence") as caught:
         make(value, signals)
-    assert repr(value) in str(caught.value)
+    assert shown(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [[SEARCH, "calc"], [SEARCH, None], [ToolCallLimit]])
@@ -162,6 +164,29 @@ def test_limits_that_can_all_be_reached(first: Limit, second: Limit, signals: Si
     assert make([second, first], signals)
 
 
+class OwnQuota(QuotaMiddleware[Any, Any]):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize("kind", [QuotaMiddleware, InlineQuotaMiddleware, GraphQuota, OwnQuota])
+def test_limits_without_a_list(kind: Any) -> None:
+    """Several limits without a list, and one, are refused by the class that the user has named."""
+    with pytest.raises(TypeError) as caught:
+        kind(SEARCH, SEARCH)
+    assert str(caught.value) == (
+        f"{kind.__name__} takes the limits in one list, and all else by name: "
+        f"{kind.__name__}([ToolCallLimit(…), ToolCallLimit(…)])"
+    )
+    with pytest.raises(TypeError, match=r"such as \[ToolCallLimit\(…\)\], not ToolCallLimit\(…\)$"):
+        kind(SEARCH)
+
+
+@pytest.mark.parametrize("kind", [QuotaMiddleware, InlineQuotaMiddleware, GraphQuota])
+def test_the_arguments_can_be_listed(kind: Any) -> None:
+    """Help and editors list the arguments by name."""
+    assert list(inspect.signature(kind).parameters)[:2] == ["limits", "tell_model"]
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "error", "said"),
     [
@@ -206,7 +231,7 @@ def test_prices_are_for_costs(
 
 @pytest.mark.parametrize("value", [[], observer, async_observer, (observer, async_observer)])
 def test_one_observer_or_several(value: Any, signals: Signals) -> None:
-    """A function, sync or async, stands for itself; several are given as a sequence."""
+    """One function, sync or async, is given directly; several are given as a sequence."""
     assert make([SEARCH], signals, on_decision=value)
 
 

@@ -105,12 +105,12 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def quoted(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """The texts in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 
 def name(cell: str) -> str:
-    """The one thing that stands in backticks."""
+    """The only text in backticks."""
     (found,) = quoted(cell)
     return found
 

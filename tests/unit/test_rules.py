@@ -54,6 +54,8 @@ ASKED = re.compile(
     r' \| query(?: \| sortByLabel "\w+")?'
 )
 QUOTED = re.compile(r'printf "%q" \$(?:labels|each\.Labels)\.\w+(?: \| reReplaceAll .*)?')
+COMPARED = re.compile(r'if eq \$labels\.\w+ "\w+"')
+"""A label that decides about a text, and is not in it."""
 PROMQL = re.compile(r"```promql\n(.*?)```", re.DOTALL)
 PANEL = re.compile(r"\*\*([^*]+)\*\* \(\*([^*]+)\*\)")
 
@@ -249,7 +251,7 @@ def unescaped(annotations: Any) -> Iterator[str]:
             elif "abels" in template and key.endswith("_url"):
                 good = bool(re.fullmatch(r"\$labels\.\w+ \| urlquery", template))
             elif "abels" in template:
-                good = bool(QUOTED.fullmatch(template))
+                good = bool(QUOTED.fullmatch(template) or COMPARED.fullmatch(template))
             else:
                 good = "query" not in template
             if not good:
@@ -282,6 +284,7 @@ def test_labels_are_escaped() -> None:
         "{{ with printf `job:langchain_quota_build_info:count{job=%s}` $labels.job | query }}",
         "{{ with printf `job:langchain_quota_build_info:count{job=%q}` $labels.agent | query }}",
         "{{ with `langchain_quota_limit` | query }}",
+        "{{ if eq $labels.action `deny` | printf $labels.action }}",
     ],
 )
 def test_labels_that_are_not_escaped_are_found(text: str) -> None:

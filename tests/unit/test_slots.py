@@ -235,7 +235,7 @@ def test_a_wait_may_be_longer_than_a_thread_can_wait() -> None:
 
 
 def test_an_interrupted_thread_leaves_no_slot_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sync call that is interrupted while it waits stands in nobody's way."""
+    """A sync call that is interrupted while it waits blocks no other call."""
     slots = Slots()
     first = slots.take(("browser",), {"browser": 1}, 0)
 

@@ -23,6 +23,7 @@ from langchain_quota.state import (
     run_tools,
     thread_model,
     thread_tools,
+    usage,
 )
 
 CHARGES: Charges = {"a": {"search": {"Quota": {"tool:search": 1}}}}
@@ -294,3 +295,11 @@ def test_reading_copies() -> None:
     counts.take_back("a")
     counts.pending_refunds.clear()
     assert json.dumps(state) == before
+
+
+@pytest.mark.parametrize("given", [None, 5, {"messages": []}, "thread-1"], ids=repr)
+def test_usage_is_read_from_a_state(given: Any) -> None:
+    """What a run gives, and what is no state, is a TypeError that says where a state is from."""
+    with pytest.raises(TypeError, match=r"agent\.get_state\(config\) gives, not ") as caught:
+        usage(given)
+    assert str(caught.value).endswith(repr(given))

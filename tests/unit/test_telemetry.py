@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +30,13 @@ from langchain_quota import (
     ToolCallLimit,
     hmac_label,
 )
-from langchain_quota.decision import Refund
+from langchain_quota.decision import QuotaStatus, Refund
 from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.resolved import Outage, ResolvedLimit, ResolvedQuota
 from langchain_quota.telemetry import charges, default_telemetry, recorder_of
 from langchain_quota.telemetry import recorder as recorder_module
+from langchain_quota.telemetry.logs import log_refusal
 from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.reruns import RecentTasks
 from langchain_quota.testing import captured_decisions
@@ -183,14 +184,10 @@ def test_a_subject_label_of_a_wrong_type_is_refused(value: Any, shown: str) -> N
     assert shown in str(caught.value)
 
 
-async def later(thread_id: object) -> str:
-    return str(thread_id)
-
-
 @pytest.mark.parametrize(
     "make",
-    [lambda _: None, lambda _: 17, lambda thread_id: thread_id.encode(), later],
-    ids=["None", "an int", "bytes", "a coroutine"],
+    [lambda _: None, lambda _: 17, lambda thread_id: thread_id.encode()],
+    ids=["None", "an int", "bytes"],
 )
 def test_a_thread_label_that_is_no_string(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It is a failed label: no thread has series, not even one called None; the id is unseen."""
@@ -887,7 +884,7 @@ def test_a_charge_after_the_fact_is_told(
 
 
 def test_a_rerun_tells_nothing_again(signals: Signals) -> None:
-    """A task that runs again (a failed node, resumed) has told its decisions already."""
+    """A task that runs again (a failed node, resumed) has recorded its decisions already."""
     (decision,) = decide()
     with captured_decisions() as captured:
         for _ in range(2):
@@ -901,7 +898,7 @@ def test_a_rerun_tells_nothing_again(signals: Signals) -> None:
 
 
 def test_a_rerun_that_decides_otherwise_is_told(signals: Signals) -> None:
-    """A task that runs again after its limit was changed, say, decides anew: both are told."""
+    """A task that runs again with a changed limit decides anew: both decisions are recorded."""
     allowed, blocked = decide(9, 2)
     told = [
         signals.recorder.record([decision], started=0, task_id="task")
@@ -1103,6 +1100,24 @@ def test_a_limits_own_near_goes_before_the_option(caplog: pytest.LogCaptureFixtu
     assert events(caplog) == [(logging.INFO, "near", "run")]
 
 
+def test_a_log_line_names_the_run_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose numbers they are is said by the argument's name."""
+    caplog.set_level(logging.INFO, LOGGER)
+    quiet().record(decide(7, limit=ToolCallLimit("search", run_limit=10)), started=0)
+    assert caplog.messages == [
+        "limit 'tool:search' near: agent 'boss', thread 't1', 8 of 10 (run_limit)"
+    ]
+
+
+def test_a_log_line_names_calls_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The limit of calls at once is no quota, though it is counted like one."""
+    caplog.set_level(logging.DEBUG, LOGGER)
+    ((status,),) = (each.limits for each in decide())
+    at_once = QuotaStatus("at_once", "", 2, 3, 2, per="at_once")
+    log_refusal(replace(status, quotas=(at_once,)), "at_once", "boss", "t1")
+    assert caplog.messages[0].endswith("thread 't1', 3 of 2 (at_once)")
+
+
 def test_a_log_line_can_be_read_and_queried(caplog: pytest.LogCaptureFixture) -> None:
     """The message tells limit, agent, thread, scope and counts; `extra` has each as a field."""
     caplog.set_level(logging.INFO, LOGGER)
@@ -1110,7 +1125,7 @@ def test_a_log_line_can_be_read_and_queried(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert record.name == LOGGER
     assert record.getMessage() == (
-        "limit 'tool:search' near: agent 'boss', thread 't1', thread 8 of 10"
+        "limit 'tool:search' near: agent 'boss', thread 't1', 8 of 10 (thread_limit)"
     )
     fields = {key: value for key, value in vars(record).items() if key.startswith("quota_")}
     assert fields == {
@@ -1187,7 +1202,7 @@ def test_crossings_of_quotas_are_logged(caplog: pytest.LogCaptureFixture) -> Non
         (logging.DEBUG, "refused", "user_id"),
     ]
     assert [record.getMessage() for record in caplog.records] == [
-        f"limit 'tool:email' {event}: agent 'boss', thread 't1', user_id {used} of 5"
+        f"limit 'tool:email' {event}: agent 'boss', thread 't1', {used} of 5 (quota 'user_id')"
         for event, used in (("near", 4), ("exhausted", 5), ("refused", 5))
     ]
 
@@ -1239,7 +1254,7 @@ def test_users_are_counted_by_state(signals: Signals) -> None:
 
 
 def test_users_are_counted_without_a_thread(signals: Signals) -> None:
-    """An agent without a thread, or with an id that cannot be shown, has users all the same."""
+    """An agent without a thread, or with an id that cannot be shown, still has users."""
     (decision,) = stored(DAILY)
     for thread_id in (None, Unprintable()):
         call = Call("tool", "email", "a", agent="boss", thread_id=thread_id)

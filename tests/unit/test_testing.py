@@ -153,7 +153,7 @@ def test_requests_are_recorded() -> None:
 
 
 def test_a_failed_request_is_recorded() -> None:
-    """A call that raises was received all the same."""
+    """A call that raises was still received."""
     model = ScriptedChatModel(script=[TimeoutError()])
     with pytest.raises(TimeoutError):
         model.invoke("hi")
@@ -171,7 +171,7 @@ def test_a_model_may_have_a_name() -> None:
     ("keep", "kept"), [(None, ["1", "2", "3"]), (2, ["2", "3"]), (5, ["1", "2", "3"]), (0, [])]
 )
 def test_requests_can_be_forgotten(keep: int | None, kept: list[str]) -> None:
-    """Of the requests the newest so many are kept; the script is played to its end all the same."""
+    """Only the newest requests are kept; the script is still played to its end."""
     model = ScriptedChatModel(script=["a", "b", "c"], keep_calls=keep)
     assert [model.invoke(text).text for text in ("1", "2", "3")] == ["a", "b", "c"]
     assert [call.messages[0].content for call in model.calls] == kept
@@ -383,7 +383,7 @@ NO_ID = (
 TWICE = f"{CALLER} makes two calls with the id 'a'. Every call of a message needs an id of its own."
 OPEN = f"{CALLER} calls 'search' (id 'a') and gets no answer. A ToolMessage must answer the call"
 ONCE = "Every tool call needs exactly one answer."
-BEHIND = "A ToolMessage must stand right behind the AIMessage that makes its call."
+BEHIND = "A ToolMessage must directly follow the AIMessage that makes its call."
 EMPTY = "Some providers refuse an empty message."
 INVALID: dict[str, tuple[Sequence[BaseMessage], str]] = {
     "no messages": ([], "There are no messages. A request needs at least one."),
@@ -434,7 +434,7 @@ INVALID: dict[str, tuple[Sequence[BaseMessage], str]] = {
 
 @pytest.mark.parametrize(("messages", "text"), INVALID.values(), ids=INVALID)
 def test_an_invalid_history_is_refused(messages: Sequence[BaseMessage], text: str) -> None:
-    """What providers refuse is named: the message, what stands there, and the rule."""
+    """What providers refuse is named: the message, what is wrong with it, and the rule."""
     with pytest.raises(AssertionError) as refused:
         assert_valid_history(messages)
     assert str(refused.value) == text

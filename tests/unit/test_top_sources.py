@@ -236,7 +236,7 @@ def test_old_figures_stay(url: str) -> None:
 
 @pytest.mark.parametrize("where", ["environment", "file"])
 def test_token(url: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token comes from the environment or a file, and a wrong one is told from none."""
+    """The token comes from the environment or a file; a wrong token differs from none."""
     file = tmp_path / "token"
 
     def asked(token: str) -> str | None:
@@ -269,7 +269,7 @@ def secure(registry: CollectorRegistry, own: Certificate, client: str | None) ->
 
 
 def test_tls(registry: CollectorRegistry, certificates: dict[str, Certificate]) -> None:
-    """A certificate must be trusted; a wrong scheme is told; a server may ask for one, too."""
+    """A certificate must be trusted; a wrong scheme is reported; a server may want one, too."""
     own, client = certificates["server"], certificates["client"]
     trust = ("--cafile", own.certfile)
     with secure(registry, own, None) as server:

@@ -622,7 +622,7 @@ def test_no_window_no_time(
 
 
 def test_a_refusal_without_the_store(signals: Signals) -> None:
-    """Its scope is `store`, and what only the store knows is not told; the run's use is."""
+    """Its scope is `store`; what only the store knows is left out, the run's use is shown."""
     limit = with_quotas(DAILY, thread_limit=20, run_limit=9)
     decisions = stored(limit, mirror=Used(3, 2), outage="deny")
     signals.recorder.record(decisions, started=5)
@@ -664,7 +664,7 @@ def ids(span: ReadableSpan) -> tuple[str, str]:
 
 
 def test_a_batch_without_an_active_span_is_one_trace(signals: Signals) -> None:
-    """The first span of the first batch is the parent of its others, and is told."""
+    """The first span of the first batch is the parent of its others, and is returned."""
     emitted = signals.recorder.record(decide(LIMIT, tools=["search"] * 3), started=5)
     first, *later = signals.spans()
     assert first.parent is None
@@ -673,7 +673,7 @@ def test_a_batch_without_an_active_span_is_one_trace(signals: Signals) -> None:
 
 
 def test_a_later_step_is_in_the_trace_that_it_is_given(signals: Signals) -> None:
-    """What an earlier step told makes the later one's spans its children, and is told on."""
+    """A step's trace makes the later step's spans its children, and is passed on."""
     given = {"traceparent": f"00-{5:032x}-{7:016x}-01"}
     emitted = signals.recorder.record(
         decide(LIMIT, tools=["search", "search"]), started=5, trace=given
@@ -686,7 +686,7 @@ def test_a_later_step_is_in_the_trace_that_it_is_given(signals: Signals) -> None
 
 
 def test_an_active_span_goes_before_a_given_trace(signals: Signals) -> None:
-    """Below an active span nothing is begun, and what is given is told on untouched."""
+    """Below an active span no trace begins, and a given one is passed on unchanged."""
     given = {"traceparent": f"00-{5:032x}-{7:016x}-01"}
     with signals.provider.get_tracer("app").start_as_current_span("request") as request:
         told = [
@@ -758,7 +758,7 @@ def test_the_state_of_a_trace_is_told() -> None:
     "damaged", [{"traceparent": "nonsense"}, {"traceparent": 5}, {"other": "x"}, "nonsense", [1]]
 )
 def test_a_damaged_trace_costs_no_span(damaged: Any, signals: Signals) -> None:
-    """A state that somebody else wrote to makes spans of no trace, and raises nothing."""
+    """A state that others have changed gives spans without a trace, and raises nothing."""
     emitted = signals.recorder.record(decide(LIMIT, tools=["search"]), started=5, trace=damaged)
     assert emitted.is_new
     (span,) = signals.spans()
@@ -915,7 +915,7 @@ def test_a_broken_instrumentation_costs_no_span(
 
 
 def test_a_task_that_runs_again_keeps_the_trace_that_it_began(signals: Signals) -> None:
-    """Its state knows nothing of the trace: it is told again, and other decisions join it."""
+    """Its state does not have the trace: it is returned again, and other decisions join it."""
     allowed, blocked = decide(LIMIT, tools=["search", "search"])
     first = signals.recorder.record([allowed], started=5, task_id="task")
     again = signals.recorder.record([allowed], started=5, task_id="task")

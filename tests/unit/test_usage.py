@@ -417,7 +417,7 @@ class TestThreads:
         assert [family.samples for family in table.collect()] == before
 
     def test_an_outage(self, bench: Bench) -> None:
-        """What a refusal in an outage of the store leaves is what the store told last."""
+        """After a refusal in an outage, the table keeps what the store said last."""
         table = bench.table()
         table.record("boss", "known", [decide(9)])
         for thread in ("known", "new"):
@@ -451,7 +451,7 @@ class TestThreads:
             assert used(table) == {"t1": (4, 10)}
 
     def test_a_bad_entry_is_left_out(self, bench: Bench) -> None:
-        """An entry that cannot be written is reported, and the others are told."""
+        """An entry that cannot be written is reported, and the others are written."""
         table = bench.table()
         for thread, decision in (("good", decide(1)), ("bad", decide(10**30, 10**30))):
             table.record("boss", thread, [decision])
@@ -498,7 +498,7 @@ class TestQuotasPerThread:
         assert used(table) == {"t1": (4, 10)}
 
     def test_a_window_that_has_passed_before_it_is_told(self, bench: Bench) -> None:
-        """Of a window that has passed before its decision is told, nothing counts."""
+        """A decision that is written after its window has ended counts nothing."""
         table = bench.table()
         table.record("boss", "t1", [decide(0, None, "search", hourly(10, until=999))])
         assert used(table) == {"t1": (0, 10)}
@@ -581,7 +581,7 @@ class TestSubjects:
         assert states(table, "all", "user_id") == {"exhausted": 1}
 
     def test_an_outage(self, bench: Bench) -> None:
-        """While the store cannot be asked a user stays as the store last told."""
+        """While the store cannot be asked, a user's count stays as the store last said."""
         table = bench.table()
         table.record("boss", "t1", [decide(0, None, "search", users(8))])
         table.record("boss", "t1", [unanswered()])
@@ -1042,7 +1042,7 @@ class TestWorkers:
         assert samples(two, STARTED) == samples(one, STARTED) == {(): 1000}
 
     def test_a_worker_that_ends(self, bench: Bench, file: Path) -> None:
-        """A worker writes what waits when it ends, and what it told stays."""
+        """A worker writes what waits when it ends, and what it has written stays."""
         one, two = bench.table(file), bench.table(file)
         one.record("boss", "t1", [refuse(10)])
         one.close()
@@ -1098,7 +1098,7 @@ class TestWorkers:
         bench.errors.clear()
 
     def test_what_cannot_be_written_waits(self, bench: Bench, file: Path) -> None:
-        """Where a file cannot be written that is told, and what waits is written later."""
+        """If a file cannot be written, that is reported, and what waits is written later."""
         table = bench.table(file.parent / "later" / file.name)
         table.record("boss", "t1", [refuse(10)])
         assert used(table) == {}

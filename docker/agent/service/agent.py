@@ -50,7 +50,7 @@ class Caller:
 
 
 def limits(settings: Settings) -> list[Limit]:
-    """The limits, one for each thing that can become of a refused call."""
+    """The limits, one for each way in which a refused call can be handled."""
     return [
         # Refused: an exception.
         ModelCallLimit(
@@ -107,7 +107,7 @@ def build_agent(
             QuotaMiddleware(
                 limits(settings),
                 prices=PRICES,
-                # A model that is newer than the list is served all the same; an alert says so.
+                # A model that is newer than the list is still served; an alert says so.
                 unknown_price="allow",
                 store=store,
                 on_decision=on_decision,
@@ -123,7 +123,7 @@ def build_model(name: str) -> BaseChatModel:
         SettingsError: It cannot be used.
     """
     if name == SCRIPTED:
-        # Requests are kept for tests to look at; a service that keeps them grows with each call.
+        # Tests look at kept requests; a service that keeps them grows with every call.
         return ScriptedChatModel(script=_next_turn, keep_calls=0, model=SCRIPTED)
     try:
         return init_chat_model(name)
@@ -153,13 +153,13 @@ def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
     asked = max(index for index, each in enumerate(messages) if isinstance(each, HumanMessage))
     words = re.findall(r"\w+", messages[asked].text)
     done = sum(isinstance(each, AIMessage) for each in messages[asked:])
-    # As with real models, a call takes in all that was said before.
+    # As with real models, the input of a call is the whole history.
     given, made = 300 + 30 * len(messages), 30
     used = UsageMetadata(input_tokens=given, output_tokens=made, total_tokens=given + made)
     if done >= len(words):
         return AIMessage(f"I looked up {len(words)} words.", usage_metadata=used)
     word = words[done]
     name, args = ("loan", {"number": word}) if word.isdecimal() else ("search", {"query": word})
-    # Other processes and later ones play on the same threads: ids must be unique beyond one.
+    # Other and later processes use the same threads: ids must be unique among all of them.
     call = ToolCall(name=name, args=args, id=f"call_{uuid4().hex}", type="tool_call")
     return AIMessage("", tool_calls=[call], usage_metadata=used)

@@ -37,10 +37,10 @@ from service.storage import open_quotas, open_threads, reachable
 from service.telemetry import REQUEST_SPANS, tracing
 
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads this status but the access log: the client is gone."""
+"""Only the access log shows this status: the client is gone."""
 
 TOKENS = "model.total_tokens"
-"""Under which name the state keeps all tokens."""
+"""The name under which the state keeps the total of tokens."""
 
 _EVENTS: dict[type[Shape], str] = {
     Token: "token",
@@ -138,9 +138,9 @@ async def _post(request: Request, thread_id: Id, question: Question) -> Response
 
 
 async def _stream(request: Request, thread_id: Id, question: Question) -> Response:
-    """Ask the agent, and be told what happens as it happens.
+    """Ask the agent, and stream what happens.
 
-    A run that is refused before there is anything to tell is answered as without streaming.
+    A run that is refused before its first event is answered as without streaming.
     """
     run = _start(request, thread_id, question)
     handed_over = False
@@ -196,7 +196,7 @@ async def _alive() -> dict[str, str]:
 
 
 async def _ready(request: Request) -> JSONResponse:
-    """Whether what the service needs answers, too."""
+    """Whether the databases that the service needs answer, too."""
     checks = request.app.state.checks
     answers = await asyncio.gather(*map(reachable, checks.values()))
     body = {name: "ok" if ok else "failed" for name, ok in zip(checks, answers, strict=True)}
@@ -266,7 +266,7 @@ def _event(event: Shape) -> str:
 
 
 class _Guarded:
-    """The metrics, for who shows the token; an instance, so that Starlette takes it as a route.
+    """The metrics, for clients with the token; an instance, so that Starlette takes it as a route.
 
     Args:
         token: The token.
@@ -297,7 +297,7 @@ def _problem(
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
     told = error.errors() if isinstance(error, RequestValidationError) else []
-    # Once each, and without anything that was sent: a name that nobody knows was sent.
+    # Without duplicates, and without the client's own values or unknown names.
     lines = dict.fromkeys(
         f"{'.'.join(str(part) for part in each['loc'] if part in _KNOWN)}: {each['msg']}"
         for each in told

@@ -50,7 +50,7 @@ class BoundedBodies:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """The body; of one that is too large the beginning, so much that it is seen to be."""
+    """The body; if it is too large, only as much of it as shows that."""
     body = b""
     drained = 0
     while True:

@@ -37,12 +37,12 @@ USER_LIMIT = "user"
 """The limit of a user's model calls in an hour."""
 
 MORE = 10
-"""How many calls a user is granted who has used them up: once."""
+"""How many more calls a user without any left is granted, once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is played.
+    """The options of the load.
 
     Attributes:
         urls: The services' addresses.
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(slots=True)
 class Summary:
-    """What came of it.
+    """The results.
 
     Attributes:
         statuses: Answers by HTTP status, or by the error without one.
@@ -103,11 +103,11 @@ class Load:
         self.summary = Summary()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Play, until the time is over or somebody says stop; requests on their way end."""
+        """Play until the time is over or `stop` is set; requests that are running end first."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._options.seconds
         due = loop.time()
-        # The services are named outright: no proxy stands between.
+        # The services are asked directly, without a proxy.
         async with (
             httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False) as client,
             asyncio.TaskGroup() as group,
@@ -115,7 +115,7 @@ class Load:
             while due < end and not stop.is_set():
                 if self._idle:
                     group.create_task(self._ask(client, self._idle.popleft()))
-                # What could not be asked in time is not made up for.
+                # A question that could not be asked in time is left out.
                 due = max(due + 1 / self._options.rate, loop.time())
                 await _sleep_until(min(due, end), stop)
 
@@ -130,7 +130,7 @@ class Load:
             return
         self.summary.statuses[str(response.status_code)] += 1
         ended_by = self._count(response)
-        # Who is told to wait, or that the conversation is over, leaves; somebody else comes.
+        # A user who has to wait, or whose conversation is over, leaves, and another one comes.
         waits = response.status_code == WAIT
         if waits and ended_by.get("limit") == USER_LIMIT:
             waits = not await self._grant(thread.user_id)

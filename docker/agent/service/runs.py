@@ -1,4 +1,4 @@
-"""Runs of the agent: one at a time on a thread, told step by step, and cancelled for good."""
+"""Runs of the agent: one at a time on a thread, streamed step by step, and fully cancelled."""
 
 import asyncio
 import logging
@@ -56,7 +56,7 @@ def observe(decision: Decision) -> None:
 
 
 class BusyError(Exception):
-    """A run is going on on the thread."""
+    """The thread has a run that has not ended."""
 
 
 class Runs:

@@ -30,7 +30,7 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the service is told; docs/service.md has the names in the environment.
+    """The settings of the service; docs/service.md has the names of the variables.
 
     Attributes:
         metrics_token: What a scraper of `/metrics` must show.

@@ -17,7 +17,7 @@ STORE = "store"
 STORE_RETRY_SECONDS = 5
 
 REPLACEMENT = "\ufffd"
-"""What bytes that are no text became on the way in: two ids must not become one."""
+"""Replaces bytes that are no text. It is refused in ids: two ids could become one."""
 
 MICRODOLLARS = 1_000_000
 """Limits count money in whole millionths of a dollar."""
@@ -108,7 +108,7 @@ class Refused(Shape):
 
 
 class Problem(Shape):
-    """What else can go wrong."""
+    """The codes of all other errors."""
 
     type: str
     message: str
@@ -130,7 +130,7 @@ class Counts(Shape):
 
 
 class Limited(Shape):
-    """How a limit of the thread stands."""
+    """How much of a limit the thread has used."""
 
     limit: str
     scope: Literal["thread"] = "thread"

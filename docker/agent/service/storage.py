@@ -107,7 +107,7 @@ async def open_quotas(url: str) -> AsyncIterator[QuotaStore]:
 
 
 async def reachable(check: Check) -> bool:
-    """Whether what is asked answers soon."""
+    """Whether a check succeeds in time."""
     try:
         async with asyncio.timeout(CHECK_SECONDS):
             await check()

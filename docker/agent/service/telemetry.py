@@ -16,7 +16,7 @@ from service.settings import SettingsError
 
 SERVICE_NAME = "langchain-quota-agent"
 FLUSH_SECONDS = 3
-"""With the seconds for requests less than Docker waits before it kills: 10."""
+"""Together with the seconds for requests less than the 10 after which Docker kills."""
 
 _UNTRACED = ("/healthz", "/readyz", "/metrics")
 
@@ -88,7 +88,7 @@ def _first(*variables: str) -> str | None:
 
 
 REQUEST_SPANS = TelemetryConfig(
-    # Where spans are sent is decided here, and nowhere else.
+    # Only this module decides where spans are sent.
     auto_configure=False,
     operation_spans=False,
     metrics=False,

@@ -11,15 +11,16 @@ from typing import Any
 from langchain_quota._version import __version__
 from langchain_quota.cli import export, quotas_arguments, top_options
 from langchain_quota.cli.command import CommandError, complain
+from langchain_quota.cli.parsing import Parser
 
 FAILED = 2
-"""The exit code of a command that could not do its work, as of a wrong argument."""
+"""The exit code of a command that failed: the same as for wrong arguments."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells give it."""
 
 _EXTRAS = {"demo": "demo", "quotas": "redis", "top": "top"}
-"""What a command needs beside the package: the rest works without."""
+"""The extra of the package that a command needs."""
 
 _MAX_THREADS = 100
 _MAX_SECONDS = 3600
@@ -48,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(command, str(error))
         return FAILED
     except OSError as error:
-        # Whoever read the output has gone, or there is no room for it: the interpreter's last
-        # flush must not fail as well.
+        # The reader of the output is gone, or the disk is full: the interpreter's last flush must
+        # not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 1
@@ -76,13 +77,16 @@ def _module(command: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="langchain-quota", description=__doc__)
+    parser = Parser(
+        prog="langchain-quota",
+        description="Limits for LangChain agents: try, monitor and manage them.",
+    )
     parser.add_argument("--version", action="version", version=f"langchain-quota {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
-        help="watch agents be held to their limits",
-        description="Runs agents on several threads at once, and shows how limits hold them.",
+        help="watch agents reach their limits",
+        description="Runs agents on several threads at once, and shows how limits stop them.",
     )
     demo.add_argument(
         "--threads",

@@ -10,12 +10,12 @@ class CommandError(Exception):
 
 
 def printable(text: str) -> str:
-    """A text that cannot move the terminal's cursor, nor forge a line: what could is escaped."""
+    """The text without characters that could move the cursor or forge a line: they are escaped."""
     return "".join(each if each.isprintable() else escaped(each) for each in text)
 
 
 def say(text: str = "") -> None:
-    """Print a line; what the terminal's encoding does not have is escaped."""
+    """Print a line; characters that the terminal's encoding lacks are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)  # noqa: T201 - a command's output
 
@@ -31,7 +31,7 @@ def table(
     """The lines of a table.
 
     Args:
-        headings: What stands above the columns.
+        headings: The headings of the columns.
         rows: The cells.
         right: The headings of columns that are aligned to the right.
     """
@@ -56,5 +56,5 @@ def when(seconds: float | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text that cannot forge a line, nor change how others are shown."""
+    """The text without characters that could forge a line or change others: they are escaped."""
     return repr(text)[1:-1]

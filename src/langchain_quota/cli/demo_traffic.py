@@ -26,7 +26,7 @@ ALL_TOOLS = ToolCallLimit(thread_limit=16, run_limit=6)
 MODEL = ModelCallLimit(thread_limit=20, run_limit=6)
 TOKENS = TokenLimit(thread_limit=6_000)
 LIMITS = (SEARCH, ALL_TOOLS, MODEL, TOKENS)
-"""Those of threads, which the table shows."""
+"""The limits per thread, which the table shows."""
 
 Request = tuple[str, dict[str, Any]]
 
@@ -71,11 +71,11 @@ def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
     answers = sum(isinstance(each, AIMessage) for each in messages[asked:])
     batches = _SCRIPT[str(messages[asked].content)]
     calls = batches[answers] if answers < len(batches) else ()
-    # As with real models, a call takes in all that was said before.
+    # As with real models, the input of a call is the whole history.
     given, made = 120 + 22 * len(messages), 20 + 25 * len(calls)
     return AIMessage(
         "" if calls else "That is all that I found.",
-        # A thread kept in a file meets several models: ids must be unique beyond one.
+        # A thread in a file outlives this model: ids must be unique among several models.
         tool_calls=[
             ToolCall(name=name, args=args, id=f"call_{uuid4().hex}", type="tool_call")
             for name, args in calls

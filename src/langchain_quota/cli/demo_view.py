@@ -1,11 +1,11 @@
 """How the demo shows its threads: a live table in a terminal, plain lines elsewhere."""
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group, JustifyMethod
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -15,110 +15,127 @@ from langchain_quota.cli.command import say
 from langchain_quota.cli.demo_board import Row, Use
 
 _BAR_WIDTHS = (2, 20)
-_REFUSAL_HEADING = "last refusal   "
+_ALLOWED, _BLOCKED, _REFUSAL = "allowed", "blocked", "last refusal   "
 _THOUSAND = 1000
-_WIDE = 110
+_WIDE = 100
 """From how many columns on there is room for the allowed calls and the last refusal."""
-# What a line of the table takes beside the thread's name, the bars and what only a wide one has.
-_FIXED_WIDTH = len(" search 8/8  tools 16/16  model 20/20  tokens 5.9k/6k  blocked")
 
 
-class Display(Protocol):
-    """Shows the threads again and again; `show` may block, and is called in a worker thread."""
+class Display:
+    """Shows the threads again and again; `show` may block, and is called in a worker thread.
 
-    interval: float
+    Args:
+        live: Redraws the table in place; without it a line is printed for each thread that
+            changed.
+        heading: The heading of the redrawn table.
+    """
 
-    def show(self, rows: Sequence[Row]) -> None:
-        """Show the threads as they stand."""
-
-
-class LiveTable:
-    """A table that stays in its place in a terminal."""
-
-    interval = 0.2
-
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: Live | None = None, heading: str = "") -> None:
+        self.interval = 1.0 if live is None else 0.2
         self._live = live
+        self._heading = Text(heading, no_wrap=True)
+        self._printed: dict[str, Row] = {}
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Redraw the table."""
-        self._live.update(table(rows, self._live.console), refresh=True)
-
-
-class PlainLines:
-    """One line for each thread that changed."""
-
-    interval = 1.0
-
-    def __init__(self) -> None:
-        self._shown: dict[str, Row] = {}
-
-    def show(self, rows: Sequence[Row]) -> None:
-        """Print what changed."""
-        for row in rows:
-            if self._shown.get(row.thread) != row:
-                self._shown[row.thread] = row
-                say(line(row))
+        """Show the threads' numbers."""
+        if self._live is not None:
+            shown = table(rows, self._live.console)
+            self._live.update(Group(self._heading, shown), refresh=True)
+            return
+        changed = [row for row in rows if self._printed.get(row.thread) != row]
+        if changed:
+            _print(changed, heading=not self._printed)
+        self._printed.update({row.thread: row for row in changed})
 
 
 @contextmanager
-def display() -> Iterator[Display]:
-    """The table where it can be redrawn, else lines."""
-    console = Console()
-    if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            yield LiveTable(live)
+def display(heading: str) -> Iterator[Display]:
+    """The table where it can be redrawn, else lines.
+
+    The table is redrawn on a screen of its own: a new size of the terminal and typed keys cannot
+    spoil it. That screen is gone at the end, so call `print_table` then.
+    """
+    console = _terminal()
+    if console is not None:
+        # The user's own screen must come back.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                yield Display(live, heading)
+        finally:
+            signal.signal(signal.SIGTERM, before)
     else:
-        yield PlainLines()
+        yield Display()
 
 
-def table(rows: Sequence[Row], console: Console) -> Table:
+def print_table(rows: Sequence[Row]) -> None:
+    """Print the threads' numbers on the user's own screen, where they stay."""
+    console = _terminal()
+    if console is not None:
+        console.print(table(rows, console))
+    else:
+        say()
+        _print(rows, heading=True)
+
+
+def _terminal() -> Console | None:
+    """The terminal, if the table can be redrawn in it."""
+    console = Console()
+    can_redraw = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
+    return console if can_redraw else None
+
+
+def _print(rows: Sequence[Row], *, heading: bool) -> None:
+    """Print the threads without colors, even where the environment forces them."""
+    console = Console(force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table(rows, console, heading=heading))
+    for line in captured.get().splitlines():
+        say(line.rstrip())
+
+
+def table(rows: Sequence[Row], console: Console, *, heading: bool = True) -> Table:
     """The threads as a table; names are shown as they are, never read as markup."""
     wide = console.width >= _WIDE
-    fixed = max(len(row.thread) for row in rows) + _FIXED_WIDTH
-    fixed += len(f" allowed {_REFUSAL_HEADING}") if wide else 0
+    counts = (_ALLOWED, _BLOCKED, _REFUSAL) if wide else (_BLOCKED,)
+    fixed = max(len(row.thread) for row in rows) + sum(1 + len(each) for each in counts)
+    fixed += max(sum(len(f" {_numbers(use)} ") for use in row.uses) for row in rows)
     least, most = _BAR_WIDTHS
     width = max(least, min(most, (console.width - fixed) // len(rows[0].uses)))
     characters = bar_characters(console.encoding)
-    shown = Table(
-        "thread", *("" for _ in rows[0].uses), box=None, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    if wide:
-        shown.add_column("allowed", justify="right")
-    shown.add_column("blocked", justify="right")
-    if wide:
-        shown.add_column(_REFUSAL_HEADING)
-    for column in shown.columns:
-        column.no_wrap = True
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=heading)
+    for title in ("thread", *(use.title for use in rows[0].uses), *counts):
+        justify: JustifyMethod = "right" if title in {_ALLOWED, _BLOCKED} else "left"
+        shown.add_column(
+            title, justify=justify, min_width=len(title), no_wrap=True, overflow="crop"
+        )
     for row in rows:
-        cells = [
-            Text(row.thread),
-            *(Text(gauge(use, width, characters), STYLES[use.level]) for use in row.uses),
-            *([Text(str(row.allowed))] if wide else []),
-            Text(str(row.blocked), "red" if row.blocked else ""),
-            *([Text(row.last_refusal)] if wide else []),
-        ]
-        shown.add_row(*cells)
+        cells = {
+            _ALLOWED: Text(str(row.allowed)),
+            _BLOCKED: Text(str(row.blocked), "red" if row.blocked else ""),
+            _REFUSAL: Text(row.last_refusal),
+        }
+        uses = (gauge(use, width, characters) for use in row.uses)
+        shown.add_row(Text(row.thread), *uses, *(cells[each] for each in counts))
     return shown
 
 
-def line(row: Row) -> str:
-    """A thread as a line of text."""
-    characters = bar_characters(sys.stdout.encoding)
-    gauges = "  ".join(gauge(use, 8, characters) for use in row.uses)
-    refused = f"  last refusal: {row.last_refusal}" if row.last_refusal else ""
-    counts = f"allowed {row.allowed}  blocked {row.blocked}"
-    return f"{row.thread}  {gauges}  {counts}  {row.level}{refused}"
+def gauge(use: Use, width: int, characters: str = "▇_") -> Text:
+    """A use with a bar, such as `3/8 ▇▇____`; the bar is full only at the limit.
 
-
-def gauge(use: Use, width: int, characters: str = "▇_") -> str:
-    """A use with a bar, such as `search 3/8 ▇▇____`; the bar is full only at the limit."""
+    Only the bar has a color: the numbers can be read on a dark and on a light background.
+    """
     share = use.used / use.limit if use.limit else 1.0
+    return Text.assemble(
+        _numbers(use), " ", (bar(share, width, characters), STYLES[use.level]), no_wrap=True
+    )
+
+
+def _numbers(use: Use) -> str:
     most = _short(use.limit)
     # Thousands have a decimal.
     room = 2 * len(most) + (1 if use.limit < _THOUSAND else 3)
-    numbers = f"{_short(use.used)}/{most}".ljust(room)
-    return f"{use.title} {numbers} {bar(share, width, characters)}"
+    return f"{_short(use.used)}/{most}".ljust(room)
 
 
 def _short(amount: int) -> str:

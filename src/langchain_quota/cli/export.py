@@ -14,14 +14,14 @@ from langchain_quota.monitoring import checks, exports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments; each option is there only for what it applies to."""
+    """Add the command's arguments: to a subcommand only the options that apply to it."""
     whats = parser.add_subparsers(dest="what", required=True)
     boards = whats.add_parser("grafana", help="dashboards")
     boards.add_argument(
         "--datasource",
         type=_checked(checks.datasource_fault),
         metavar="UID",
-        help="the Prometheus data source that the dashboards begin with",
+        help="the Prometheus data source that the dashboards open with",
     )
     _add_selector(boards)
     _add_runbooks(boards)
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files, and print a line for each, and one for an address that nobody gave.
+    """Write the files and print their names; without an address of Grafana, print the default.
 
     Raises:
         CommandError: A file exists, or cannot be written.
@@ -116,7 +116,7 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
                     _keep_access(path, whole)
             for path in paths:
                 if path not in taken:
-                    # Fails if somebody else made the file since.
+                    # Fails if another process has made the file since.
                     path.open("x").close()
                 Path(unfinished, f"{path.name}.tmp").replace(path)
     except OSError as error:
@@ -129,10 +129,10 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
 
 
 def _check_files(paths: Iterable[Path]) -> None:
-    """Check that what is to be overwritten are files.
+    """Check that only files are overwritten.
 
     Raises:
-        CommandError: One of them is none.
+        CommandError: A path is not a file.
     """
     for path in paths:
         if path.is_symlink():
@@ -145,9 +145,9 @@ def _check_files(paths: Iterable[Path]) -> None:
 
 
 def _keep_access(old: Path, new: Path) -> None:
-    """Let whoever could use a file use the one that takes its place."""
+    """Give the new file the permissions and, if allowed, the owner of the old one."""
     access = old.lstat()
-    if not stat.S_ISREG(access.st_mode):  # not any more
+    if not stat.S_ISREG(access.st_mode):  # no file any more
         return
     new.chmod(stat.S_IMODE(access.st_mode))
     if hasattr(os, "chown"):
@@ -175,7 +175,7 @@ def _add_alert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--per-thread-alerts",
         action="store_true",
-        help="alert also on single threads that come near their limits",
+        help="add alerts about single threads that are near their limits",
     )
 
 

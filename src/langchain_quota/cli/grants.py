@@ -28,7 +28,7 @@ def grant(store: RedisStore, arguments: Namespace) -> int:
     """Give more of a quota; the exit code.
 
     Raises:
-        CommandError: The key, the amount or the time says nothing.
+        CommandError: The key, the amount or the time cannot be used.
         QuotaStoreError: Redis failed; the message has the id with which to ask again.
     """
     key = _count(store, arguments)
@@ -70,7 +70,7 @@ def revoke(store: RedisStore, arguments: Namespace) -> int:
     """End a grant; the exit code.
 
     Raises:
-        CommandError: There is none.
+        CommandError: There is no such grant.
     """
     key = arguments.key
     for each in store.grants(_glob(key) + "*"):
@@ -110,10 +110,10 @@ def show(store: RedisStore, arguments: Namespace) -> int:
 
 
 def _count(store: RedisStore, arguments: Namespace) -> str:
-    """The key of the count that is meant: of a window the one that runs now.
+    """The whole key of the count; if it has a window, the key for the present one.
 
     Raises:
-        CommandError: The key names none, or several.
+        CommandError: The key names no count, or several.
     """
     text: str = arguments.key
     try:
@@ -171,7 +171,7 @@ def _line(grant: Grant) -> str:
 
 @contextmanager
 def _audit() -> Iterator[list[str]]:
-    """Print what is logged of grants on stderr, as JSON; whoever enters learns what was."""
+    """Print what is logged about grants on stderr, as JSON; gives the list of these lines."""
     handler = _Audit()
     logger = logging.getLogger("langchain_quota")
     before = logger.level

@@ -1,4 +1,4 @@
-"""What a store in Redis keeps: a table of it, a way back to 0, and more than limits say."""
+"""The counts that a store keeps in Redis: show them, reset them, grant more."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ _TIMEOUT = 10.0
 _HEADINGS = ("counted", "per", "subject", "used", "of", "until")
 _DECLINED = 1
 _RUNS = (":run:", ":root_run:")
-"""What a pattern has in it that asks for runs."""
+"""The parts of a pattern that ask for the counts of runs."""
 _ODD = 1
 _NAMED = 20
 _SHOWN = 200
@@ -106,17 +106,17 @@ def _store(arguments: Namespace) -> RedisStore:
 
 
 def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage], list[bytes]]:
-    """The counts, and the names of what is none."""
+    """The counts, and the names of keys that hold no count."""
     uses: dict[str, QuotaUsage] = {}
     odd: set[bytes] = set()
     for pattern in patterns or ("*",):
         found, others = store.listing(pattern)
-        # Each run of the last day has counts, under a name that says nothing to anybody.
+        # Every run of the last day has counts. Their names are ids that tell a reader nothing.
         asked = any(each in pattern for each in _RUNS)
         uses |= {
             use.key: use
             for use in found
-            # Without a counter it is the number of a thread's newest root run.
+            # A key without a counter holds the number of a thread's newest root run.
             if not use.key.startswith(":")
             and (asked or dimension_of(use.key) not in (RUN, ROOT_RUN))
         }
@@ -125,7 +125,7 @@ def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage]
 
 
 def _name(odd: Sequence[bytes]) -> int:
-    """Name what is no count, on stderr; the exit code."""
+    """Print the names of keys that hold no count on stderr; the exit code."""
     for name in odd[:_NAMED]:
         more = "..." if len(name) > _SHOWN else ""
         complain("quotas", f"{name[:_SHOWN]!r}{more} holds no count, and is left as it is")

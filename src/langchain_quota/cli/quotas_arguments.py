@@ -8,7 +8,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
 _MAX_SECONDS = 3600
 NO_WINDOW = "none"
-"""What `--window` says of a count that has none."""
+"""The value of `--window` for a count without a window."""
 
 
 def add_arguments(quotas: ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_arguments(quotas: ArgumentParser) -> None:
         metavar="URL",
         help="the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)",
     )
-    server.add_argument("--prefix", help="the store's prefix, if it has one of its own")
+    server.add_argument("--prefix", help="the store's prefix, if it is not the default")
     several = ArgumentParser(add_help=False, parents=[server])
     several.add_argument(
         "--key",
@@ -34,18 +34,20 @@ def add_arguments(quotas: ArgumentParser) -> None:
         nargs="+",
         default=[],
         help="only counts whose key matches, such as 'search:user_id:ada*' (default: all); "
-        "those of runs only by a pattern with ':run:' in it",
+        "counts of runs match only a pattern with ':run:' in it",
     )
     one = ArgumentParser(add_help=False, parents=[server])
     one.add_argument("--key", required=True, help="the count's key, such as 'email:user_id:ada'")
-    actions.add_parser("show", parents=[several], help="print what is used, of what, until when")
-    watch = actions.add_parser("watch", parents=[several], help="the same, again and again")
+    actions.add_parser(
+        "show", parents=[several], help="print what is used, of which limit, and until when"
+    )
+    watch = actions.add_parser("watch", parents=[several], help="the same, until you quit")
     watch.add_argument(
         "--every",
         type=_seconds,
         default=2.0,
         metavar="SECONDS",
-        help="how long between two times (default: 2)",
+        help="seconds between two updates (default: 2)",
     )
     reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
     reset.add_argument("--yes", action="store_true", help="do not ask")
@@ -56,26 +58,27 @@ def add_arguments(quotas: ArgumentParser) -> None:
 
 
 def _add_grant(grant: ArgumentParser) -> None:
-    grant.add_argument(
-        "amount", help="how much more: calls or tokens, or dollars where dollars are counted"
-    )
+    grant.add_argument("amount", help="how much more: calls, tokens or dollars, as the key counts")
     grant.add_argument(
         "--for",
         dest="for_time",
         type=_duration,
         metavar="TIME",
-        help="until when at most, such as 30m, 12h, 1d or 2w (default: the end of the window; "
-        "without one, a year)",
+        help="for how long at most, such as 30m, 12h, 1d or 2w (default: to the end of the "
+        "window; without one, a year)",
     )
     grant.add_argument("--reason", required=True, help="why, for the list and the log")
     grant.add_argument("--by", metavar="NAME", help="who grants it (default: the system's user)")
-    grant.add_argument("--id", help="names it: what is granted already is not granted again")
+    grant.add_argument(
+        "--id", help="the grant's id: a second grant with the same key and id adds nothing"
+    )
     grant.add_argument(
         "--window",
         type=_window,
         default=SUPPRESS,
         metavar="TIME",
-        help=f"the quota's window, or {NO_WINDOW}, if nothing has been counted in it yet",
+        help=f"the quota's window, such as 1d, or {NO_WINDOW}: needed if no call has been counted "
+        "in it yet",
     )
 
 
@@ -83,7 +86,7 @@ def _duration(text: str) -> timedelta:
     """A time such as `30m`, `12h`, `1d` or `2w`.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: The text is no such time.
     """
     match = _DURATION.fullmatch(text)
     if match is None:
@@ -97,10 +100,10 @@ def _window(text: str) -> timedelta | None:
 
 
 def _seconds(text: str) -> float:
-    """A time between two looks, in seconds.
+    """How long to wait between two questions, in seconds.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: The text is no such time.
     """
     try:
         seconds = float(text)

@@ -30,15 +30,15 @@ except ModuleNotFoundError:  # Windows
     termios = tty = None  # type: ignore[assignment]
 
 SOME_FAILED = 1
-"""The exit code if some addresses did not answer the one question."""
+"""The exit code if some addresses did not answer, where each is asked once."""
 ALL_FAILED = 2
 """The exit code if none did."""
 
 _NO_KEYS = "no keys are read here: use the options; Ctrl-C quits"
 _NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
-"""A character may be wider than it is taken for: then it must not move the lines below."""
+"""Wrapping is off: a character that is wider than expected must not move the lines below."""
 _PAUSE = 0.2
-"""The seconds between two looks for news."""
+"""The seconds between two checks for new answers."""
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
 
 
@@ -71,7 +71,7 @@ class Watch:
         _in_background(self._gather)
 
     def gather(self) -> None:
-        """Make figures of what all of them said last."""
+        """Make figures of their latest answers."""
         scrapes = []
         for each in self.sources:
             scrape, at = each.scrape, each.answered_at
@@ -101,7 +101,7 @@ class Watch:
                 self._news.wait()
                 self._news.clear()
                 self.gather()
-                time.sleep(_PAUSE)  # many addresses have news all the time
+                time.sleep(_PAUSE)  # many addresses answer all the time
         except Exception as error:  # noqa: BLE001 - it is raised where the screen is drawn
             self.failure = error
 
@@ -198,7 +198,7 @@ def _screen(console: Console) -> Iterator[Live]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], Sequence[str]]]:
-    """Gives what waits so many seconds for keys. A signal ends the view like an error."""
+    """Gives a function that waits some seconds for keys. A signal ends the view like an error."""
     with ExitStack() as stack:
         # Ctrl-Z would leave the screen to the shell.
         for name in ("SIGTERM", "SIGHUP", "SIGTSTP"):
@@ -224,7 +224,7 @@ def _pressed(terminal: int, seconds: float) -> Sequence[str]:
     if not select.select([terminal], [], [], seconds)[0]:
         return ()
     data = os.read(terminal, 1024)
-    # Without a terminal nobody looks any more.
+    # Without a terminal nobody reads the view any more.
     return _KEY.findall(data.decode(errors="ignore")) if data else ("\x1b", "q")
 
 

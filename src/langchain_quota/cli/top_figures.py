@@ -11,7 +11,7 @@ from langchain_quota.money import MICRODOLLARS
 from langchain_quota.telemetry import names
 
 WINDOW = 300.0
-"""The seconds that a rate is about, at most; Prometheus may scrape only once a minute."""
+"""The longest time that a rate covers, in seconds; Prometheus may scrape only once a minute."""
 
 _PER_THREAD = names.THREAD_BLOCKED.labels
 _MINUTE, _HOUR = 60, 3600
@@ -34,7 +34,7 @@ _OF_USES: dict[str, tuple[str, Unit | None]] = {
         for unit, spec in metric.items()
     },
 }
-"""What a metric of a thread or of a subject tells, and in which unit."""
+"""What a metric of a thread or of a subject says, and in which unit."""
 _SPENT: dict[str, Unit] = {spec.name: unit for unit, spec in names.SPENT.items()}
 _GRANTED: dict[str, Unit] = {spec.name: unit for unit, spec in names.GRANTED.items()}
 _GROWING = {names.CALLS.name, names.LIMIT_DECISIONS.name, *_SPENT}
@@ -68,7 +68,7 @@ class Use(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What became of the calls that a limit matches, and of those who are held to it.
+    """What happened to the calls that a limit matches, and how many are near the limit.
 
     `allowed` is without refunds. `near` and `exhausted` count threads and subjects of quotas: those
     that one process knows, or that have series, whichever are more.
@@ -129,7 +129,7 @@ Rates = Mapping[tuple[str, Series], float]
 
 
 class Growth:
-    """What counters have gained lately: since the first look, and at most since the window began.
+    """How much counters have grown since the first answer, or at most since the window began.
 
     The window has two halves. When the second is full the first is forgotten, so that what is kept
     does not grow with time.
@@ -141,7 +141,7 @@ class Growth:
         self._seen_twice = False
 
     def take(self, name: str, scrape: Scrape, at: float) -> None:
-        """Take in what an address answered.
+        """Take in an address's answer.
 
         A counter that is lower than before began again at 0, with its process. A series that was
         not there before began at 0. What a process had before it was first seen is no gain.

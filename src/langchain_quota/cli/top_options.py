@@ -40,7 +40,7 @@ def environment_of_console() -> dict[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments."""
+    """Add the command's arguments."""
     parser.description = (
         "Shows who is near a limit, who is refused and what is spent, again and again."
     )
@@ -78,16 +78,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval",
         type=_seconds,
         metavar="SECONDS",
-        help=f"how often to ask (default: {INTERVAL:g}); without a terminal: print so often",
+        help=f"seconds between two updates (default: {INTERVAL:g}); without a terminal: print "
+        "again after this time",
     )
-    add("--view", choices=ORDERS, help="what to begin with (plain text: what to print)")
+    add("--view", choices=ORDERS, help="the first view; in plain text, the only one")
     orders = dict.fromkeys(order for each in ORDERS.values() for order in each)
-    add("--sort", choices=orders, help="what to order by")
+    add("--sort", choices=orders, help="the order of the rows")
     add("--filter", default="", metavar="TEXT", help="only rows with this text in a name")
 
 
 def _address(path: str) -> Callable[[str], str]:
-    """Reads an address; one without a path has this one."""
+    """Gives a function that reads an address, and adds this path to one without a path."""
 
     def address(text: str) -> str:
         url = text if "://" in text else f"http://{text}"

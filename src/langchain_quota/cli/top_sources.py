@@ -1,4 +1,4 @@
-"""What is asked: `/metrics` addresses, or a Prometheus; and what is read from their answers."""
+"""The sources of figures, `/metrics` addresses or a Prometheus, and how answers are read."""
 
 import json
 import math
@@ -20,7 +20,7 @@ Series = tuple[str, ...]
 """A series: the metric's name, and the values of the metric's own labels, in their order."""
 
 Process = tuple[str, str]
-"""Who counts: the job that a Prometheus scrapes, empty for an address; and the process in it."""
+"""Who counts: the job in Prometheus, empty for a `/metrics` address; and the job's process."""
 
 Scrape = dict[Process, dict[Series, float]]
 """What was read at one moment."""
@@ -31,12 +31,12 @@ WANTED = {
 """The labels of the metrics that are read, by name."""
 
 SILENCE = 10.0
-"""The seconds for which an address may say nothing; Prometheus waits as long by default."""
+"""How many seconds an address may stay silent; Prometheus waits as long by default."""
 LONGEST = 60.0
 """The seconds that a whole answer may take."""
 MOST_BYTES = 100 << 20
 MOST_SERIES = 500_000
-"""The most of one address. 20,000 threads with three limits have 420,000."""
+"""The most series of one address. 20,000 threads with three limits have 420,000."""
 MOST_SERIES_IN_ALL = 2_000_000
 
 _LONGEST_LINE = 1 << 20
@@ -67,7 +67,7 @@ class Source:
     Attributes:
         scrape: What it answered last.
         answered_at: When that was, by `time.monotonic`.
-        failure: Why the latest answer is none.
+        failure: Why the latest answer cannot be used; `None` if it can.
     """
 
     def __init__(self, name: str, client: httpx.Client, most: int, query: str = "") -> None:
@@ -80,7 +80,7 @@ class Source:
         self._query = query
 
     def poll(self) -> None:
-        """Ask it, and keep what it answers, or why it does not."""
+        """Ask it, and keep its answer, or why there is none."""
         try:
             self.scrape = self._ask()
         except Exception as error:  # noqa: BLE001 - it is shown; the others go on
@@ -101,7 +101,7 @@ class Source:
         """What it answers.
 
         Raises:
-            SourceError: It says no, or nothing that can be used.
+            SourceError: It answers with an error, or with nothing that can be used.
         """
         asked = (
             self._client.stream("POST", f"{self.name}/api/v1/query", data={"query": self._query})
@@ -153,7 +153,7 @@ def _parts(response: httpx.Response) -> Iterator[bytes]:
     """
     end = time.monotonic() + LONGEST
     size = 0
-    for part in response.iter_bytes():  # as they come: a drip must not outlast the time
+    for part in response.iter_bytes():  # as they come: a slow answer must not take longer
         size += len(part)
         if size > MOST_BYTES:
             raise SourceError(f"its answer is longer than {MOST_BYTES >> 20} MiB")
@@ -163,7 +163,7 @@ def _parts(response: httpx.Response) -> Iterator[bytes]:
 
 
 def of_text(parts: Iterator[bytes], most: int) -> dict[Series, float]:
-    """The series in a text of metrics; no more of it is kept at a time than a part.
+    """The series in a text of metrics; only one part of the text is kept at a time.
 
     Args:
         parts: The text.
@@ -174,7 +174,7 @@ def of_text(parts: Iterator[bytes], most: int) -> dict[Series, float]:
         ValueError: It is no text of metrics.
     """
     found: dict[Series, float] = {}
-    strings: dict[str, str] = {}  # each once: a thread is in many series
+    strings: dict[str, str] = {}  # one object for equal texts: a thread is in many series
     for lines in _lines(parts):
         for line in lines:
             name = line.partition("{")[0]
@@ -271,7 +271,7 @@ def sources(arguments: Namespace) -> list[Source]:
         headers["Authorization"] = f"Bearer {token}"
 
     def client(url: str) -> httpx.Client:
-        # No proxy stands between this machine and itself.
+        # This machine asks itself without a proxy.
         outside = not (urlsplit(url).hostname or "").startswith(_LOOPBACK)
         return httpx.Client(verify=context, headers=headers, timeout=SILENCE, trust_env=outside)
 
@@ -288,7 +288,7 @@ def _token(file: Path | None) -> str:
     """The token to send; empty for none.
 
     Raises:
-        CommandError: It cannot be read, or is none.
+        CommandError: The file cannot be read, or has no token.
     """
     if file is None:
         token, where = token_of_environment(), TOKEN_VARIABLE

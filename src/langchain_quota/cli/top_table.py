@@ -1,4 +1,4 @@
-"""The figures as rows: which of them, in which order; on a screen and as plain text."""
+"""The figures as rows, filtered and in order, on a screen and as plain text."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from langchain_quota.levels import Level
 
 KEYS = "q quit  1-4 view  s sort  / filter  space pause  arrows scroll"
 FAULTS = 3
-"""How many lines tell of addresses that fail."""
+"""How many lines name addresses that fail."""
 
 _UNKNOWN = "-"
 _WIDE = 100
 _BESIDE_ROWS = 5
-"""The lines above and below the rows: two of the whole, the views, the headings, the keys."""
+"""The lines above and below the rows: two with totals, the views, the headings, the keys."""
 _MARKS: Mapping[Level | None, str] = {Level.NEAR: "~", Level.EXHAUSTED: "!"}
 _NOTHING = {
     "threads": "no thread has used anything yet",
@@ -47,7 +47,7 @@ def compact(value: float | None, unit: Unit = "calls") -> str:
     if abs(value) < _WHOLE_UP_TO:
         if not sign:
             return f"{value:,.0f}{end}" if value == round(value) else f"{value:,.1f}{end}"
-        # Whole cents say enough of a dime and more.
+        # From a dime on, whole cents are exact enough.
         places = 6 if 0 < value < _DIME / 100 else 4 if 0 < value < _DIME else 2
         whole, _, cents = f"{value:,.{places}f}".partition(".")
         return f"{sign}{whole}.{cents.rstrip('0').ljust(2, '0')}"
@@ -79,7 +79,7 @@ def lasting(seconds: float | None) -> str:
 
 
 class _Column(NamedTuple):
-    """A column: its heading; a row's text, and its style; a wide one is for wide terminals."""
+    """A column: its heading, a row's text, its style, and whether it needs a wide terminal."""
 
     title: str
     cell: Callable[[Any, float], str]
@@ -126,7 +126,7 @@ _WHOSE = (
 _USE = (
     *_WHOSE,
     _Column("used/of", _used_of, _use_style, right=True),
-    # A mark is for those who do without colors.
+    # A mark says the same without colors.
     _Column(
         "share",
         lambda use, _: percent(use.share) + _MARKS.get(use.level, " "),
@@ -176,7 +176,7 @@ _COLUMNS: Mapping[str, Sequence[_Column]] = {
 def _by_share(row: Use | Limit) -> tuple[float, ...]:
     if isinstance(row, Limit):
         return (-row.exhausted, -row.near)
-    # What is on trial refuses nobody, so that nobody is near it.
+    # A limit on trial refuses nobody, so nobody counts as near it.
     return (row.level is None, -(row.share or 0), -row.refused)
 
 
@@ -197,16 +197,16 @@ _ORDERS: Mapping[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is looked at.
+    """What the user looks at.
 
     Attributes:
         name: One of `ORDERS`.
-        order: How rows are ordered; an order that the view does not have stands for its first.
+        order: How rows are ordered; the view's first order replaces one that it does not have.
         text: What rows must have in one of their names.
         first: How many rows are above the first one that is shown.
-        paused: Whether the figures stand still.
+        paused: Whether the figures are not updated.
         is_typing: Whether `text` is being typed.
-        ended: Whether the user wants no more.
+        ended: Whether the user has quit.
     """
 
     name: str = "threads"
@@ -243,7 +243,7 @@ def _names(row: Row) -> tuple[str, ...]:
 
 
 def press(view: View, key: str, *, page: int = 10) -> View:
-    """What is looked at after a key: a character, or what a terminal sends for another key."""
+    """The view after a key: a character, or what a terminal sends for another key."""
     if view.is_typing:
         if key in "\r\n\x1b":
             return replace(view, is_typing=False, text="" if key == "\x1b" else view.text)

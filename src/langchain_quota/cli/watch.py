@@ -1,4 +1,4 @@
-"""A table that is drawn anew until somebody has seen enough."""
+"""A table that is redrawn until the user quits."""
 
 import os
 import select
@@ -27,7 +27,7 @@ def watch(lines: Callable[[], Sequence[str]], every: float) -> int:
 
     Args:
         lines: Gives a heading, and one line for each thing.
-        every: How long between two times, in seconds.
+        every: How long to wait before the next time, in seconds.
 
     Returns:
         The exit code, when `q` is pressed; Ctrl-C is the caller's.
@@ -81,7 +81,7 @@ def _screen() -> Iterator[None]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Gives what waits so many seconds for a key; empty if none is pressed."""
+    """Gives a function that waits some seconds for a key; its result is empty without one."""
     if termios is None or not sys.stdin.isatty():
         yield _wait
         return

@@ -12,6 +12,7 @@ from langgraph.graph import StateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel
 
+from langchain_quota.arguments import one_list
 from langchain_quota.graph._loop import (
     Loop,
     State,
@@ -33,26 +34,27 @@ from langchain_quota.telemetry import Telemetry
 
 
 class GraphQuota:
-    """Holds a graph that is written by hand to many limits, and makes every call visible.
+    """Puts many limits on a graph that is written by hand, and makes every call visible.
 
-    What `QuotaMiddleware` is for `create_agent`, this is for a `StateGraph` with a `ToolNode`
-    (`add_to`), for the functional API (`begin` and what follows), and for `create_react_agent` and
-    `create_supervisor` (`react_hooks`). Limits, counts, messages, exceptions and telemetry are the
-    same. A run is one invocation of the outermost graph; loops of one graph count together.
+    It replaces `QuotaMiddleware` where `create_agent` is not used: in a `StateGraph` with a
+    `ToolNode` (`add_to`), in the functional API (`begin` and the methods below it), and in
+    `create_react_agent` and `create_supervisor` (`react_hooks`). Limits, counts, messages,
+    exceptions and telemetry are the same. A run is one invocation of the outermost graph; loops of
+    one graph count together.
 
-    A `reserve` that is a number is held from `before_model` on, since the request may never be
-    seen. If a run stops before its model call, the number stays held for 15 minutes.
+    A `reserve` that is a number is held from `before_model` on, because the library may never see
+    the request. If a run stops before its model call, the number stays held for 15 minutes.
 
     Args:
         limits: The limits, at least one, each under a name of its own.
-        tell_model: As of `QuotaMiddleware`.
-        hide_exhausted: As of `QuotaMiddleware`.
-        on_decision: As of `QuotaMiddleware`.
-        store: As of `QuotaMiddleware`.
-        on_store_error: As of `QuotaMiddleware`.
-        prices: As of `QuotaMiddleware`.
-        unknown_price: As of `QuotaMiddleware`.
-        telemetry: As of `QuotaMiddleware`.
+        tell_model: As in `QuotaMiddleware`.
+        hide_exhausted: As in `QuotaMiddleware`.
+        on_decision: As in `QuotaMiddleware`.
+        store: As in `QuotaMiddleware`.
+        on_store_error: As in `QuotaMiddleware`.
+        prices: As in `QuotaMiddleware`.
+        unknown_price: As in `QuotaMiddleware`.
+        telemetry: As in `QuotaMiddleware`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -73,6 +75,7 @@ class GraphQuota:
         ["Tool call limit exceeded. Do not call 'search' again.", 'nothing found']
     """
 
+    @one_list
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
         limits: Sequence[Limit],
@@ -110,7 +113,7 @@ class GraphQuota:
         start: str | None = START,
         end: str = END,
     ) -> StateGraph[Any, Any, Any, Any]:
-        """Add a loop of model and tools to a graph, with what judges their calls.
+        """Add a loop of model and tools to a graph, with nodes that judge their calls.
 
         The nodes are `model` and `tools`, and `quota.before_agent`, `quota.before_model` and
         `quota.after_model`. The counts are in channels of their own, beside the graph's state:
@@ -119,14 +122,14 @@ class GraphQuota:
         Args:
             graph: The graph. Its state has `messages`.
             model: A chat model without tools, the name of one as `init_chat_model` takes it, or
-                the model's node of your own: a function or a Runnable, which calls the model with
+                a model node of your own: a function or a Runnable, which calls the model with
                 `call_model` or by itself.
             tools: The tools, or a `ToolNode` of your own.
             prompt: The system prompt, for a chat model.
-            name: The agent's name in telemetry and on its messages. Where it is given, the names
-                of the nodes begin with it: `researcher.model`. A second loop in a graph needs one.
-            start: The node from which the loop is entered; `None` adds no edge: lead to
-                `quota.before_agent` yourself.
+            name: The agent's name in telemetry and on its messages. With a name, the names of the
+                nodes begin with it: `researcher.model`. A second loop in a graph needs a name.
+            start: The node from which the loop is entered. `None` adds no edge: then add an edge
+                to `quota.before_agent` yourself.
             end: The node that the loop leaves to.
 
         Returns:
@@ -152,19 +155,19 @@ class GraphQuota:
 
         Args:
             tools: The tools.
-            options: Further arguments of `ToolNode`, but for its wrappers.
+            options: Further arguments of `ToolNode`, except its wrappers.
         """
         return self._loop.tool_node(tools, **options)
 
     def begin(self, state: State) -> dict[str, Any]:
         """Begin a new run of a loop of your own, before its first model call.
 
-        This and the methods below take a state, a mapping with `messages`, and return it as it is
-        behind the step. In an `@entrypoint` call each in a `@task`: a resume then judges nothing
-        twice.
+        This method and those below it take a state, a mapping with `messages`, and return the
+        state after the step. In an `@entrypoint`, call each method in a `@task`: then a resumed
+        run judges nothing twice.
 
         Args:
-            state: The thread's state as the run before left it, with the new messages.
+            state: The thread's state after the previous run, with the new messages.
         """
         kept = {key: each for key, each in state.items() if key not in (RUN_TOOLS, RUN_MODEL)}
         fresh = identified_state(kept)
@@ -179,14 +182,14 @@ class GraphQuota:
         return self.begin(state)
 
     def before_model(self, state: State) -> dict[str, Any]:
-        """Judge the next model call; `jump_to` is then `"model"`, or `"end"` where it is refused.
+        """Judge the next model call; `jump_to` is then `"model"`, or `"end"` if it is refused.
 
         Args:
             state: The state.
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            RuntimeError: A limit's function or an observer is async; or a refused call was made.
+            RuntimeError: A limit's function or an observer is async, or a refused call was made.
         """
         given = identified_state(state)
         return merged(given, self._loop.judge_model(given))
@@ -212,11 +215,11 @@ class GraphQuota:
         *,
         prompt: str | SystemMessage | None = None,
     ) -> AIMessage:
-        """Call a model: told what is left (`tell_model`), offered what it may call.
+        """Call a model: it reads what is left (`tell_model`), and is offered what it may call.
 
-        For a model's node of your own and for the functional API. Without it `tell_model`,
-        `hide_exhausted` and the last request of `"finalize"` do not reach the model; the limits
-        hold all the same, but for a `reserve` that is a function.
+        It is for a model node of your own, and for the functional API. Without it `tell_model`,
+        `hide_exhausted` and the last request of `"finalize"` do not reach the model. The limits
+        hold without it, except a `reserve` that is a function.
 
         Args:
             model: The chat model, without tools.
@@ -225,8 +228,8 @@ class GraphQuota:
             prompt: The system prompt.
 
         Raises:
-            ModelCallLimitExceededError: By a `reserve` that is a function, the call could exceed a
-                limit with `exit_behavior="error"`.
+            ModelCallLimitExceededError: The function `reserve` of a limit with
+                `exit_behavior="error"` says that the call could exceed it.
             UnknownPriceError: There is a limit of costs, and no price for the model.
         """
         message, _ = self._loop.ask(model, state, tools, prompt)
@@ -249,8 +252,8 @@ class GraphQuota:
             prompt: The system prompt.
 
         Raises:
-            ModelCallLimitExceededError: By a `reserve` that is a function, the call could exceed a
-                limit with `exit_behavior="error"`.
+            ModelCallLimitExceededError: The function `reserve` of a limit with
+                `exit_behavior="error"` says that the call could exceed it.
             UnknownPriceError: There is a limit of costs, and no price for the model.
         """
         message, _ = await self._loop.aask(model, state, tools, prompt)
@@ -259,15 +262,15 @@ class GraphQuota:
     def after_model(self, state: State) -> dict[str, Any]:
         """Judge the tool calls that the model made; `jump_to` then says where the loop goes.
 
-        It is `"tools"` where calls were admitted, which `open_calls` has; `"model"` where all were
-        refused; `"end"` where there are none, or where a limit ends the run.
+        It is `"tools"` if calls were admitted: `open_calls` returns them. It is `"model"` if all
+        were refused, and `"end"` if there are none, or if a limit ends the run.
 
         Args:
             state: The state.
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A limit's function or an observer is async; or a refused call was made.
+            RuntimeError: A limit's function or an observer is async, or a refused call was made.
         """
         given = identified_state(state)
         return merged(given, self._loop.judge_tools(given))
@@ -287,7 +290,7 @@ class GraphQuota:
 
     @staticmethod
     def open_calls(state: State) -> list[ToolCall]:
-        """The tool calls of the newest model call that wait for an answer: those to run."""
+        """The tool calls to run: those of the newest model call that have no answer yet."""
         return open_calls(state)
 
     def react_hooks(
@@ -297,14 +300,15 @@ class GraphQuota:
         *,
         name: str | None = None,
     ) -> dict[str, Any]:
-        """The arguments with which `create_react_agent` or `create_supervisor` is limited.
+        """Arguments that put the limits on `create_react_agent` or `create_supervisor`.
 
-        `create_react_agent(**quota.react_hooks(model, tools))` holds everywhere. Without a model
-        the hooks are for `create_supervisor(agents, model=model, **quota.react_hooks())`: a model
-        limit ends the supervisor's graph, and `tell_model` and `hide_exhausted` have no effect.
-        Elsewhere a model limit without a model is a `RuntimeError` at the agent's first step,
-        unless the agent is a node of a graph that has its `state_schema`. The counts are keys of
-        the agent's state, so pass on nothing of a client's input but the messages.
+        With a model, `create_react_agent(**quota.react_hooks(model, tools))` works everywhere.
+        Without a model, the hooks are for
+        `create_supervisor(agents, model=model, **quota.react_hooks())`: a model limit ends the
+        supervisor's graph, and `tell_model` and `hide_exhausted` have no effect. Elsewhere a model
+        limit needs the model: without it, the agent's first step raises a `RuntimeError`, unless
+        the agent is a node of a graph that has its `state_schema`. The counts are keys of the
+        agent's state, so pass on only the messages of a client's input.
 
         Args:
             model: The chat model, without tools, or its name.
@@ -312,8 +316,8 @@ class GraphQuota:
             name: The agent's name in telemetry.
 
         Returns:
-            `pre_model_hook`, `post_model_hook` and `state_schema`; with a model `model` and
-            `tools`, too. A schema of your own must be a subclass of this one.
+            `pre_model_hook`, `post_model_hook` and `state_schema`; with a model, also `model` and
+            `tools`. A schema of your own must be a subclass of this one.
 
         Raises:
             TypeError: The model has the wrong type.
@@ -342,14 +346,14 @@ class GraphQuota:
         return arguments
 
     def reset(self, graph: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        """Set what a thread has used back to nothing, in its state and in the store.
+        """Set a thread's counts to 0, in its state and in the store.
 
         Args:
             graph: The compiled graph that `add_to` added to.
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
-            TypeError: The graph runs elsewhere.
+            TypeError: `graph` is not a graph of this process, but a remote one, for example.
             ValueError: `add_to` added nothing to it.
             RuntimeError: The thread has no state, or waits in mid-run.
             QuotaStoreError: The store could not be asked.
@@ -364,7 +368,7 @@ class GraphQuota:
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
-            TypeError: The graph runs elsewhere.
+            TypeError: `graph` is not a graph of this process, but a remote one, for example.
             ValueError: `add_to` added nothing to it.
             RuntimeError: The thread has no state, or waits in mid-run.
             QuotaStoreError: The store could not be asked.

@@ -1,8 +1,8 @@
-"""Budgets in a loop that somebody else drives: who calls the model, and how that is charged.
+"""Budgets in a loop that the user's code drives: who calls the model, and how that is charged.
 
-A model that `call_model` calls is charged as in an agent. A model's node of the user's own is
-charged for all model runs in it, whether it calls `call_model` or the model itself. Where nobody
-saw the call, what its answer reports is charged when the tool calls are judged.
+A model that `call_model` calls is charged as in an agent. A model node of the user's own is charged
+for all model runs in it, whether it calls `call_model` or the model itself. If nobody saw the call,
+the use that its answer reports is charged when the tool calls are judged.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from langchain_quota.state import LEDGER, Held, Ledger, ledger, merge_ledgers
 
 @dataclass
 class _Step:
-    """What happens in a model's node of the user's own.
+    """What happens in a model node of the user's own.
 
     Attributes:
         budgets: Those of the loop.
@@ -37,8 +37,8 @@ class _Step:
         state: The state as the node got it, with what is held for its call now.
         has_node: Whether there is a node at all: none where an answer alone is charged.
         called: Whether it has called `call_model`.
-        held: What is held for these calls; for the newest one the state has it.
-        written: What these calls write, beside what they use.
+        held: What is held for these calls; the state has what is held for the newest one.
+        written: What these calls write, beside their use.
         runs: The model runs in it, once it is done.
     """
 
@@ -59,9 +59,9 @@ class LoopBudgets(Budgets):
     """Charges the model calls of a loop that is written by hand to its budgets.
 
     Args:
-        limits: As of `Budgets`.
-        prices: As of `Budgets`.
-        allow_unknown: As of `Budgets`.
+        limits: As in `Budgets`.
+        prices: As in `Budgets`.
+        allow_unknown: As in `Budgets`.
         **others: Its other arguments.
     """
 
@@ -70,7 +70,7 @@ class LoopBudgets(Budgets):
     ) -> None:
         super().__init__(limits, prices=prices, allow_unknown=allow_unknown, **others)
         self._needed_prices = None if allow_unknown else prices
-        # Nobody may see the request: a number is held before it.
+        # The request may never be seen: a number is held before it.
         self.bounds_calls = any(callable(getattr(limit, "reserve", None)) for limit in limits)
 
     def before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
@@ -88,7 +88,7 @@ class LoopBudgets(Budgets):
         limits: ResolvedLimits,
         held: Mapping[str, int],
     ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model; in a node of the user's own, which is charged itself, that alone.
+        """Call the model. In a node of the user's own nothing else is done: the node is charged.
 
         Args:
             request: The request.
@@ -107,7 +107,7 @@ class LoopBudgets(Budgets):
         limits: ResolvedLimits,
         held: Mapping[str, int],
     ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model; in a node of the user's own, which is charged itself, that alone.
+        """Call the model. In a node of the user's own nothing else is done: the node is charged.
 
         Args:
             request: The request.
@@ -128,7 +128,7 @@ class LoopBudgets(Budgets):
         *,
         has_node: bool = True,
     ) -> tuple[Any, Update]:
-        """Run a model's node of the user's own; what it gives, and what is to be written.
+        """Run a model node of the user's own; its result, and what is to be written.
 
         Args:
             state: The state.
@@ -138,8 +138,8 @@ class LoopBudgets(Budgets):
             has_node: Whether there is a node at all: none where an answer alone is charged.
 
         Raises:
-            RuntimeError: A function `reserve` was not asked, as the node calls the model itself.
-            UnknownPriceError: It does, and there is a limit of costs, and no price for the model.
+            RuntimeError: A function `reserve` was not asked: the node calls the model itself.
+            UnknownPriceError: So it does, under a limit of costs, and the model has no price.
         """
         with self._step(state, has_node=has_node) as step:
 
@@ -176,8 +176,8 @@ class LoopBudgets(Budgets):
             has_node: Whether there is a node at all: none where an answer alone is charged.
 
         Raises:
-            RuntimeError: A function `reserve` was not asked, as the node calls the model itself.
-            UnknownPriceError: It does, and there is a limit of costs, and no price for the model.
+            RuntimeError: A function `reserve` was not asked: the node calls the model itself.
+            UnknownPriceError: So it does, under a limit of costs, and the model has no price.
         """
         with self._step(state, has_node=has_node) as step:
 
@@ -203,7 +203,7 @@ class LoopBudgets(Budgets):
         return _charged({LEDGER: {**spending(state, late), "held": None}})
 
     def learn_written(self, state: Mapping[str, Any]) -> None:
-        """Nothing: `known` has done so, and what it gives is not written yet."""
+        """Do nothing: `known` has learned it, and what it returns is not written yet."""
 
     def nothing_used(self, state: Mapping[str, Any]) -> None:
         """Note that the step's call was refused, and so is not charged any more."""
@@ -256,13 +256,13 @@ class LoopBudgets(Budgets):
         return update
 
     def write_with_node(self, update: Update) -> None:
-        """Have the node write what a `call_model` in it writes: it is the one that can."""
+        """Have the node write what a `call_model` in it writes: only a node can write."""
         step = self._running()
         if step is not None:
             step.written = joined(step.written, update)
 
     def _show(self, paid: Paid, counts: Mapping[str, int] | None) -> None:
-        """Make visible what a call was charged; a node whose call was refused has made none."""
+        """Make visible what a call was charged; not of a refused call, which was not made."""
         if paid.used:
             super()._show(paid, counts)
 
@@ -287,7 +287,7 @@ class LoopBudgets(Budgets):
 
     @contextmanager
     def _step(self, state: Mapping[str, Any], *, has_node: bool) -> Iterator[_Step]:
-        """While the block runs, it is the node that is charged for its model runs."""
+        """While the block runs, the node is charged for its model runs."""
         step = _Step(self, _task(), {**state}, has_node)
         token = _step.set(step)
         try:
@@ -307,7 +307,7 @@ class LoopBudgets(Budgets):
         if self.bounds_calls and step.has_node:
             raise RuntimeError(
                 "a limit's reserve is a function of the request, and the model's node calls the "
-                "model itself, so that there is none: call it with quota.call_model(model, "
+                "model itself, so no request is known: call it with quota.call_model(model, "
                 "state, tools), or give reserve as a number"
             )
         if self._needed_prices is not None:
@@ -325,7 +325,7 @@ def _task() -> str:
 
 
 def _without_model(state: Mapping[str, Any], runtime: Any) -> ModelRequest[Any]:
-    """A request that names no model: somebody else calls it, and is charged for that."""
+    """A request that names no model: another caller calls it, and is charged for that."""
     known: Any = {"model": None, "messages": [], "state": state, "runtime": runtime}
     return ModelRequest(**known)
 

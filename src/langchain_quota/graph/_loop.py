@@ -1,4 +1,4 @@
-"""The hooks of QuotaMiddleware as steps of a loop that somebody else drives."""
+"""The hooks of QuotaMiddleware as steps of a loop that the user's code drives."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
@@ -38,7 +38,7 @@ class Loop(QuotaMiddleware[Any, Any]):
     _budgets: LoopBudgets | None
 
     def sharing_state(self) -> "Loop":
-        """The same, in a graph that has its state from the graph around it, and gives it back."""
+        """A copy for a graph that shares its state with the graph around it."""
         loop = copy(self)
         loop._shares_state = True  # noqa: SLF001 - it is one of these
         return loop
@@ -49,7 +49,7 @@ class Loop(QuotaMiddleware[Any, Any]):
         return "quota"
 
     def begin(self, state: State) -> Update:
-        """Begin a new run, whatever ran before."""
+        """Begin a new run, whether or not one has begun."""
         update = self._begin_run(state, running_runtime())
         update[LEDGER]["begun_in"] = _invocation()
         return update
@@ -111,7 +111,7 @@ class Loop(QuotaMiddleware[Any, Any]):
     def ask(
         self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
     ) -> tuple[AIMessage, Update]:
-        """Call the model: told what is left, offered what it may call; and what is written."""
+        """Call the model with what is left and what it may call; its answer, what is written."""
 
         def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
             bound, given = _bound(request)
@@ -123,7 +123,7 @@ class Loop(QuotaMiddleware[Any, Any]):
     async def aask(
         self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
     ) -> tuple[AIMessage, Update]:
-        """Call the model: told what is left, offered what it may call; and what is written."""
+        """Call the model with what is left and what it may call; its answer, what is written."""
 
         async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
             bound, given = _bound(request)
@@ -182,10 +182,10 @@ class Loop(QuotaMiddleware[Any, Any]):
         return self._budgets is not None
 
     def check_bounds(self) -> None:
-        """Check that no limit needs a request, where nobody has one.
+        """Check that no limit needs a request, for hooks that see none.
 
         Raises:
-            ValueError: One does.
+            ValueError: A limit needs one.
         """
         for limit in self._current.of_kind["model"]:
             if callable(getattr(limit, "reserve", None)):
@@ -231,7 +231,7 @@ def identified_state(state: State) -> dict[str, Any]:
 
 
 def merged(state: State, update: Update) -> dict[str, Any]:
-    """The state as it is after an update, but for what other reducers than ours make of it."""
+    """The state after an update, without the effect of reducers that are not ours."""
     after = {**state, **update}
     if "messages" in update:
         given: Any = state.get("messages") or []
@@ -283,7 +283,7 @@ def _resumed(state: State) -> Update:
 
 
 def _asks_anew(state: State, known: Ledger) -> bool:
-    """Whether a run that goes on had not begun: the user has spoken since the last one began."""
+    """Whether a run must begin anew: the user has written a message since the last one began."""
     messages = state.get("messages") or ()
     behind = since(messages, known.get("turn"))
     newest = messages[-1:] if behind is None else behind

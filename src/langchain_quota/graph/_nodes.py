@@ -116,7 +116,7 @@ class Nodes:
             graph.add_edge(start, self._begin)
 
     def _labelled(self) -> dict[str, Any]:
-        """What tells telemetry the agent's name, as `create_agent` does."""
+        """The metadata from which telemetry reads the agent's name, as `create_agent` sets it."""
         return {} if self._name is None else {"metadata": {"lc_agent_name": self._name}}
 
     def _calling(self, model: BaseChatModel, tools: Tools, prompt: Prompt) -> Runnable[Any, Any]:
@@ -136,9 +136,9 @@ class Nodes:
         return RunnableLambda(call, acall, name=self._model)
 
     def _own(self, model: Any) -> tuple[Any, dict[str, Any]]:
-        """The model's node of the user's own, and the arguments of `add_node` for it.
+        """The model node of the user's own, and the arguments of `add_node` for it.
 
-        It gets what it asks for. A mapping has our counts, too; a class has no place for them.
+        The node gets the state that it asks for: a mapping also has our counts, a class does not.
         """
         spec = StateGraph(self._graph.state_schema).add_node("model", model).nodes["model"]
         asked: Any = spec.input_schema
@@ -157,7 +157,7 @@ class Nodes:
         return node, {"input_schema": schema, "destinations": destinations}
 
     def _behind_tools(self, direct: Collection[str]) -> Callable[[Any], str]:
-        """Where the loop goes from the tools, of which some return directly."""
+        """Where the loop goes after the tools, some of which return directly."""
 
         def behind_tools(state: Any) -> str:
             messages = state["messages"] if isinstance(state, Mapping) else state.messages
@@ -215,7 +215,7 @@ def _check_node(model: Any, prompt: Prompt) -> None:
     """Check that something can be the model's node.
 
     Raises:
-        TypeError: It can not.
+        TypeError: It cannot.
     """
     if _is_bound(model):
         check_model(model)
@@ -257,10 +257,10 @@ def _check_graph(graph: Any) -> None:
 
 
 def _tools(loop: Loop, tools: Any) -> tuple[ToolNode, list[Any]]:
-    """The node of the tools, and what the model is offered: a provider's own tools, too.
+    """The node of the tools, and the tools that the model is offered, with a provider's own.
 
     Raises:
-        TypeError: The tools are no tools.
+        TypeError: `tools` is neither a list of tools nor a `ToolNode`.
         ValueError: A limit has `at_once`, and the node does not wait.
     """
     if isinstance(tools, ToolNode):
@@ -283,7 +283,7 @@ def _schema(
 
     They are then neither in the input nor in the output of the graph.
     """
-    # What has no reducer here takes that of the graph.
+    # A key without a reducer here takes the graph's reducer.
     keys: dict[str, Any] = dict.fromkeys(graph.channels, Any)
     managed = {key: Annotated[Any, each] for key, each in graph.managed.items()}
     return _with_counts({**keys, **managed, **others})

@@ -1,4 +1,4 @@
-"""A model's node of the user's own, in a loop with budgets."""
+"""A model node of the user's own, in a loop with budgets."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from langchain_quota.middleware._calls import Update
 
 
 class ChargedNode(Runnable[Any, Any]):
-    """The node, of which all model runs are charged.
+    """The node; all model runs in it are charged.
 
     Args:
         loop: Charges.
@@ -36,7 +36,7 @@ class ChargedNode(Runnable[Any, Any]):
 
 
 def _with(result: Any, charged: Update) -> Any:
-    """What the node writes, with what it is charged; else the next hook writes that."""
+    """What the node writes, with its charge; if that is impossible, the next hook writes it."""
     if result is None:
         return charged
     if isinstance(result, Mapping):

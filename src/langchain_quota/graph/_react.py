@@ -35,9 +35,9 @@ class ReactState(QuotaState[Any]):
 class ReactHooks:
     """The two hooks, and a model that is not called when a run has ended.
 
-    `create_react_agent` goes from the first hook to its model, whatever the hook says. A graph
-    that has the agent as a node, as a supervisor's has, can be led to its end from the hook;
-    without one only the model itself can end.
+    `create_react_agent` always goes from the first hook to its model. If the agent is a node of
+    another graph, such as a supervisor's, the hook can lead that graph to its end. Without such a
+    graph, only the model itself can end the run.
 
     Args:
         loop: Judges.
@@ -71,12 +71,12 @@ class ReactHooks:
         return _over(state, await self._loop.ajudge_tools(state))
 
     def _left(self, state: State, update: Update) -> Update | Command[Any]:
-        """The update; where a limit ends the run, on the way out of the graph around this one."""
+        """The update; if a limit ends the run, with the command that leaves the outer graph."""
         ends = update["jump_to"] == "end"
         if not ends or self._has_model:
             return _without_jump(update)
         update = _over(state, update)
-        # The graph around this one has got nothing yet of what this one wrote.
+        # The outer graph does not have yet what this one wrote.
         after = merged(state, update)
         whole = {key: each for key, each in after.items() if key not in _MANAGED}
         return Command(graph=Command.PARENT, goto=END, update=whole)
@@ -85,7 +85,7 @@ class ReactHooks:
         """The state without a mark, if a run can be ended before its model.
 
         Raises:
-            RuntimeError: There is neither a model of ours nor a graph that this one is a node of.
+            RuntimeError: The hooks have no model, and this graph is not a node of another one.
         """
         known = ledger(state)
         unmarked = {key: each for key, each in known.items() if key != "in_graph"}
@@ -95,9 +95,9 @@ class ReactHooks:
         around = info.checkpoint_ns.split("|")[:-1]
         if not known or not around or runs_tools(around[-1]):
             raise RuntimeError(
-                "create_react_agent calls its model whatever a hook says, and there is no graph "
-                "to end that has the agent as a node and shares its state, as create_supervisor "
-                "makes it. Give the model to the hooks: "
+                "create_react_agent calls its model whatever a hook says. The limit could only "
+                "end a graph around it that shares its state, as create_supervisor makes one, and "
+                "there is none. Give the model to the hooks: "
                 "create_react_agent(**quota.react_hooks(model, tools))"
             )
         return {**state, LEDGER: unmarked}
@@ -142,7 +142,10 @@ def _without_jump(update: Update) -> Update:
 
 
 def _over(state: State, update: Update) -> Update:
-    """The update where the graph goes where it says: what runs behind the end is another's."""
+    """The update without its jump, and without the mark that the run has ended.
+
+    The graph itself ends: what runs after it is not part of this run.
+    """
     update = _without_jump(update)
     if merged(state, update)[LEDGER].get("ended"):
         update = joined(update, {LEDGER: Ledger(ended=None)})

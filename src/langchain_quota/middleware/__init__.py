@@ -1,1 +1,1 @@
-"""Where LangChain calls us."""
+"""The middlewares: the code that LangChain calls."""

@@ -1,4 +1,4 @@
-"""The calls that a run has left unfinished, and what the next run takes back of them."""
+"""The calls that a run has left unfinished, and the charges that the next run takes back."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -12,7 +12,7 @@ from langchain_quota.state import Abandoned, ledger, thread_tools
 
 
 def abandoned_calls(state: Mapping[str, Any]) -> Abandoned | None:
-    """What the run before left of its last batch, by what its limiters knew of it.
+    """The unfinished calls of the previous run's last batch, as its limiters knew them.
 
     Args:
         state: The agent's state.

@@ -29,7 +29,7 @@ def budgets_of(  # noqa: PLR0913 - keyword-only settings
         kind: What charges them.
         limits: The limits.
         prices: As the user gives them.
-        unknown_price: What becomes of a call of a model without a price.
+        unknown_price: What happens to a call of a model without a price.
         charge_all_models: Whether all model runs of the agent's run are charged.
         store: The store; `None` without one.
         recorder: Makes visible what is charged.
@@ -68,7 +68,7 @@ def budgets_of(  # noqa: PLR0913 - keyword-only settings
 def late_use(
     budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
 ) -> Late | None:
-    """What the run has used of budgets that the state does not have; a store has it now.
+    """The use of budgets that the state does not have yet; now a store has counted it.
 
     Args:
         budgets: The budgets, if the agent has any.
@@ -86,7 +86,7 @@ def late_use(
 async def alate_use(
     budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
 ) -> Late | None:
-    """What the run has used of budgets that the state does not have; a store has it now.
+    """The use of budgets that the state does not have yet; now a store has counted it.
 
     Args:
         budgets: The budgets, if the agent has any.

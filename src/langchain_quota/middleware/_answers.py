@@ -18,7 +18,7 @@ KEPT = (
     "the store could not be asked, and the answer of a person waits for it: resume the run again "
     "when the store answers; the answer is kept"
 )
-"""What is said where a store fails that an answer needs."""
+"""The message if the store fails that has to grant what a person answered."""
 
 _ANSWERS = (
     '{"decisions": [{"type": "approve"}]}, or with "reject", or with "edit" and '
@@ -27,7 +27,7 @@ _ANSWERS = (
 
 
 def is_answered() -> bool:
-    """Whether somebody has answered a question of the running task."""
+    """Whether a question of the running task has been answered."""
     try:
         interrupt(None)
     except GraphInterrupt:
@@ -44,7 +44,7 @@ def read_answer(resumed: object, offered: Mapping[str, int], limits: Mapping[str
         limits: The limits by name.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no such answer.
     """
     match resumed:
         case {"decisions": [{"type": "approve" | "edit" | "reject" as kind, **said}], **others}:
@@ -52,7 +52,7 @@ def read_answer(resumed: object, offered: Mapping[str, int], limits: Mapping[str
         case _:
             raise ValueError(f"it must be {_ANSWERS}, not {resumed!r}")
     user = (running_config().get("configurable") or {}).get("langgraph_auth_user_id")
-    # What the server has checked goes before what the answer claims.
+    # A user that the server has checked wins over a name that the answer claims.
     by = user or said.get("by") or others.get("by") or ""
     # Agent Inbox sends an edited action and what a person says as "args".
     inbox = said.get("args")
@@ -69,7 +69,7 @@ def _edited(action: object, limits: Mapping[str, Limit]) -> dict[str, int]:
     """The amounts of an edited action; a limit that it leaves out is granted nothing.
 
     Raises:
-        ValueError: It is no action, names another limit, or an amount is none.
+        ValueError: It is no action, it names another limit, or an amount is not valid.
     """
     given = action.get("args") if isinstance(action, Mapping) else None
     if not isinstance(given, Mapping) or not given.keys() <= limits.keys():
@@ -84,7 +84,7 @@ def _amount(limit: Limit, value: object) -> int:
     """An amount as a person writes it: forms often give numbers as text.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no amount.
     """
     text = str(value).strip().removeprefix("$").replace(",", "")
     try:

@@ -17,7 +17,7 @@ from langchain_quota.telemetry.recorder import Recorder
 
 
 class Questions:
-    """Asks people at the limits of a middleware, and has granted what they answer.
+    """Asks people at the limits of a middleware, and grants what they answer.
 
     Args:
         limit: The name of the first limit that asks.
@@ -55,18 +55,18 @@ class Questions:
         ask: Ask[RequestT],
         acquire: Callable[[RequestT], AcquireResult],
     ) -> tuple[RequestT, AcquireResult]:
-        """Ask a person about refused calls, if that helps: what is asked of the limits after it.
+        """Ask a person about refused calls, if that helps; the newest request, and its result.
 
         Args:
             request: The calls.
-            result: What is answered to their request.
-            limits: The limits, as the request was made of them.
-            ask: Makes the request.
-            acquire: Has it answered.
+            result: The answer to them, before a person is asked.
+            limits: The limits for which the request was made.
+            ask: Makes a request.
+            acquire: Gets the answer to a request.
 
         Raises:
-            QuotaStoreError: The store could not be asked. Resume the run again: what it has granted
-                is not granted twice.
+            QuotaStoreError: The store could not be asked. Resume the run again: nothing is granted
+                twice.
         """
         question = question_of(request, result)
         question.put(self._recorder)

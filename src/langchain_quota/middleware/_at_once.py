@@ -45,7 +45,7 @@ class AtOnce:
         limits: The limits that have such a number.
         store: Keeps the counts for several processes; with none, or one in memory, this process
             does.
-        outage: What becomes of calls when the store cannot be asked.
+        outage: What happens to calls when the store cannot be asked.
         recorder: Makes visible who waits and who is refused.
         observers: Notified of every refusal.
     """
@@ -60,21 +60,21 @@ class AtOnce:
     ) -> None:
         self._limits = limits
         self._store = store
-        # Who keeps the places; `None` where this process does.
+        # The store that keeps the places; `None` if this process keeps them.
         self._leases = None if store is None or isinstance(store.store, MemoryStore) else store
         self._outage = outage
         self._recorder = recorder
         self._observers = observers
-        # Before a store is asked, the calls of this process stand in line: in order, and with few
-        # questions to the store.
+        # Before a store is asked, the calls of this process wait in line. So they keep their order,
+        # and the store gets few questions.
         self._slots = slots_of(self._leases and self._leases.store)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: what copies of the middleware run is counted together."""
+        """Itself: copies of the middleware count their calls together."""
         return self
 
     def make(self, request: ToolCallRequest, handler: Handler) -> Answer:
-        """Make a tool call when it may run; or answer it, if it may not in time.
+        """Make a tool call when it may run; if its wait is over first, answer it instead.
 
         Args:
             request: The call.
@@ -106,7 +106,7 @@ class AtOnce:
             self._slots.give_back(slot)
 
     async def amake(self, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
-        """Make a tool call when it may run; or answer it, if it may not in time.
+        """Make a tool call when it may run; if its wait is over first, answer it instead.
 
         Args:
             request: The call.
@@ -179,7 +179,7 @@ class AtOnce:
     def _leased(self, turn: Turn, lease: Lease, result: AcquireResult | None) -> Lease | None:
         turn.learned(result)
         if result is None:
-            # Perhaps the store has heard of it.
+            # The store may have counted it.
             lease.give_back_later()
             self._recorder.record_fallback(turn.call.agent, self._outage, 1)
             return None
@@ -187,7 +187,7 @@ class AtOnce:
 
     @contextmanager
     def _cancellable(self, turn: Turn) -> Iterator[None]:
-        """Record the wait of a call that ends it by itself: it is cancelled, say."""
+        """Record the wait of a call that ends in an exception, such as its cancellation."""
         try:
             yield
         except BaseException:
@@ -205,8 +205,8 @@ class AtOnce:
     def _refund(self, turn: Turn) -> AcquireRequest | None:
         """Give back what the call was charged: it does not run.
 
-        The state's counts are corrected when the next calls are judged, by the answer. The store's
-        are corrected now, where the state that the tool gets has them: others use them.
+        The state's counts are corrected when the next calls are judged: the answer says so. The
+        store's counts are corrected now, if the tool's state names them: other runs use them.
         """
         batch, call_id = turn.batch, str(turn.call.id)
         if batch is None or turn.tried:
@@ -242,13 +242,13 @@ class AtOnce:
 def wrap_tool_calls(middleware: Any, outage: Outage) -> AtOnce | None:
     """Give a middleware hooks around tool calls if it has caps on calls at once.
 
-    LangChain looks at the class whether there is such a hook. One on `QuotaMiddleware` would give
-    every agent with limits a wrapper around each tool call, and an agent without tools a node for
-    tools. So a middleware with a cap gets a class of its own.
+    LangChain looks for such hooks in the class. On `QuotaMiddleware` they would give every agent
+    with limits a wrapper around each tool call, and an agent without tools a node for tools. So a
+    middleware with a cap gets a class of its own.
 
     Args:
         middleware: A `QuotaMiddleware` with its limits, store, recorder and observers.
-        outage: What becomes of calls when the store cannot be asked.
+        outage: What happens to calls when the store cannot be asked.
 
     Returns:
         What the hooks call; `None` without a cap.
@@ -263,7 +263,7 @@ def wrap_tool_calls(middleware: Any, outage: Outage) -> AtOnce | None:
     own: Any = type(middleware)
     middleware.__class__ = _wrapping(own)
     if not tracing_is_enabled():
-        # As with the hook around the model: one that is not `async` saves LangSmith's wrapper.
+        # As with the hook around the model: without `async`, LangSmith's wrapper is not added.
         vars(middleware)["awrap_tool_call"] = MethodType(_untraced, middleware)
     return AtOnce(
         capped,

@@ -1,6 +1,5 @@
 """What every limiting middleware shares: its name, the beginning of a run, subclassing."""
 
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,6 @@ from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
 from langchain_quota.decision import ROOT_RUN, Call, Outcome
-from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._abandoned import abandoned_calls, take_back
 from langchain_quota.middleware._calls import Conclusion, Request, Update
@@ -43,6 +41,7 @@ from langchain_quota.state import (
 )
 from langchain_quota.telemetry import Telemetry, recorder_of
 from langchain_quota.telemetry.labels import UNNAMED
+from langchain_quota.user_line import UserLine
 
 if TYPE_CHECKING:
     from langgraph._internal._typing import StateLike
@@ -73,6 +72,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, limits: tuple[Limit, ...], *, limit_name: str | None, telemetry: Telemetry | None
     ) -> None:
         super().__init__()
+        self._made_at = UserLine.of_caller()
         self._limits = limits
         self._limit_name = limit_name
         self._recorder = recorder_of(telemetry)
@@ -92,11 +92,11 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._warned = self._warned_of_runs = False
         self._wiring = Wiring()
         self._offered = OfferedTools(limits, self._recorder)
-        # The functions that start sub-agents of which nothing is to be said any more.
+        # The functions that start sub-agents and that have been checked already.
         self._looked_at: WeakSet[FunctionType] = WeakSet()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Honour a subclass's hook in both forms, and begin its runs whatever it overrides.
+        """Make a subclass's sync hooks work in async runs, and its runs begin without `super()`.
 
         Raises:
             TypeError: It overrides `wrap_model_call`, and not `awrap_model_call`.
@@ -106,7 +106,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     @property
     def name(self) -> str:
-        """The middleware's name in the graph: the class, and what it limits as far as given."""
+        """The middleware's name in the graph: its class, the limited tools and the limit's name."""
         parts = [*self._limits[0].tools, *([self._limit_name] if self._limit_name else [])]
         if not parts:
             return type(self).__name__
@@ -116,7 +116,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     @begins_runs
     def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
-        """Begin a new run: a new budget, and an answer for every call that was left without one.
+        """Begin a new run: set the run's counts to 0, and answer every call left without an answer.
 
         LangGraph does not call this when a run is resumed.
 
@@ -128,7 +128,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     @begins_runs
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
-        """Begin a new run: a new budget, and an answer for every call that was left without one.
+        """Begin a new run: set the run's counts to 0, and answer every call left without an answer.
 
         LangGraph does not call this when a run is resumed.
 
@@ -153,19 +153,17 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._offered.learn(request)
 
     def _warn_of_sub_agents(self, tools: Sequence[Any]) -> None:
-        """Warn once of each agent whose tools start others without limits."""
+        """Warn once per agent whose tools start other agents without limits."""
         for start in starters(tools):
             if start in self._looked_at:
                 continue
             self._looked_at.add(start)
             unlimited = ", ".join(map(repr, unlimited_sub_agents(start)))
             if unlimited:
-                warnings.warn(
+                self._made_at.warn(
                     f"the sub-agents that the tool 'task' of agent {running_agent() or UNNAMED!r} "
-                    f"starts have no limits of langchain-quota: {unlimited}. Give them those "
-                    "of their parent: with_limits(create_deep_agent, quota)(…)",
-                    QuotaWarning,
-                    stacklevel=2,
+                    f"starts have no limits of langchain-quota: {unlimited}. Give them their "
+                    "parent's limits: with_limits(create_deep_agent, quota)(…)"
                 )
 
     def _mark_judged(self, state: Mapping[str, Any] | None = None) -> None:
@@ -221,7 +219,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return update
 
     def _checked_mode(self, begun: str | None) -> str | None:
-        """How this run counts model calls, by all middlewares that have begun it.
+        """How this run counts model calls, from all middlewares that have begun it.
 
         Raises:
             RuntimeError: Two middlewares would count each call twice.
@@ -237,9 +235,9 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
 
     def _held(self, abandoned: Abandoned) -> bool:
-        """Whether the abandoned calls did not get past these limits, so that none started.
+        """Whether the abandoned calls did not pass these limits, so that none of them started.
 
-        A limit that raised, or that a review kept the calls from, has not let them pass.
+        They did not if a limit raised, or if a review stopped them before it.
         """
         calls = [(Call("tool", name), Call("tool", old)) for name, _, old in abandoned["calls"]]
         return self.name in abandoned["held_by"] and any(
@@ -249,7 +247,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
 
     def _record(self, request: Request, conclusion: Conclusion) -> Conclusion:
-        """Make a conclusion visible, unless it is that of a hook that runs again."""
+        """Make a conclusion visible, unless the hook runs again."""
         self._mark_judged(request.state)
         known = request.known.get("trace")
         recorded = self._recorder.record(
@@ -299,11 +297,9 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             return
         if any(limit.run_limit is not None for limit in self._limits):
             self._warned_of_runs = True
-            warnings.warn(
+            self._made_at.warn(
                 f"{self.name} has a run limit, and no node of this graph calls its before_agent: "
-                f"the budget of a run is never given anew. {REMEDY}",
-                QuotaWarning,
-                stacklevel=2,
+                f"the run's counts are never set back to 0. {REMEDY}"
             )
 
     def _warn_if_forgetful(self, context: CallContext) -> None:
@@ -313,17 +309,15 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         for limit in self._limits:
             if limit.thread_limit is not None:
                 self._warned = True
-                warnings.warn(
+                self._made_at.warn(
                     f"{self.name} has a thread limit, but this agent's state does not outlive the "
-                    f"run: the limit holds within one run only. {remedy}",
-                    QuotaWarning,
-                    stacklevel=2,
+                    f"run: the limit holds within one run only. {remedy}"
                 )
                 return
 
 
 def effect(conclusion: Conclusion) -> Update | None:
-    """What a hook returns, or raises."""
+    """Return what the hook returns, or raise the conclusion's error."""
     if conclusion.error is not None:
         raise conclusion.error
     return conclusion.update
@@ -360,7 +354,7 @@ def _has_begun(state: Mapping[str, Any]) -> bool:
 
 
 def _turn(history: Sequence[AnyMessage]) -> str | int | None:
-    """What the newest message is known by, before the run adds others."""
+    """How the newest message is found again, after the run has added others."""
     if not history:
         return None
     # Not every reducer gives messages an id.

@@ -1,8 +1,8 @@
-"""One model call under budgets, from its request on: what is held for it, and if it is made.
+"""One model call under budgets, once its request is known: what is held for it, and if it is made.
 
-A call that was let through before its request was known asks for its reserve now. Without one it is
-made with what is held for it, unless it is made again: by a middleware listed before, or by
-LangGraph, which runs a node anew.
+A call was let through before its request was known, and asks for its reserve now. A call without a
+reserve uses what is held for it. It has to ask anew if it is made again: by a middleware listed
+before, or by LangGraph when it runs a node again.
 """
 
 from asyncio import CancelledError
@@ -54,12 +54,12 @@ class BudgetedCall:
         # By the model's counter.
         self._held: Mapping[str, int] = held_amounts(limits.asked(Call("model")))
         self._asks = budgets.bounds_calls or self._admitted is None
-        # The newest answer to what it asks.
+        # The newest answer to its questions.
         self._result = AcquireResult({})
         self._refused: tuple[Request, Conclusion] | None = None
-        # What is decided by budgets alone when it may be made.
+        # The decision of the budgets alone, if the call may be made.
         self._decided: Decision | None = None
-        # Beside what the call has used.
+        # What is written beside the call's use.
         self._written = Ledger()
 
     def make(
@@ -73,8 +73,8 @@ class BudgetedCall:
 
         Args:
             handler: Calls the model.
-            acquire: Has what is asked answered.
-            take_effect: Makes a refusal visible; gives what follows.
+            acquire: Gets the answer to a request.
+            take_effect: Makes a refusal visible, and returns what the hook writes.
             observers: Who is notified of what was decided.
         """
         try:
@@ -104,8 +104,8 @@ class BudgetedCall:
 
         Args:
             handler: Calls the model.
-            acquire: Has what is asked answered.
-            take_effect: Makes a refusal visible; gives what follows.
+            acquire: Gets the answer to a request.
+            take_effect: Makes a refusal visible, and returns what the hook writes.
             observers: Who is notified of what was decided.
 
         Raises:
@@ -129,9 +129,9 @@ class BudgetedCall:
         return response, self._joined(update)
 
     def _asking(self) -> Iterator[Request]:
-        """Ask for all that the call can use; for less, if it can be made with less.
+        """Ask for all that the call can use, then for less, if it can be made with less.
 
-        Each answer is put into `_result` before the next one is asked for: sync or async.
+        The caller, sync or async, puts each answer into `_result` before it asks for the next.
         """
         asked = yield from self._ask(self._request)
         if _is_too_much(self._result) and _ends_with_an_answer(asked, self._result):
@@ -149,7 +149,7 @@ class BudgetedCall:
             self._request = _with(self._request, Ledger(held=held_for(asked)))
 
     def _refund(self) -> AcquireRequest | None:
-        """What takes the count of a refused call back in a store; `None` if it counts none."""
+        """The request that uncounts a refused call in a store; `None` if the store has no count."""
         charged = {} if self._admitted is None else self._admitted.charged
         if not charged:
             return None
@@ -157,7 +157,7 @@ class BudgetedCall:
         return AcquireRequest("", "", compensations=(refund,))
 
     def _unused(self) -> AcquireRequest | None:
-        """What a store is asked if the call cannot be made: to give back what is held for it."""
+        """The request that gives back what a store holds for a call that cannot be made."""
         held = ledger(_state(self._request)).get("held")
         return None if held is None else given_back([held])
 
@@ -179,7 +179,7 @@ class BudgetedCall:
         return admitted._replace(decisions=decisions)
 
     def _joined(self, update: Update) -> Update:
-        """What is written of the call's use, with what else is written."""
+        """The update with the call's use, joined with the rest that is written."""
         if not self._written:
             return update
         return {**update, LEDGER: merge_ledgers(update.get(LEDGER, Ledger()), self._written)}
@@ -210,12 +210,12 @@ class BudgetedCall:
 
 
 def _is_too_much(result: AcquireResult) -> bool:
-    """Whether a call is refused that might be admitted if it asked for less."""
+    """Whether a refused call might be admitted if it asked for less."""
     return not all(result.admitted) and STORE not in result.refused[0].values()
 
 
 def _ends_with_an_answer(asked: Request, result: AcquireResult) -> bool:
-    """Whether all that refuses a call would let it be the last one."""
+    """Whether all limits that refuse a call would let it be the last one."""
     if ledger(asked.state).get("final"):
         return False
     by_name = asked.limits.by_name
@@ -224,7 +224,7 @@ def _ends_with_an_answer(asked: Request, result: AcquireResult) -> bool:
 
 
 def _with_budgets(decision: Decision, later: Decision | None) -> Decision:
-    """A decision with budgets as they stand later: one on trial may refuse the reserve."""
+    """A decision with the later status of budgets: one on trial may refuse the reserve."""
     if later is None:
         return decision
     standing = {each.limit: each for each in later.limits}

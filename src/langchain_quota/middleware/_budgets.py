@@ -1,10 +1,10 @@
 """Budgets of tokens and money: what model calls have used is charged when they are done.
 
-The model runs of a call are seen by a callback handler: retries, fallbacks and second calls, too.
-What they have used is added to the counts of the state and of the store, where it takes the place
-of what was held. Of a call that fails the graph keeps no update: what it has used waits in this
-process for the next hook of the run, or for the next run of the thread. So it does where another
-middleware drops the update, and where there is none to write, as in a loop written by hand.
+A callback handler sees the model runs of a call: retries, fallbacks and second calls, too. Their
+use is added to the counts of the state and of the store, where it replaces what was held. The graph
+keeps no update of a call that fails: its use waits in this process for the next hook of the run, or
+for the next run of the thread. It also waits if another middleware drops the update, and if none
+can be written, as in a loop written by hand.
 """
 
 from asyncio import CancelledError
@@ -44,6 +44,7 @@ from langchain_quota.prices import Prices
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import LEDGER, NOTHING_SPENT, Ledger
 from langchain_quota.telemetry.recorder import Recorder
+from langchain_quota.user_line import UserLine
 
 _NOTHING = nullcontext()
 
@@ -103,16 +104,17 @@ class Budgets:
         self.charging = Charging(
             limits, prices=prices, allow_unknown=allow_unknown, recorder=recorder
         )
-        """What model runs are charged."""
+        """Computes what model runs are charged."""
         self.let_through = LetThrough()
         """The calls that may be made."""
         self._store = store
+        self._made_at = UserLine.of_caller()
         self.recorder = recorder
         self.bounds_calls = any(getattr(limit, "reserve", None) is not None for limit in limits)
         """Whether a call asks for its reserve when its request is known."""
         self._late = LateUse()
         self.others: OtherRuns | None = None
-        """Charges what the agent's own calls are not; `None` if it is not charged."""
+        """Charges all model runs but those of the agent's own calls; `None` to charge none."""
         if all_models:
             self.others = OtherRuns(
                 lambda run, agent: self.charging.amounts(run, {}, lambda: agent),
@@ -184,7 +186,7 @@ class Budgets:
                 if isinstance(error, Exception | CancelledError):
                     counts = await self._asettle(paid)
                 else:
-                    # The event loop is going: nothing can be awaited.
+                    # The event loop is closing: nothing can be awaited.
                     counts = None
                     self._settle_soon(paid)
                 self._show(paid, counts)
@@ -197,7 +199,7 @@ class Budgets:
     def before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
         """The limits that judge a call before its request is known: they hold no reserve yet.
 
-        A run may stop before it makes the call: only the least amount is held in vain then.
+        A run may stop before it makes the call: then only the least amount was held in vain.
 
         Args:
             limits: The limits on model calls.
@@ -207,7 +209,7 @@ class Budgets:
         return ResolvedLimits(replace(each, hold=1) for each in limits.limits)
 
     def bounded(self, request: ModelRequest[Any], limits: ResolvedLimits, *, task: str) -> Request:
-        """The model call that is about to be made, asking of budgets all that it can use.
+        """The request of the next model call to budgets, for all that it can use.
 
         Args:
             request: The request.
@@ -216,7 +218,7 @@ class Budgets:
 
         Raises:
             TypeError: A function `reserve` gives no amount.
-            ValueError: What it gives is out of bounds.
+            ValueError: The amount is out of bounds.
             UnknownPriceError: There is a limit of costs, and no price for the model.
         """
         if request.model is not None:
@@ -234,24 +236,24 @@ class Budgets:
         return bounded(asked, bounds)
 
     def late(self, state: Mapping[str, Any]) -> Late | None:
-        """What calls have used that this state of their run, as a hook gets it, does not have."""
+        """What calls have used that their run's state, as a hook gets it, does not have yet."""
         self._late.forget_written(state)
         return self._late.of(state)
 
     def learn_written(self, state: Mapping[str, Any]) -> None:
-        """Learn from a state behind a call what is written, and so no longer late."""
+        """Learn from the state after a call what is written, and so no longer late."""
         if self.others is not None:
             self.others.learn_state(state)
         self._late.forget_written(state)
 
     def begun(self, state: Mapping[str, Any]) -> Ledger:
-        """What is written when a run begins: what calls of the last one have used, too."""
+        """What is written when a run begins, with what calls of the last run have used."""
         late = self.late(state)
         known = Ledger() if late is None else spending(state, late)
         return Ledger(**{**known, **NOTHING_SPENT})
 
     def _admits(self, request: ModelRequest[Any]) -> Callable[[ModelUsage], None]:
-        """Checks that a model has a price: whoever calls it, and instead of which."""
+        """A check that a model has a price, also if a middleware has chosen another model."""
         return partial(self.charging.check_price, agent=partial(agent_of, request))
 
     def _left_out(self, collector: ModelRunCollector) -> AbstractContextManager[None]:
@@ -265,7 +267,7 @@ class Budgets:
         held: Mapping[str, int],
         collector: ModelRunCollector,
     ) -> Paid:
-        """What a call that is over has used. It is kept in this process, whatever follows."""
+        """What a finished call has used. This process keeps it, whatever happens next."""
         forget_refused(collector)
         state = _state(request)
         agent = partial(agent_of, request)
@@ -304,7 +306,8 @@ class Budgets:
         """Warn of models that report nothing."""
         for run, _ in paid.used:
             if run.usage.estimated and run.status == "success":
-                self.recorder.warn_of_estimate(next(iter(run.usage.models), ""))
+                model = next(iter(run.usage.models), "")
+                self.recorder.warn_of_estimate(model, self._made_at)
 
     def _show(self, paid: Paid, counts: Mapping[str, int] | None) -> None:
         """Make visible what a call was charged.

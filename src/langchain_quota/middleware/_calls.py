@@ -1,4 +1,4 @@
-"""What a hook judges and what becomes of it: the same for tool calls and model calls."""
+"""What a hook judges, and what follows from it: the same for tool calls and model calls."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ Update = dict[str, Any]
 
 
 class Conclusion(NamedTuple):
-    """What a hook decided, and what becomes of it.
+    """What a hook decided, and what follows from it.
 
     Attributes:
         decisions: The decisions, in the order of the calls.
@@ -58,13 +58,13 @@ class Late(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """Calls that wait to be judged, and what they ask of which counters.
+    """Calls that wait to be judged, and what they ask of counters.
 
     Attributes:
         state: The agent's state.
         known: Our own part of it.
         context: The agent and thread.
-        task: The name of what the middleware does here, among all that it does in a step.
+        task: The name of this work among all that the middleware does in a step.
         limits: The limits.
         calls: The calls.
         used: The state's counts, by the name of the counter.
@@ -77,9 +77,9 @@ class Request:
         answered: Whether it answered.
         holds: The idempotency key of the request that holds what the calls may use; empty for none.
         late: What calls of the run have used of budgets that is not in the state yet.
-        anew: Whether it asks for more than what it has asked for before in this step.
-        answer: What a person has answered, who was asked whether these calls may run.
-        granted: What is then granted to the thread by its state, as the state has it.
+        anew: Whether it asks for more than it has asked for before in this step.
+        answer: A person's answer to the question whether these calls may run.
+        granted: What the thread's state then grants to the thread, in the form of the state.
     """
 
     state: Mapping[str, Any]
@@ -117,16 +117,16 @@ class Request:
 
     @property
     def _unless_granted(self) -> Exit:
-        """What a refusal does of which a person was asked, or could not be."""
+        """What a refusal does after a person was asked about it, or could not be asked."""
         rejected = self.answer is not None and self.answer.type == "reject"
         return "end" if rejected or self.message is None else "continue"
 
     def granting(self) -> Ledger:
-        """What is written of what a person has granted."""
+        """What is written to the state about a person's grants."""
         return Ledger(granted=dict(self.granted)) if self.granted else Ledger()
 
     def final_text(self, breaches: Sequence[Breach]) -> str:
-        """What the run ends with at limits: what the person says who ends it, if they say so."""
+        """The final text at limits: the message of the person who ended the run, if any."""
         said = self.answer.message if self.answer and self.answer.type == "reject" else ""
         return said if said.strip() else messages.final(breaches)
 
@@ -142,7 +142,7 @@ class Request:
         return self.context.task(self.task)
 
     def refunds_due(self) -> dict[str, Amounts]:
-        """What a store charged and is to take back with this request, by a name of the refund."""
+        """What a store charged and is to take back with this request, by the refund's name."""
         return self.known.get("pending_refunds") or {}
 
     def asks(self) -> Sequence[Asked]:
@@ -174,17 +174,17 @@ class Request:
             self.holds = self.sent.idempotency_key
             held = self.known.get("held")
             if held is not None and held["keys"]:
-                # The call that it was held for was not made.
+                # It was held for a call that was not made.
                 unused = _given_back(held["request"], held["keys"])
                 compensations = (*self.sent.compensations, unused)
                 self.sent = replace(self.sent, compensations=compensations)
         return self.sent
 
     def to_store_again(self, sent: AcquireRequest) -> AcquireRequest | None:
-        """What a store is asked that has answered before: what it held then may be over.
+        """The request to a store that has answered before: what it held then may have expired.
 
         Args:
-            sent: What it has answered.
+            sent: The request that it has answered.
         """
         if not self.holds:
             return None
@@ -203,7 +203,7 @@ class Request:
     def mirror_root_run(self, result: AcquireResult) -> None:
         """Keep what the store has counted of the root run, if a quota is per root run.
 
-        What it only holds is not counted yet: that is learnt when it is settled.
+        What the store only holds is not counted yet: it is learned when it is settled.
 
         Args:
             result: The store's answer.
@@ -225,7 +225,7 @@ class Request:
         """The answer while the store cannot be asked: what the state alone knows.
 
         Args:
-            outage: What becomes of calls that need the store.
+            outage: What happens to calls that need the store.
         """
         self.limits = self.limits.without_store(outage)
         self.asked = self.asks()
@@ -233,10 +233,10 @@ class Request:
         return self.by_state()
 
     def raise_limits(self, granted: Mapping[str, int]) -> None:
-        """Go by limits with what a store has granted.
+        """Raise the limits by what a store has granted.
 
         Args:
-            granted: By key.
+            granted: What is granted, by key.
         """
         limits = raised(self.limits, granted)
         if limits is not self.limits:
@@ -301,7 +301,7 @@ def _given_back(request: str, keys: Iterable[str]) -> Compensation:
 
 
 def _only(hits: Hits, counters: Collection[str]) -> Hits:
-    """Of hits, those of some counters."""
+    """The hits of some counters only."""
     return Hits(
         {name: amount for name, amount in hits.amounts.items() if name in counters},
         tuple(each for each in hits.thresholds if each.counter in counters),

@@ -28,8 +28,8 @@ def capped(
         request: The request.
         asked: What it has asked of budgets.
         result: The answer, which refuses it.
-        most: What a bound of a call is in the unit of a limit.
-        is_last: Whether it is the last call of its budget: any answer is worth it then.
+        most: Converts a bound of a call to the unit of a limit.
+        is_last: Whether it is the last call of its budget: then even a short answer is useful.
     """
     refusing = result.refused[0]
     longest: int | None = None
@@ -48,7 +48,7 @@ def capped(
             total = bound.input_tokens + answer
             return most(limit, replace(bound, output_tokens=answer, total_tokens=total))
 
-        # What an answer needs grows with it: the longest one is found by halves.
+        # A longer answer needs more, so a binary search finds the longest one.
         fitting = bisect_right(range(bound.output_tokens + 1), left, key=needed) - 1
         if fitting < least:
             return None

@@ -14,7 +14,7 @@ from langchain_quota.state import ledger
 
 
 class ChargedResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
-    """An answer, with what is written to the state: for a subclass a response like any other.
+    """An answer, with what is written to the state. A subclass can use it as any response.
 
     Args:
         response: The answer.
@@ -42,9 +42,9 @@ class ChargedResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
 
 
 def has_ended(state: Mapping[str, Any]) -> bool:
-    """Whether the newest message is that of a refused call: a run may be led back all the same.
+    """Whether the newest message is that of a refused call, so the run has ended.
 
-    LangChain does so where it waits for a structured response.
+    The graph may go on nevertheless: LangChain does so if it waits for a structured response.
 
     Args:
         state: The agent's state.

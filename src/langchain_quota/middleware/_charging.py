@@ -30,7 +30,7 @@ _TOKENS: Mapping[str, TokenKind] = {
 
 
 class Charging:
-    """What model runs are charged.
+    """Computes what model runs are charged.
 
     Args:
         limits: The limits of the agent, budgets among them.
@@ -52,7 +52,7 @@ class Charging:
         self._prices = prices
         self._allow_unknown = allow_unknown
         self._recorder = recorder
-        # What a run is charged whose price is not known when it is done.
+        # What a run is charged if its price is not known when it is done.
         reserves = [
             whole_amount(limit.unit, "reserve", limit.reserve)
             for limit in limits
@@ -62,20 +62,20 @@ class Charging:
         ]
         self._least_cost = max(reserves, default=1)
         self._known: set[ModelUsage] = set()
-        # By the name that is asked for: what could not be priced when it was paid.
+        # By the name that was asked for: runs that had no price when they were paid.
         self._unpriced: dict[str, ModelUsage] = {}
 
     def check_price(self, asked: ModelUsage, agent: Callable[[], str | None]) -> None:
         """Check that a model has a price, before a call of it is paid.
 
-        One whose price failed after a call must have a price for that call first.
+        If its price failed after an earlier call, that call must have a price first.
 
         Args:
             asked: The model, with nothing used.
             agent: Gives the name of the agent that is charged.
 
         Raises:
-            UnknownPriceError: It has none.
+            UnknownPriceError: The model has no price.
         """
         if self._prices is None or self._allow_unknown:
             return
@@ -94,7 +94,7 @@ class Charging:
         self._unpriced.pop(asked.request_model, None)
 
     def most(self, limit: Limit, bound: object) -> int:
-        """What a bound of a call is in the unit of a limit.
+        """The bound of a call, in the unit of a limit.
 
         Args:
             limit: The limit.
@@ -121,8 +121,8 @@ class Charging:
     ) -> dict[str, int]:
         """What a run is charged, by counter.
 
-        One that was cut off is charged at least what was held for it: what it has used is only
-        estimated from what had arrived.
+        A run that was cut off is charged at least what was held for it: its use is only an
+        estimate from what had arrived.
 
         Args:
             run: The run.
@@ -130,7 +130,7 @@ class Charging:
             agent: Gives the name of the agent that is charged.
         """
         usage = run.usage
-        # A price that fails is charged what was held for it.
+        # A run whose price fails is charged what was held for it.
         least_cost = max(held.get(MICRODOLLARS, 0), self._least_cost)
         least = held if usage.estimated and run.status != "success" else {}
         return {
@@ -144,7 +144,7 @@ class Charging:
         }
 
     def _cost(self, usage: ModelUsage, agent: Callable[[], str | None], least: int) -> int:
-        """What a run costs, in microdollars. It is paid already: nothing is raised.
+        """What a run costs, in microdollars. The run is paid already: nothing is raised.
 
         Args:
             usage: What it has used.

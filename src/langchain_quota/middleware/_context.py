@@ -1,4 +1,4 @@
-"""Who calls, and what holds for them: agent, thread, run, and limits that depend on them."""
+"""The caller, its agent, thread and run, and the limits that depend on them."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.recorder import Recorder
 
 HOOKS = ("before_agent", "before_model", "after_model")
-"""How the nodes end that judge, behind a dot."""
+"""The hooks that judge: the names of their nodes end with a dot and one of these."""
 
 _ARGUMENTS = ("thread_limit", "run_limit")
 
@@ -39,12 +39,12 @@ class CallContext:
         task_id: The running task's id: the same when LangGraph runs the task again.
         run_thread_id: The thread that the run belongs to, whichever agent in it this is.
         checkpoint_ns: Where in the run's graphs the hook is.
-        remembers: Whether the state outlives the run: the agent has a checkpointer, and is no
+        remembers: Whether the state outlives the run: the agent has a checkpointer, and is not a
             sub-agent whose state begins anew at each call.
-        invocation: Where a checkpointer keeps what one call of a sub-agent does; empty where none
-            does, and where one place is that of all its calls.
-        own_name: As `agent`, but `None` inside another agent's tool unless the agent is known to
-            have a name of its own: without one it carries its parent's name and thread.
+        invocation: Where a checkpointer keeps the state of one call of a sub-agent; empty without
+            such a place, and if all its calls share one.
+        own_name: As `agent`, but `None` inside another agent's tool, unless the agent is known to
+            have its own name: an agent without one has its parent's name and thread.
     """
 
     agent: str | None = None
@@ -66,7 +66,7 @@ class CallContext:
         return None if self.task_id is None else f"{self.task_id}/{middleware}"
 
     def step(self, middleware: str) -> str:
-        """Names what a middleware does in this task, and in no other; the same when it runs again.
+        """A unique name for a middleware's work in this task; the same when it runs again.
 
         Outside of a graph every call is a step of its own.
         """
@@ -75,10 +75,10 @@ class CallContext:
         return _digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
 
     def run(self) -> str:
-        """Names the run that begins in this task; the same when it begins again after a crash.
+        """A name for the run that begins in this task; the same if it begins again after a crash.
 
-        LangGraph runs the task again from its checkpoint, under the same id. Of a call of a
-        sub-agent that checkpoint may be lost: then it is made again where the first one was.
+        LangGraph runs the task again from its checkpoint, with the same id. The checkpoint of a
+        sub-agent's call may be lost: then the call is made again in the place of the first one.
         """
         if self.invocation:
             return _digest(str(self.run_thread_id), self.invocation)
@@ -91,8 +91,8 @@ def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
     Args:
         runtime: The hook's runtime; may be `None` where a hook is called directly.
         model_name: The name on the newest AIMessage that this agent's model made in this run, if
-            any: LangChain stamps a named agent's messages, and only that tells a named agent
-            inside a tool from one that merely carries its parent's name.
+            any. LangChain puts a named agent's name on its messages. Inside a tool, only this
+            distinguishes a named agent from one that has its parent's name.
     """
     config = running_config()
     agent = _agent(config)
@@ -103,7 +103,7 @@ def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
     in_a_tool = any(map(runs_tools, enclosing))
     unnamed_inside = in_a_tool and (agent is None or model_name != agent)
     checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
-    # A namespace with a task id in it is that of one invocation.
+    # A namespace with a task id in it belongs to one invocation.
     is_one_call = any(":" in each for each in enclosing)
     return CallContext(
         agent,
@@ -171,7 +171,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
     now: float | None = None,
     root_run: str = "",
 ) -> list[ResolvedLimit]:
-    """Limits as they are for this state and runtime.
+    """The numbers of limits for this state and runtime.
 
     Args:
         limits: The limits.
@@ -195,7 +195,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
             try:
                 value = function(state, runtime)
             except Exception as error:
-                recorder.record_error("dynamic_limit", error)
+                _name(limit, key[0], error, recorder)
                 raise
             if inspect.iscoroutine(value):
                 value.close()
@@ -220,7 +220,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
     now: float | None = None,
     root_run: str = "",
 ) -> list[ResolvedLimit]:
-    """Limits as they are for this state and runtime; async functions are awaited.
+    """The numbers of limits for this state and runtime; async functions are awaited.
 
     Args:
         limits: The limits.
@@ -244,12 +244,18 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
                 value = function(state, runtime)
                 values[key] = await value if inspect.isawaitable(value) else value
             except Exception as error:
-                recorder.record_error("dynamic_limit", error)
+                _name(limit, key[0], error, recorder)
                 raise
         found.append(
             _resolved(limit, values, state, runtime, caller=caller, now=now, root_run=root_run)
         )
     return found
+
+
+def _name(limit: Limit, argument: str, error: Exception, recorder: Recorder) -> None:
+    """Count what a function of a limit raises, and name the limit in the traceback."""
+    error.add_note(f"raised by the function for {argument} of limit {limit.name!r}")
+    recorder.record_error("dynamic_limit", error)
 
 
 def _functions(
@@ -316,7 +322,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
 
 
 def subject_of(what: str, per: str, runtime: Any, caller: CallContext) -> str:
-    """The subject of a quota that names what it is per.
+    """The subject of a quota whose `per` is a name.
 
     Args:
         what: The quota, for messages.
@@ -325,8 +331,8 @@ def subject_of(what: str, per: str, runtime: Any, caller: CallContext) -> str:
         caller: The agent and thread.
 
     Raises:
-        ValueError: There is none.
-        TypeError: It is no string, whole number or UUID.
+        ValueError: There is no subject.
+        TypeError: The subject is no string, whole number or UUID.
     """
     if per == "global":
         return ""
@@ -355,7 +361,8 @@ def checked_subject(what: str, value: object) -> str:
     """The text of a subject.
 
     Raises:
-        TypeError: It is no string, whole number or UUID, of which equal ones have one text.
+        TypeError: It is no string, whole number or UUID. Equal values of other types may have
+            different texts.
         ValueError: It is empty.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):

@@ -10,7 +10,7 @@ MAX_PENDING = 10_000
 """The most corrections that wait for the store to come back."""
 
 COMPENSATED_AT_ONCE = 5
-"""The most corrections that one request carries: they double what it costs, and no more."""
+"""The most corrections that one request carries: so they at most double its cost."""
 
 
 class PendingCompensations:
@@ -30,7 +30,7 @@ class PendingCompensations:
         return len(self._by_attempt)
 
     def add(self, compensation: Compensation) -> bool:
-        """Keep a correction; whether the oldest had to make room for it."""
+        """Keep a correction; whether the oldest one was dropped for it."""
         self._by_attempt[compensation.id] = next(self._numbers), compensation
         for subject in _subjects(compensation):
             self._about.setdefault(subject, set()).add(compensation.id)
@@ -40,10 +40,10 @@ class PendingCompensations:
         return full
 
     def take(self, request: AcquireRequest) -> tuple[tuple[Compensation, ...], bool]:
-        """What the next request to the store carries, and whether that can be the request itself.
+        """The corrections to send next, and whether the request itself can be sent with them.
 
-        Before it the store must know of its earlier attempts, and of all that may be in counts
-        which the caller has, or corrects. One request at a time carries others, too.
+        The store must first get the corrections of the request's earlier attempts, and those of
+        keys whose counts the caller has or corrects. One request at a time carries others, too.
         """
         attempts = self._made_again(request.idempotency_key)
         for key in _callers(request):
@@ -59,16 +59,16 @@ class PendingCompensations:
         return (*first[:COMPENSATED_AT_ONCE], *others), len(first) <= COMPENSATED_AT_ONCE
 
     def give_back(self, taken: Sequence[Compensation], *, made: bool) -> None:
-        """Forget what was made; what was not can travel again."""
+        """Forget the corrections that were made; the others can be sent again."""
         for each in taken:
             self._travelling.discard(each.id)
             if made:
                 self._remove(each.id)
 
     def _made_again(self, name: str) -> set[str]:
-        """The earlier attempts of a request that a hook makes when it runs again.
+        """The earlier attempts of a request that a hook makes again.
 
-        What they let through did not run.
+        The calls that they let through did not run.
         """
         found = set()
         for attempt in self._about.get(name, ()) if name else ():
@@ -92,6 +92,6 @@ def _subjects(compensation: Compensation) -> set[str]:
 
 
 def _callers(request: AcquireRequest) -> set[str]:
-    """The keys of which the caller has a count, or has something to correct."""
+    """The keys whose counts the caller has, or corrects."""
     keys = {each.key for each in request.counters.values() if each.key is not None and each.used}
     return keys.union(*(each.amounts for each in request.compensations))

@@ -14,7 +14,7 @@ from langchain_quota.telemetry.recorder import Recorder
 
 
 class CurrentLimits:
-    """Says what the numbers of limits are for a state, a runtime and a time.
+    """Gives the numbers of limits for a state, a runtime and a time.
 
     Args:
         limits: The limits.
@@ -34,7 +34,7 @@ class CurrentLimits:
         *,
         counts_root_runs: bool,
     ) -> None:
-        # Caps on calls at once wait elsewhere.
+        # Caps on calls at once are handled elsewhere.
         limits = [*filter(counts_calls, limits)]
         self.of_kind: dict[Kind | None, list[Limit]] = {
             "model": [limit for limit in limits if limit.kind == "model"],
@@ -44,7 +44,7 @@ class CurrentLimits:
         self._has_store = store is not None
         self._numbers_root_runs = store if counts_root_runs else None
         self._recorder = recorder
-        # Limits that are the same at every moment.
+        # The limits that are always the same.
         self._fixed: dict[Kind | None, ResolvedLimits] = {}
         if store is None and not any(map(is_dynamic, limits)):
             self._fixed = {

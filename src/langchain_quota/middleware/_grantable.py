@@ -40,23 +40,23 @@ class Grantable(Resettable[ContextT, ResponseT]):
     ) -> Grant:
         """Raise a thread's limit by an amount, in the store that counts the thread or in its state.
 
-        Every limit over the same count of this thread is raised with it. A store raises it at once,
-        also in mid-run. A state is written between runs, as by `reset`: one caller at a time.
+        Other limits of this thread on the same count are raised, too. A store raises them at once,
+        even during a run. A state can only be written between runs, by one caller at a time, as
+        with `reset`.
 
         Args:
-            agent: The agent, as `create_agent` made it with this middleware; with a store it is not
-                looked at.
+            agent: The agent, as `create_agent` made it with this middleware; not used with a store.
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
             amount: How much more, above 0, in the limit's unit: dollars as a string.
             limit: The name of the limit; may be left out if one limit alone has a `thread_limit`.
-            until: When the grant ends, with a time zone; by default as of `MemoryStore.grant`, or
-                in a state with the thread.
+            until: When the grant ends, with a time zone; by default as in `MemoryStore.grant` or,
+                in a state, together with the thread.
             reason: Why it is given, for the list and the log.
             by: Who gives it.
-            id: Names the grant: asked for again, it is not given again. By default a new name.
+            id: The name of the grant: the same name is not granted twice. By default a new name.
 
         Raises:
-            TypeError: An argument has the wrong type, the agent runs elsewhere, or the store gives
+            TypeError: An argument has the wrong type, the agent is a remote one, or the store gives
                 no grants.
             ValueError: An argument is out of bounds, no such limit has a `thread_limit`, or the
                 agent does not have this middleware.
@@ -75,7 +75,7 @@ class Grantable(Resettable[ContextT, ResponseT]):
         if written is not None:
             with confirming("grant", key, grant.id, fields(grant)):
                 agent.update_state(config, {LEDGER: written}, as_node=node)
-                # What the update made the graph want to run next.
+                # The update has made nodes due that must not run.
                 agent.update_state(config, None, as_node=END)
             self._record_grant(agent, chosen, grant)
         return grant
@@ -95,17 +95,17 @@ class Grantable(Resettable[ContextT, ResponseT]):
         """`grant`, without blocking the event loop.
 
         Args:
-            agent: As of `grant`.
+            agent: As in `grant`.
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
-            amount: As of `grant`.
-            limit: As of `grant`.
-            until: As of `grant`.
-            reason: As of `grant`.
-            by: As of `grant`.
-            id: As of `grant`.
+            amount: As in `grant`.
+            limit: As in `grant`.
+            until: As in `grant`.
+            reason: As in `grant`.
+            by: As in `grant`.
+            id: As in `grant`.
 
         Raises:
-            TypeError: An argument has the wrong type, the agent runs elsewhere, or the store gives
+            TypeError: An argument has the wrong type, the agent is a remote one, or the store gives
                 no grants.
             ValueError: An argument is out of bounds, no such limit has a `thread_limit`, or the
                 agent does not have this middleware.
@@ -124,7 +124,7 @@ class Grantable(Resettable[ContextT, ResponseT]):
         if written is not None:
             with confirming("grant", key, grant.id, fields(grant)):
                 await agent.aupdate_state(config, {LEDGER: written}, as_node=node)
-                # What the update made the graph want to run next.
+                # The update has made nodes due that must not run.
                 await agent.aupdate_state(config, None, as_node=END)
             self._record_grant(agent, chosen, grant)
         return grant
@@ -133,7 +133,7 @@ class Grantable(Resettable[ContextT, ResponseT]):
         """The limit that is raised, and where a store counts the thread for it.
 
         Raises:
-            ValueError: There is none, or no thread.
+            ValueError: There is no such limit, or no thread.
         """
         found = {each.name: each for each in self._limits if each.thread_limit is not None}
         thread = config.get("configurable", {}).get("thread_id")
@@ -164,10 +164,10 @@ class Grantable(Resettable[ContextT, ResponseT]):
         return store
 
     def _unended(self, grant: Grant) -> Grant:
-        """The grant, which has not ended.
+        """The grant, if it has not ended.
 
         Raises:
-            ValueError: It would be over already.
+            ValueError: It has ended.
         """
         if grant.ends is not None and grant.ends <= self._clock():
             raise ValueError(f"until must be in the future, not {grant.until!r}")

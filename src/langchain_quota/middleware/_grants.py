@@ -12,7 +12,7 @@ from langchain_quota.stores.grants import Grant, in_utc
 
 
 def with_granted(limits: ResolvedLimits, state: Mapping[str, Any], now: float) -> ResolvedLimits:
-    """Limits with what is granted to the thread by its state.
+    """Limits, raised by what the thread's state grants.
 
     Args:
         limits: The limits.
@@ -23,7 +23,7 @@ def with_granted(limits: ResolvedLimits, state: Mapping[str, Any], now: float) -
 
 
 def granted_now(state: Mapping[str, Any], now: float) -> dict[str, int]:
-    """What is granted to the thread by its state, by counter.
+    """What the thread's state grants, by counter.
 
     Args:
         state: The agent's state.
@@ -36,7 +36,7 @@ def granted_now(state: Mapping[str, Any], now: float) -> dict[str, int]:
 
 
 def of_threads(granted: Mapping[str, dict[str, Granted]]) -> dict[str, dict[str, Granted]]:
-    """Of grants by counter, those that outlast the run."""
+    """The grants that outlast the run, by counter."""
     return {name: each for name, each in granted.items() if not name.endswith(f"/{RUN}")}
 
 
@@ -49,7 +49,7 @@ def granting(state: Mapping[str, Any], limit: Limit, grant: Grant) -> tuple[Gran
         grant: What is asked for.
 
     Returns:
-        The grant; the one that the state has already under this id, with nothing to write.
+        The grant; if the state has one with this id already, that one, with nothing to write.
     """
     counter, known = thread_counter(limit), ledger(state).get("granted") or {}
     given = known.get(counter, {})

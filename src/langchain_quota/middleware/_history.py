@@ -12,13 +12,13 @@ from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall
 from langchain_quota.messages import NOT_RUN
 
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
-"""Where a block of a message's content has the id of the tool call that it stands for, by type."""
+"""The key that has the tool call's id in a block of a message's content, by the block's type."""
 
 _REASONING = {"reasoning", "thinking", "redacted_thinking"}
-"""The types of blocks that some providers refuse if what they led to does not follow."""
+"""The types of reasoning blocks: some providers refuse them if their result does not follow."""
 
 _CALLS = {"tool_calls", "function_call"}
-"""Where some providers' classes keep calls of their own, and send them if there are no others."""
+"""Where some providers' classes keep a second form of calls, and send it if there are no others."""
 
 
 def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
@@ -30,7 +30,7 @@ def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
 
     Args:
         message: The message. Only its own id is changed in place, if it has none.
-        answered: The ids that are answered. An empty one among them is an id like any other.
+        answered: The ids that are answered. An empty id is one like any other.
     """
     missing = [
         index
@@ -40,7 +40,7 @@ def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
     if not missing:
         return message
     if message.id is None:
-        # As LangGraph's reducer does. Else what we return would not replace it, but follow it.
+        # As LangGraph's reducer does. Otherwise our message would follow it, not replace it.
         message.id = str(uuid4())
     taken = {call["id"] for call in message.tool_calls}
     calls = list(message.tool_calls)
@@ -62,7 +62,7 @@ def _ids(message_id: str, index: int) -> Iterator[str]:
 
 
 def _identified_block(block: Any, given: list[ToolCall]) -> Any:
-    """A block of content with the id of the call that it stands for, which is used up."""
+    """A block of content with the id of its call; the call is removed from `given`."""
     key = _ID_OF_BLOCK.get(str(block.get("type"))) if isinstance(block, dict) else None
     if key is None or block.get(key):
         return block
@@ -93,7 +93,7 @@ def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
     """The calls that are about to run; `None` if the newest AIMessage made none.
 
     A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
-    is given as what it became.
+    is given in its edited form.
     """
     messages: Sequence[AnyMessage] = state.get("messages") or ()
     answers = []
@@ -123,7 +123,7 @@ class DanglingCalls:
         message: The AIMessage, with an id for every call.
         calls: Its calls without an answer, under the name of the tool that would have run.
         start: The index of the message.
-        end: The index behind the answers that it has: where theirs belong.
+        end: The index after the answers that it has: the missing ones belong there.
     """
 
     message: AIMessage
@@ -158,8 +158,8 @@ def unfinished_calls(
 ) -> tuple[AIMessage, tuple[ToolCall, ...]] | None:
     """The calls of a message that no tool is known to have finished, and the message.
 
-    They have no answer; or an error only, and the model has not answered since: another middleware
-    may have put it where there was none.
+    They have no answer. Or they have only an error, and the model has not answered since: then
+    another middleware may have added that error.
     """
     messages: Sequence[AnyMessage] = state.get("messages") or ()
     answers: list[ToolMessage] = []
@@ -185,15 +185,15 @@ def answered_history(
     *,
     is_shared: bool,
 ) -> list[AnyMessage]:
-    """The messages with an answer for each dangling call, behind the message that made it.
+    """The messages with an answer for each dangling call, after the message that made it.
 
     Args:
         messages: The history.
         dangling: The calls.
         content: The text of an answer.
-        is_shared: Whether an enclosing graph merges the messages into a history of its own. It puts
-            new messages at the end: what stands further up can be replaced only. So the calls are
-            removed there.
+        is_shared: Whether an enclosing graph merges the messages into a history of its own. It adds
+            new messages at the end only, and can replace earlier ones. So the calls are removed
+            from their message instead.
     """
     history = list(messages)
     for each in reversed(dangling):
@@ -226,7 +226,7 @@ def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMess
 
 
 def _without_blocks(content: Sequence[Any], removed: Collection[Any]) -> list[Any]:
-    """The blocks without those of some calls, and without the reasoning that led to these only."""
+    """The blocks without those of some calls, and without reasoning that led only to these."""
     kept: list[Any] = []
     led_to_removed = False
     for block in reversed(content):
@@ -245,7 +245,7 @@ def _is_reasoning(block: Any) -> bool:
 
 
 def _call_id(block: Any) -> Any:
-    """The id of the tool call that a block of content stands for."""
+    """The id of the tool call in a block of content."""
     key = _ID_OF_BLOCK.get(str(block.get("type"))) if isinstance(block, dict) else None
     return block.get(key) if key else None
 
@@ -258,7 +258,7 @@ def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
 def answer_of_refused(
     call_id: str, tool: str | None, content: str, *, returned: bool = True
 ) -> ToolMessage:
-    """The answer of a call that a limit keeps from running, perhaps after another let it through.
+    """The answer of a call that a limit refuses, perhaps after another limit let it through.
 
     `not_run` finds it.
 
@@ -266,7 +266,7 @@ def answer_of_refused(
         call_id: The call's id.
         tool: Its tool.
         content: What the model reads.
-        returned: Whether a store has what it had charged for the call, if anything.
+        returned: Whether a store has back what it had charged for the call, if anything.
     """
     message = answer(call_id, tool, content)
     # Not sent to the model.
@@ -282,7 +282,7 @@ def not_run(messages: Sequence[AnyMessage], message_id: str) -> dict[str, bool]:
         message_id: The id of the AIMessage.
 
     Returns:
-        By id, whether a store has what it had charged for the call.
+        By id, whether a store has back what it had charged for the call.
     """
     found: dict[str, bool] = {}
     for message in reversed(messages):
@@ -297,7 +297,7 @@ def not_run(messages: Sequence[AnyMessage], message_id: str) -> dict[str, bool]:
 
 
 def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[AnyMessage] | None:
-    """The messages behind the one that was the newest when a run began; `None` if it is unknown.
+    """The messages after the one that was the newest when a run began; `None` if it is unknown.
 
     Args:
         messages: The history.
@@ -335,7 +335,7 @@ def _as_edited(call: ToolCall, action: Mapping[str, Any]) -> ToolCall:
 
 
 def overruled(messages: Sequence[AnyMessage]) -> set[str]:
-    """The ids of our refusals of calls that a reviewer has answered, too.
+    """The ids of our refusals whose calls a reviewer has answered, too.
 
     Args:
         messages: The history.

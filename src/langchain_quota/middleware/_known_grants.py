@@ -1,4 +1,4 @@
-"""What a store has granted, as far as its answers have said so."""
+"""What a store has granted, learned from its answers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,11 @@ from langchain_quota.stores import QuotaUsage
 from langchain_quota.telemetry.recorder import Recorder
 
 _MOST = 10_000
-"""Of how many keys it is known: a window's key is not seen again when it has ended."""
+"""How many keys are kept: the key of a window that has ended is never seen again."""
 
 
 class KnownGrants:
-    """What the answers of a store say of grants, by key: for show, the store judges by its own.
+    """What a store's answers say about grants, by key. It is only shown: the store itself judges.
 
     Args:
         recorder: Counts each grant when a call has been judged by it.
@@ -46,7 +46,7 @@ class KnownGrants:
             self._set({key: granted.get(key, 0) for key in keys})
 
     def tell(self, agent: str | None, limits: ResolvedLimits) -> None:
-        """Count what is new under the keys of limits, for each limit that it raises."""
+        """Count new grants under the keys of limits, once for each limit that they raise."""
         if not self._untold:
             return
         rows = [

@@ -1,7 +1,7 @@
 """What model calls have used of budgets, until it is seen in the state.
 
-Of each use it is kept which one it follows. So a state has those behind the newest one that it
-knows of, and a branch of the thread that begins at an older state has none of another branch.
+Each use names the use that it follows. So a state lacks exactly those after the newest one that it
+knows. A branch of the thread that begins at an older state gets none of another branch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from langchain_quota.middleware._calls import Late
 from langchain_quota.state import ledger
 
 MAX_LATE = 10_000
-"""The most runs of which this process keeps what the state may not have."""
+"""The most runs for which this process keeps what the state may not have."""
 
 
 class _Use(NamedTuple):
@@ -29,9 +29,9 @@ class _Use(NamedTuple):
 
 
 class LateUse:
-    """Keeps what calls have used, by run: a call that fails, for one, writes nothing itself.
+    """Keeps what calls have used, by run: for example, a call that fails cannot write its use.
 
-    What is forgotten and not written is missing in the state's counts; a store has it.
+    Use that is forgotten before it is written is missing in the state's counts; a store has it.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class LateUse:
                 self._kept.pop(run, None)
 
     def keep(self, state: Mapping[str, Any], amounts: Mapping[str, int]) -> Late:
-        """Keep what a call has used until it is written; all that is not, with it."""
+        """Keep what a call has used until it is written; all use that is not written yet."""
         name, (run, newest) = uuid4().hex, _place(state)
         if not run:
             return Late(amounts, name)
@@ -79,7 +79,7 @@ def _place(state: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _following(newest: str, kept: Mapping[str, _Use]) -> dict[str, _Use]:
-    """What follows a use, one after the other."""
+    """The uses that follow one, in order."""
     found: dict[str, _Use] = {}
     for name, use in kept.items():
         if use.follows == newest:

@@ -26,15 +26,15 @@ from langchain_quota.middleware._store import StoreClient
 from langchain_quota.stores.keys import CountKey
 
 SLOT_LEASE = 60
-"""How long a store holds the place of a call that is not renewed, in seconds: so long it is taken
-after a worker has died."""
+"""How long a store holds a place without a renewal, in seconds: as long as it stays taken after a
+worker has died."""
 
 RENEWALS = 3
-"""How often a lease is renewed before it would end: one renewal may be late, and one may fail."""
+"""How many renewals fit into a lease: one may be late, and one may fail."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-"""How long a waiting call pauses between two questions to the store, in seconds: about half as long
-again each time, at random, so that workers do not ask in step."""
+"""How long a waiting call pauses between two questions to the store, in seconds. The pause grows by
+about a half each time, at random, so that workers do not ask at the same moment."""
 
 
 class Lease:
@@ -63,7 +63,7 @@ class Lease:
         self._hits = (Hits(dict.fromkeys(counts, 1), thresholds),)
         self._id = uuid4().hex
         self._number = 0
-        # The requests that may hold something: of one without an answer nobody knows.
+        # The requests that may hold something: without an answer it is unknown.
         self._open: list[str] = []
 
     def ask(self) -> AcquireResult | None:
@@ -75,26 +75,26 @@ class Lease:
         return self._answered(await self._store.aask(self._request()))
 
     def give_back(self) -> None:
-        """Hold it no more; what cannot be sent now is sent with the next request."""
+        """Give the place back; what cannot be sent now is sent with the next request."""
         if self._open:
             self._store.settle(self._return())
 
     async def agive_back(self) -> None:
-        """Hold it no more; what cannot be sent now is sent with the next request."""
+        """Give the place back; what cannot be sent now is sent with the next request."""
         if self._open:
             await self._store.asettle(self._return())
 
     def give_back_later(self) -> None:
-        """Hold it no more, where nobody can wait.
+        """Give the place back where nobody can wait.
 
-        A store on the network learns it with the next request. If there is none, the lease ends.
+        A store on the network gets it with the next request. Without one the lease ends by itself.
         """
         if self._open:
             self._store.settle_soon(self._return(), may_wait=False)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renew the lease meanwhile, and give it back then."""
+        """Renew the lease while the block runs, and then give it back."""
         ended = Event()
 
         def renew() -> None:
@@ -112,7 +112,7 @@ class Lease:
 
     @asynccontextmanager
     async def akept(self) -> AsyncIterator[None]:
-        """Renew the lease meanwhile, and give it back then.
+        """Renew the lease while the block runs, and then give it back.
 
         Raises:
             GeneratorExit: The call is dropped.
@@ -145,7 +145,7 @@ class Lease:
     async def _end(self, task: asyncio.Task[None], ended: asyncio.Event) -> None:
         ended.set()
         try:
-            # A renewal that is on its way comes first: it would hold again what is given back.
+            # A renewal that is being sent must end first: it would hold again what is given back.
             await task
         finally:
             await self.agive_back()
@@ -170,7 +170,7 @@ class Lease:
 
     def _renewed(self, result: AcquireResult | None) -> None:
         if result is not None:
-            # What was held before is given back. If others have come meanwhile, it is held no more.
+            # What was held before is given back. If others have taken the place, it is lost.
             del self._open[:-1]
 
     def _return(self) -> AcquireRequest:

@@ -1,6 +1,6 @@
 """The model calls that this process has let through, and which of them are made.
 
-One that is forgotten asks again, as if another process had let it through.
+A call that is forgotten asks again, as if another process had let it through.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from langchain_quota.decision import Decision
 from langchain_quota.locks import fork_safe_lock
 
 MAX_LET_THROUGH = 10_000
-"""The most calls of which this process keeps whether they were made."""
+"""For how many calls this process knows whether they were made."""
 
 
 class Admitted(NamedTuple):
-    """A model call that was let through, by what is known before its request.
+    """A model call that was let through before its request was known.
 
     Attributes:
-        decisions: What is to be made visible when the call is let through for good; empty where it
-            is already.
+        decisions: What is to be made visible when the call is finally let through; empty if it is
+            visible already.
         started: When judging began, in nanoseconds since the Unix epoch.
         task_id: The task that judged.
         trace: The trace of its run.
@@ -35,13 +35,13 @@ class Admitted(NamedTuple):
 
 
 class LetThrough:
-    """Knows which calls may be made, and are made once: made again, a call is judged anew.
+    """Knows which calls may be made. Each may be made once: made again, a call is judged anew.
 
-    A call that is never made stays until newer ones take its place. Nobody asks for it.
+    A call that is never made stays until newer ones take its place.
     """
 
     def __init__(self) -> None:
-        # `None` for one that was made.
+        # `None` for a call that was made.
         self._calls: dict[str, Admitted | None] = {}
         self._lock = fork_safe_lock()
 
@@ -53,9 +53,9 @@ class LetThrough:
                 del self._calls[next(iter(self._calls))]
 
     def take(self, name: str) -> tuple[Admitted | None, bool]:
-        """Make a call: what is kept of it, and whether it was made before.
+        """Note that a call is made: what was kept of it, and whether it was made before.
 
-        Nothing is kept of one that was made before, or that another process has let through.
+        Nothing is kept of a call that was made before, or that another process has let through.
         """
         with self._lock:
             made_before = name in self._calls and self._calls[name] is None

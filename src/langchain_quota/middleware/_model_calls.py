@@ -1,4 +1,4 @@
-"""The model call: from the state to what it asks, and from the answer to what is decided.
+"""The model call: from the state to a request, and from the answer to a conclusion.
 
 request = pending(state, …)
 result = acquire(request)
@@ -38,7 +38,7 @@ from langchain_quota.state import (
 _THREAD = f"{MODEL}/{THREAD}"
 _RUN = f"{MODEL}/{RUN}"
 _NAMES = [(each, f"{each}/{THREAD}", f"{each}/{RUN}") for each in BUDGETS]
-"""What model calls use up, and the names of its counters."""
+"""What model calls use, and the names of its counters."""
 
 
 def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
@@ -51,7 +51,7 @@ def budget_counts(state: Mapping[str, Any], late: Late | None) -> dict[str, int]
 
     Args:
         state: The agent's state.
-        late: What is not in it yet.
+        late: What is not in the state yet.
     """
     of_thread, of_run = spent(state)
     counts = {}
@@ -63,7 +63,7 @@ def budget_counts(state: Mapping[str, Any], late: Late | None) -> dict[str, int]
 
 
 def spending(state: Mapping[str, Any], late: Late) -> Ledger:
-    """What is written to the state when model calls have used something of budgets.
+    """What is written to the state about what model calls have used of budgets.
 
     Args:
         state: The agent's state.
@@ -113,14 +113,14 @@ def pending(
 
 
 def bounded(request: Request, bounds: Mapping[str, int]) -> Request:
-    """The same call, asking of budgets all that it can use.
+    """The same call, which asks budgets for all that it can use.
 
     Args:
         request: The call, judged by budgets alone.
         bounds: The most that it can use, by the name of the limit that says so.
     """
     (asked,) = request.asked
-    # What a call has held before may be in use: this is held beside it.
+    # What the call already holds may be in use, so this is held in addition.
     return replace(request, asked=[asked.reserving(bounds)], anew=True)
 
 
@@ -175,7 +175,7 @@ def conclude(request: Request, result: AcquireResult, *, charging: bool = True) 
 
 
 def _final(request: Request, before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """What the run ends with if this call, the last of its budget, says nothing; else empty.
+    """The run's final text if this is the last call of its budget and answers nothing; else empty.
 
     Args:
         request: The call.
@@ -188,8 +188,8 @@ def _final(request: Request, before: Mapping[str, int], after: Mapping[str, int]
     }
     if not finalizing:
         return ""
-    # One more call: it would be refused if this one is the last. What this one will use of budgets
-    # is not known.
+    # Ask for one more call: if it is refused, this one is the last. What this call will use of
+    # budgets is not known.
     next_call = replace(request, asked=[asked.keeping()])
     budgets = {row.counter for each, rows in asked.limits if each.is_budget for row in rows}
     counts = {name: before[name] if name in budgets else after[name] for name in after}
@@ -201,12 +201,12 @@ def _final(request: Request, before: Mapping[str, int], after: Mapping[str, int]
 
 
 def uncounted(request: Request, conclusion: Conclusion, *, by_budgets: bool) -> Conclusion:
-    """What is written when a call is refused that was let through, and counted, before.
+    """What is written if a call is refused that was let through and counted before.
 
     Args:
         request: The call.
         conclusion: What is decided about it now.
-        by_budgets: Whether there are budgets alone, so that it was counted in the ledger.
+        by_budgets: Whether all limits are budgets: then the call was counted in the ledger.
     """
     of_thread = max(0, request.used[_THREAD] - 1)
     update = dict(conclusion.update or {})
@@ -225,7 +225,7 @@ def admitted(request: Request, conclusion: Conclusion, *, decided: bool) -> Admi
     Args:
         request: The call.
         conclusion: What is decided about it.
-        decided: Whether that is decided for good.
+        decided: Whether that decision is final.
     """
     if decided:
         return Admitted()
@@ -245,7 +245,7 @@ def admitted(request: Request, conclusion: Conclusion, *, decided: bool) -> Admi
 
 
 def held_for(request: Request) -> Held:
-    """What a store holds of budgets for the call, for who settles it; without one, its name."""
+    """What a store holds of budgets for the call, for its settlement; without a store, its name."""
     keys = {
         row.key: limit.limit.counter
         for limit, rows in request.asked[0].limits

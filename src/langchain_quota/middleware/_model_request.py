@@ -1,4 +1,4 @@
-"""What a model request says of the budget, and which tools it offers."""
+"""What a model request says about the budget, and which tools it offers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ _OF_ONE_PROVIDER = {
     "non_standard",
     "tool_result",
 }
-"""What a tool's answer can be, or consist of, that takes no further text."""
+"""Forms of a tool's answer, or parts of one, to which no text can be added."""
 
 NO_TOOLS = "No tool may be called now: every tool call will be refused."
 
@@ -44,7 +44,7 @@ _SPENT = {
     OUTPUT_TOKENS: "output tokens",
     MICRODOLLARS: "money",
 }
-"""What a note calls a budget."""
+"""The names of budgets in a note."""
 
 
 def counts_now(
@@ -52,11 +52,11 @@ def counts_now(
 ) -> dict[str, int]:
     """The counts by the name of the counter: the store's, and the state's for all others.
 
-    What is held of budgets for the call that is about to be made is left to it.
+    What is held of budgets for the next call is not counted as used.
 
     Args:
         state: The state.
-        limits: The limits, as they judge a call before its request is known.
+        limits: The limits that judge a call before its request is known.
         kept: The store's counts, by key.
     """
     thread, run = thread_tools(state), run_tools(state)
@@ -104,20 +104,20 @@ def shaped(
     near: float | None,
     hides: bool,
 ) -> ModelRequest[Any]:
-    """The request as the model gets it: told what is left, offered what it may call.
+    """The request as the model gets it: with what is left, and the tools that it may call.
 
     Args:
         request: The request.
-        limits: The limits, as they judge a call before its request is known.
+        limits: The limits that judge a call before its request is known.
         kept: The store's counts, by key; `None` if it did not answer.
-        near: The share from which the model is told what is left; `None` to tell it nothing.
+        near: The share from which the request says what is left; `None` to say nothing.
         hides: Whether tools with nothing left are not offered.
     """
     state: Mapping[str, Any] = request.state
     if ledger(state).get("final"):
         return last_call(request)
     if kept is None:
-        # The store did not answer: what the state knows is shown, and no quota.
+        # The store did not answer: show what the state knows, and no quota.
         limits, kept = limits.without_store("allow"), {}
     counts = counts_now(state, limits, kept)
     notes = []
@@ -135,7 +135,7 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
 
     Args:
         limits: The limits; those that are not enforced are not mentioned.
-        counts: The counts by name; of the model, with this call.
+        counts: The counts by name; those of the model include this call.
         near: The share from which a limit without one of its own is near.
     """
     is_near = False
@@ -149,7 +149,7 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
         share = near if each.limit.near is None else each.limit.near
         nears = any(level(*number, share) is not Level.OK for number in numbers)
         if isinstance(each.limit, RepeatLimit) and (each.limit.run_limit == 1 or not nears):
-            # There is always a newest call that may not be repeated.
+            # With `run_limit=1` the newest call is always at its limit: that is no news.
             continue
         is_near = is_near or nears
         count, most = min(numbers, key=lambda number: number[1] - number[0])
@@ -175,8 +175,8 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
 def with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
     """The messages with a note at the end of the newest one.
 
-    The note changes with each request. Behind everything else it leaves a provider's prompt cache
-    as it is. It is no system message: some providers refuse one in mid-list.
+    The note changes with each request. At the end, it leaves the provider's prompt cache usable. It
+    is no system message: some providers refuse one in the middle of the list.
     """
     if not messages or not _takes_note(messages[-1]):
         return [*messages, HumanMessage(note)]
@@ -194,7 +194,7 @@ def with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
 def _takes_note(message: AnyMessage) -> bool:
     """Whether a text may be added to a message.
 
-    Not to the model's own, nor to a tool's answer in a form that one provider defines.
+    It may not be added to the model's own messages, nor to an answer in a provider's own form.
     """
     if not isinstance(message, ToolMessage):
         return isinstance(message, HumanMessage)
@@ -209,8 +209,7 @@ def without_exhausted(
 ) -> tuple[ModelRequest[Any], str | None]:
     """The request without the tools that have nothing left, and a note if they have to stay.
 
-    A tool stays if only limits refuse it that ask a person: of a call that is not made nobody is
-    asked.
+    A tool stays if all limits that refuse it ask a person: without a call nobody would be asked.
     """
 
     def is_left(tool: str) -> bool:
@@ -224,7 +223,7 @@ def without_exhausted(
 
 
 def last_call(request: ModelRequest[Any]) -> ModelRequest[Any]:
-    """The request of the last admitted call: no tools but that for the structured response."""
+    """The request of the last admitted call: without tools, except for the structured response."""
     offered, _ = _offer(request, [])
     return offered.override(messages=with_note(offered.messages, LAST_CALL))
 
@@ -249,8 +248,8 @@ def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[A
 def _has_structured_tool(request: ModelRequest[Any]) -> bool:
     """Whether LangChain is sure to add a tool for the structured response to the request.
 
-    With an automatic strategy it does so unless it knows that the model has structured output of
-    its own, by the model's profile or, without one, by its name.
+    With an automatic strategy it adds one unless it knows that the model has structured output. It
+    knows this from the model's profile or, without one, from the model's name.
     """
     strategy = request.response_format
     if strategy is None or isinstance(strategy, ProviderStrategy):
@@ -264,7 +263,7 @@ def _has_structured_tool(request: ModelRequest[Any]) -> bool:
 
 
 def _chosen(tool_choice: Any) -> str | None:
-    """The tool that a choice names: by name, as OpenAI, or as Anthropic writes it."""
+    """The tool that a choice names: as a plain name, or in OpenAI's or Anthropic's form."""
     if isinstance(tool_choice, dict):
         name = (tool_choice.get("function") or tool_choice).get("name")
         return str(name)

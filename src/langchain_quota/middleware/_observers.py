@@ -1,10 +1,11 @@
-"""What a user hangs in to see every decision: for billing, audit, alerts of their own."""
+"""The user's functions that see every decision: for billing, audit, alerts of their own."""
 
 import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
+from langchain_quota.arguments import check_function, is_async
 from langchain_quota.decision import Decision, Outcome
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.recorder import Recorder
@@ -23,16 +24,18 @@ class Observers:
         recorder: Counts what they raise.
 
     Raises:
-        TypeError: It is neither a function nor several.
+        TypeError: `on_decision` is neither a function nor several.
     """
 
     def __init__(self, on_decision: Observer | Sequence[Observer], recorder: Recorder) -> None:
         observers = (on_decision,) if callable(on_decision) else on_decision
         if not isinstance(observers, Sequence) or not all(map(callable, observers)):
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
+        for each in observers:
+            check_function("on_decision", each, "decision")
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.present = bool(self._observers)
-        """Whether there is anybody to notify."""
+        """Whether there are observers."""
         self._recorder = recorder
         self._notified: OrderedDict[str, tuple[tuple[Outcome, ...], int]] = OrderedDict()
         self._lock = fork_safe_lock()
@@ -42,13 +45,13 @@ class Observers:
         return self
 
     def refuse_async(self) -> None:
-        """Refuse to go on where nobody can wait for an async observer.
+        """Refuse to go on in a sync run, which cannot wait for an async observer.
 
         Raises:
             RuntimeError: One of the observers is async.
         """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
         for observer in self._observers:
-            if _is_async(observer):
+            if is_async(observer):
                 raise _async_error(observer)
 
     def notify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
@@ -56,11 +59,11 @@ class Observers:
 
         Args:
             decisions: The decisions.
-            task_id: The task that decided. In one that runs again, each observer is notified only
-                what it was not notified before.
+            task_id: The task that decided. If it runs again, each observer gets only the decisions
+                that it has not got before.
 
         Raises:
-            RuntimeError: One returns an awaitable.
+            RuntimeError: An observer returns an awaitable.
         """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
         for decision, observer in self._pending(decisions, task_id):
             result: Any = None
@@ -79,8 +82,8 @@ class Observers:
 
         Args:
             decisions: The decisions.
-            task_id: The task that decided. In one that runs again (it was cancelled, say), each
-                observer is notified only what it was not notified before.
+            task_id: The task that decided. If it runs again (after a cancellation, for example),
+                each observer gets only the decisions that it has not got before.
         """
         for decision, observer in self._pending(decisions, task_id):
             try:
@@ -120,10 +123,4 @@ def _async_error(observer: Observer) -> RuntimeError:
     return RuntimeError(
         f"on_decision={observer!r} is async: call the agent with ainvoke or astream, "
         "and override its async hooks where you override a hook"
-    )
-
-
-def _is_async(observer: Observer) -> bool:
-    return inspect.iscoroutinefunction(observer) or inspect.iscoroutinefunction(
-        getattr(observer, "__call__", None)  # noqa: B004 - its own type is asked for, not whether
     )

@@ -16,10 +16,10 @@ _SHOWN = 5
 """The most tools that a hint lists."""
 
 _MOST_KNOWN = 10_000
-"""How many tools of all agents are kept; with more, any name may be that of a tool."""
+"""How many tools of all agents are kept; beyond that, any name may belong to a tool."""
 
 MOST_AGENTS = 1000
-"""So many agents of one middleware get advice: their names may be ever new ones."""
+"""How many agents of one middleware get advice: new names may come without end."""
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class _Agent:
 
     Attributes:
         names: Its own tools.
-        run: The first run with these tools; `None` when all advice is given.
-        advised: The names that are logged, with their limits.
+        run: The first run with these tools; `None` when nothing is left to log.
+        advised: The names that have been logged, with their limits.
     """
 
     names: list[str]
@@ -42,7 +42,7 @@ class OfferedTools:
 
     Args:
         limits: The limits.
-        recorder: Is told the tools, and the names in limits that no tool has.
+        recorder: Records the tools, and logs the names in limits that no tool has.
     """
 
     def __init__(self, limits: Sequence[Limit], recorder: Recorder) -> None:
@@ -74,7 +74,7 @@ class OfferedTools:
             if agent is None and len(self._agents) >= MOST_AGENTS:
                 return
             agent = self._agents[name] = _Agent(names, run, advised)
-            # Logged, and no QuotaWarning, which can be an error: a tool may be offered later.
+            # It is logged, since a tool may be offered later: a QuotaWarning could be an error.
             self._advise(name, agent, _misspelt(self._limits, offered))
         else:
             agent.run = None
@@ -92,7 +92,7 @@ class OfferedTools:
 
 
 def _misspelt(limits: Sequence[Limit], offered: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """The names in limits for which a tool is surely meant: the limit's, the tool's, a hint."""
+    """The misspelt names in limits: the limit's name, the tool's name as given, and a hint."""
     for limit in limits:
         for name in (*limit.tools, *getattr(limit, "exclude", ())):
             near = sorted(tool for tool in offered if _is_meant(name, tool))
@@ -101,7 +101,7 @@ def _misspelt(limits: Sequence[Limit], offered: Collection[str]) -> Iterator[tup
 
 
 def _unknown(limits: Sequence[Limit], offered: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """The names of limited tools that the agent does not have: the limit's, the tool's, a hint."""
+    """The limited tools that the agent does not have: the limit's name, the tool's, and a hint."""
     for limit in limits:
         for name in limit.tools:
             if name not in offered:
@@ -109,10 +109,10 @@ def _unknown(limits: Sequence[Limit], offered: Collection[str]) -> Iterator[tupl
 
 
 def _is_meant(name: str, tool: str) -> bool:
-    """Whether two names are one but for a slip: agents often share their limits.
+    """Whether one name is the other one with a spelling mistake: agents often share their limits.
 
-    A slip is another case or separator, two letters swapped, or an inner letter missing. What adds
-    to a name, or has another letter or digit, may well be another tool.
+    A mistake is another case or separator, two letters swapped, or an inner letter missing. A name
+    with something added, or with another letter or digit, may well be another tool.
     """
     short, long = sorted(map(_folded, (name, tool)), key=len)
     if len(short) == len(long):
@@ -145,7 +145,7 @@ def _meant(near: Sequence[str]) -> str:
 
 
 def _tool_name(tool: Any) -> str:
-    """The name of a tool, also of a provider's own, or one that is written as OpenAI does."""
+    """The name of a tool, also of a provider's own tool, or of one in OpenAI's form."""
     if not isinstance(tool, dict):
         return str(tool.name)
     return str((tool.get("function") or tool).get("name") or tool.get("type"))

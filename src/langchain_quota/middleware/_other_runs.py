@@ -1,10 +1,10 @@
-"""What budgets are charged beside an agent's own model calls: all other model runs of its run.
+"""Charges budgets for all model runs of an agent's run that are not its own model calls.
 
-Tools, sub-agents and other middlewares make them. Each is charged when it ends:
+Tools, sub-agents and other middlewares make them. Each run is charged when it ends:
 
-- The state has it with the next hook that writes the state, perhaps that of the thread's next run.
-- A store has it before the agent's next model call is judged. For what ends behind the last hook it
-  is asked at once, or with the next request of this process.
+- The next hook that writes the state adds it there, perhaps in the thread's next run.
+- A store counts it before the agent's next model call is judged. If it ends after the last hook,
+  the store is asked at once, or with the next request of this process.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from langchain_quota.state import LEDGER, ledger
 from langchain_quota.telemetry.recorder import Recorder
 
 Amounts = Callable[[ModelRun, str | None], Mapping[str, int]]
-"""What a model run is charged, by the model's counter; given the run and the agent's name."""
+"""Computes what a model run is charged, by the model's counter, from the run and the agent."""
 
 
 class _Step(NamedTuple):
     """The newest step of a run of an agent.
 
     Attributes:
-        state: Our part of its state.
-        limits: The limits on its model calls.
+        state: Our part of the agent's state.
+        limits: The limits on the agent's model calls.
         call: Names the agent and the thread.
         is_sync: Whether its hooks are sync: they may wait for the store.
     """
@@ -95,7 +95,7 @@ class _AgentRun:
         with self._lock:
             state, limits, call, _ = self._step
             counts = budget_counts(state, common.late.of(state))
-            # The state's newest use is only forgotten once the step is a newer one.
+            # The state's newest use is only forgotten when the step has changed.
             common.late.keep(state, amounts)
         record_run(common.recorder, call, limits, run, amounts)
         sent = charge_by_key(limits, counts, run.id, amounts)
@@ -112,12 +112,12 @@ class _AgentRun:
             self._step = step
 
     def learn_state(self, state: Mapping[str, Any]) -> None:
-        """Learn our part of the state behind the call of that step."""
+        """Learn our part of the state after the call of that step."""
         with self._lock:
             self._step = self._step._replace(state=state)
 
     def close(self) -> None:
-        """Have the store charge what no hook will ask it for any more."""
+        """Have the store charge what no later hook will charge."""
         with self._lock:
             self._ended = True
         self._send(joined(self.take().sent))
@@ -130,7 +130,7 @@ class _AgentRun:
 
     @contextmanager
     def leave_out(self, collector: ModelRunCollector) -> Iterator[None]:
-        """Leave out the model runs of the own call that the block makes, also if they end later."""
+        """Leave out the model runs of the agent's own call in the block, even if they end later."""
         self._own.append(collector)
         try:
             yield
@@ -140,7 +140,7 @@ class _AgentRun:
             self._own.remove(collector)
 
     def _send(self, sent: AcquireRequest | None) -> None:
-        """Have the store charge what ends behind the last hook of the run."""
+        """Have the store charge what ends after the last hook of the run."""
         if self._common.store is not None and sent is not None:
             may_wait = self._step.is_sync and not _in_event_loop()
             self._common.store.settle_soon(sent, may_wait=may_wait)
@@ -150,8 +150,8 @@ class OtherRuns:
     """Charges the model runs of an agent's run that its own model calls do not make.
 
     Args:
-        amounts: What a model run is charged.
-        late: Keeps it until the state has it.
+        amounts: Computes what a model run is charged.
+        late: Keeps the amounts until the state has them.
         store: The store; `None` without one.
         recorder: Makes visible what is charged.
     """
@@ -197,7 +197,7 @@ class OtherRuns:
             self._settled(step, charged, counts)
 
     def learn_state(self, state: Mapping[str, Any]) -> None:
-        """Learn the state behind a model call.
+        """Learn the state after a model call.
 
         Args:
             state: The agent's state.
@@ -208,10 +208,10 @@ class OtherRuns:
 
     @contextmanager
     def leave_out(self, collector: ModelRunCollector) -> Iterator[None]:
-        """Leave out the model runs of the own call that the block makes: it charges them itself.
+        """Leave out the model runs of the agent's own call in the block: the call charges them.
 
         Args:
-            collector: Collects them.
+            collector: Collects these model runs.
         """
         found = self._running()
         if found is None:
@@ -245,7 +245,7 @@ class OtherRuns:
         return charged if charged.amounts else None
 
     def _settled(self, step: _Step, charged: _Charged, counts: Mapping[str, int] | None) -> None:
-        """Learn and make visible how budgets stand, with the store's counts if it has answered."""
+        """Learn the use of budgets and make it visible, with the store's counts if it answered."""
         mirror_root_run(step.limits, counts)
         store, limits = self._common.store, step.limits
         if store is not None:

@@ -49,19 +49,19 @@ class Exhausted(NamedTuple):
 
 RequestT = TypeVar("RequestT", bound=Request)
 Ask = Callable[[ResolvedLimits], RequestT | None]
-"""Makes the request of calls, asked of limits; `None` if no call waits."""
+"""Makes the request of calls to limits; `None` if no call waits."""
 
 
 @dataclass(slots=True)
 class Question:
-    """Whether calls may run that limits refuse which ask a person.
+    """The question to a person: may calls run that limits refuse?
 
     Attributes:
         request: The calls.
         breaches: The limits whose refusals hold.
-        exhausted: What is to be raised so that the calls run; empty if that would not help.
+        exhausted: The thresholds to raise so that the calls run; empty if that would not help.
         offered: How much an approval grants, by the name of the limit.
-        answer: What the person has answered, once they have.
+        answer: The person's answer; `None` before it.
     """
 
     request: Request
@@ -80,10 +80,10 @@ class Question:
         return self.answer is not None and self.answer.type == "reject"
 
     def put(self, recorder: Recorder) -> None:
-        """Ask the person. LangGraph interrupts the run here, and comes back with the answer.
+        """Ask the person. LangGraph interrupts the run here, and resumes it with the answer.
 
         Raises:
-            GraphInterrupt: Nobody has answered yet, or not with an answer.
+            GraphInterrupt: Nobody has answered yet, or the answer could not be used.
         """
         if not self.exhausted:
             return
@@ -99,7 +99,7 @@ class Question:
             try:
                 answer = read_answer(resumed, self.offered, self._limits)
             except ValueError as error:
-                # LangGraph keeps an answer: only a new question takes another one.
+                # LangGraph keeps an answer: only a new question can get another one.
                 problem = f"The answer could not be used: {error}. "
         self.answer = self.request.answer = answer
         answer_id = context.task(f"{self.request.task}/answer")
@@ -112,10 +112,10 @@ class Question:
             recorder.record_granted(context.agent, granted)
 
     def payload(self, problem: str) -> dict[str, Any]:
-        """What the person is asked: a `HITLRequest`.
+        """The question as a `HITLRequest`.
 
         Args:
-            problem: Why the answer before could not be used; empty for the first question.
+            problem: Why the previous answer could not be used; empty for the first question.
         """
         units = {name: limit.unit for name, limit in self._limits.items()}
         args = {
@@ -133,7 +133,7 @@ class Question:
         }
 
     def of_store(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What a store is to grant: each key with the arguments of `store.grant`."""
+        """What a store is to grant: keys, with the arguments of `store.grant`."""
         for each, grant in self._grants():
             if each.key is not None:
                 amount: object = grant.amount
@@ -143,12 +143,12 @@ class Question:
                 yield each.key, {"amount": amount, **given}
 
     def again(self, limits: ResolvedLimits, ask: Ask[RequestT]) -> RequestT:
-        """The same request, made again after the answer. What is still refused is not asked about.
+        """The same request, made again after the answer. Nobody is asked about what is refused now.
 
         A store that has charged it once answers the same when the run is resumed once more.
 
         Args:
-            limits: The limits, as the calls have asked them.
+            limits: The limits for which the first request was made.
             ask: Makes the request.
         """
         known: dict[str, dict[str, Granted]] = {**(ledger(self.request.state).get("granted") or {})}
@@ -178,7 +178,7 @@ class Question:
             yield each, self._grant(each, amount)
 
     def _grant(self, exhausted: Exhausted, amount: int) -> Grant:
-        """A grant of this answer; its id is the same whenever the run is resumed with it."""
+        """A grant of this answer; its id is the same each time the run is resumed."""
         assert self.answer is not None  # noqa: S101 - for the type checker
         context = self.request.context
         thread = "" if context.run_thread_id is None else str(context.run_thread_id)
@@ -192,17 +192,17 @@ class Question:
 
 
 def question_of(request: RequestT, result: AcquireResult) -> Question:
-    """The question to a person whose answer lets calls run.
+    """The question to a person whose answer can let calls run.
 
-    Its `exhausted` is empty if no answer would: another limit refuses these calls or ends the run,
-    or the store could not be asked.
+    Its `exhausted` is empty if no answer can: another limit refuses these calls or ends the run, or
+    the store could not be asked.
 
     Args:
         request: The calls.
-        result: What is answered to their request.
+        result: The answer to their request.
     """
     asking = request.limits.asking
-    # As if all were granted that these calls need.
+    # The answer if all that these calls need were granted.
     hits = [
         Hits(amounts, tuple(t for t in over if t.limit not in asking or t.scope == STORE))
         for amounts, over in request.hits
@@ -248,6 +248,6 @@ def _key(request: Request, counter: str) -> str | None:
 
 
 def _granted_before(request: Request, result: AcquireResult, counter: str) -> int:
-    """What is granted already for a count."""
+    """How much is granted already for a count."""
     of_state = granted_now(request.state, request.started / 1e9)
     return result.granted.get(counter, 0) + of_state.get(counter, 0)

@@ -1,4 +1,4 @@
-"""Repeat limits: what they count depends on the call, and on what earlier ones were answered."""
+"""Repeat limits: their counts depend on the call, and on the answers of earlier calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ class _Known:
 
     Attributes:
         limit: The limit.
-        step: Which message of the run it is.
+        step: The number of the message in the run.
         made: The calls of earlier messages.
         others: The calls of this message that it has judged before and that are answered.
         repeated: How often they were made.
-        asked: What stands for the tool and for the call, for each call of this message; `None` for
-            one that is left out.
+        asked: The keys of the tool and of the call, for each call of this message; `None` for
+            a call that the limit does not count.
     """
 
     limit: RepeatLimit
@@ -108,10 +108,10 @@ class Repeats:
         return _Known(limit, step, made, others, repeated(made), asked)
 
     def ask(self, asked: Sequence[Asked]) -> list[Asked]:
-        """What the calls ask of these limits, too.
+        """What the calls ask of all limits, these included.
 
         Args:
-            asked: For each call what it asks of the others.
+            asked: For each call what it asks of the other limits.
         """
         return [self._ask(index, each) for index, each in enumerate(asked)]
 
@@ -136,7 +136,7 @@ class Repeats:
         return Asked(tuple(limits), Hits(amounts, tuple(thresholds)), asked.shared)
 
     def _row(self, limit: RepeatLimit, index: int) -> Row | None:
-        """What a limit counts of a call; `None` if it leaves the call out of account."""
+        """What a limit counts of a call; `None` if it does not count the call."""
         known = self._known[limit.name]
         asked = known.asked[index]
         if asked is None:
@@ -162,7 +162,7 @@ class Repeats:
         """What is remembered when these calls are judged.
 
         Args:
-            let_through: For each call whether it was.
+            let_through: For each call, whether it was let through.
         """
         own: dict[str, Record] = {}
         for name, known in self._known.items():

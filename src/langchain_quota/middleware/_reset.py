@@ -22,7 +22,7 @@ def own_node(agent: Pregel[Any, Any, Any, Any], middleware: str) -> str:
     """The node as which a middleware of an agent writes.
 
     Raises:
-        TypeError: The agent runs elsewhere.
+        TypeError: The agent is not one of `create_agent`: it may be a remote one.
         ValueError: It does not have the middleware.
     """
     if not isinstance(agent, Pregel):
@@ -38,7 +38,7 @@ def own_node(agent: Pregel[Any, Any, Any, Any], middleware: str) -> str:
 
 
 def check_at_rest(snapshot: StateSnapshot, config: RunnableConfig, nodes: Collection[str]) -> None:
-    """Check that no run of a thread is to go on.
+    """Check that no run of a thread waits to go on.
 
     Args:
         snapshot: The thread's state.
@@ -65,18 +65,18 @@ def stopped_at_a_limit(task: PregelTask, nodes: Collection[str]) -> bool:
         task: The task.
         nodes: The nodes in which the middleware judges.
     """
-    # Of an exception a checkpoint keeps the `repr`, which begins with the name of its class.
+    # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
     error = task.error if isinstance(task.error, str) else repr(task.error)
     return any(_is(task.name, each) for each in nodes) and error.startswith(_LIMIT_ERRORS)
 
 
 def _is(node: str, hook: str) -> bool:
-    """Whether a node is that of a hook; in a graph with several loops their names come first."""
+    """Whether a node is that of a hook; in a graph with several loops, its name has a prefix."""
     return node == hook or node.endswith(f".{hook}")
 
 
 def after_reset(limits: Sequence[Limit]) -> list[LimitStatus]:
-    """How the limits of a thread stand when it has used nothing.
+    """The status of a thread's limits when it has used nothing.
 
     Args:
         limits: The limits.

@@ -1,4 +1,4 @@
-"""A limiter whose threads can be set back to nothing used."""
+"""A limiter whose threads can be reset."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +15,20 @@ from langchain_quota.state import UNUSED
 
 
 class Resettable(Limiter[Any, ContextT, ResponseT]):
-    """A limiter that sets a thread back, in its state and in the store."""
+    """A limiter that resets a thread, in its state and in the store."""
 
     _store: StoreClient | None
     _clock: Callable[[], float]
 
     def reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        """Set what a thread has used back to nothing, in its state and in the store.
+        """Set a thread's counts to 0, in its state and in the store.
 
         Args:
             agent: The agent, as `create_agent` made it with this middleware.
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
-            TypeError: The agent runs elsewhere.
+            TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
             ValueError: The agent does not have this middleware.
             RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store could not be asked.
@@ -38,19 +38,19 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
         if self._store is not None:
             self._store.reset(thread_keys(self._limits, config, self._clock()))
         agent.update_state(config, dict(UNUSED), as_node=node)
-        # What the update made the graph want to run next.
+        # The update has made nodes due that must not run.
         agent.update_state(config, None, as_node=END)
         self._record_reset(agent, config)
 
     async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        """Set what a thread has used back to nothing, in its state and in the store.
+        """Set a thread's counts to 0, in its state and in the store.
 
         Args:
             agent: The agent, as `create_agent` made it with this middleware.
             config: Names the thread: `{"configurable": {"thread_id": …}}`.
 
         Raises:
-            TypeError: The agent runs elsewhere.
+            TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
             ValueError: The agent does not have this middleware.
             RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store could not be asked.
@@ -60,7 +60,7 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
         if self._store is not None:
             await self._store.areset(thread_keys(self._limits, config, self._clock()))
         await agent.aupdate_state(config, dict(UNUSED), as_node=node)
-        # What the update made the graph want to run next.
+        # The update has made nodes due that must not run.
         await agent.aupdate_state(config, None, as_node=END)
         self._record_reset(agent, config)
 

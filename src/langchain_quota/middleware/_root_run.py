@@ -1,8 +1,8 @@
 """The root run: a run that no other run encloses, with everything that it starts.
 
-LangChain hands the callback handlers of a run on to whatever the run starts: sub-agents in tools,
-sub-graphs, `Send`, tasks of the functional API. So a handler that every root run is given tells
-which calls belong together. A child may have a `thread_id` of its own.
+LangChain passes the callback handlers of a run on to everything that the run starts: sub-agents in
+tools, sub-graphs, `Send`, tasks of the functional API. Every root run gets a handler of its own, so
+calls with the same handler belong together. A child may have a `thread_id` of its own.
 """
 
 import threading
@@ -25,12 +25,12 @@ from langchain_quota.telemetry.logs import logger
 
 
 class RootRun(BaseCallbackHandler):
-    """A root run, as all that it starts finds it.
+    """A root run, as everything that it starts finds it.
 
     Attributes:
         key: Names it; empty until it has begun.
         thread_id: The thread that it runs on; `None` without one.
-        resumes: Whether it goes on with one of its thread that was interrupted or that failed.
+        resumes: Whether it resumes a run of its thread that was interrupted or that failed.
         subject: Whose calls a store counts together; `None` until a limiter has asked.
         used: What a store has counted of it, by key: a store that is full may drop it.
         in_tools: Whether the newest decision let a tool call run.
@@ -51,7 +51,7 @@ class RootRun(BaseCallbackHandler):
 
     @property
     def ignore_chain(self) -> bool:
-        """Whether it has begun: what it starts does not matter here."""
+        """Whether it has begun: later chains do not matter."""
         return bool(self.key)
 
     def on_chain_start(
@@ -73,15 +73,15 @@ class RootRun(BaseCallbackHandler):
         )
 
     def learn_used(self, counts: Mapping[str, int]) -> None:
-        """Learn what a store has counted; of answers that overtake each other the highest."""
+        """Learn what a store has counted; the highest count, since answers may arrive late."""
         known = self.used
         self.used = {**known, **{key: max(n, known.get(key, 0)) for key, n in counts.items()}}
 
     def unsaved(self, known: Ledger) -> Ledger:
-        """What the state is to keep, so that the run goes on with this budget where it is resumed.
+        """What the state has to keep, so that a resumed run goes on with the same counts.
 
         Args:
-            known: What it keeps.
+            known: What it keeps now.
         """
         found = Ledger()
         if self.subject != known.get("root_run"):
@@ -109,7 +109,7 @@ _lock = fork_safe_lock()
 
 @cache
 def _log_lost_context() -> None:
-    """Log it once, and raise nothing: a server may serve its requests in such threads."""
+    """Log once that the context is lost: no error, since a server may use such threads."""
     logger.warning(
         "a run with a quota per 'root_run' began in a thread without LangChain's context, while a "
         "tool of another such run was running: if that tool started it, pass it the context, as "
@@ -118,7 +118,7 @@ def _log_lost_context() -> None:
 
 
 class _NewRootRun:
-    """Stands where LangChain looks for the handler of a run that has inherited none."""
+    """Gives LangChain a handler for a run that has inherited none."""
 
     kind = RootRun
 

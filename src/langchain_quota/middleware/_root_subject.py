@@ -1,6 +1,6 @@
 """Whose calls a store counts together as those of a root run: its thread, and a number.
 
-The store numbers the root runs of a thread, so that one that is resumed elsewhere is found again.
+The store numbers the root runs of a thread, so another process finds a run that it resumes.
 """
 
 import time
@@ -64,7 +64,7 @@ async def aroot_subject(state: Mapping[str, Any], runtime: Any, store: StoreClie
 
 
 def _known(run: RootRun | None, state: Mapping[str, Any], caller: CallContext) -> str | None:
-    """The subject where the store need not be asked: the state's first, for a run that resumes."""
+    """The subject if it is known without the store. A run that resumes has it in its state."""
     known = ledger(state)
     kept = known.get("root_run")
     if run is None or (kept is not None and run.subject is not None):
@@ -80,14 +80,14 @@ def _known(run: RootRun | None, state: Mapping[str, Any], caller: CallContext) -
 def _numbered(run: RootRun, caller: CallContext) -> tuple[object, str]:
     """The thread of a root run, and where a store keeps the number of its newest one.
 
-    The number begins with the time: a thread whose number has expired gets no old one again.
+    The number begins with the time. So a thread whose number has expired never gets an old one.
     """
     thread = _thread(run, caller)
     return thread, str(CountKey("", ROOT_RUN, str(thread)))
 
 
 def _addition(key: str, name: str) -> AcquireRequest:
-    """A request to add one to a count that begins with the time; made once by its name."""
+    """A request to add one to a count that begins with the time; its name makes it count once."""
     counters = {key: Counter(key, used=int(time.time()), mirrored=True)}
     return AcquireRequest(name, uuid4().hex, counters, (Hits({key: 1}),))
 

@@ -1,8 +1,8 @@
 """The tree of a root run: which model runs are below the run of an agent.
 
-LangChain tells a callback handler of each run, and which run has started it. So a model run is
-found below all that encloses it: a node of a graph, a tool, a sub-agent on a thread of its own, a
-thread or a task that is given the context.
+LangChain calls a callback handler for each run, with the run that has started it. So a model run is
+found below everything that encloses it: a node of a graph, a tool, a sub-agent on a thread of its
+own, a thread or a task with the context.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from langchain_quota.middleware._context import running_config
 from langchain_quota.model_runs import ModelRun, ModelRunCollector
 
 MAX_ENDED = 10_000
-"""The most ended runs that a tree keeps: what they have started may go on."""
+"""The most ended runs that a tree keeps: runs that they have started may go on."""
 
 MAX_RECENT = 1_000
-"""The most ended model runs that a tree keeps, for agents whose first hook is still to come."""
+"""The most ended model runs that a tree keeps, for agents whose first hook has not run yet."""
 
 
 class Watcher(Protocol):
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
 
 
 class RunTree(ModelRunCollector):
-    """The runs below a root run, as their callbacks tell of them.
+    """The runs below a root run, learned from callbacks.
 
     Parallel tools change it from several threads. Each change is a single operation of a dict or a
     deque.
@@ -123,7 +123,7 @@ class RunTree(ModelRunCollector):
     on_tool_start = on_retriever_start = on_chain_start
 
     def on_chain_end(self, *_: object, run_id: UUID, **__: object) -> None:
-        """Learn that a run has ended, and forget the one that ended first of very many."""
+        """Learn that a run has ended; of too many, forget the one that ended first."""
         self._ended.append(run_id)
         if len(self._ended) > MAX_ENDED:
             forgotten = self._ended.popleft()
@@ -185,7 +185,7 @@ def _running_task() -> asyncio.Task[Any] | None:
 class _NewRunTree:
     """Gives LangChain a new tree for each run that has inherited none.
 
-    LangChain reads a context variable there; this stands in its place.
+    LangChain calls `get` of a context variable; this object replaces the variable.
     """
 
     def get(self) -> RunTree:
@@ -214,7 +214,7 @@ def run_tree() -> tuple[RunTree | None, UUID | None]:
 
 
 def forget_refused(collector: ModelRunCollector) -> None:
-    """Have the tree forget the model runs that a collector has refused: it was told before."""
+    """Have the tree forget the model runs that a collector has refused: the tree saw them first."""
     tree, _ = run_tree() if collector.refused else (None, None)
     if tree is not None:
         for each in collector.refused:

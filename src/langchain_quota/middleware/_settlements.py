@@ -1,4 +1,4 @@
-"""What a store is asked when model calls are done: to charge what they have used of budgets."""
+"""The requests with which a store charges what finished model calls have used of budgets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def settlements(
     if held is not None and not held["keys"]:
         held = None
     if held is not None:
-        # Of a window that has ended meanwhile, too.
+        # Also in a window that has ended meanwhile.
         keys = held["keys"]
     if not keys:
         return None
@@ -91,7 +91,7 @@ def joined(several: Sequence[AcquireRequest]) -> AcquireRequest | None:
 def _kept(
     limits: ResolvedLimits, counts: Mapping[str, int]
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Of a store's keys the counter of the model that each counts, and where it begins."""
+    """The model's counter of each of the store's keys, and the count from which the key starts."""
     rows = [
         (each.limit.counter, row)
         for each in limits.limits
@@ -109,9 +109,9 @@ def _kept(
 def _by_key(
     run: str, amounts: Mapping[str, int], keys: Mapping[str, str], starts: Mapping[str, int]
 ) -> Iterator[Compensation]:
-    """Corrections that charge a model run: one for each key, by whoever is first.
+    """Corrections that charge a model run: one per key, which only the first agent makes.
 
-    They settle a request that holds nothing: so a store remembers them as it remembers settlements.
+    They settle a request that holds nothing, so a store remembers them as long as settlements.
     """
     for key, counter in keys.items():
         if amounts[counter]:

@@ -1,9 +1,9 @@
 """The calls that run at the same time in this process, and those that wait for them to end.
 
-One lock guards all counts of a pool. It is held for a few dictionary operations, however many
-calls wait, and never while anybody waits. A call takes all that it needs in one step, so no two
-calls wait for each other. Calls that need the same stand in one line, and are served in the order
-in which they came.
+One lock guards all counts of a pool. It is held for a few dictionary operations, however many calls
+wait, and never during a wait. A call takes all that it needs in one step, so no two calls wait for
+each other. Calls with the same needs wait in one line, and are served in the order in which they
+came.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ class Slot:
         wake: Called when it gets what it needs while it waits.
 
     Attributes:
-        line: Where it waits: the same for calls that need the same.
-        number: Those who come later have a higher one.
+        line: Where it waits: calls with the same needs have one line.
+        number: Later calls have a higher one.
         taken: Whether the call may run.
         found: How many were in each count when it came.
         waits: Whether it could not run when it came.
@@ -59,13 +59,13 @@ class Slots:
         self._numbers = itertools.count()
         # In each line a set, in the order in which they came.
         self._lines: dict[Hashable, OrderedDict[Slot, None]] = {}
-        # What is to be taken in, by any thread.
+        # The changes that are still to be made, by any thread.
         self._ended: deque[Slot] = deque()
         self._serving: set[int] = set()
         _pools.add(self)
 
     def running(self, count: str) -> int:
-        """How many run that are in a count."""
+        """How many calls in a count are running."""
         return self._running[count]
 
     def take(self, counts: tuple[str, ...], caps: Mapping[str, int], seconds: float) -> Slot:
@@ -94,12 +94,12 @@ class Slots:
         """The async form of `take`.
 
         Args:
-            counts: As of `take`.
-            caps: As of `take`.
-            seconds: As of `take`.
+            counts: As in `take`.
+            caps: As in `take`.
+            seconds: As in `take`.
 
         Returns:
-            As of `take`.
+            As in `take`.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         slot = Slot(counts, caps, lambda: loop.call_soon_threadsafe(woken.set))
@@ -116,20 +116,20 @@ class Slots:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Note that a call runs no more, or no longer waits. A second time does nothing."""
+        """Note that a call no longer runs or waits. A second time does nothing."""
         self._ended.append(slot)
         self._serve()
 
     def _ask(self, slot: Slot) -> bool:
-        """Queue a call behind those that wait, and see whether it may run."""
+        """Queue a call after those that wait, and check whether it may run."""
         self._serve(slot)
         return not slot.waits
 
     def _serve(self, asks: Slot | None = None) -> None:
         """Change the counts, and wake those that may run.
 
-        A call that was left behind ends when garbage is collected: perhaps here, while this thread
-        holds the lock. It is taken in when the change is made.
+        An abandoned call ends when garbage is collected: perhaps here, while this thread holds the
+        lock. Then its end is noted after the present change.
         """
         me = get_ident()
         if me in self._serving:
@@ -152,21 +152,21 @@ class Slots:
         try:
             slot.wake()
         except RuntimeError:
-            # Its event loop is closed: nobody waits there any more.
+            # Its event loop is closed: the call no longer waits.
             self._ended.append(slot)
 
     def _change(self, asks: Slot | None) -> list[Slot]:
-        """Take in which calls have ended, and which one asks; with the lock held.
+        """Note which calls have ended, and which one asks; with the lock held.
 
         Returns:
-            Who is let run: to be woken without the lock.
+            The calls that may run now. The caller wakes them without the lock.
         """
         while self._ended:
             slot = self._ended.popleft()
             self._leave_line(slot)
             if slot.taken and slot.counted_in is self._running:
                 self._running.subtract(slot.counts)
-                # Keys with nothing in them would add up.
+                # Empty keys would pile up.
                 self._running += Counter()
             slot.taken = False
         if asks is None:
@@ -179,7 +179,7 @@ class Slots:
         return granted
 
     def _stop_waiting(self, slot: Slot) -> None:
-        """Leave the queue, where others may have waited behind this one."""
+        """Leave the queue, in which others may wait after this call."""
         if not slot.taken:
             self.give_back(slot)
 
@@ -191,10 +191,10 @@ class Slots:
                 del self._lines[slot.line]
 
     def _hand_out(self) -> list[Slot]:
-        """Let run who may: a call that waits for a count keeps those behind it out of that count.
+        """Find the calls that may run. A call that waits for a count keeps later ones out of it.
 
         Returns:
-            Who is let run.
+            The calls that may run now.
         """
         granted: list[Slot] = []
         full: set[str] = set()
@@ -208,7 +208,7 @@ class Slots:
                 if count in full or self._running[count] >= most
             }
             if lacks:
-                # Those behind it in its line lack the same.
+                # Later calls in its line need the same count.
                 full |= lacks
                 continue
             slot.taken, slot.counted_in = True, self._running
@@ -220,7 +220,7 @@ class Slots:
         return granted
 
     def begin_anew(self) -> None:
-        """Forget all: in a forked child runs nothing of what its parent runs."""
+        """Forget everything: a forked child runs none of its parent's calls."""
         self._running = Counter()
         self._lines = {}
         self._ended = deque()
@@ -230,7 +230,7 @@ class Slots:
 _pools: WeakSet[Slots] = WeakSet()
 
 PROCESS = Slots()
-"""The calls that no store counts, whichever middleware they belong to."""
+"""The calls that no store counts, of all middlewares."""
 
 _of_stores: WeakValueDictionary[int, Slots] = WeakValueDictionary()
 
@@ -239,7 +239,7 @@ def slots_of(store: object | None) -> Slots:
     """The calls of this process that a store counts; or those that none counts.
 
     Args:
-        store: The store. Whoever keeps the slots keeps it, too, so its `id` names it.
+        store: The store. The owner of the slots keeps it, too, so its `id` stays its own.
     """
     return PROCESS if store is None else _of_stores.setdefault(id(store), Slots())
 

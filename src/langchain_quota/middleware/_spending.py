@@ -1,4 +1,4 @@
-"""How what model runs have used of budgets is made visible."""
+"""Makes visible what model runs have used of budgets."""
 
 from collections.abc import Mapping
 
@@ -49,7 +49,7 @@ def record_standing(  # noqa: PLR0913 - all of one charge
     counts: Mapping[str, int] | None,
     is_call: bool = True,
 ) -> None:
-    """Make visible how budgets stand after a charge.
+    """Make visible what is used of budgets after a charge.
 
     Args:
         recorder: Makes it visible.

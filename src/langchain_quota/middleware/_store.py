@@ -1,13 +1,13 @@
-"""The shared store as the hooks ask it: timed, its failures seen, its corrections not lost.
+"""The hooks' access to the shared store: it times answers, records failures, keeps corrections.
 
 While the store does not answer:
 
-- `on_store_error="deny"` refuses every call that a shared limit matches. Calls run that only limits
-  on trial refuse.
+- `on_store_error="deny"` refuses every call that a shared limit matches. A call still runs if only
+  limits on trial refuse it.
 - `on_store_error="allow"` judges by the counts of the state, without quotas.
 - A run that is resumed with the answer of a person fails, and can be resumed again.
-- A correction waits in this process. It undoes the request, should the store have heard of it, and
-  adds what has run all the same. It travels with the next requests of this client.
+- A correction waits in this process. It undoes the request, in case the store has received it, and
+  adds the calls that ran nevertheless. It is sent with the next requests of this client.
 """
 
 import time
@@ -41,7 +41,7 @@ class StoreClient:
 
     Args:
         store: The store.
-        outage: What becomes of calls when it cannot be asked.
+        outage: What happens to calls when it cannot be asked.
         recorder: Times its answers and counts its failures.
     """
 
@@ -61,10 +61,10 @@ class StoreClient:
         return self
 
     def acquire(self, request: Request) -> AcquireResult:
-        """The store's answer or, where it gives none, what the state alone knows.
+        """The store's answer or, without one, the answer from the state's counts.
 
         Raises:
-            QuotaStoreError: It gives none, and a person's answer waits for it.
+            QuotaStoreError: The store gives no answer, and a person's grant needs it.
             TypeError: The store is used in a way that it does not support.
         """
         sent = request.to_store()
@@ -80,10 +80,10 @@ class StoreClient:
         return self._or_fallback(request, sent, result)
 
     async def aacquire(self, request: Request) -> AcquireResult:
-        """The store's answer or, where it gives none, what the state alone knows.
+        """The store's answer or, without one, the answer from the state's counts.
 
         Raises:
-            QuotaStoreError: It gives none, and a person's answer waits for it.
+            QuotaStoreError: The store gives no answer, and a person's grant needs it.
             TypeError: The store is used in a way that it does not support.
         """
         sent = request.to_store()
@@ -243,15 +243,15 @@ class StoreClient:
             request.mirror_root_run(result)
             return result
         if request.answer is not None or (request.limits.asking and is_answered()):
-            # Nothing is undone: if the store has heard of it, it answers the same when asked again.
+            # Nothing is undone: a store that has received it answers the same when asked again.
             raise QuotaStoreError(KEPT)
         calls = sum(asked.shared for asked in request.asked)
         result = request.without_store(self._outage)
-        # Even with "deny" a call runs that only limits on trial refuse.
+        # Even with "deny" a call runs if only limits on trial refuse it.
         ran: dict[str, int] = {}
         for hits, admitted in zip(sent.hits, result.admitted, strict=True):
             if admitted and not result.stopped:
-                # What was only to be held is charged when it is known what was used.
+                # What would only be held is charged later, when it is known what was used.
                 for key, amount in sent.keyed(_charged(hits, sent)).items():
                     ran[key] = ran.get(key, 0) + amount
         self.compensate_later(sent, ran)
@@ -259,7 +259,7 @@ class StoreClient:
         return result
 
     def raised(self, limits: ResolvedLimits) -> ResolvedLimits:
-        """Limits with what is granted, as far as the store has said so."""
+        """Limits, raised by the grants that the store's answers have named."""
         return raised(limits, self._granted.amounts)
 
     def compensate_later(
@@ -268,8 +268,8 @@ class StoreClient:
         """Correct the counts when the store can be asked again.
 
         Args:
-            request: The one that failed: perhaps the store has heard of it, or will.
-            amounts: What has run all the same, in calls by key.
+            request: The request that failed: the store may have received it, or may still do so.
+            amounts: The calls that ran nevertheless, by key.
         """
         attempt = request.attempt_id
         compensation = Compensation(
@@ -290,7 +290,7 @@ class StoreClient:
 
     @contextmanager
     def _carrying(self, request: AcquireRequest) -> Iterator[tuple[AcquireRequest, bool]]:
-        """What to send next, and whether that is the request itself: corrections go ahead of it.
+        """What to send next, and whether it is the request itself: corrections may come first.
 
         If the store answers, the corrections that were sent are done.
         """
@@ -320,7 +320,7 @@ class StoreClient:
                 first, self._down = not self._down, True
             self._recorder.record_error("store", error, log=first)
         except BaseException:
-            # Cancelled: the call will not run, but the store may have heard of it.
+            # Cancelled: the call will not run, but the store may have received the request.
             if request is not None:
                 self.compensate_later(request)
             raise
@@ -351,7 +351,7 @@ def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     """The answer of a store, which may be a user's own.
 
     Raises:
-        QuotaStoreError: It does not say of each call whether it is admitted, and what refuses it.
+        QuotaStoreError: It does not say for each call whether it is admitted, and what refuses it.
     """
     if {len(result.admitted), len(result.refused)} != {len(request.hits)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
@@ -364,7 +364,7 @@ def _about(keys: Sequence[str]) -> AcquireRequest:
 
 
 def _charged(hits: Hits, request: AcquireRequest) -> dict[str, int]:
-    """What hits add to the counts that a request does not only hold."""
+    """What hits add to counts that a request charges at once, and does not only hold."""
     counters = request.counters
     return {name: each for name, each in hits.amounts.items() if counters[name].lease is None}
 
@@ -372,7 +372,7 @@ def _charged(hits: Hits, request: AcquireRequest) -> dict[str, int]:
 def _anew(
     request: Request, sent: AcquireRequest, result: AcquireResult | None
 ) -> AcquireRequest | None:
-    """What is to be held anew, since a request that is answered again holds nothing more."""
+    """What is to be held anew: a request that is answered again holds nothing more."""
     return request.to_store_again(sent) if result is not None and result.replayed else None
 
 

@@ -1,4 +1,4 @@
-"""Tools that start agents of their own: which of those have no limits."""
+"""Finds sub-agents without limits, which tools start."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ _DEEPAGENTS = "deepagents.middleware.subagents"
 
 
 def starters(tools: Iterable[Any]) -> list[FunctionType]:
-    """The functions that start sub-agents in tools: of each agent of deepagents, one of its own."""
+    """The functions that start sub-agents in tools: every agent of deepagents has its own one."""
     functions = (tool.func for tool in tools if isinstance(tool, StructuredTool))
     return [
         function
@@ -28,7 +28,7 @@ def starters(tools: Iterable[Any]) -> list[FunctionType]:
 def unlimited_sub_agents(start: FunctionType) -> list[str]:
     """The names of the sub-agents without limits that a function starts.
 
-    Only what is sure to be so: of a sub-agent that is no agent of LangChain's, nothing is said.
+    Only certain cases: a sub-agent that LangChain has not made is never named.
 
     Args:
         start: The function.

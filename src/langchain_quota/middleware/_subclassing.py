@@ -1,4 +1,4 @@
-"""What a limiting middleware does for its subclasses: both forms of a hook, and runs that begin."""
+"""Completes subclasses of limiting middlewares: both forms of a hook, and the begin of runs."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ def begins_runs(hook: AnyHook) -> AnyHook:
 
 
 def complete(cls: type) -> None:
-    """Honour a subclass's hooks in both forms, and begin its runs whatever it overrides.
+    """Make a subclass's sync hooks work in async runs, and its runs begin without `super()`.
 
     Args:
         cls: The subclass; changed in place.
@@ -55,7 +55,7 @@ def _owner(cls: type, hook: str) -> int:
 def _async_form(hook: Hook, inherited: AsyncHook) -> AsyncHook:
     """The async form of a hook that a subclass overrides in its sync form only.
 
-    It runs in a worker thread: what it does may block.
+    The sync hook runs in a worker thread, since it may block.
     """
 
     @wraps(hook)
@@ -85,7 +85,7 @@ def _abeginning(hook: AsyncHook) -> AsyncHook:
 
 
 def _with_beginning(self: Any, state: Any, runtime: Any, own: Update | None) -> Update:
-    """What a subclass's `before_agent` returns, with our beginning where it forgot `super()`."""
+    """What a subclass's `before_agent` returns, with the run's beginning if it forgot `super()`."""
     if own is not None and LEDGER in own:
         return own
     beginning: Update = self._begin_run(state, runtime)

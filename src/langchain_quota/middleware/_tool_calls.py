@@ -1,4 +1,4 @@
-"""Tool calls: from the state to what they ask, and from the answer to what is decided and written.
+"""Tool calls: from the state to a request, and from the answer to a conclusion.
 
 request = pending(state, …)
 result = acquire(request)
@@ -47,10 +47,10 @@ class BatchRequest(Request):
         middleware: The name of the middleware.
         pending: The calls as the message has them.
         every_call: All of them, whether or not a limit matches.
-        counts: The state's counts, and what is charged to these calls.
-        renewed: What a store charged for these calls before, by a name of the refund.
-        final: What the run ends with, if they were made by the last model call of its budget; the
-            text of their message goes before.
+        counts: The state's counts, and what these calls are charged.
+        renewed: What a store charged for these calls before, by the refund's name.
+        final: The run's final text, if the last model call of its budget made them. It follows the
+            text of their message.
         repeats: What repeat limits know of them, if there are any.
     """
 
@@ -122,7 +122,7 @@ def pending(  # noqa: PLR0913 - what a hook knows
                 used[thread.counter], used[run.counter] = own
     if final:
         judged = []
-    # Where the structured response is there, the run ends anyway.
+    # With the structured response the run ends anyway.
     stops: dict[str, int] = {}
     if not waiting.structured:
         refusals = (known.get("refusals") or {}).get(middleware, {})
@@ -162,8 +162,8 @@ def _asked(
 def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> bool:
     """Whether limits match a call that waits.
 
-    If a middleware has charged calls of the message, those that are answered matter, too: we record
-    that these limits have judged it.
+    If a middleware has charged calls of the message, its answered calls matter, too: it is recorded
+    that these limits have judged the message.
     """
     batch = known.get("batch")
     charged = batch is not None and batch["message"] == waiting.message.id
@@ -174,9 +174,9 @@ def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> b
 def _renewed(
     counts: ToolCounts, limits: ResolvedLimits, middleware: str, matched: set[str], step: str
 ) -> dict[str, Amounts]:
-    """What a store charged for these calls before, by a name of the refund.
+    """What a store charged for these calls before, by the refund's name.
 
-    The name is the same if the request is made again: a refund that got through is not repeated.
+    The name is the same if the request is made again, so that no refund is made twice.
     """
     keys = {key for each in limits.limits for key in each.keys}
     found = {call_id: counts.renew(call_id, middleware, keys) for call_id in sorted(matched)}
@@ -228,7 +228,7 @@ def _finalized(request: BatchRequest) -> Conclusion:
     decisions = [Decision(call, Outcome.SKIPPED) for call in request.every_call]
     answers = _answers(decisions, request, messages.FINALIZED)
     update: Update = {"messages": answers, "jump_to": "end"}
-    # Where the structured response is there, the run has its answer.
+    # With the structured response the run has its answer.
     if not request.pending.structured:
         message = request.pending.message
         text = str(message.text)
@@ -239,7 +239,7 @@ def _finalized(request: BatchRequest) -> Conclusion:
 
 
 def _with_others(request: BatchRequest, decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions of a stopped batch, with those about calls that no limit matches: skipped."""
+    """The decisions of a stopped batch; calls that no limit matches are added as skipped."""
     judged = iter(decisions)
     return [
         next(judged) if call in request.calls else Decision(call, Outcome.SKIPPED)
@@ -250,7 +250,7 @@ def _with_others(request: BatchRequest, decisions: Sequence[Decision]) -> list[D
 def _error(
     ends: Exit, breaches: Sequence[Breach], decisions: Sequence[Decision], *, pending_error: bool
 ) -> Exception | None:
-    """What is raised, if anything is."""
+    """The exception to raise, if any."""
     if ends == "error":
         breach = next(each for each in breaches if each.exit_behavior == "error")
         return ToolCallLimitExceededError(
@@ -272,7 +272,7 @@ def _error(
 
 
 def _charge(request: BatchRequest, decisions: Sequence[Decision]) -> list[Refund]:
-    """Charge what is let through; take back what other middlewares charged for what is not."""
+    """Charge calls that are let through; take back what others charged for those that are not."""
     refunds: list[Refund] = []
     amounts: dict[tuple[str, str, str], int] = {}
     for decision in decisions:
@@ -285,7 +285,7 @@ def _charge(request: BatchRequest, decisions: Sequence[Decision]) -> list[Refund
                 if limit
             ]
             continue
-        # What runs is counted even where a limit that is not enforced refuses it; but it is not
+        # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
         limits = [(request.limits.by_name[each.limit], each) for each in decision.limits]
         for counter, name in {
@@ -301,7 +301,7 @@ def _charge(request: BatchRequest, decisions: Sequence[Decision]) -> list[Refund
 
 
 def _mirror(request: BatchRequest, result: AcquireResult) -> None:
-    """Write down what the store counts, and what it charges, now or later, for which call."""
+    """Note what the store counts, and what it charges for which call, now or later."""
     sent, counts = request.sent, request.counts
     assert sent is not None  # noqa: S101 - for the type checker
     if request.answered:

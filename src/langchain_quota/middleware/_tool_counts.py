@@ -52,13 +52,13 @@ class ToolCounts:
         self.acquired = {} if acquired is None else acquired
         self.pending_refunds = {} if pending_refunds is None else pending_refunds
         self.passed: list[str] = []
-        """The names of the middlewares that have let it pass."""
+        """The names of the middlewares that have let the batch pass."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
         """The counts in a state, with what is charged to the calls of an AIMessage.
 
-        Calls of the message before that were let through and then did not run count no more.
+        Calls of the previous message that were let through and then did not run are uncounted.
         """
         known = ledger(state)
         run = known.get("run_tools")
@@ -86,7 +86,7 @@ class ToolCounts:
         return counts
 
     def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
-        """The thread's and the run's count of a counter, without what these calls are charged."""
+        """The thread's and the run's count of a counter, without the charges of these calls."""
         own = 0
         if self.charges:
             own = sum(self._charged(call_id, counter) for call_id in ids)
@@ -94,7 +94,7 @@ class ToolCounts:
         return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
 
     def charge(self, call_id: str, counter: str, limit: tuple[str, str], amount: int) -> None:
-        """Charge a call to a limit, known by middleware and name; its counter counts it once."""
+        """Charge a call to a limit, given by middleware and name; its counter counts it once."""
         before = self._charged(call_id, counter)
         middleware, name = limit
         by_middleware = self.charges.setdefault(call_id, {}).setdefault(counter, {})
@@ -113,14 +113,14 @@ class ToolCounts:
         return taken
 
     def refund_later(self, charged: Iterable[Amounts]) -> None:
-        """Have a store take back what it charged, at the next occasion."""
+        """Have a store take back what it charged, with the next request."""
         self.pending_refunds |= {uuid4().hex: amounts for amounts in charged}
 
     def renew(self, call_id: str, middleware: str, keys: Collection[str]) -> Amounts:
         """Forget what a store charged for a call that a middleware judges (again), and return it.
 
-        What another one charged stays charged, but for the keys that this one charges, too: a key
-        counts a call once.
+        What another middleware charged stays charged, except under the keys that this one charges,
+        too: a key counts a call once.
         """
         by_middleware = self.acquired.get(call_id, {})
         amounts = by_middleware.pop(middleware, {})

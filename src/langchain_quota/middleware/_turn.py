@@ -1,4 +1,4 @@
-"""One tool call that is to run, and how it stands with the caps on calls at once."""
+"""One tool call that is to run, and its status under the caps on calls at once."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,14 +32,14 @@ _tried: WeakValueDictionary[int, object] = WeakValueDictionary()
 
 @dataclass(slots=True)
 class Turn:
-    """One call that is to run, and how it stands with the caps on it.
+    """One call that is to run, and its status under its caps.
 
     Attributes:
         call: The call.
         limits: The limits that match it, each with its count.
         trace: The first span of the run, where none was active.
-        runtime: What the tool is given; the same whenever the call is tried.
-        batch: What the calls of its message were charged; `None` where the tool's state has none.
+        runtime: The tool's runtime; the same each time the call is tried.
+        batch: What the calls of its message were charged; `None` if the tool's state has none.
         running: How many are in each count, without this call.
         refused: The limits that refuse it, or would.
         unchecked: Whether the store could not be asked.
@@ -61,12 +61,12 @@ class Turn:
 
     @property
     def tried(self) -> bool:
-        """Whether it has run before: a middleware further out tries it again."""
+        """Whether it has run before: then a middleware around this one tries it again."""
         return _tried.get(id(self.runtime)) is self.runtime
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Note that it has run, then."""
+        """Note that it has run, when the block ends."""
         try:
             yield
         finally:
@@ -94,12 +94,12 @@ class Turn:
 
     @property
     def until(self) -> float:
-        """When it waits no more, by `time.monotonic`: the shortest wait of its limits holds."""
+        """When its wait ends, by `time.monotonic`: the shortest wait of its limits holds."""
         waits = [each.wait or 0 for each in self.limits.values() if each.enforce]
         return self.began + min(waits, default=0)
 
     def met(self, slot: Slot) -> None:
-        """Note what it found in this process: who would refuse it at once, and who does now."""
+        """Note the counts in this process: which limits would refuse it at once, and which do."""
         self.running, self.waits = slot.found, slot.waits
         full = [
             name
@@ -107,7 +107,7 @@ class Turn:
             if slot.found[stored_as(limit)] >= (limit.at_once or 0)
         ]
         enforced = [name for name, limit in self.limits.items() if limit.enforce]
-        # Who finds room and waits all the same is behind others that wait.
+        # A call that finds room and waits nevertheless is queued after others.
         found = [*(each for each in full if each in enforced), *enforced]
         self.waited_for = found[0] if found else ""
         self.refused = [each for each in full if each not in enforced]
@@ -115,7 +115,7 @@ class Turn:
             self.refused = [self.waited_for, *self.refused]
 
     def learned(self, result: AcquireResult | None) -> None:
-        """Note what a store says; `None` if it says nothing."""
+        """Note a store's answer; `None` if it does not answer."""
         if result is None:
             self.unchecked = True
             return
@@ -129,7 +129,7 @@ class Turn:
         """What is decided about the call.
 
         Args:
-            outage: What becomes of calls when the store cannot be asked.
+            outage: What happens to calls when the store cannot be asked.
         """
         refused = self.refused
         if self.unchecked:
@@ -143,7 +143,7 @@ class Turn:
         return Decision(self.call, outcome, tuple(statuses))
 
     def _status(self, name: str, reason: Reason | None) -> LimitStatus:
-        """How a cap stands at the call: how many run, with this call, and how many may.
+        """The status of a cap at the call: how many run, with this call, and how many may.
 
         Args:
             name: The limit's name.

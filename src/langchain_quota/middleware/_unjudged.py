@@ -1,7 +1,7 @@
 """Calls that no limiter judges, in root runs in which a limiter judges others.
 
 The handler of the root run sees each model and tool that starts. A limiter notes there which agent
-it judges, and which tool calls that agent's model has made. All other calls have escaped.
+it judges, and which tool calls that agent's model has made. No limiter judges the other calls.
 """
 
 import threading
@@ -23,10 +23,10 @@ from langchain_quota.middleware._root_run import RootRun, root_run, watch_root_r
 from langchain_quota.telemetry.unjudged import UnjudgedCalls
 
 MOST_WAITING = 1000
-"""So many calls are kept that come before the first limiter of a root run."""
+"""How many calls are kept before the first limiter of a root run has run."""
 
 MOST_CALLS = 10_000
-"""So many calls of a root run are looked at: what is kept of them stays until it ends."""
+"""How many calls of a root run are looked at: something is kept of each until the run ends."""
 
 _MODEL = "model"
 """The node in which `create_agent` calls the model."""
@@ -43,7 +43,7 @@ class _Call(NamedTuple):
     """A call that starts, and where.
 
     Attributes:
-        kind: Of what.
+        kind: `"model"` or `"tool"`.
         tool: The tool's name.
         call_id: The id of the tool call; `None` for a tool that is called directly.
         agent: The name of the agent, if it has one.
@@ -89,7 +89,7 @@ def _judged_models(hook: str, agent: str | None) -> tuple[str | None, str | None
 
 
 _first = fork_safe_lock()
-"""Settles who is the first to count the calls of a root run."""
+"""Lets only one thread make the `_Calls` of a root run."""
 
 
 class _Calls:
@@ -98,7 +98,7 @@ class _Calls:
     Threads that run tools in parallel change it, each by single operations.
 
     Args:
-        resumes: Whether the root run goes on with one that was interrupted or that failed.
+        resumes: Whether the root run resumes one that was interrupted or that failed.
     """
 
     def __init__(self, *, resumes: bool) -> None:
@@ -141,7 +141,7 @@ class _Calls:
             self._find(self._waiting.popleft(), counter)
 
     def start(self, call: _Call) -> None:
-        """Count a call if no limiter judges it and one of the root run counts such calls."""
+        """Count a call that no limiter judges, if a limiter of the root run counts such calls."""
         if self._started >= MOST_CALLS:
             return
         self._started += 1
@@ -157,7 +157,7 @@ class _Calls:
                     counter.record(each.agent, each.kind, each.tool, each.nodes)
 
     def _is_judged(self, call: _Call) -> bool:
-        """Whether a limiter judges a call, or may do so for all that is known."""
+        """Whether a limiter judges a call, or may judge it, as far as is known."""
         models = self._models.setdefault(call.graph, {})
         if call.kind == "tool":
             return self._is_judged_tool(call, models)
@@ -170,7 +170,7 @@ class _Calls:
         if call.node != _MODEL:
             return False
         if self._resumes and is_first:
-            # Of an agent that goes on within its run, only `after_model` may be still to come.
+            # An agent that resumes its run may call only `after_model` from now on.
             self._held[call.graph] = call
             return True
         return False
@@ -181,9 +181,9 @@ class _Calls:
             return True
         if call.call_id is None:
             return False
-        # Else it is asked for by a message that came from another node, or in this very task, or
-        # that is older than the root run. The last is judged, for all that is known. After a
-        # resume the other node may be that of a limited agent with a thread of its own.
+        # Otherwise its message came from another node, or from this very task, or it is older than
+        # the root run. An older one counts as judged, since nothing else is known. After a resume
+        # the other node may belong to a limited agent with a thread of its own.
         is_unclear = self._resumes and call.graph in self._agents
         elsewhere = any(node != call.node for node in [*models]) and not is_unclear
         here = models.get(call.node) == call.task and not self._resumes
@@ -200,7 +200,7 @@ class CountingRootRun(RootRun):
         """Its calls; made when the first one starts."""
         known: _Calls | None = vars(self).get("_calls")
         if known is None:
-            # Of two threads one is first.
+            # Two threads may come here at the same time.
             known = vars(self).setdefault("_calls", _Calls(resumes=self.resumes))
         return known
 
@@ -260,7 +260,7 @@ def mark_judged(counter: UnjudgedCalls | None, state: Mapping[str, Any] | None =
     """Note that a limiter judges the calls of the running agent.
 
     Args:
-        counter: What the limiter has such calls counted in, if it does.
+        counter: Where the limiter counts unjudged calls, if it does.
         state: The agent's state, if the model has just made the calls of its newest message.
     """
     if not _counting.is_set():

@@ -1,4 +1,4 @@
-"""Whether a graph that somebody wired by hand does what the hooks say."""
+"""Checks that a graph that is wired by hand does what the hooks say."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ REMEDY = (
     "create_react_agent(**GraphQuota(limits).react_hooks(model, tools))"
 )
 _ROUTED = tuple(f".{hook}" for hook in HOOKS)
-"""How the nodes end that create_agent makes for hooks; it routes their jumps."""
+"""The ends of the names of nodes that create_agent makes for hooks; it routes their jumps."""
 _KEPT = 1000
 """The most places that are remembered at a time."""
 
@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     """Where a hook runs.
 
     Attributes:
-        invocation: The invocation of the outermost graph, by what only it has, and the graph in it.
+        invocation: An object that only this invocation of the outermost graph has, and the graph.
         thread: The thread and the graph, where a checkpointer keeps the graph's state; else `None`.
         step: The graph's step.
     """
@@ -46,7 +46,7 @@ class _Place(NamedTuple):
         """The place in which a hook has a runtime, and the information about it."""
         context = call_context(runtime, model_name=None)
         graph = graph_of(info.checkpoint_ns)
-        # Whoever calls a hook by hand may give less than LangGraph does.
+        # A hook that is called by hand may get less than from LangGraph.
         writer = getattr(runtime, "stream_writer", None)
         return cls(
             (writer and ref(writer), graph),
@@ -78,10 +78,10 @@ class Wiring:
             middleware: The name of the middleware.
 
         Returns:
-            Whether it is sure that no hook begins the runs of this graph.
+            Whether it is certain that no hook begins the runs of this graph.
 
         Raises:
-            RuntimeError: It ran, or the state does not keep the counts.
+            RuntimeError: A refused call ran, or the state does not keep the counts.
         """
         known = ledger(state)
         batch = known.get("batch")
@@ -97,7 +97,7 @@ class Wiring:
             ran += _ran_though_refused(messages, batch)
         if ran:
             raise RuntimeError(
-                f"{middleware} refused it, and {' and '.join(dict.fromkeys(ran))} ran. "
+                f"{middleware} refused a call, and {' and '.join(dict.fromkeys(ran))} ran. "
                 f"The graph does not go where the hook's jump_to says. {REMEDY}"
             )
         if "begun_by" in known:
@@ -113,7 +113,7 @@ class Wiring:
         """Check that the state keeps what a hook wrote: the graph has gone on since.
 
         Raises:
-            RuntimeError: It does not.
+            RuntimeError: The state does not keep it.
         """
         written = {newest for place, newest in self._written if place.is_followed_by(here)}
         has_gone_on = False
@@ -139,7 +139,7 @@ class Wiring:
 
 
 def _behind_the_end(messages: Sequence[AnyMessage], ended: str) -> list[str]:
-    """What ran behind the message that ended the run."""
+    """What ran after the message that ended the run."""
     return [
         f"the tool {message.name!r}" if isinstance(message, ToolMessage) else "the model"
         for message in since(messages, ended) or ()
@@ -148,7 +148,7 @@ def _behind_the_end(messages: Sequence[AnyMessage], ended: str) -> list[str]:
 
 
 def _ran_though_refused(messages: Sequence[AnyMessage], batch: Batch) -> list[str]:
-    """The tools that ran though their calls were refused: those have an answer beside ours."""
+    """The tools that ran though their calls were refused: they have an answer beside ours."""
     refused = set(batch.get("refused", ()))
     answers: list[ToolMessage] = []
     for message in reversed(messages) if refused else ():
@@ -167,7 +167,7 @@ def _ran_though_refused(messages: Sequence[AnyMessage], batch: Batch) -> list[st
 
 
 def _is_new_turn(messages: Sequence[AnyMessage]) -> bool:
-    """Whether the user has just spoken, and the model had answered before."""
+    """Whether the newest message is the user's, and the model has answered before it."""
     spoken = [message for message in messages if not isinstance(message, AIMessage)]
     return (
         bool(spoken)

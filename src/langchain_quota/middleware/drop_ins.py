@@ -49,9 +49,9 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
 
     Args:
         tool_name: The tool that is limited; `None` limits all tools together.
-        thread_limit: Most calls over the life of a thread, a whole number from 0 (which forbids
-            the tool); `None` for no limit. It needs a checkpointer, which keeps the count.
-        run_limit: Most calls in one run (one invocation), likewise; at most `thread_limit`.
+        thread_limit: Most calls over the life of a thread, a whole number from 0 (0 refuses every
+            call); `None` for no limit. It needs a checkpointer, which keeps the count.
+        run_limit: Most calls in one run (one invocation), or `None`; at most `thread_limit`.
         exit_behavior: What a call over the limit does. `"continue"` answers it with an error
             message and lets the agent go on; `"end"` ends the run with a message, and answers
             every call that is still pending; `"error"` raises `ToolCallLimitExceededError`.
@@ -106,6 +106,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         check_choice("exit_behavior", exit_behavior, ("continue", "error", "end"))
         if tool_name is not None and not isinstance(tool_name, str):
             raise TypeError(f"tool_name must be a string or None, not {tool_name!r}")
+        _check_given(thread_limit, run_limit)
         limit = ToolCallLimit(
             tool_name,
             thread_limit=thread_limit,
@@ -171,7 +172,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     Args:
         thread_limit: Most calls over the life of a thread, a whole number from 0; `None` for no
             limit. It needs a checkpointer, which keeps the count.
-        run_limit: Most calls in one run (one invocation), likewise.
+        run_limit: Most calls in one run (one invocation), or `None`.
         exit_behavior: What a call over the limit does: `"end"` ends the run with a message,
             `"error"` raises `ModelCallLimitExceededError`.
         limit_name: The limit's name in metrics and spans, 1 to 64 printable characters; by
@@ -214,6 +215,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         alert: bool = True,
         telemetry: Telemetry | None = None,
     ) -> None:
+        _check_given(thread_limit, run_limit)
         check_choice("exit_behavior", exit_behavior, ("end", "error"))
         limit = ModelCallLimit(
             thread_limit=thread_limit,
@@ -322,3 +324,13 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         self._recorder.record_charge(call, charged, task_id=context.task(self.name))
         written = Ledger(run_model=charged.run_used, model_counted=True)
         return {THREAD_MODEL: charged.thread_used, LEDGER: written}
+
+
+def _check_given(*limits: object) -> None:
+    """Check that there is a limit, with the message of LangChain's limiters.
+
+    Raises:
+        ValueError: There is no limit.
+    """
+    if limits == (None, None):
+        raise ValueError("At least one limit must be specified (thread_limit or run_limit)")

@@ -17,6 +17,7 @@ from langchain.agents.middleware.types import (
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
 from langgraph.types import Command
 
+from langchain_quota.arguments import one_list
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
@@ -43,29 +44,29 @@ from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import Telemetry
 
 OLDEST_LANGCHAIN = (1, 4)
-"""Before it, a graph without `after_model` hooks has no way from the model back to the model."""
+"""In older versions, a graph without `after_model` hooks cannot go from the model to the model."""
 
 
 class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
-    """`QuotaMiddleware` without a node of the graph in a step; experimental.
+    """`QuotaMiddleware` that adds no graph node to a step; experimental.
 
     It judges around the model call, inside the model's own step. Whatever the number of limits, it
-    adds no superstep, no checkpoint and no step of the recursion limit, but for the one at the
-    beginning of a run. Arguments, counting and telemetry are those of `QuotaMiddleware`; where its
-    meaning is another, the documentation says so. List it first: what a middleware listed before
-    it answers, drops or tries again is beyond it. Needs LangChain 1.4.
+    adds no superstep, no checkpoint and no step of the recursion limit, except one at the beginning
+    of a run. Arguments, counting and telemetry are those of `QuotaMiddleware`; the documentation
+    lists the differences. List it first: it does not see what a middleware listed before it
+    answers, drops or tries again. It needs LangChain 1.4.
 
     Args:
         limits: The limits, at least one, each under a name of its own.
-        tell_model: As of `QuotaMiddleware`.
-        hide_exhausted: As of `QuotaMiddleware`.
-        on_decision: As of `QuotaMiddleware`.
-        store: As of `QuotaMiddleware`.
-        on_store_error: As of `QuotaMiddleware`.
-        prices: As of `QuotaMiddleware`.
-        unknown_price: As of `QuotaMiddleware`.
-        charge_all_models: As of `QuotaMiddleware`.
-        telemetry: As of `QuotaMiddleware`.
+        tell_model: As in `QuotaMiddleware`.
+        hide_exhausted: As in `QuotaMiddleware`.
+        on_decision: As in `QuotaMiddleware`.
+        store: As in `QuotaMiddleware`.
+        on_store_error: As in `QuotaMiddleware`.
+        prices: As in `QuotaMiddleware`.
+        unknown_price: As in `QuotaMiddleware`.
+        charge_all_models: As in `QuotaMiddleware`.
+        telemetry: As in `QuotaMiddleware`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -81,6 +82,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
     """
 
+    @one_list
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
         limits: Sequence[Limit],
@@ -99,7 +101,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         for limit in limits:
             if limit.exit_behavior == "ask":
                 raise ValueError(
-                    f"limit {limit.name!r} has exit_behavior='ask', which goes with "
+                    f"limit {limit.name!r} has exit_behavior='ask', which needs "
                     "QuotaMiddleware: a run that InlineQuotaMiddleware interrupts would call the "
                     "model again"
                 )
@@ -123,7 +125,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     aafter_model = AgentMiddleware.aafter_model
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep the hooks of a class that a subclass lists behind this one."""
+        """Keep the hooks of a class that a subclass lists after this one."""
         for hook in ("before_model", "abefore_model", "after_model", "aafter_model"):
             first, *others = (each for each in cls.__mro__ if hook in vars(each))
             behind = next(each for each in others if not issubclass(each, QuotaMiddleware))
@@ -235,7 +237,7 @@ def _langchain() -> tuple[int, ...]:
 
 
 class _StepState(dict[str, Any]):
-    """The state as a step hands it on to the middlewares inside."""
+    """The state that a step passes on to the middlewares inside."""
 
 
 class _Step:
@@ -266,7 +268,7 @@ class _Step:
 
     @property
     def state(self) -> _StepState:
-        """The state as it is after what was written."""
+        """The state with what was written."""
         if self._state is None:
             state: Mapping[str, Any] = self._given.state
             self._state = _StepState(
@@ -296,8 +298,8 @@ class _Step:
 
         Raises:
             ModelCallLimitExceededError: It ends a run that it has ended before, and that was led
-                back.
-            ToolCallLimitExceededError: Likewise, at the tools.
+                back to the model.
+            ToolCallLimitExceededError: The same, at the tools.
         """
         if not update:
             return
@@ -311,7 +313,7 @@ class _Step:
         self._written |= update
 
     def answer(self, response: ModelResponse[Any]) -> None:
-        """Take in what the model answered."""
+        """Add the model's answer to the state."""
         self._state = None
         answered = {each.tool_call_id for each in response.result if isinstance(each, ToolMessage)}
         self._messages += [_chargeable(message, answered) for message in response.result]
@@ -342,7 +344,7 @@ class _Step:
         )
 
     def response(self) -> ExtendedModelResponse[Any]:
-        """What the model node makes of it."""
+        """The response for the model node."""
         result = self._messages
         if self._overruled:
             result = [*result, *(RemoveMessage(id=each) for each in sorted(self._overruled))]
@@ -350,7 +352,7 @@ class _Step:
         return ExtendedModelResponse(model_response=made, command=Command(update=self._written))
 
     def _refuse_circling(self, update: Update) -> None:
-        """Raise where a run that a limit has ended is led back, and would be for ever.
+        """Raise if a run that a limit has ended is led back: it could go on forever.
 
         Another middleware's `after_model` hook may do so, or LangChain itself, which waits for a
         structured response where there are no tools.
@@ -362,13 +364,13 @@ class _Step:
         if "jump_to" not in update:
             return
         if self._messages and ledger(self.state).get("final"):
-            # The last call of its budget is not made for ever, whatever it says.
+            # The last call of its budget is not made again and again, whatever it answers.
             return
         state: Mapping[str, Any] = self._given.state
         text = update["messages"][-1].content
         messages = state.get("messages") or ()
         turn = ledger(state).get("turn")
-        # Without the message that the run began with, nobody knows which are the run's.
+        # Without the run's first message, the run's messages cannot be found.
         known = messages if turn is None else since(messages, turn) or ()
         if any(isinstance(each, AIMessage) and each.content == text for each in known):
             if not self._messages:
@@ -385,7 +387,7 @@ class _Step:
 
 
 def _chargeable(message: BaseMessage, answered: set[str]) -> BaseMessage:
-    """The message with what charges are kept by: an id for itself, and for each of its calls."""
+    """The message with the ids under which charges are kept: its own, and one for each call."""
     if not isinstance(message, AIMessage):
         return message
     if message.id is None:

@@ -14,7 +14,7 @@ from langchain.agents.middleware.types import (
 from langgraph.runtime import Runtime
 
 from langchain_quota.admission import AcquireResult
-from langchain_quota.arguments import check_choice, check_switch
+from langchain_quota.arguments import check_choice, check_switch, one_list
 from langchain_quota.decision import Kind
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
@@ -44,39 +44,39 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     """Holds an agent to many limits at once, and makes every call visible.
 
     All limits are judged together: a call runs only if every limit that matches it admits it, and
-    a refused call is charged to none. Usage is kept per thing counted (a tool, a set of tools,
-    all tools, the model), so two limits on one tool are two thresholds over one count. Where one
-    batch of calls hits several limits, `"error"` goes before `"end"` before `"continue"`. A model
-    call is counted when it is admitted, also if it raises. What it uses of a budget is charged when
-    it is done. List this middleware after those whose `before_model` can jump and, with a
+    a refused call is charged to none. There is one count for a tool, a set of tools, all tools or
+    the model, so two limits on one tool are two thresholds over one count. If a batch of calls
+    hits several limits, `"error"` wins over `"end"`, and `"end"` over `"continue"`. A model
+    call is counted when it is admitted, even if it raises. What it uses of a budget is charged
+    when it is done. List this middleware after those whose `before_model` can jump and, with a
     `reserve`, after those that retry or fall back.
 
     Args:
         limits: The limits, at least one, each under a name of its own.
-        tell_model: Whether each model request says what is left, once a limit is near: in the
-            request only, at the end of its newest message, never in the history. All that is
-            before it can still be read from a provider's prompt cache.
+        tell_model: Whether each model request says what is left, once a limit is near. The note is
+            at the end of the request's newest message, and never in the history. A provider's
+            prompt cache stays valid for everything before it.
         hide_exhausted: Whether tools with nothing left are no longer offered to the model, unless
             a person is asked for more. When one disappears, a provider's prompt cache is not read.
-        on_decision: Called with every `Decision`, before the agent goes on: one function or
-            several, sync or async. What one raises is counted and logged, and the agent goes on.
-            Async ones need the agent's async methods.
+        on_decision: One function or several, sync or async, called with every `Decision` before
+            the agent goes on. An exception in one is counted and logged, and the agent goes on.
+            Async functions need the agent's async methods.
         store: Counts quotas and threads where runs, workers and tenants share them: a
             `MemoryStore` in one process, a `RedisStore` in many. `thread_limit` is then exact for
             concurrent runs of a thread, and needs a thread id but no checkpointer. Without a
             store, threads are counted in the agent's state.
-        on_store_error: What becomes of calls when the store cannot be asked. `"deny"` refuses
-            them, with the scope `"store"`; `"allow"` judges them by what the state knows, without
-            quotas, and tells the store of them later. Each call tries again.
+        on_store_error: What happens to calls when the store cannot be asked. `"deny"` refuses
+            them, with the scope `"store"`; `"allow"` judges them by the state's counts, without
+            quotas, and adds them to the store later. Every call asks the store again.
         prices: What tokens cost; needs a `CostLimit`. A table of `Price` by model, or a function
             from the `ModelUsage` of one model run to a `Decimal` of dollars. By default, and for
             models that are not in the table: the prices of the package genai-prices, without
             network. The function is also asked before the first call of a model, when there are no
             tokens and only the `request_model` is known.
-        unknown_price: What becomes of a call of a model without a price. `"error"` raises
-            `UnknownPriceError` before the first one, also if a middleware or a fallback takes
+        unknown_price: What happens to a call of a model without a price. `"error"` raises
+            `UnknownPriceError` before the first call, also if a middleware or a fallback chooses
             another model. If the price of a call fails afterwards, the call is charged what was
-            held for it, or a millionth of a dollar, and the model's next call is that error.
+            held for it, or a millionth of a dollar, and the model's next call raises the error.
             Models that only `charge_all_models` charges are not refused. `"allow"` makes the call,
             and needs a `CostLimit`. The call costs nothing, unless the answer names a model that
             has a price, as Azure's answers do.
@@ -88,10 +88,10 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, one can never be reached, one would refuse
-            every call by a `reserve`, one has quotas and there is no store, `on_store_error` or
-            `unknown_price` is unknown, `charge_all_models` has no budget to charge, or there are
-            prices and no `CostLimit`.
+        ValueError: There is no limit, two have one name, one can never be reached, or the `reserve`
+            of one would refuse every call. Or a limit has quotas and there is no store,
+            `on_store_error` or `unknown_price` is unknown, `charge_all_models` has no budget to
+            charge, or there are prices and no `CostLimit`.
 
     Examples:
         >>> from langchain.agents import create_agent
@@ -117,6 +117,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     state_schema: type[QuotaState[Any]] = QuotaState
     _budgets_class: type[Budgets] = Budgets
 
+    @one_list
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
         limits: Sequence[Limit],
@@ -170,7 +171,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            RuntimeError: A limit's function or an observer is async; or a refused call was made.
+            RuntimeError: A limit's function or an observer is async, or a refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
@@ -222,7 +223,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A limit's function or an observer is async; or a refused call was made.
+            RuntimeError: A limit's function or an observer is async, or a refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
@@ -271,7 +272,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ModelResponse[ResponseT]:
-        """Tell the model what is left, offer it what it may call, and charge what it uses.
+        """Add what is left to the request, offer only usable tools, and charge what is used.
 
         Raises:
             RuntimeError: A limit's function is async.
@@ -294,7 +295,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ModelResponse[ResponseT]:
-        """Tell the model what is left, offer it what it may call, and charge what it uses."""
+        """Add what is left to the request, offer only usable tools, and charge what is used."""
         self._learn_tools(request)
         given = await self._ashape(request) if self._shapes_requests else request
         if self._budgets is None:
@@ -306,17 +307,17 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
     @property
     def name(self) -> str:
-        """The middleware's name in the graph: that of the class."""
+        """The middleware's name in the graph: the name of the class."""
         return type(self).__name__
 
     def _resolve(self, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
-        """The limits on calls of a kind, or all of them, as they are at this moment."""
+        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
         return self._current.at(self._clock(), kind, state, runtime)
 
     def _aresolve(
         self, kind: Kind | None, state: Any, runtime: Any
     ) -> Coroutine[Any, Any, ResolvedLimits]:
-        """The limits on calls of a kind, or all of them, as they are at this moment."""
+        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
         return self._current.aat(self._clock(), kind, state, runtime)
 
     def _before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
@@ -324,15 +325,15 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         return limits if self._budgets is None else self._budgets.before_request(limits)
 
     def _acquire(self, request: Request) -> AcquireResult:
-        """The answer: by the state's counts, or by the store's where it keeps any."""
+        """The answer: from the state's counts, or from the store's if it keeps any of them."""
         if self._store is None or not request.shared:
             return request.by_state()
-        # Nothing is charged for what would then fail.
+        # Fail before anything is charged.
         self._observers.refuse_async()
         return self._store.acquire(request)
 
     async def _aacquire(self, request: Request) -> AcquireResult:
-        """The answer: by the state's counts, or by the store's where it keeps any."""
+        """The answer: from the state's counts, or from the store's if it keeps any of them."""
         if self._store is None or not request.shared:
             return request.by_state()
         return await self._store.aacquire(request)
@@ -376,13 +377,13 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         return in_store or super()._counts_last(context)
 
     def _shape(self, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
-        """The request as the model gets it: told what is left, offered what it may call."""
+        """The request as the model gets it: with what is left, and the tools that it may call."""
         limits = self._resolve(None, request.state, request.runtime)
         kept = self._store.peek(limits.keys()) if self._store and self._shows_usage else {}
         return self._shaped(request, limits, kept)
 
     async def _ashape(self, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
-        """The request as the model gets it: told what is left, offered what it may call."""
+        """The request as the model gets it: with what is left, and the tools that it may call."""
         limits = await self._aresolve(None, request.state, request.runtime)
         kept = await self._store.apeek(limits.keys()) if self._store and self._shows_usage else {}
         return self._shaped(request, limits, kept)
@@ -394,7 +395,5 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         kept: Mapping[str, int] | None,
     ) -> ModelRequest[ContextT]:
         near = self._recorder.near if self._tell_model else None
-        known = limits if self._store is None else self._store.raised(limits)
-        return shaped(
-            request, self._before_request(known), kept, near=near, hides=self._hide_exhausted
-        )
+        known = self._before_request(limits if self._store is None else self._store.raised(limits))
+        return shaped(request, known, kept, near=near, hides=self._hide_exhausted)

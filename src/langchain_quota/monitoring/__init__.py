@@ -1,1 +1,1 @@
-"""What watches the limits: dashboards, rules and alerts, as files to be exported."""
+"""Dashboards, rules and alerts that watch the limits, as files to export."""

@@ -1,4 +1,4 @@
-"""What a user may have put into exported files: selector, address, data source, namespace."""
+"""Checks what users put into exported files: selector, address, data source, namespace."""
 
 import re
 import warnings
@@ -11,7 +11,7 @@ OWN_LABELS = frozenset(
         *("le", "action", "version", "model", "usage", "answer"),
     }
 )
-"""The labels of the package's own metrics: not all metrics have one, so no selector names it."""
+"""The labels of the package's own metrics. Not every metric has all, so no selector names one."""
 
 _STRING = r'"((?:[^"\\]|\\(?:[abfnrtv\\"]|x[0-9a-fA-F]{2}|[0-7]{3}|u[0-9a-fA-F]{4}))*)"'
 _MATCHER = re.compile(rf"\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*(=~|!~|!=|=)\s*{_STRING}\s*")
@@ -35,7 +35,7 @@ def selector_fault(text: str) -> str | None:
             return f"must name labels that the scrape adds, such as job, not {name!r}"
         if operator in ("=~", "!~"):
             try:
-                with warnings.catch_warnings(action="ignore"):  # on what RE2 reads otherwise
+                with warnings.catch_warnings(action="ignore"):  # RE2 reads some differently
                     re.compile(value.replace(r"\\", "\\"))
             except re.error:
                 return f"must have valid regular expressions, not {value!r}"

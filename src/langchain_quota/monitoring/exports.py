@@ -1,7 +1,7 @@
 """The dashboards, the rules, an example for Alertmanager and a base for kustomize, as exported.
 
-They are data beside this module, and good as they stand: for all jobs, with links to the project's
-runbooks and to a Grafana on one's own machine.
+They are data files beside this module, which work unchanged: for all jobs, with links to the
+project's runbooks and to a Grafana on the same machine.
 """
 
 import json
@@ -16,7 +16,7 @@ PROMETHEUS = "2.42"
 """The oldest Prometheus that takes the rules: the first with `keep_firing_for`."""
 
 GRAFANA_URL = "http://localhost:3000"
-"""Where links to dashboards lead in the data: nobody else can know where Grafana is."""
+"""Where links to dashboards lead in the data: only the user knows where Grafana is."""
 
 RUNBOOKS = "https://github.com/langchain-quota/langchain-quota/blob/main/docs/runbooks"
 """Where links to runbooks lead in the data; a page there is named as its alert, and ends in .md."""
@@ -30,12 +30,12 @@ RULES_FILES: dict[Format, str] = {
 
 _DATA = resources.files(__package__)
 _PER_THREAD = "# Only with --per-thread-alerts"
-"""From this comment on the rules are about single threads."""
+"""The rules after this comment are about single threads."""
 
 _ALERT_OF_ROW = re.escape("${__data.fields.alertname:percentencode}")
-# Where something is put in: at a metric, with the brace of its matchers if it has any, at the
-# beginning of a link to a dashboard, and at a link to a runbook. With a colon before it a name is
-# that of a recorded series, which stays.
+# The places to fill in: a metric, with the brace of its matchers if it has any; the beginning of a
+# link to a dashboard; a link to a runbook. A name after a colon is part of a recorded series, which
+# is not changed.
 _PLACE = re.compile(
     r"(?<!:)(?:langchain_quota_\w+|scrape_duration_seconds)\{?"
     rf"|{re.escape(GRAFANA_URL)}|{re.escape(RUNBOOKS)}/(?P<runbook>\w+|{_ALERT_OF_ROW})\.md"
@@ -107,15 +107,15 @@ def kubernetes(
 ) -> dict[str, str]:
     """A base for kustomize, by the names of its files.
 
-    Its objects scrape agents (PodMonitor), have the rules (PrometheusRule), and the dashboards
-    (a ConfigMap for each).
+    Its objects are a PodMonitor that scrapes agents, a PrometheusRule with the rules, and a
+    ConfigMap for each dashboard.
 
     Args:
-        namespace: Where the objects belong; without it kubectl's own.
+        namespace: The namespace of the objects; without it kubectl's own.
         selector: Matchers put into every query and rule.
-        grafana_url: As of `rules`.
-        runbooks: As of `rules`.
-        per_thread: As of `rules`.
+        grafana_url: As in `rules`.
+        runbooks: As in `rules`.
+        per_thread: As in `rules`.
     """
     objects = {
         "langchain-quota-podmonitor.yaml": _read(_DATA / "podmonitor.yaml"),
@@ -148,7 +148,7 @@ def _read(file: Traversable) -> str:
 
 
 def _in_json(given: str) -> str:
-    """What the user gave, as it stands within a string of JSON."""
+    """The user's text in the form that it has within a string of JSON."""
     return json.dumps(given, ensure_ascii=False)[1:-1]
 
 
@@ -157,7 +157,7 @@ def _filled(
 ) -> str:
     """The text with the user's matchers and addresses; a slash at an address' end is left out.
 
-    All in one pass, so that nothing is put into what the user gave.
+    All in one pass, so that the user's own text is never changed.
     """
     grafana, own_pages = grafana_url.rstrip("/"), (runbooks or "").rstrip("/")
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.arguments import check_duration
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
@@ -16,19 +17,19 @@ REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
 
 COMPENSATED = 7 * 24 * 3600
-"""How long compensations are remembered: a caller that fails sends them again, in seconds."""
+"""How long compensations are remembered, in seconds: a caller that fails sends them again."""
 
 GRACE = 3600
-"""How long a count is kept when its window is over: the clocks of workers differ, in seconds."""
+"""How long a count is kept when its window is over, in seconds: the clocks of workers differ."""
 
 IDLE_TTL = timedelta(days=365)
 """How long a count without a window is kept when nobody charges it."""
 
 RUN_IDLE = 24 * 3600
-"""How long a run's count is, at most, in seconds: then the graph's state brings it back."""
+"""How long a run's count is kept at most, in seconds: later the graph's state brings it back."""
 
 ROOT_RUN_IDLE = 7 * 24 * 3600
-"""How long a root run's count is, at most, in seconds: an interrupt may last for days."""
+"""How long a root run's count is kept at most, in seconds: an interrupt may last for days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class QuotaUsage:
 
     Attributes:
         key: The key.
-        used: The count, in the unit of its limits; of a budget with what is held for the calls that
-            run.
+        used: The count, in the unit of its limits. In a budget it includes what is held for calls
+            that are running.
         limit: The smallest enforced limit when it was last charged, for show; `None` for none.
         expires_at: When its window ends, in seconds since the Unix epoch; `None` if it has none.
         granted: What is granted on top of its limits now; see `Grant`.
@@ -59,13 +60,13 @@ class QuotaUsage:
 
 
 class Occupancy(NamedTuple):
-    """How full a store is that keeps so many counts and no more.
+    """How full a store with a bounded number of counts is.
 
-    A store of your own that has a property `occupancy` is watched as `MemoryStore` is.
+    A store of your own that has a property `occupancy` is watched like a `MemoryStore`.
 
     Attributes:
         keys: The counts that it keeps.
-        droppable: Those of them that can make room for others: their callers bring them back.
+        droppable: How many of them can be dropped for others: their callers bring them back.
         max_keys: The most that it keeps.
 
     Examples:
@@ -80,7 +81,7 @@ class Occupancy(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of the room that is taken for good, from 0; at 1 new counts are refused."""
+        """The share of the room that cannot be freed, from 0; at 1 new counts are refused."""
         return (self.keys - self.droppable) / self.max_keys
 
 
@@ -88,17 +89,17 @@ class Occupancy(NamedTuple):
 class QuotaStore(Protocol):
     """Keeps counts that runs share.
 
-    Every operation is one atomic step: of two at the same time one happens after the other, and
-    none happens in part. The async forms do the same.
+    Every operation is one atomic step: two operations at the same time happen one after the other,
+    and none happens in part. The async forms do the same.
 
-    What is over expires: a count an hour after its window; one without a window when nobody has
-    charged it for long (by default a year, a root run's for a week, a run's for a day). Results,
-    refused attempts and what settles a request are remembered for an hour, other compensations for
-    a week.
+    A count expires an hour after its window. A count without a window expires when it has not been
+    charged for long: by default for a year, a root run's count for a week, a run's count for a day.
+    Results, refused attempts and compensations that settle a request are remembered for an hour,
+    other compensations for a week.
 
     Raises:
-        QuotaStoreError: The store failed, or did not answer in time. What was asked may have
-            happened all the same.
+        QuotaStoreError: The store failed, or did not answer in time. The operation may have
+            happened nevertheless.
         TypeError: The store, or the method, is used in a wrong way.
 
     Examples:
@@ -117,35 +118,36 @@ class QuotaStore(Protocol):
 
         In this order:
 
-        1. The compensations are made, each once by its id, however often it is sent. One with an
-           attempt undoes exactly what that attempt charged, forgets its result, and has the
-           attempt refused if it arrives later. Amounts are added to counts, unless another
-           attempt of the request is answered: negative ones down to 0, and never to a key that
-           does not exist; positive ones to where such a key starts.
-           One that settles a request first gives back what the request still holds under the
-           keys of its amounts. A hold is given back once: by what settles the request, by what
-           undoes the attempt, or by the end of its lease.
+        1. The compensations are made, each id only once, however often it is sent. A compensation
+           with an attempt undoes exactly what that attempt charged, forgets its result, and makes
+           the store refuse the attempt if it arrives later. Amounts are added to counts, unless
+           another attempt of the request is answered. A negative amount lowers a count, but not
+           below 0, and does nothing to a key that does not exist. A positive amount makes such a
+           key, which begins at the compensation's start.
+           A compensation that settles a request first gives back what the request still holds
+           under the keys of its amounts. A hold is given back once: when the request is settled,
+           when the attempt is undone, or at the end of its lease.
         2. An attempt that was compensated before it arrived charges nothing: `QuotaStoreError`.
         3. A request whose idempotency key (if it has one) was answered before gets the same
-           answer, with `replayed`, and is not charged again. Its counters are told by position.
-        4. The calls are judged as by `admit`, on the counts that are kept; where none is, on the
-           counter's own; with what is granted under the keys, if the store
-           gives grants. A refused call is charged nowhere. If refusals stop the batch, nothing of
-           it is charged.
-        5. The keys are charged; one that did not exist begins at the count of the first counter
-           that is charged to it. The result is remembered if it charged a key, else the next try
-           is judged anew. What a counter with a lease charges counts like anything else, until
-           it is settled or its lease is over (a second later at most): then it is given back.
+           answer, with `replayed`, and is not charged again. Its counters are matched by position.
+        4. The calls are judged by `admit`, on the counts that are kept. A counter without a kept
+           count uses its own `used`. If the store gives grants, the limits are raised by what is
+           granted under the keys. A refused call is charged nowhere. If refusals stop the batch,
+           nothing of it is charged.
+        5. The keys are charged. A key that did not exist begins at the count of the first counter
+           that is charged to it. The result is remembered if it charged a key; otherwise the next
+           try is judged anew. The charge of a counter with a lease counts like any other, until it
+           is settled or its lease is over (a second later at most): then it is given back.
 
         Args:
-            request: The batch; its counts without a key are the caller's, and stay so. One with a
-                lease needs an idempotency key, which names what is held.
+            request: The batch. Counts without a key belong to the caller, and are not kept. With a
+                lease it needs an idempotency key, which names what is held.
         """
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """What is kept under keys, in their order; `None` where nothing is.
+        """What is kept under keys, in their order; `None` if nothing is.
 
-        A key that has grants and no count yet is there, with 0 used.
+        A key with grants and without a count has 0 used.
 
         Args:
             keys: The keys, as `QuotaUsage` and `Counter` have them.
@@ -154,8 +156,8 @@ class QuotaStore(Protocol):
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0.
 
-        The keys are kept, or made, so that a caller's own count does not fill them again. What
-        requests hold is forgotten: what settles them adds its amounts, and gives nothing back.
+        The keys are kept, or made, so that a caller's own count does not fill them again. Holds
+        are forgotten: a compensation that settles one adds its amounts, and gives nothing back.
 
         Args:
             keys: The keys, as `QuotaUsage` and `Counter` have them.
@@ -178,7 +180,7 @@ class Metadata:
     Attributes:
         limit: The smallest enforced limit over it, for show; `None` for none.
         ends: When its window ends, in seconds since the Unix epoch; `None` for none.
-        mirrored: Whether every counter of the key is.
+        mirrored: Whether every counter of the key is mirrored.
     """
 
     limit: int | None = None
@@ -190,7 +192,7 @@ def metadata(request: AcquireRequest) -> dict[str, Metadata]:
     """What a charge writes beside the counts, by key.
 
     Raises:
-        ValueError: Nothing names what a counter with a lease holds.
+        ValueError: A counter has a lease, and the request has no idempotency key.
     """
     found: dict[str, Metadata] = {}
     for counter in request.counters.values():
@@ -222,11 +224,11 @@ def window_end(key: str) -> int | None:
 
 
 def idle_time(key: str, idle: int) -> int:
-    """How long a key's count is kept when nobody charges it, by its text, in seconds.
+    """How long a key's count is kept when nobody charges it, in seconds.
 
     Args:
-        key: The key.
-        idle: How long the store keeps others.
+        key: The key: its text says whether the count belongs to a run.
+        idle: How long the store keeps other counts, in seconds.
     """
     dimension = dimension_of(key)
     if dimension == RUN:
@@ -235,14 +237,14 @@ def idle_time(key: str, idle: int) -> int:
 
 
 def check_store(store: object, limits: Sequence[Limit]) -> None:
-    """Check that a store is one, and that there is one where limits need it.
+    """Check that a store is a `QuotaStore`, and that there is one if limits need it.
 
     Raises:
-        TypeError: It is none.
-        ValueError: There is none, and a limit has quotas.
+        TypeError: It is no `QuotaStore`.
+        ValueError: There is no store, and a limit has quotas.
     """
     if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
-        # Not the value of a URL: it may hold a password.
+        # A URL is not shown: it may have a password.
         shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
         raise TypeError(f"store must be a QuotaStore or None, not {shown}")
     for limit in limits:
@@ -254,20 +256,20 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
 
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
-    """Check that a remembered result, of so many counters and calls, is one to a request.
+    """Check that a remembered result has as many counters and calls as the request.
 
     Raises:
-        QuotaStoreError: It is not.
+        QuotaStoreError: It has not.
     """
     if (counters, calls) != (len(request.counters), len(request.hits)):
         raise QuotaStoreError("the idempotency key was given to a batch of another form before")
 
 
 def check_request(request: object) -> None:
-    """Check that a store is asked with a request.
+    """Check the type of a request to a store.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is no `AcquireRequest`.
     """
     if not isinstance(request, AcquireRequest):
         raise TypeError(f"request must be an AcquireRequest, not {request!r}")
@@ -277,7 +279,7 @@ def check_keys(keys: object) -> None:
     """Check that a store is given several keys.
 
     Raises:
-        TypeError: It is not; one string is no sequence of keys.
+        TypeError: They are not several; one string is no sequence of keys.
     """
     if (
         isinstance(keys, str)
@@ -294,8 +296,8 @@ def idle_seconds(idle_ttl: object) -> int:
         TypeError: It is no timedelta.
         ValueError: It is less than a second.
     """
-    if not isinstance(idle_ttl, timedelta):
-        raise TypeError(f"idle_ttl must be a timedelta, not {idle_ttl!r}")
+    check_duration("idle_ttl", idle_ttl)
+    assert isinstance(idle_ttl, timedelta)  # noqa: S101 - for the type checker
     if idle_ttl < timedelta(seconds=1):
         raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
     return math.ceil(idle_ttl.total_seconds())

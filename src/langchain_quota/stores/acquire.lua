@@ -23,19 +23,19 @@
 --   reset    nothing
 --   acquire  "acquired", replayed, stopped, {used of each counter},
 --            {{admitted, limit that refuses, scope, next limit, scope ...} of each call}
---            and, if anything is granted, {of each counter}, {what of it nobody has seen before}
+--            and, if anything is granted, {of each counter}, {its part that is new to calls}
 --            "refused": the attempt was compensated before it arrived
 --            "again", keys ...: nothing was done; ask the same with these in KEYS
 --   grant    whether it is new, amount, end, details of what is kept; nothing if it would be over
 --   revoke   amount, end, details of what is ended; nothing if there is none
 --   grants   index of the key, amount, end, details of each that has not ended
--- A count is kept as a hash (used, limit, ends), an attempt as what it charged or "refused". What
--- is kept where a count should be, and is none, is an error: others can write there, too.
+-- A count is kept as a hash (used, limit, ends), an attempt as what it charged or "refused".
+-- Anything else in the place of a count is an error: others can write there, too.
 -- What is used includes what is held: a field of the hash for each request, "held:...", has the
 -- amount and the end of its lease. No lease ends before the hash's field next_end.
 -- The field granted has "name amount end new," of each grant, where new is 0 when a call has been
--- judged by it; "grant:name" has its details. One is remembered for as long after its end as
--- compensations are, and with it the key; the count is forgotten when the field forgotten says so.
+-- judged by it; "grant:name" has its details. After its end a grant is remembered for as long as a
+-- compensation, and the key with it; the count is forgotten when the field "forgotten" says so.
 -- The text is read with the count: keys without grants cost nothing.
 
 local ask = cjson.decode(ARGV[1])
@@ -46,7 +46,7 @@ local function whole(text)
   return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text)
 end
 
--- The amount, and the end of the lease; nothing if it is no text of a hold.
+-- The amount, and the end of the lease; nothing if the text is not that of a hold.
 local function held(text)
   local amount, ends = string.match(text or '', '^(%d+) (%d+)$')
   amount, ends = whole(amount), whole(ends)
@@ -93,7 +93,7 @@ local function grants_of(text)
   return found
 end
 
--- What is granted under a key, and what of it nobody has seen before.
+-- What is granted under a key, and the part by which no call has been judged before.
 local function granted(key, text)
   local sum, news, last = 0, 0, 0
   for _, grant in ipairs(grants_of(text)) do
@@ -169,7 +169,7 @@ local function put(key, used, ends, idle, ...)
   redis.call('EXPIREAT', key, expires)
 end
 
--- What a request still holds under a key, or so much of it at most.
+-- What a request still holds under a key, or a part of it if a maximum is given.
 local function release(key, field, most)
   local used = get(key)
   local amount, ends = held(redis.call('HGET', key, field))

@@ -11,21 +11,21 @@ logger = logging.getLogger("langchain_quota")
 def confirming(
     event: str, key: str, name: str, fields: Mapping[str, object] | None = None
 ) -> Iterator[None]:
-    """Log what is asked for if no answer comes: it may be done all the same.
+    """Log an operation without an answer: the store may have done it nevertheless.
 
     Args:
         event: `"grant"` or `"revoke"`.
         key: The count's key.
         name: The grant's id.
-        fields: What else the record says.
+        fields: The record's other fields.
     """
     try:
         yield
     except BaseException as error:
-        # A TypeError says that it is used in a wrong way: nothing was asked.
+        # A TypeError says that the store is used in a wrong way: nothing was asked.
         if not isinstance(error, TypeError):
             logger.warning(
-                "%s unconfirmed under %r, id %r: it may be done all the same",
+                "%s unconfirmed under %r, id %r: it may have been done",
                 event,
                 key,
                 name,

@@ -5,14 +5,14 @@ from types import TracebackType
 from typing import Self
 
 _TICKS = 16
-"""In how many parts a timeout passes: to connect takes about as many turns of the event loop."""
+"""The ticks of a timeout: connecting takes about as many turns of the event loop."""
 
 
 class Deadline:
     """`asyncio.timeout`, but time in which the event loop was blocked does not count.
 
-    While it is blocked a reply waits unread, and `asyncio.timeout` would win over it. So time
-    passes in ticks: however late one comes, it is one.
+    While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end first. So
+    time passes in ticks, and a late tick is still only one.
 
     Args:
         seconds: The timeout.
@@ -52,5 +52,5 @@ class Deadline:
         if self._left:
             self._next()
         else:
-            # In the next turn: what has arrived in this one is read first.
+            # In the loop's next turn: a reply that has arrived in this turn is read first.
             self._timeout.reschedule(self._loop.time())

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
+from langchain_quota.arguments import check_duration
 from langchain_quota.decision import Unit
 from langchain_quota.limit_options import UNITS, whole_amount
 from langchain_quota.money import Dollars
@@ -31,15 +32,15 @@ logger = logging.getLogger("langchain_quota")
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """More than its limits say, for one count.
+    """An amount that raises the limits over one count.
 
     Attributes:
         key: The count's key.
         amount: How much more: calls, tokens or microdollars, as the key counts them.
-        id: Names the grant: it is given once, however often it is asked for.
+        id: The grant's name. A second grant with the same key and id adds nothing.
         given_at: When it was given, in UTC.
-        until: When it ends, in UTC. A store ends every grant; `None`: it lasts as long as the
-            thread whose state keeps it.
+        until: When it ends, in UTC; never `None` in a store. `None` in a thread's state: it lasts
+            as long as the thread.
         reason: Why it was given.
         by: Who gave it.
 
@@ -90,30 +91,30 @@ class Granting(ABC):
     ) -> Grant:
         """Raise the limits over a count by an amount.
 
-        Every limit over the count is raised, of all agents that share the store, until the grant
-        ends. A grant to the count of a window ends with the window. Calls that are judged from now
-        on, in any process, are judged with it. It is logged at the level INFO.
+        Every limit over the count is raised until the grant ends, in all agents that share the
+        store. A grant to the count of a window ends with the window. It holds for all calls that
+        are judged from now on, in every process. It is logged at the level INFO.
 
         Args:
             key: The count's key, as `QuotaUsage` has it.
             amount: How much more, above 0, as the key counts: calls and tokens as a whole number,
                 dollars as a string.
-            window: How long the quota's windows are, if the key is given without one: the window
-                that runs now is meant.
-            until: When the grant ends, with a time zone. `None`: with the window or, if the count
-                has none, after the time for which the store keeps a count that nobody charges, by
-                default a year.
+            window: The length of the quota's windows, if `key` is given without its window: then
+                the present window is meant.
+            until: When the grant ends, with a time zone. `None`: at the end of the window. If the
+                count has no window: after the time for which the store keeps a count without
+                charges, by default a year.
             reason: Why it is given, for the list and the log.
             by: Who gives it.
-            id: Names the grant; by default a new name. A grant of this key and id that is kept
-                already is the answer, and nothing is added: for a week after its end, too.
+            id: The grant's name; by default a new one. If the key has a grant with this name, even
+                one that ended within the last week, it is returned, and nothing is added.
 
         Raises:
-            QuotaStoreError: The store failed, and the grant may be given all the same: ask again
-                with the same id. The log has a warning with the id.
+            QuotaStoreError: The store failed. The grant may be given nevertheless: ask again with
+                the same id. The log has a warning with the id.
             TypeError: An argument has the wrong type.
-            ValueError: An argument is out of bounds, the key is none of a count, or the grant would
-                be over already.
+            ValueError: An argument is out of bounds, the key is not that of a count, or the grant
+                would have ended already.
         """
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
         with confirming("grant", asked.key, asked.id, fields(asked)):
@@ -138,7 +139,7 @@ class Granting(ABC):
         return _given(asked, made)
 
     def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
-        """End a grant now. What was used of it stays used.
+        """End a grant now. What was used with it stays counted.
 
         Args:
             key: The count's key with its window, as `Grant.key` has it.
@@ -148,7 +149,7 @@ class Granting(ABC):
             The grant that is ended; `None` if there is none, or it had ended.
 
         Raises:
-            QuotaStoreError: The store failed, and the grant may be ended all the same.
+            QuotaStoreError: The store failed. The grant may be ended nevertheless.
             TypeError: An argument has the wrong type.
         """
         _check_texts(key=key, id=id)
@@ -168,7 +169,7 @@ class Granting(ABC):
         """The grants that have not ended, sorted by key and time.
 
         Args:
-            pattern: A glob pattern of keys, as of Python's `fnmatch.fnmatchcase`.
+            pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
         """
 
     def _asked(self, key: object, amount: object, window: timedelta | None, **others: Any) -> Grant:
@@ -176,7 +177,7 @@ class Granting(ABC):
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: The key is none of a count.
+            ValueError: The key is not that of a count.
         """
         _check_texts(key=key)
         text, now = str(key), self._now()
@@ -200,7 +201,7 @@ class Granting(ABC):
 
     @abstractmethod
     def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
-        """The grant that is kept, and whether it is new; `None` if it would be over."""
+        """The grant that is kept, and whether it is new; `None` if it would have ended."""
 
     @abstractmethod
     async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
@@ -216,7 +217,7 @@ class Granting(ABC):
 
 
 def in_window(key: str, window: timedelta, now: float) -> str:
-    """The key of the window that runs now.
+    """The key for the present window.
 
     Args:
         key: The key without its window.
@@ -224,12 +225,11 @@ def in_window(key: str, window: timedelta, now: float) -> str:
         now: The time, in seconds since the Unix epoch.
 
     Raises:
-        TypeError: The window is none.
-        ValueError: The key is none of a count, or has a window; or the window is no whole seconds.
+        TypeError: The window is no `timedelta`.
+        ValueError: The key is not that of a count, or has a window, or `window` is not whole
+            seconds.
     """
-    given: object = window
-    if not isinstance(given, timedelta):
-        raise TypeError(f"window must be a timedelta or None, not {window!r}")
+    check_duration("window", window, or_none=True)
     base = CountKey.parse(key)
     if base.window is not None:
         raise ValueError(f"key has a window, so window must be None: {key!r}")
@@ -255,7 +255,7 @@ def new_grant(  # noqa: PLR0913 - keyword-only
     name: object,
     now: float,
 ) -> Grant:
-    """A grant as it is asked for.
+    """A checked grant, before a store gives it.
 
     Args:
         key: The count's key.
@@ -286,10 +286,10 @@ def new_grant(  # noqa: PLR0913 - keyword-only
 
 
 def _check_texts(**arguments: object) -> None:
-    """Check that arguments are texts that can be kept.
+    """Check that arguments are strings that can be kept.
 
     Raises:
-        TypeError: One is no text.
+        TypeError: One is no string.
         ValueError: One is too long.
     """
     for argument, value in arguments.items():
@@ -303,7 +303,7 @@ def _given(asked: Grant, made: tuple[Grant | None, bool]) -> Grant:
     """The grant that is kept now; it is logged if it is new.
 
     Raises:
-        ValueError: It would be over already.
+        ValueError: It would have ended already.
     """
     kept, is_new = made
     if kept is None:
@@ -327,16 +327,16 @@ def details(grant: Grant) -> str:
 
 
 def read_grant(key: str, amount: int, ends: int, text: str) -> Grant:
-    """A grant as a store keeps it.
+    """A grant, read from what a store keeps.
 
     Args:
         key: The count's key.
         amount: How much.
         ends: When it ends, in seconds since the Unix epoch.
-        text: What is kept beside, as of `details`.
+        text: What is kept beside them; see `details`.
 
     Raises:
-        ValueError: The text is none of ours.
+        ValueError: The text is not one of `details`.
     """
     try:
         known = json.loads(text)
@@ -375,7 +375,7 @@ def log_grant(event: str, grant: Grant) -> None:
 
 
 def fields(grant: Grant) -> dict[str, object]:
-    """What a log record says of a grant, beside its key and id."""
+    """What a log record says about a grant, beside its key and id."""
     return {
         "quota_amount": in_base_unit(grant.amount, grant.unit),
         "quota_unit": UNIT_LABELS[grant.unit],
@@ -386,7 +386,7 @@ def fields(grant: Grant) -> dict[str, object]:
 
 
 def in_utc(seconds: float) -> datetime:
-    """A time in UTC; one after the year 9999 is its end."""
+    """A time in UTC; the end of the year 9999 for any later time."""
     try:
         return _EPOCH + timedelta(seconds=seconds)
     except OverflowError:

@@ -8,13 +8,13 @@ from hashlib import sha256
 from urllib.parse import quote, unquote
 
 MAX_LENGTH = 64
-"""The longest value that stands in a key as it is, in characters after encoding."""
+"""The longest value that a key has unchanged, in characters after encoding."""
 
 _SHORTENED = 40
 _SAFE = ",@"  # beside letters, digits and _.-~: tools that share a count, and addresses
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PLAIN = re.compile(r"[A-Za-z0-9_.~,@-]{0,64}(:[A-Za-z0-9_.~,@-]{0,64}){2}")
-"""Three values that stand in a key as they are."""
+"""Three encoded values in a key."""
 _VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
 _TEXT = re.compile(rf"{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?")
 
@@ -23,16 +23,16 @@ _TEXT = re.compile(rf"{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9
 class CountKey:
     """Names one count.
 
-    `str(key)` is its text: the values, percent-encoded and joined by colons. A value that is
-    longer than 64 characters then is shortened and has its hash behind it, so that two values
-    never share a key.
+    `str(key)` is its text: the values, percent-encoded and joined by colons. A value with more than
+    64 characters after that is shortened, and its hash is appended, so that two values never share
+    a key.
 
     Attributes:
         counter: What is counted: a tool, several, all, or the model.
-        dimension: For whom: what a quota is `per`.
+        dimension: For whom: the quota's `per`.
         subject: Who that is; empty for all.
-        window: The length of the windows, in seconds; `None` for a count without.
-        index: Which of the windows, by number from the Unix epoch.
+        window: The length of the windows, in seconds; `None` for a count without windows.
+        index: The number of the window, from the Unix epoch.
 
     Raises:
         ValueError: Only one of window and index is given, or the window is not positive.
@@ -46,7 +46,7 @@ class CountKey:
 
     def __post_init__(self) -> None:
         if (self.window is None) != (self.index is None):
-            raise ValueError(f"window={self.window!r} does not go with index={self.index!r}")
+            raise ValueError(f"window={self.window!r} cannot be used with index={self.index!r}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be 1 or more, not {self.window!r}")
 
@@ -58,7 +58,7 @@ class CountKey:
 
         Args:
             counter: What is counted.
-            dimension: For whom: what a quota is `per`.
+            dimension: For whom: the quota's `per`.
             subject: Who that is; empty for all.
             window: How long a window lasts, in whole seconds; `None` for a count without windows.
             now: The moment, in seconds since the Unix epoch.
@@ -118,7 +118,7 @@ class CountKey:
 
 
 def dimension_of(key: str) -> str:
-    """For whom a key, by its text, counts; empty if it is no key of a count."""
+    """For whom a key counts, from its text; empty if it is no key of a count."""
     return key.partition(":")[2].partition(":")[0]
 
 
@@ -134,7 +134,7 @@ def _encoded(value: str) -> str:
 def _cut(value: str) -> str:
     """A long value's beginning and its hash.
 
-    All limits that match a call ask for it. Of values that may be megabytes few are remembered.
+    All limits that match a call ask for it. Values may be megabytes, so few results are cached.
     """
     shortened = ""
     for character in value:
@@ -142,7 +142,7 @@ def _cut(value: str) -> str:
         if len(shortened + piece) > _SHORTENED:
             break
         shortened += piece
-    # Longer than any value that is not shortened: it cannot be taken for one.
+    # Longer than any value that is not shortened, so the two cannot be confused.
     return f"{shortened}~{sha256(value.encode(errors='surrogatepass')).hexdigest()}"
 
 

@@ -31,17 +31,18 @@ _REMEMBERED_AT_MOST = 100_000
 class MemoryStore(Granting):
     """A `QuotaStore` in the memory of one process; its threads and event loops share it.
 
-    It never waits for anything but its own lock, so that the async forms are the sync ones. With
-    the process its counts are gone; other processes do not see them.
+    It never waits for anything but its own lock, so the async forms are the same as the sync ones.
+    Its counts end with the process; other processes do not see them.
 
     Args:
-        max_keys: Most counts that are kept, from 1. When so many are alive, the thread's count that
-            was charged longest ago makes room, if the thread's state has it, too: it comes back
-            from there with the thread's next call. Counts of users and windows, and others that
-            only the store has, are never forgotten: where only such are left, a charge that needs
-            another is refused with a `QuotaStoreError`. Only what ran in an outage is counted
-            beyond that. Of what is remembered (results, compensations, refused attempts) the latest
-            so many are kept, and 100,000 at most.
+        max_keys: Most counts that are kept, from 1. When the store is full, it drops counts that
+            agents can bring back: first those of runs, then of root runs, then of threads whose
+            state has the count, too. In each group it drops the oldest charges first. Counts of
+            users and windows, and others that only the store has, are never dropped. If only such
+            counts are left, a charge that needs a new one is refused with a `QuotaStoreError`. Only
+            calls that ran in an outage are counted beyond `max_keys`. The store also remembers the
+            latest results, compensations and refused attempts: at most `max_keys` of each, and at
+            most 100,000.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
         clock: The time, in seconds since the Unix epoch.
 
@@ -118,7 +119,7 @@ class MemoryStore(Granting):
             )
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """What is kept under keys, in their order; `None` where nothing is.
+        """What is kept under keys, in their order; `None` if nothing is.
 
         Raises:
             TypeError: The keys are no sequence of strings.
@@ -147,7 +148,7 @@ class MemoryStore(Granting):
         """What is kept under the keys that match a glob pattern, sorted by key.
 
         Args:
-            pattern: As of Python's `fnmatch.fnmatchcase`.
+            pattern: As in Python's `fnmatch.fnmatchcase`.
         """
         with self._lock:
             now = self._clock()
@@ -158,7 +159,7 @@ class MemoryStore(Granting):
         """The grants that have not ended, sorted by key and time.
 
         Args:
-            pattern: A glob pattern of keys, as of Python's `fnmatch.fnmatchcase`.
+            pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
         """
         with self._lock:
             return self._grants.matching(pattern, self._clock())
@@ -184,7 +185,7 @@ class MemoryStore(Granting):
             kept, is_new = self._grants.give(asked, now)
             count = self._counts.get(asked.key, now) if is_new else None
             if count is not None:
-                # It begins its idle time anew, as when it is charged.
+                # The count's idle time begins anew, as after a charge.
                 self._counts.put(asked.key, count.used, window_end(asked.key), now)
             return kept, is_new
 
@@ -238,7 +239,7 @@ class MemoryStore(Granting):
         count = self._counts.get(key, now)
         if amount > 0:
             used = start if count is None else count.used
-            # What has run is counted all the same.
+            # Calls that have run are counted even if the store is full.
             self._counts.make_room((key,), now)
             self._counts.put(key, used + amount, window_end(key), now)
         elif count is not None:
@@ -301,7 +302,7 @@ class _Acquired:
     """What a request charged, by key, and the result with which it was answered.
 
     Attributes:
-        idempotency_key: The request's.
+        idempotency_key: The request's idempotency key.
         result: The answer.
         amounts: What it charged.
         held: How much of that it only held.

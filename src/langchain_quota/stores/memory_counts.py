@@ -13,7 +13,7 @@ from langchain_quota.stores import GRACE, REMEMBERED, Metadata, Occupancy, Quota
 from langchain_quota.stores.keys import dimension_of
 
 _PURGED_AT_ONCE = 100
-"""Each operation makes so much room at most, so that none of them has to pay for all."""
+"""How many counts one operation looks at to make room, so that no operation takes long."""
 
 V = TypeVar("V")
 
@@ -28,7 +28,7 @@ class Count:
         ends: When its window ends; `None` for none.
         expires: When it is forgotten.
         holds: What is held, and until when, by the request that holds it.
-        next_end: No lease of them ends before.
+        next_end: No lease of the holds ends before this time.
     """
 
     used: int
@@ -40,7 +40,7 @@ class Count:
 
 
 class Counts:
-    """The counts by key; what has expired is removed bit by bit."""
+    """The counts by key; expired ones are removed step by step."""
 
     def __init__(self, max_keys: int, idle: int) -> None:
         self.max_keys = max_keys
@@ -67,11 +67,11 @@ class Counts:
 
     @property
     def _droppable(self) -> tuple[OrderedDict[str, None], ...]:
-        """The keys whose counts callers mirror; the first go first."""
+        """The keys whose counts callers mirror; the first ones are dropped first."""
         return self._runs, self._root_runs, self._mirrored
 
     def get(self, key: str, now: float) -> Count | None:
-        """A count, without what was held for longer than agreed; `None` if there is none."""
+        """A count, without holds whose lease is over; `None` if there is none."""
         count = self._counts.get(key)
         if count is None or count.expires <= now:
             return None
@@ -85,8 +85,8 @@ class Counts:
         """Note that a request only holds so much of what it has just charged.
 
         Args:
-            key: Where.
-            name: The request.
+            key: The key.
+            name: The name of the request.
             amount: How much; it is added to what the request holds there already.
             ends: When its lease ends.
         """
@@ -97,7 +97,7 @@ class Counts:
         count.next_end = min(ends, count.next_end)
 
     def give_back(self, key: str, name: str, now: float, most: int | None = None) -> None:
-        """Give back what a request still holds, or so much of it at most."""
+        """Give back what a request still holds, or `most` of it."""
         count = self.get(key, now)
         if count is not None and count.holds and name in count.holds:
             held, ends = count.holds.pop(name)
@@ -107,13 +107,13 @@ class Counts:
                 count.holds[name] = (held - amount, ends)
 
     def forget_holds(self, key: str) -> None:
-        """Forget what is held of a count that becomes 0: nobody can give it back any more."""
+        """Forget what is held of a count that becomes 0: nothing is left to give back."""
         count = self._counts.get(key)
         if count is not None:
             count.holds, count.next_end = None, math.inf
 
     def use(self, key: str, now: float) -> QuotaUsage | None:
-        """What is told of a count; `None` if there is none."""
+        """What a store returns about a count; `None` if there is none."""
         count = self.get(key, now)
         return None if count is None else QuotaUsage(key, count.used, count.limit, count.ends)
 
@@ -132,7 +132,7 @@ class Counts:
             limit, mirrored = beside.limit, beside.mirrored
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
         if kept is not None:
-            # Never earlier, so that the entry that is there stays right.
+            # Never earlier, so the existing entry stays correct.
             expires = max(expires, kept.expires)
         if kept is None and ends is not None:
             heapq.heappush(self._windows, (expires, key))
@@ -150,7 +150,7 @@ class Counts:
     def make_room(self, keys: Collection[str], now: float) -> bool:
         """Remove what has expired: some of it, and more if keys would not fit.
 
-        If they still do not fit, the counts go that callers mirror, as many as have to.
+        If they still do not fit, counts that callers mirror are dropped, as many as necessary.
 
         Returns:
             Whether the keys fit now.
@@ -175,12 +175,12 @@ class Counts:
         return True
 
     def _excess(self, keys: Collection[str]) -> int:
-        """How many counts there would be too many."""
+        """By how many counts the store would be too full."""
         new = {key for key in keys if key not in self._counts}
         return len(self._counts) + len(new) - self.max_keys
 
     def _purge(self, now: float) -> bool:
-        """Look at a count that may have expired; whether there was one."""
+        """Look at one count that may have expired; whether there was such a count."""
         if self._windows and self._windows[0][0] <= now:
             key = self._windows[0][1]
             expires = self._counts[key].expires
@@ -199,7 +199,7 @@ class Counts:
 
 
 class Recent(Generic[V]):
-    """Remembers values for a while, the latest of them.
+    """Remembers the latest values for a while.
 
     Args:
         most: How many.

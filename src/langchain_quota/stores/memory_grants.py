@@ -17,7 +17,7 @@ class _Kept:
 
 
 class Grants:
-    """Grants by key and id. One that has ended is remembered for a week, so that it stays so."""
+    """Grants by key and id. An ended one is remembered for a week, so it is not given again."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, _Kept]] = {}
@@ -26,7 +26,7 @@ class Grants:
         return bool(self._kept)
 
     def give(self, asked: Grant, now: float) -> tuple[Grant | None, bool]:
-        """The grant that is kept, and whether it is new; `None` if it would be over."""
+        """The grant that is kept, and whether it is new; `None` if it would have ended."""
         self._forget(now)
         known = self._kept.get(asked.key, {}).get(asked.id)
         if known is not None:
@@ -51,7 +51,7 @@ class Grants:
         return sum(each.grant.amount for each in self._of(key, now))
 
     def take_new(self, key: str, now: float) -> int:
-        """What is granted under a key that no call has been judged by before."""
+        """What is granted under a key by grants by which no call has been judged before."""
         amount = 0
         for each in self._of(key, now):
             amount += each.grant.amount if each.is_new else 0

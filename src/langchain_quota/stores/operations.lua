@@ -1,4 +1,4 @@
--- Goes on where acquire.lua ends: grants, and which operation is asked for.
+-- The continuation of acquire.lua: grants, and the choice of the operation.
 
 local function write_grants(key, grants)
   local texts = {}
@@ -27,7 +27,7 @@ local function grant()
   redis.call('HSET', key, 'grant:' .. name, details)
   write_grants(key, grants)
   granted(key, redis.call('HGET', key, 'granted'))
-  -- A count that is there begins its idle time anew, as when it is charged.
+  -- The idle time of an existing count begins anew, as after a charge.
   if used then put(key, used, window_end, idle) end
   if not used then
     local _, expires = expiry(key, window_end, 0)

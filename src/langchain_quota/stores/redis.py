@@ -45,7 +45,7 @@ from langchain_quota.stores.redis_script import (
 )
 
 PREFIX = "langchain_quota"
-"""What all keys begin with, unless told otherwise."""
+"""What all keys begin with, by default."""
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _AT_ONCE = 500
@@ -54,7 +54,7 @@ _SHOWN = 200
 """How many bytes of a name are logged: others may have written it."""
 
 _REASON = 300
-"""How much of what a client says of a failure is told: it may quote a whole reply."""
+"""How much of a client's error text is shown: it may quote a whole reply."""
 
 logger = logging.getLogger("langchain_quota")
 
@@ -64,21 +64,21 @@ class RedisStore(Granting):
 
     Each operation is one run of one script, in one round trip; a compensation that has something to
     undo takes a second one. All keys of a prefix have one hash tag: in Redis Cluster a prefix
-    lives in one hash slot, on one node. Every key expires. Counts are exact up to 2^53 - 1, and as
-    durable as Redis is: its `maxmemory-policy` must be `noeviction`, and counts survive its
-    restart only if it persists them.
+    is in one hash slot, on one node. Every key expires. Counts are exact up to 2^53 - 1. They are
+    as durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and counts survive a
+    restart of Redis only if it persists them.
 
     Args:
-        source: A URL as redis-py knows them: `redis://`, `rediss://` for TLS or `unix://`, with
-            user and password percent-encoded; `None` for that in the environment variable
+        source: A URL in redis-py's form: `redis://`, `rediss://` for TLS or `unix://`, with user
+            and password percent-encoded; `None` for the URL in the environment variable
             `LANGCHAIN_QUOTA_REDIS_URL`. Or a client of your own, of one server or of a cluster,
-            which keeps its timeouts and retries: one of `redis` serves the sync form, one of
-            `redis.asyncio` the async form, on its own event loop.
+            which keeps its timeouts and retries: a client of `redis` serves the sync form, a client
+            of `redis.asyncio` the async form, on its own event loop.
         prefix: What all keys begin with, `[A-Za-z0-9_.-]{1,64}`. Stores with different prefixes
             share nothing.
-        timeout: How long an operation may take, in seconds above 0: an async one in all, without
-            time in which the event loop was blocked; a sync one whenever it waits for the network.
-            Nothing is tried twice.
+        timeout: How long an operation may take, in seconds above 0. For an async operation it is
+            the total, without time in which the event loop was blocked; for a sync operation it is
+            each wait for the network. Nothing is tried twice.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
 
     Raises:
@@ -139,7 +139,7 @@ class RedisStore(Granting):
             return result(reply, request)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """What is kept under keys, in their order; `None` where nothing is."""
+        """What is kept under keys, in their order; `None` if nothing is."""
         check_keys(keys)
         if not keys:
             return ()
@@ -173,12 +173,12 @@ class RedisStore(Granting):
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
 
-        Redis is asked for some at a time, and works for others in between: a count that is made
-        or removed meanwhile may be missing. What others have written there, and is no count, is
-        left out and logged; `listing` has its names.
+        Redis is asked for some keys at a time, and serves others in between: a count that is made
+        or removed meanwhile may be missing. Keys of others that hold no count are left out and
+        logged; `listing` returns their names.
 
         Args:
-            pattern: As of Python's `fnmatch.fnmatchcase`.
+            pattern: As in Python's `fnmatch.fnmatchcase`.
 
         Raises:
             QuotaStoreError: Redis failed, or did not answer in time.
@@ -191,10 +191,10 @@ class RedisStore(Granting):
         return found
 
     def listing(self, pattern: str = "*") -> tuple[list[QuotaUsage], list[bytes]]:
-        """As `usages`, and the names in Redis of what matches and is no count, sorted.
+        """As `usages`, and the names in Redis of matching keys that hold no count, sorted.
 
         Args:
-            pattern: As of Python's `fnmatch.fnmatchcase`.
+            pattern: As in Python's `fnmatch.fnmatchcase`.
 
         Raises:
             QuotaStoreError: Redis failed, or did not answer in time.
@@ -213,10 +213,10 @@ class RedisStore(Granting):
         return [found[key] for key in sorted(found)], sorted(odd)
 
     def grants(self, pattern: str = "*") -> list[Grant]:
-        """The grants that have not ended, sorted by key and time; asked for as `usages` are.
+        """The grants that have not ended, sorted by key and time; read like `usages`.
 
         Args:
-            pattern: A glob pattern of keys, as of Python's `fnmatch.fnmatchcase`.
+            pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
 
         Raises:
             QuotaStoreError: Redis failed, or did not answer in time.
@@ -232,8 +232,8 @@ class RedisStore(Granting):
         return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
 
     def _scan(self, client: SyncClient, pattern: str) -> Iterator[tuple[list[str], list[bytes]]]:
-        """The keys that match a pattern, some at a time; and names that are no text."""
-        # Redis reads classes and escapes in a way of its own.
+        """The keys that match a pattern, some at a time, and the names that are no text."""
+        # Redis reads classes and escapes differently.
         simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
         match = self._names.count(simple + ("*" if rest else ""))
         names = client.scan_iter(match=match, count=_AT_ONCE)
@@ -257,7 +257,7 @@ class RedisStore(Granting):
     async def aclose(self) -> None:
         """Close the connections of the running event loop, and those of the sync form.
 
-        An event loop that ends as `asyncio.run` ends it closes its connections by itself.
+        `asyncio.run` closes them by itself when it ends its event loop.
         """
         self._clients.close()
         await self._clients.aclose()
@@ -300,10 +300,10 @@ class RedisStore(Granting):
 
     @contextmanager
     def _failing(self, deadline: Deadline | None = None) -> Iterator[None]:
-        """Turn what fails into a `QuotaStoreError`.
+        """Turn a failure into a `QuotaStoreError`.
 
         Raises:
-            QuotaStoreError: It failed.
+            QuotaStoreError: The operation failed.
         """
         try:
             yield
@@ -333,7 +333,7 @@ def _peeked(keys: Sequence[str], reply: object) -> tuple[QuotaUsage | None, ...]
     """What is kept under keys, in their order.
 
     Raises:
-        QuotaStoreError: Under one of them something else is kept.
+        QuotaStoreError: One of the keys holds something else.
     """
     found, odd = uses(keys, reply)
     if odd:

@@ -42,20 +42,20 @@ UNREADABLE = (
     exceptions.InvalidResponse,
     *(ValueError, TypeError, LookupError, AttributeError, RecursionError),
 )
-"""What redis-py raises where a reply is not what it expects."""
+"""What redis-py raises if a reply has an unexpected form."""
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 Permit = AbstractAsyncContextManager[Any]
-"""What an operation waits for before it may use the client."""
+"""A permit that an operation needs before it may use the client."""
 
 
 class Clients(Protocol):
     """Gives the client for an operation.
 
     Attributes:
-        name: Which server that is, without credentials.
-        secrets: What must not be told.
+        name: The server's name, without credentials.
+        secrets: The texts that must not be shown.
     """
 
     name: str
@@ -83,8 +83,8 @@ def clients(source: object, timeout: float) -> Clients:
             long closing may take.
 
     Raises:
-        TypeError: The source is neither.
-        ValueError: It is no URL, or none is set.
+        TypeError: The source is something else.
+        ValueError: It is no URL, or no URL is set.
     """
     if isinstance(source, SyncClient | AsyncClient):
         return _Given(source)
@@ -95,7 +95,7 @@ def clients(source: object, timeout: float) -> Clients:
             "redis://127.0.0.1:6379/0, or set the variable"
         )
     if not isinstance(url, str):
-        # Not its value: whatever it is, it may hold a password.
+        # The value is not shown: it may have a password.
         raise TypeError(
             "source must be a URL, a client of redis or redis.asyncio, or None, not a "
             f"{type(url).__name__}"
@@ -104,7 +104,7 @@ def clients(source: object, timeout: float) -> Clients:
 
 
 class _Given:
-    """A client of the user's, who also closes it."""
+    """The user's own client, which the user closes."""
 
     def __init__(self, client: SyncClient | AsyncClient) -> None:
         self._client = client
@@ -147,7 +147,7 @@ class _Own:
     def __init__(self, url: str, timeout: float) -> None:
         if not _is_url(url):
             raise ValueError(
-                "the URL of Redis must be redis://[user:password@]host:port/number, likewise "
+                "the URL of Redis must be redis://[user:password@]host:port/number, the same with "
                 "rediss://, or unix://[user:password@]/path, with options that redis-py knows; "
                 "percent-encode what is special in user and password"
             )
@@ -155,7 +155,7 @@ class _Own:
         self._timeout = timeout
         self._options: dict[str, object] = {}
         if hasattr(redis, "DriverInfo"):
-            # Or every connection reads the version of redis from a file, on the event loop.
+            # Otherwise every connection reads the version of redis from a file, on the event loop.
             self._options["driver_info"] = redis.DriverInfo()
         pool = redis.BlockingConnectionPool.from_url(
             url, max_connections=_CONNECTIONS, protocol=_PROTOCOL
@@ -203,12 +203,12 @@ class _Own:
             await found.end.aclose()
 
     def _of_loop(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
-        # Permits, and not the pool, bound the connections: a pool loses one for good when a task is
-        # cancelled while it waits to give it back.
+        # Permits, and not the pool, bound the connections: if a task is cancelled while it waits to
+        # give a connection back, the pool loses that connection.
         pool = redis.asyncio.ConnectionPool.from_url(
             self._url, max_connections=2**31, protocol=_PROTOCOL
         )
-        # The store bounds an operation; a timeout in it would not know of a blocked event loop.
+        # The store has its own timeout: the client's would ignore that the event loop was blocked.
         pool.connection_kwargs |= self._options | {
             "socket_timeout": None,
             "socket_connect_timeout": None,
@@ -226,13 +226,13 @@ class _Own:
         finally:
             with self._lock:
                 self._loops.pop(loop, None)
-            # A server that is gone does not take part in closing TLS.
+            # A server that is gone does not answer when TLS is closed.
             async with asyncio.timeout(self._timeout):
                 await client.aclose()
 
 
 def _is_url(url: str) -> bool:
-    """Whether redis-py understands a URL, and no part of a password is taken for another part.
+    """Whether redis-py understands a URL, and takes no part of the password for something else.
 
     redis-py's own errors quote what they do not understand.
     """
@@ -242,7 +242,7 @@ def _is_url(url: str) -> bool:
         parts = urlsplit(url)
         if parts.query:
             parse_qs(parts.query, strict_parsing=True)
-    except Exception:  # noqa: BLE001 - whatever it is, it must not be told
+    except Exception:  # noqa: BLE001 - no error may be shown: it may quote the URL
         return False
     if parts.scheme == "unix":
         return not parts.fragment and bool(parts.path) and "@" not in parts.path
@@ -259,7 +259,7 @@ def _secrets(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def scrub(error: BaseException, secrets: Sequence[str]) -> None:
-    """Take secrets out of the texts of an exception, and of those that it came from.
+    """Remove secrets from the texts of an exception and of its causes.
 
     A server that does not know a command may quote it, with the password in it.
     """

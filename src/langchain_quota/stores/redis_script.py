@@ -1,4 +1,4 @@
-"""What the script in Redis is asked, and what it answers."""
+"""The requests to the script in Redis, and its answers."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ SCRIPT = "\n".join(
 SHA = sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 MAX_COUNT = 2**53 - 1
-"""The largest count, seed and amount: scripts compute in floating point."""
+"""The largest count, start and amount: scripts compute in floating point."""
 
 _NONE = -1
 _ODD = -2
@@ -38,7 +38,7 @@ class Names:
     """The names of keys in Redis.
 
     Args:
-        prefix: What all begin with, as a hash tag.
+        prefix: What all names begin with, as a hash tag.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -53,19 +53,19 @@ class Names:
         """The key of a count; the client may have decoded its name.
 
         Raises:
-            UnicodeDecodeError: It is no name of ours.
+            UnicodeDecodeError: The name is not one of ours.
         """
         text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
         return text.removeprefix(self._counts)
 
     def marker(self, kind: str, name: str) -> bytes:
-        """Where something is remembered by a name of any length."""
+        """The key under which something is remembered; its name may have any length."""
         digest = sha256(name.encode(errors="surrogatepass")).hexdigest()
         return f"{self._prefix}{kind}:{digest}".encode()
 
 
 class ScriptCall:
-    """One call of the script: what it is asked, and which keys it may touch.
+    """One call of the script: its operation, its arguments, and the keys that it may use.
 
     Args:
         names: The names of keys.
@@ -87,7 +87,7 @@ class ScriptCall:
 
     @classmethod
     def peek(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
-        """What is kept under keys."""
+        """The call that reads what is kept under keys."""
         call = cls(names, "peek", 0)
         for key in keys:
             call._index(names.count(key))
@@ -95,7 +95,7 @@ class ScriptCall:
 
     @classmethod
     def reset(cls, names: Names, keys: Sequence[str], idle: int) -> "ScriptCall":
-        """That counts become 0."""
+        """The call that sets counts to 0."""
         call = cls(names, "reset", idle)
         call._values["counters"] = [
             [call._count(key, window_end(key), 0)] for key in dict.fromkeys(keys)
@@ -104,7 +104,7 @@ class ScriptCall:
 
     @classmethod
     def grant(cls, names: Names, grant: Grant, idle: int) -> "ScriptCall":
-        """That a grant is given."""
+        """The call that gives a grant."""
         call = cls(names, "grant", idle)
         call._values["grant"] = [
             call._count(grant.key, window_end(grant.key), 0),
@@ -117,14 +117,14 @@ class ScriptCall:
 
     @classmethod
     def revoke(cls, names: Names, key: str, name: str) -> "ScriptCall":
-        """That a grant ends."""
+        """The call that ends a grant."""
         call = cls(names, "revoke", 0)
         call._values["grant"] = [call._index(names.count(key)), _grant_name(name)]
         return call
 
     @classmethod
     def grants(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
-        """What is granted under keys."""
+        """The call that reads the grants of keys."""
         call = cls(names, "grants", 0)
         for key in keys:
             call._index(names.count(key))
@@ -132,7 +132,7 @@ class ScriptCall:
 
     @classmethod
     def acquire(cls, names: Names, request: AcquireRequest, idle: int) -> "ScriptCall":
-        """That a batch is admitted.
+        """The call that admits a batch.
 
         Raises:
             QuotaStoreError: A number is larger than Redis counts.
@@ -173,19 +173,19 @@ class ScriptCall:
         return call
 
     def arguments(self) -> tuple[int, *tuple[bytes, ...], str]:
-        """The arguments of `EVALSHA` behind the script: number of keys, keys, values."""
+        """The arguments of `EVALSHA` after the script: number of keys, keys, values."""
         return (len(self._keys), *self._keys, json.dumps(self._values))
 
     def again(self, reply: object) -> bool:
-        """Whether the script must be called again: there were keys that nobody knew of.
+        """Whether the script must be called again, with further keys that it needs.
 
         Raises:
-            ValueError: The reply is none of the script's, or asks once too often.
+            ValueError: The reply is not one of the script, or it asks once too often.
         """
         word, *names = _list(reply)
         if _text(word) != "again":
             return False
-        # What an attempt charged is found once.
+        # An attempt's charges are found only once.
         self._attempts -= 1
         if self._attempts < 0:
             raise ValueError("it asks for keys again and again")
@@ -230,7 +230,7 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
     Raises:
         QuotaStoreError: The attempt was refused in advance, or the request's idempotency key was
             given to a batch of another form.
-        ValueError: The reply is none of the script's.
+        ValueError: The reply is not one of the script.
     """
     word, *rest = _list(reply)
     if _text(word) == "refused":
@@ -264,13 +264,13 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
 
 
 def uses(keys: Iterable[str], reply: object) -> tuple[dict[str, QuotaUsage], list[str]]:
-    """The answer to a peek, by key; without those under which nothing is kept.
+    """The answer to a peek, by key, without keys that hold nothing.
 
     Returns:
-        The counts, and the keys under which something else is kept.
+        The counts, and the keys that hold something else.
 
     Raises:
-        ValueError: The reply is none of the script's.
+        ValueError: The reply is not one of the script.
     """
     names = [*dict.fromkeys(keys)]
     numbers = _numbers(reply)
@@ -289,7 +289,7 @@ def given(key: str, reply: object) -> tuple[Grant | None, bool]:
     """The answer to a grant: what is kept, and whether it is new.
 
     Raises:
-        ValueError: The reply is none of the script's.
+        ValueError: The reply is not one of the script.
     """
     parts = _list(reply)
     if not parts:
@@ -302,7 +302,7 @@ def revoked(key: str, reply: object) -> Grant | None:
     """The answer to a revocation.
 
     Raises:
-        ValueError: The reply is none of the script's.
+        ValueError: The reply is not one of the script.
     """
     kept = _list(reply)
     return _grant(key, kept) if kept else None
@@ -312,7 +312,7 @@ def listed(keys: Iterable[str], reply: object) -> list[Grant]:
     """The grants of keys.
 
     Raises:
-        ValueError: The reply is none of the script's.
+        ValueError: The reply is not one of the script.
     """
     names = [*dict.fromkeys(keys)]
     parts = _list(reply)
@@ -333,7 +333,7 @@ def done(reply: object) -> None:
     """The answer to a reset.
 
     Raises:
-        ValueError: The reply is none of the script's.
+        ValueError: The reply is not one of the script.
     """
     if _list(reply):
         raise ValueError("it is not empty")
@@ -365,7 +365,7 @@ def _flag(number: object) -> bool:
 
 
 def _hold(name: str) -> str:
-    """The field of a count that has what the request of a name holds.
+    """The field of a count that has what a request holds, by the request's name.
 
     A hash keeps its compact form while no field is longer than 64 characters.
     """
@@ -373,7 +373,7 @@ def _hold(name: str) -> str:
 
 
 def _grant_name(name: str) -> str:
-    """What a grant is kept by; ids may be long, and of any characters."""
+    """The name under which a grant is kept: ids may be long, with any characters."""
     return sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
@@ -384,12 +384,12 @@ def _exact(number: int) -> int:
 
 
 def _clamped(number: int | None) -> int:
-    """A number that no count reaches is one all the same."""
+    """A number within the script's bounds: no count is above them."""
     return _NONE if number is None else max(_NONE, min(number, MAX_COUNT))
 
 
 def _threshold(most: int) -> int:
-    """A threshold, which may be below 0, and be raised by what is granted."""
+    """A threshold for the script: it may be below 0, and grants may raise it."""
     return max(-MAX_COUNT, min(most, MAX_COUNT))
 
 

@@ -8,7 +8,13 @@ from types import MappingProxyType
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from langchain_quota.arguments import check_choice, check_share, check_switch
+from langchain_quota.arguments import (
+    check_choice,
+    check_duration,
+    check_share,
+    check_switch,
+    check_sync_function,
+)
 from langchain_quota.telemetry.captures import capturing
 from langchain_quota.telemetry.instruments import Settings, instruments_of
 from langchain_quota.telemetry.labels import Label, hmac_label
@@ -21,10 +27,10 @@ __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label", "recorde
 class Telemetry:
     """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
 
-    It never raises into the agent: what fails is counted in `langchain_quota_errors_total` and
-    logged once; only a cancellation or an interrupt passes through. Several on one registry share
-    its metrics. Attributes of spans that are not ours alone have the names of OpenTelemetry's
-    semantic conventions (`gen_ai.*`, `error.type`).
+    It never raises into the agent: a failure is counted in `langchain_quota_errors_total` and
+    logged once. Only a cancellation or an interrupt passes through. Several `Telemetry` on one
+    registry share its metrics. Where OpenTelemetry's semantic conventions have a name for a span's
+    attribute (`gen_ai.*`, `error.type`), it is used.
 
     Args:
         registry: Where the metrics are registered.
@@ -37,23 +43,22 @@ class Telemetry:
         subject_label: Which users, tenants and other subjects of quotas have series of their own:
             by the quota's name, a function that makes the label from the subject, such as
             `{"tenant": str, "user_id": hmac_label(key)}`. It is called once for each subject, by
-            the thread that writes or by a scrape, and must be quick. By default none, so that
-            nobody's id is seen in metrics. What an agent has, and what all share
-            (`per="global"`), has series in any case.
+            the thread that writes or by a scrape, and must be quick. By default none, so nobody's
+            id is in metrics. Quotas with `per="agent"` or `per="global"` always have series.
         max_exported_threads: The most threads that have series of their own, from 0 (none); the
             nearest to their limits come first, then the most recently refused, then the most
             recent.
         max_exported_subjects: The most subjects with labels that have series of their own, from 0
             (none), in the same order.
-        thread_ttl: How long a thread without calls keeps its series, and a user or another subject
-            of a quota is counted; above 0.
+        thread_ttl: How long a thread without calls keeps its series, and how long a user or
+            another subject of a quota without calls is counted; above 0.
         max_tools: The most tool names per agent that are labels, beside those that limits name,
             from 0; further ones are labelled `_other`.
-        count_unjudged_calls: Whether model and tool calls that no limit judges are counted, in
-            runs in which an agent with this `Telemetry` has limits:
-            `langchain_quota_unjudged_calls_total`, and one log line for each kind of call. Meant
-            for staging: from the first middleware with such a `Telemetry` on, every run of the
-            process takes a few percent longer, whoever makes it.
+        count_unjudged_calls: Whether to count model and tool calls that no limit judges, in runs
+            in which an agent with this `Telemetry` has limits. They are counted in
+            `langchain_quota_unjudged_calls_total`, with one log line for each kind of call. Meant
+            for staging: once a middleware has such a `Telemetry`, every run of the process takes a
+            few percent longer, with or without limits.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -95,9 +100,9 @@ class Telemetry:
         check_choice("spans", spans, ("all", "refused", "off"))
         if thread_label is not None and not callable(thread_label):
             raise TypeError(f"thread_label must be a function or None, not {thread_label!r}")
+        check_sync_function("thread_label", thread_label, "thread_id")
         _check_labels(subject_label)
-        if not isinstance(thread_ttl, timedelta):
-            raise TypeError(f"thread_ttl must be a timedelta, not {thread_ttl!r}")
+        check_duration("thread_ttl", thread_ttl)
         if thread_ttl <= timedelta(0):
             raise ValueError(f"thread_ttl must be positive, not {thread_ttl!r}")
         for argument, value in (
@@ -125,10 +130,10 @@ class Telemetry:
 
 
 def _check_labels(value: object) -> None:
-    """Check that a function makes the labels of each quota that is named.
+    """Check that `subject_label` maps names of quotas to functions.
 
     Raises:
-        TypeError: It is no mapping of functions by names.
+        TypeError: It does not.
     """
     example = "{'tenant': str}"
     if not isinstance(value, Mapping):
@@ -141,16 +146,17 @@ def _check_labels(value: object) -> None:
                 f"subject_label must map names of quotas to functions, as in {example}: "
                 f"{quota!r} is mapped to {make!r}"
             )
+        check_sync_function(f"subject_label of {quota!r}", make, "subject")
 
 
 @cache
 def default_telemetry() -> Telemetry:
-    """The `Telemetry` of middlewares that are given none: global registry and tracer provider."""
+    """The default `Telemetry` of middlewares: global registry and tracer provider."""
     return Telemetry()
 
 
 def recorder_of(telemetry: Telemetry | None) -> Recorder:
-    """What middlewares tell their decisions to; `None` for that of the process's default.
+    """The recorder to which middlewares give their decisions; `None` for the process's default.
 
     Raises:
         TypeError: It is no `Telemetry`.

@@ -1,4 +1,4 @@
-"""The decisions of a context, for who collects them."""
+"""Collects the decisions of a context."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

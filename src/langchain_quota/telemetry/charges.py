@@ -1,7 +1,6 @@
-"""What becomes of charges that are no decisions: what is charged later, given back, or spent."""
+"""Telemetry of charges that are no decisions: what is charged later, given back, or spent."""
 
 import logging
-import warnings
 from collections.abc import Sequence
 
 from opentelemetry.trace import Span
@@ -23,6 +22,7 @@ from langchain_quota.telemetry.logs import log_crossing, log_refusal
 from langchain_quota.telemetry.metrics import Exemplar
 from langchain_quota.telemetry.reruns import RecentTasks
 from langchain_quota.telemetry.tracing import exemplar
+from langchain_quota.user_line import UserLine
 
 logger = logging.getLogger("langchain_quota")
 
@@ -46,7 +46,7 @@ class ChargeRecorder:
     """Makes charges visible that are no part of a decision.
 
     Args:
-        instruments: What they are counted in.
+        instruments: The metrics in which charges are counted.
 
     Attributes:
         near: The used share from which a limit without a share of its own is near.
@@ -95,7 +95,7 @@ class ChargeRecorder:
             self._failed("threads", error)
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
-        """Take charges of one agent's calls, on one thread, back from what was counted."""
+        """Subtract the charges of one agent's calls on one thread from what was counted."""
         if not refunds:
             return
         agent, thread = self._labels(refunds[0].call.agent, refunds[0].call.thread_id)
@@ -121,12 +121,12 @@ class ChargeRecorder:
     ) -> None:
         """Count what a model run has spent, once for each run.
 
-        How the limits stand after it is told by `record_charge`.
+        `record_charge` shows the counts of the limits after it.
 
         Args:
             agent: The name of the agent that is charged, if it has one.
             thread_id: The thread; `None` for none.
-            spent: How much of which limit.
+            spent: The limits, and how much was spent of each.
             model: The model's name, as its provider gives it; `None` if it is not known.
             estimated: Whether the amounts are estimated, because the provider reported none.
         """
@@ -149,7 +149,7 @@ class ChargeRecorder:
 
         Args:
             agent: The name of the agent that has the limits, if it has one.
-            granted: How much on top of which threshold.
+            granted: The thresholds, and how much was added to each.
         """
         name, _ = self._labels(agent, None)
         for each in granted:
@@ -173,22 +173,21 @@ class ChargeRecorder:
         except Exception as error:
             self._failed("observer", error)
 
-    def warn_of_estimate(self, model: str) -> None:
+    def warn_of_estimate(self, model: str, made_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none.
 
-        Those of a run that was cut off are only counted as estimated. Where warnings are errors,
-        it is logged: the answer is paid, and an error would lose it.
+        Estimates for a run that was cut off are counted without a warning. Where warnings are
+        errors, it is logged instead: the answer is paid, and an error would lose it.
 
         Args:
             model: The model's name, as its provider gives it.
+            made_at: Where the user has made the middleware.
         """
         shown = self._models.label(model)
         if self._is_first("usage", "", shown):
             try:
-                warnings.warn(
-                    f"model {shown!r} reports no usage: its tokens are estimated. {_REPORT_IT}",
-                    QuotaWarning,
-                    stacklevel=2,
+                made_at.warn(
+                    f"model {shown!r} reports no usage: its tokens are estimated. {_REPORT_IT}"
                 )
             except QuotaWarning:
                 logger.warning(
@@ -244,7 +243,7 @@ class ChargeRecorder:
                 self._metrics.crossed(agent, status.limit, scope, reached)
             except Exception as error:
                 self._failed("metrics", error)
-            # A handler or filter that raises is somebody who looks on.
+            # A log handler or filter may raise: it must not disturb the agent.
             try:
                 log_crossing(status, scope, reached, agent, thread)
             except Exception as error:

@@ -16,7 +16,7 @@ from langchain_quota.stores import Occupancy
 
 _VERSION = 3
 _BUSY_SECONDS = 10.0
-"""How long a process waits for another one to have written."""
+"""How long a process waits until another one has written, in seconds."""
 
 _TABLES = (files("langchain_quota.telemetry") / "usage_tables.sql").read_text("utf-8")
 
@@ -31,16 +31,16 @@ class Use(NamedTuple):
 
     Attributes:
         used: The count.
-        cap: The limit; `None` where there is none, or it forbids all.
+        cap: The limit; `None` without one, and for a limit of 0.
         near: The share from which it is near; `None` if the limit is not enforced.
         resets_at: When the window ends, in seconds since the Unix epoch.
         blocked: How many calls the limit has refused.
-        decided: When a decision last told what is used, in seconds since the Unix epoch.
-        full_since: When the last of it came to be used, in seconds since the Unix epoch.
+        decided: When a decision last said what is used, in seconds since the Unix epoch.
+        full_since: Since when all of it is used, in seconds since the Unix epoch.
         refused: When the limit last refused a call, in seconds since the Unix epoch.
         refused_since: When its latest refusals began, in seconds since the Unix epoch.
         unit: What the numbers count.
-        spent: What model calls of a thread have spent of the limit, whatever was reset.
+        spent: What model calls of a thread have spent of the limit; resets do not lower it.
     """
 
     used: int = 0
@@ -82,7 +82,7 @@ class UsageDatabase:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.execute = connection.execute
-        # What is known of the table `series`, of which no row is ever removed.
+        # A cache of the table `series`, from which no row is ever removed.
         self._series: dict[tuple[str, str, str], int] = {}
         self._shown: set[int] = set()
 
@@ -92,9 +92,9 @@ class UsageDatabase:
 
         Args:
             path: The file; `None` for one in memory.
-            started: When the process began to count, in seconds since the Unix epoch. Of several
-                processes the first one counts.
-            settings: What processes that decide nothing are told.
+            started: When the process began to count, in seconds since the Unix epoch. The first
+                process's time is kept.
+            settings: Settings for processes that judge no calls.
 
         Raises:
             ValueError: Another version has made the file.
@@ -121,7 +121,7 @@ class UsageDatabase:
 
     @contextmanager
     def transaction(self, kind: str) -> Iterator[None]:
-        """All that is written within is written, or nothing of it.
+        """Write all changes of the block, or none of them.
 
         Args:
             kind: `"IMMEDIATE"` to write, `"DEFERRED"` to read.
@@ -152,7 +152,7 @@ class UsageDatabase:
         return found
 
     def subject(self, key: Key, now: float, ttl: float) -> int | None:
-        """The number of a subject as it stands now; `None` for one that was idle for too long."""
+        """The number of a subject, if it was not idle for too long; else `None`."""
         query = (
             "SELECT id, decided, next_end FROM subject WHERE agent = ? AND scope = ? AND name = ?"
         )
@@ -215,7 +215,7 @@ class UsageDatabase:
         is_call: bool = True,
         refused: float = 0,
     ) -> None:
-        """Give a subject its place: the exhausted by their last refusal, others by the last call.
+        """Rank a subject: exhausted ones by their last refusal, others by their last call.
 
         Args:
             subject: The number of the subject.
@@ -240,7 +240,7 @@ class UsageDatabase:
         self.execute(
             "UPDATE subject SET decided = iif(:call, max(decided, :now), decided), "
             "refused = max(refused, :refused), "
-            # At a lower level without a call it comes behind those that had one there.
+            # A subject whose level falls without a call is ranked after those with a call.
             "since = CASE WHEN :level = :exhausted THEN max(:full, refused, :refused) "
             "WHEN :call THEN :now WHEN :level < level THEN 0 ELSE since END, "
             "level = :level, share = :share, next_end = :ends WHERE id = :subject",
@@ -248,7 +248,7 @@ class UsageDatabase:
         )
 
     def lapse(self, subject: int, now: float) -> None:
-        """Take in that windows of a subject have passed: nothing is used of the new ones."""
+        """Note that windows of a subject have ended: nothing is used of the new ones."""
         ((scope,),) = self.execute("SELECT scope FROM subject WHERE id = ?", (subject,))
         uses: dict[int, Parts] = dict(self.uses(subject))
         for series, parts in list(uses.items()):
@@ -258,17 +258,17 @@ class UsageDatabase:
                 if use.resets_at is not None and use.resets_at <= now
             }
             if passed:
-                # Others than threads are known by their window alone.
+                # Of a subject that is no thread, nothing is kept after its window.
                 uses[series] = {**parts, **passed} if scope == THREAD else {}
                 self.put(subject, series, uses[series], parts)
         self.rank(subject, uses, now, is_call=False)
 
     def settings(self) -> dict[str, float]:
-        """What processes that decide nothing are told, and when the first one began to count."""
+        """Settings for processes that judge no calls, and when the first one began to count."""
         return dict(self.execute("SELECT name, value FROM setting"))
 
     def put_store(self, process: str, now: float, store: Occupancy | None) -> None:
-        """Write how full the fullest store of a process is; `None` if nothing is to be told."""
+        """Write how full the fullest store of a process is; `None` to remove the row."""
         if store is None:
             self.execute("DELETE FROM store WHERE process = ?", (process,))
         else:
@@ -276,7 +276,7 @@ class UsageDatabase:
             self.execute("INSERT OR REPLACE INTO store VALUES (?, ?, ?, ?, ?)", row)
 
     def forget_idle(self, now: float, ttl: float, most: int) -> None:
-        """Forget who was idle for too long or is too many, and what passed windows held."""
+        """Forget subjects that were idle for too long or are too many, and windows that ended."""
         for is_thread in (True, False):
             self.execute(
                 "DELETE FROM subject WHERE (scope = 'thread') = ? AND decided < ?",
@@ -294,7 +294,7 @@ class UsageDatabase:
 
 
 def settings_of(path: Path) -> dict[str, float]:
-    """What the processes that decide have told.
+    """The settings that processes have written which judge calls.
 
     Raises:
         ValueError: Another version has made the file.
@@ -308,7 +308,7 @@ def _make_file(path: Path) -> None:
     """Make the file as a whole, so that no other process sees half of it."""
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        # Ids of threads are nobody else's business.
+        # Only the owner may read it: it has the ids of threads.
         os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         with closing(_opened(unfinished)) as connection:
             _make_tables(connection)
@@ -329,7 +329,7 @@ def _opened(where: Path | str) -> Connection:
     )
     try:
         connection.execute("PRAGMA foreign_keys = ON")
-        # Only a crash of the machine loses what is written, and it ends all processes, too.
+        # Only a crash of the machine loses what is written, and it also ends all processes.
         connection.execute("PRAGMA synchronous = OFF")
     except BaseException:
         connection.close()

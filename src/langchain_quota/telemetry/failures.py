@@ -1,4 +1,4 @@
-"""Where failures end: they are counted and logged, and go no further."""
+"""Counts and logs failures, so that they do not reach the agent."""
 
 import logging
 from contextlib import suppress
@@ -10,18 +10,18 @@ logger = logging.getLogger("langchain_quota")
 
 
 class Failures:
-    """Counts failures of one registry's telemetry, and of what users hang in."""
+    """Counts failures of one registry's telemetry, and of the user's functions."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._logged: set[tuple[str, str]] = set()
 
     def record(self, component: str, error: Exception, *, log: bool | None = None) -> None:
-        """Count a failure of a component; log it if that is wanted, by default once per kind."""
+        """Count a failure of a component; log it if `log` is true, by default once per kind."""
         error_type = label(type(error).__name__)
-        # What hides ids must not have them logged.
+        # A label function hides ids, so its exception must not show them in the log.
         shown = None if component in {"thread_label", "subject_label"} else error
-        # Nobody is left to tell that counting or logging a failure failed.
+        # If counting or logging fails, there is no place left to report it.
         with suppress(Exception):
             self._metrics.failed(component, error_type)
         with suppress(Exception):

@@ -1,4 +1,4 @@
-"""What is made once per registry, and shared by every `Telemetry` on it."""
+"""The objects that are made once per registry and shared by every `Telemetry` on it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -30,7 +30,7 @@ class Settings:
 
 
 class Instruments:
-    """The metrics of a registry, and what they are made from."""
+    """The metrics of a registry, and their sources."""
 
     def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
         self.settings = settings
@@ -72,7 +72,7 @@ def instruments_of(registry: CollectorRegistry, settings: Settings) -> Instrumen
     """The instruments of a registry, made if it has none.
 
     Raises:
-        ValueError: Those that it has were made with other settings.
+        ValueError: The registry's instruments were made with other settings.
     """
     with _lock:
         found = _instruments.get(registry)
@@ -83,12 +83,15 @@ def instruments_of(registry: CollectorRegistry, settings: Settings) -> Instrumen
         if ours != theirs:
             raise ValueError(
                 f"{name}={ours!r} conflicts with {name}={theirs!r} of another Telemetry on the "
-                "same registry: make one Telemetry, and give it to all middlewares"
+                "same registry: make one Telemetry, and give it to all middlewares (one without "
+                "telemetry= makes the default). It holds until the process ends. To change it "
+                "before, in a notebook, give the new one a registry of its own: "
+                "Telemetry(registry=CollectorRegistry(), …)"
             )
     return found
 
 
 def usage_of(registry: CollectorRegistry) -> UsageTable | None:
-    """What this process decides for the metrics of a registry, if it does."""
+    """The usage table of this process for a registry; `None` if it has none."""
     found = _instruments.get(registry)
     return None if found is None else found.usage

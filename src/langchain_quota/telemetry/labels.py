@@ -1,4 +1,4 @@
-"""Label values: bounded, printable and safe to render, whatever they are made from."""
+"""Label values: bounded, printable and safe to render, from any input."""
 
 import hashlib
 import hmac
@@ -18,7 +18,7 @@ MAX_DESCRIPTION = 256
 """The longest text of an exception, in characters."""
 _KEPT = 40
 _LOOKED_AT = 256
-"""What is not printable is sought in so many characters: callers may send a megabyte."""
+"""How many characters are searched for printable ones: callers may send a megabyte."""
 _DIGITS = 12
 Label = Callable[[object], str]
 """Makes the label of a thread or of a subject."""
@@ -28,7 +28,7 @@ _TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 UNNAMED = "unnamed"
 """The label of an agent without a name, and of a model without one."""
 NONE = "none"
-"""The label of what does not apply."""
+"""The label if there is no value."""
 OTHER = "_other"
 """The label of tools and models that are out of bounds, or beyond the bounded number of names."""
 
@@ -36,8 +36,9 @@ OTHER = "_other"
 def label(value: object) -> str:
     """The label of a value: `str(value)` if that is short, printable and encodable.
 
-    Otherwise its first 40 printable characters, of the first 256, then `~`, and 12 hex digits of
-    the SHA-256 of all of it; so does the empty string, since no label is ever empty.
+    Otherwise it has three parts: up to 40 printable characters from the first 256, `~`, and 12 hex
+    digits of the SHA-256 of the whole text. The empty string gets such a label, too: no label is
+    empty.
     """
     text = str(value)
     if 0 < len(text) <= MAX_LENGTH and text.isprintable():
@@ -47,11 +48,11 @@ def label(value: object) -> str:
 
 
 limit_label = lru_cache(maxsize=1024)(label)
-"""`label` of a limit's name: there are few, and each is needed at every call."""
+"""`label` of a limit's name, cached: there are few names, and every call needs them."""
 
 
 def described(error: BaseException) -> str:
-    """The exception's text, which may have names that a model invented: bounded and printable."""
+    """The exception's text, bounded and printable: it may have names that a model invented."""
     return _printable(str(error), MAX_DESCRIPTION)
 
 
@@ -66,7 +67,7 @@ def own_label(make: Label, value: object, argument: str) -> str:
     Args:
         make: The function.
         value: A thread's id, or the subject of a quota.
-        argument: The argument that the function was given as.
+        argument: The name of the argument that took the function.
 
     Raises:
         TypeError: It returns no string.
@@ -96,9 +97,9 @@ class _HmacLabel:
 def hmac_label(key: str | bytes) -> Label:
     """A label that hides ids of threads and users: 20 hex digits of HMAC-SHA256 under a secret key.
 
-    For `thread_label`, and for the quotas in `subject_label`. Ids are often e-mail addresses or
-    phone numbers; a plain hash of those is guessed in seconds, a keyed one is not. Whoever has the
-    key can compute the label of an id they know: `hmac_label(key)(thread_id)`.
+    Use it for `thread_label`, and for the quotas in `subject_label`. Ids are often e-mail addresses
+    or phone numbers. A plain hash of one can be guessed in seconds, a keyed one cannot. With the
+    key, you can compute the label of an id that you know: `hmac_label(key)(thread_id)`.
 
     Args:
         key: The secret, at least 16 bytes.
@@ -122,7 +123,7 @@ def hmac_label(key: str | bytes) -> Label:
 
 
 class ToolLabels:
-    """The bounded names of tools: models invent names, and each would be a new series.
+    """The bounded names of tools: models invent names, and every new name would be a new series.
 
     Args:
         max_tools: How many distinct names an agent may have beside those that limits name.
@@ -140,7 +141,7 @@ class ToolLabels:
             self._kept.update((name, label(name)) for name in names)
 
     def offer(self, agent: str, names: Iterable[str]) -> None:
-        """Label the tools that an agent really has before any that its model invents."""
+        """Give labels to the tools that an agent really has, before its model invents others."""
         with self._lock:
             seen = self._seen.setdefault(agent, set())
             new = (

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from langchain_quota.decision import STORE, Answer, LimitStatus, Scope
+from langchain_quota.decision import AT_ONCE, STORE, Answer, LimitStatus, Scope
 from langchain_quota.levels import Level
 from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
 
@@ -54,7 +54,7 @@ def log_answer(agent: str, limits: Sequence[str], answer: Answer) -> None:
     )
 
 
-def _log(  # noqa: PLR0913, PLR0917 - what a line tells
+def _log(  # noqa: PLR0913, PLR0917 - what a line says
     severity: int,
     event: str,
     status: LimitStatus,
@@ -63,10 +63,14 @@ def _log(  # noqa: PLR0913, PLR0917 - what a line tells
     thread: str | None,
     **more: str | None,
 ) -> None:
-    # Where the store could not be asked there is no count.
+    # If the store could not be asked, there is no count.
     used = None if scope == STORE else status.used(scope)
     threshold, unit = status.threshold(scope), status.unit
-    amounts = f"{scope} {shown(used, unit)} of {shown(threshold, unit)}"
+    # In the user's words: an argument of the limit, or a quota.
+    what = scope if scope == AT_ONCE else f"quota {scope!r}"
+    if status.quota(scope) is None:
+        what = f"{scope}_limit"
+    amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({what})"
     if status.needs and used is not None and threshold is not None and used < threshold:
         amounts += f", the call may need {shown(status.needs, unit)}"
     logger.log(

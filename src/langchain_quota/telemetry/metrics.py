@@ -33,7 +33,7 @@ DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01
 """The bounds of `langchain_quota_decision_seconds`, in seconds."""
 
 WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""The bounds of `langchain_quota_wait_seconds`, in seconds; the first has who did not wait."""
+"""The bounds of `langchain_quota_wait_seconds`, in seconds; the first has calls without a wait."""
 
 Exemplar = dict[str, str] | None
 _Metric = TypeVar("_Metric", Counter, Histogram)
@@ -42,7 +42,7 @@ _Metric = TypeVar("_Metric", Counter, Histogram)
 class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
     """The series of a metric, by all labels but the last; siblings begin together, at 0.
 
-    So `increase()` sees the first of each: it was 0 before.
+    So `increase()` sees the first increment of every series.
 
     Args:
         metric: The metric.
@@ -60,7 +60,7 @@ class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
 
 
 def _configured(status: LimitStatus) -> tuple[object, ...]:
-    """What a limit's series are made by; of a quota not whose it is."""
+    """The settings that a limit's series depend on; not the subjects of quotas."""
     options = (status.shared, status.near, status.alert, status.enforced, status.unit)
     if status.computed or status.quotas:
         numbers = [
@@ -74,7 +74,7 @@ def _configured(status: LimitStatus) -> tuple[object, ...]:
 class Metrics:
     """The metrics of one registry.
 
-    The labels of agents and tools that it is given are rendered as they are.
+    The methods take labels of agents and tools, and render them unchanged.
 
     Args:
         registry: Where they are registered.
@@ -130,10 +130,10 @@ class Metrics:
         self._fallbacks = _Siblings(self.store_fallbacks, ("deny", "allow"))
         self._model_runs = _Siblings(self.model_runs, (_REPORTED, _ESTIMATED))
         self._spent: dict[tuple[str, str, Unit, str], Counter] = {}
-        # The label of each limit of an agent, and what it looked like when it was last met.
+        # The label of each limit of an agent, and its settings at its last call.
         self._limits: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
-        # While a fork holds it no thread is inside of prometheus_client, whose own locks a child
-        # would find held.
+        # While a fork holds it, no thread is inside prometheus_client: otherwise the child would
+        # find that package's own locks held.
         self._lock = fork_safe_lock()
 
     def record(
@@ -170,7 +170,7 @@ class Metrics:
     def spend(self, agent: str, limit: str, unit: Unit, model: str, amount: int) -> None:
         """Count what a model run has spent of a limit."""
         with self._lock:
-            # Agents, limits and models are bounded, so these are.
+            # Agents, limits and models are bounded, so these series are, too.
             series = self._spent.get((agent, limit, unit, model))
             if series is None:
                 series = self.spent[unit].labels(agent, limit_label(limit), model)
@@ -255,7 +255,7 @@ class Metrics:
             _ = self._refusals[agent, name, AT_ONCE]
 
     def refused_at_once(self, agent: str, status: LimitStatus, exemplar: Exemplar) -> None:
-        """Count that as many calls ran as may at the same time, or that nobody could say."""
+        """Count a refusal at the cap on calls at once, or because its count is unknown."""
         outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
         scope = status.refusal_scope or NONE
         with self._lock:
@@ -268,14 +268,14 @@ class Metrics:
             self._fallbacks[agent,][action].inc(calls)
 
     def _meet(self, agent: str, status: LimitStatus) -> str:
-        """The label of a limit; all its series begin when it is met, first or with new numbers."""
+        """The label of a limit; its series begin with its first call, or with new numbers."""
         configured = _configured(status)
         known = self._limits.get((agent, status.limit))
         if known is not None and known[1] == configured:
             return known[0]
         limit = limit_label(status.limit)
         _ = self._charges[agent, limit, NONE]
-        # A store that cannot be asked refuses, too, but is no limit to come near to.
+        # A store that cannot be asked also refuses, but it has no level.
         for scope in (*status.scopes, *((STORE,) if status.shared else ())):
             _ = self._refusals[agent, limit, scope]
         for scope in status.scopes:
@@ -289,7 +289,7 @@ class Metrics:
         for kind in ("model", "tool"):
             _ = self._calls_after_refusal[agent, kind]
         self._limits[agent, status.limit] = (limit, configured)
-        # On trial it refuses nothing, and nobody is near it.
+        # A limit on trial refuses nothing, so nobody is near it.
         if status.enforced:
             near = self._near if status.near is None else status.near
             self.limit_near.labels(agent, limit).set(near)
@@ -302,7 +302,7 @@ class Metrics:
 
 
 def ended_by(decisions: Sequence[Decision]) -> str | None:
-    """The first limit that ends the run by these decisions, if one does.
+    """The first limit that ends the run with these decisions, if one does.
 
     Args:
         decisions: The decisions.

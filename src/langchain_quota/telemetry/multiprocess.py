@@ -1,4 +1,4 @@
-"""Several workers on one port: the directory in which they meet."""
+"""Several workers on one port: the directory that they share."""
 
 import os
 import shutil
@@ -7,20 +7,20 @@ from pathlib import Path
 from prometheus_client import values
 
 FILE = "langchain_quota.sqlite3"
-"""What they know of threads and other subjects; prometheus_client takes only `*.db` for its own."""
+"""The file with what workers know of subjects; prometheus_client's own files are `*.db`."""
 
 _MIB = 2**20
 NEEDED = 4 * _MIB
-"""The room, in bytes, without which no worker begins.
+"""The free space, in bytes, that a worker needs to begin.
 
-Of prometheus_client's files there is one for each type of metric that we have (counter, histogram,
-gauges of two modes). Each begins with up to a MiB, and takes that from the disk bit by bit.
+prometheus_client has one file for each of our types of metrics (counter, histogram, gauges of two
+modes). Each file begins with up to a MiB, and takes that from the disk step by step.
 """
 
 
 def multiprocess_directory() -> Path | None:
-    """Where workers meet; `None` unless prometheus_client is in multi-process mode."""
-    # It decides when it is imported, whatever the environment says now.
+    """The directory that workers share; `None` unless prometheus_client has multi-process mode."""
+    # It chooses its mode when it is imported; the environment may have changed since.
     if not values.ValueClass._multiprocess:  # noqa: SLF001 - it has no public name for it
         return None
     names = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
@@ -28,7 +28,7 @@ def multiprocess_directory() -> Path | None:
 
 
 def unusable(directory: Path, purpose: str) -> ValueError:
-    """The error of a directory that cannot be read, or written to."""
+    """The error for a directory that cannot be read, or written to."""
     return ValueError(
         f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is no directory that this process can "
         f"{purpose}: make it before the workers start, or unset the variable where there is one "
@@ -37,10 +37,10 @@ def unusable(directory: Path, purpose: str) -> ValueError:
 
 
 def checked_directory() -> Path | None:
-    """Where this process tells the others what it counts; `None` if there are none.
+    """The directory in which this process shares its counts; `None` without multi-process mode.
 
     Raises:
-        ValueError: The directory is not there, or cannot be written to, or its disk is all but
+        ValueError: The directory does not exist or cannot be written to, or its disk is almost
             full.
     """  # noqa: DOC501 - the name is that of the function which makes the ValueError
     directory = multiprocess_directory()

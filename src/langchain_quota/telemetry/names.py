@@ -6,11 +6,11 @@ from langchain_quota.decision import Unit
 
 
 class MetricSpec(NamedTuple):
-    """What a metric is.
+    """The specification of a metric.
 
     Attributes:
-        name: The name, as a query has it; of a histogram without `_bucket`, `_count` and `_sum`.
-        help: What it tells.
+        name: The name, as in a query; of a histogram without `_bucket`, `_count` and `_sum`.
+        help: What it says.
         labels: The names of its labels.
         kind: Its type.
     """
@@ -31,8 +31,8 @@ class MetricSpec(NamedTuple):
 ByUnit = dict[Unit, MetricSpec]
 """The metrics of an amount, by its unit.
 
-Each unit has a metric of its own, named after it, so that no query adds or compares calls and
-dollars. Calls were there first: their metrics have no unit in their names.
+Each unit has a metric of its own, named after it, so that no query adds calls to dollars. The
+metrics of calls are older than the others, and have no unit in their names.
 """
 
 _PER_THREAD = ("agent", "limit", "thread_id")
@@ -41,19 +41,19 @@ _PER_SUBJECT = ("agent", "limit", "scope", "subject")
 
 CALLS = MetricSpec(
     "langchain_quota_calls_total",
-    "Judged calls, by what was decided.",
+    "Calls that limits judged, by decision.",
     ("agent", "kind", "tool", "decision"),
     "counter",
 )
 LIMIT_DECISIONS = MetricSpec(
     "langchain_quota_limit_decisions_total",
-    "What each limit did with the calls that it matches.",
+    "Calls that a limit judged, by its decision.",
     ("agent", "limit", "scope", "decision"),
     "counter",
 )
 NEAR = MetricSpec(
     "langchain_quota_near_limit_total",
-    "Calls that brought a count near its limit.",
+    "Calls after which a count is near its limit.",
     _PER_SCOPE,
     "counter",
 )
@@ -76,7 +76,7 @@ LIMIT_NEAR = MetricSpec(
 )
 LIMIT_ALERT = MetricSpec(
     "langchain_quota_limit_alert",
-    "1 if refusals by a limit are worth an alert, 0 if it is meant to be hit or on trial.",
+    "1 if refusals by a limit cause an alert, 0 with alert=False or enforce=False.",
     ("agent", "limit"),
 )
 CALLS_AFTER_REFUSAL = MetricSpec(
@@ -127,19 +127,19 @@ GRANTED: ByUnit = {
 }
 QUESTIONS = MetricSpec(
     "langchain_quota_questions_total",
-    "Questions to people whether a run may go on at a limit.",
+    "Questions to people: may a run go on at a limit?",
     ("agent", "limit"),
     "counter",
 )
 ANSWERS = MetricSpec(
     "langchain_quota_answers_total",
-    "Their answers.",
+    "Answers of people to questions whether a run may go on at a limit.",
     ("agent", "limit", "answer"),
     "counter",
 )
 MODEL_RUNS = MetricSpec(
     "langchain_quota_model_runs_total",
-    "Model runs that limits of tokens or dollars were charged for, by where the usage is from.",
+    "Model runs that limits of tokens or dollars count, by the source of the usage.",
     ("agent", "model", "usage"),
     "counter",
 )
@@ -158,13 +158,13 @@ RUNS_ENDED = MetricSpec(
 )
 DECISION_SECONDS = MetricSpec(
     "langchain_quota_decision_seconds",
-    "How long judging the calls of a step took.",
+    "How long it took to judge the calls of a step.",
     ("kind", "counts"),
     "histogram",
 )
 WAIT_SECONDS = MetricSpec(
     "langchain_quota_wait_seconds",
-    "How long tool calls have waited because as many ran as may at the same time.",
+    "How long tool calls waited for other calls to end, under limits with at_once.",
     ("agent", "limit", "decision"),
     "histogram",
 )
@@ -225,7 +225,7 @@ THREAD_BLOCKED = MetricSpec(
 )
 THREAD_DECIDED = MetricSpec(
     "langchain_quota_thread_last_decision_timestamp_seconds",
-    "When it was last known what a thread has used of a limit, in seconds since the Unix epoch.",
+    "When a decision or a reset last set what a thread has used, in seconds since the Unix epoch.",
     _PER_THREAD,
 )
 THREAD_RESETS = MetricSpec(
@@ -240,8 +240,8 @@ THREAD_REFUSED = MetricSpec(
 )
 THREAD_REFUSED_SINCE = MetricSpec(
     "langchain_quota_thread_refused_since_timestamp_seconds",
-    "When the latest refusals of a limit on a thread began, each within 10 minutes of the one "
-    "before, in seconds since the Unix epoch.",
+    "When a limit began to refuse a thread's calls, without a break of 10 minutes, in seconds "
+    "since the Unix epoch.",
     _PER_THREAD,
 )
 SUBJECT_USED: ByUnit = {
@@ -280,7 +280,7 @@ SUBJECT_LIMIT: ByUnit = {
 }
 SUBJECT_DECIDED = MetricSpec(
     "langchain_quota_subject_last_decision_timestamp_seconds",
-    "When it was last known what a subject has used of a quota, in seconds since the Unix epoch.",
+    "When a decision last set what a subject has used, in seconds since the Unix epoch.",
     _PER_SUBJECT,
 )
 SUBJECT_RESETS = MetricSpec(
@@ -293,23 +293,25 @@ THREADS_HIDDEN = MetricSpec(
 )
 STORE_SECONDS = MetricSpec(
     "langchain_quota_store_seconds",
-    "How long the shared store took.",
+    "How long the shared store took to answer.",
     ("operation", "outcome"),
     "histogram",
 )
 STORE_FALLBACKS = MetricSpec(
     "langchain_quota_store_fallbacks_total",
-    "Decisions taken without the shared store.",
+    "Decisions that were made without the shared store.",
     ("agent", "action"),
     "counter",
 )
 STORE_KEYS = MetricSpec(
     "langchain_quota_store_keys", "Counts that a store in memory keeps.", ("droppable",)
 )
-STORE_MAX_KEYS = MetricSpec("langchain_quota_store_max_keys", "The most counts that it keeps.")
+STORE_MAX_KEYS = MetricSpec(
+    "langchain_quota_store_max_keys", "How many counts a store in memory can keep."
+)
 ERRORS = MetricSpec(
     "langchain_quota_errors_total",
-    "Failures of telemetry, observers and stores.",
+    "Failures of telemetry, observers, stores and functions that you gave.",
     ("component", "error_type"),
     "counter",
 )

@@ -1,8 +1,8 @@
-"""What becomes of a decision: counters, a span, the table of threads, logs.
+"""Turns a decision into counters, a span, a row in the table of threads, and logs.
 
-Nothing that fails in here reaches the agent. Each part of the work stands in a `try` of its own,
-whose `except Exception` hands the failure to `Failures` with the component's name: then the other
-parts go on. A cancellation or an interrupt is no `Exception`, and passes.
+No failure in here reaches the agent. Each part of the work has a `try` of its own, whose
+`except Exception` gives the failure to `Failures` with the component's name: so the other parts go
+on. A cancellation or an interrupt is no `Exception`, and passes.
 """
 
 import logging
@@ -29,11 +29,11 @@ logger = logging.getLogger("langchain_quota")
 
 
 class Recorded(NamedTuple):
-    """What became of decisions.
+    """The result of recording decisions.
 
     Attributes:
-        is_new: Whether they are new; not those of a re-run.
-        trace: The first span of the run, where there is no active one to be a child of.
+        is_new: Whether the decisions are new, and not those of a re-run.
+        trace: The first span of the run, if there is no active span as its parent.
     """
 
     is_new: bool
@@ -41,17 +41,17 @@ class Recorded(NamedTuple):
 
 
 class Recorder(ChargeRecorder):
-    """What middlewares tell: it becomes metrics, spans and logs, as a `Telemetry` says.
+    """Turns what middlewares report into metrics, spans and logs, by the settings of a `Telemetry`.
 
     Args:
-        instruments: What decisions are counted in.
+        instruments: The metrics in which decisions are counted.
         tracing: Makes the spans.
         count_unjudged_calls: Whether calls that no limit judges are counted.
 
     Attributes:
         near: The used share from which a limit without a share of its own is near.
         offered_tools: The tools that agents offer their models, for advice on limits.
-        unjudged: What counts the calls that no limit judges; `None` if they are not counted.
+        unjudged: Counts the calls that no limit judges; `None` if they are not counted.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Recorder(ChargeRecorder):
             self.unjudged = UnjudgedCalls(self._metrics, self._tools, instruments.failures)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: what it counts in is shared by all."""
+        """Itself: all copies share its metrics."""
         return self
 
     def watch_limits(self, limits: Iterable[Limit]) -> None:
@@ -76,7 +76,7 @@ class Recorder(ChargeRecorder):
             self._tools.keep(named_tools(limit))
 
     def watch_store(self, store: object) -> bool:
-        """Show how full a store is; whether it says so, by a property `occupancy`."""
+        """Show how full a store is, if it has a property `occupancy`; whether it has."""
         try:
             return self._stores.add(store)
         except Exception as error:
@@ -84,7 +84,7 @@ class Recorder(ChargeRecorder):
             return False
 
     def store_nearly_full(self, store: Any) -> bool:
-        """Log that a watched store is nearly full, if it is; whether no more is to be logged."""
+        """Log that a watched store is nearly full, if it is; whether nothing is left to log."""
         try:
             occupancy = Occupancy(*store.occupancy)
             is_full = occupancy.share >= NEARLY_FULL
@@ -100,7 +100,7 @@ class Recorder(ChargeRecorder):
         return is_full
 
     def learn_tools(self, agent: str | None, names: Iterable[str]) -> None:
-        """Learn the tools that an agent has: they are labels before any that its model invents."""
+        """Learn an agent's tools: they get labels before names that its model invents."""
         try:
             self._tools.offer(agent_label(agent), names)
         except Exception as error:
@@ -116,15 +116,15 @@ class Recorder(ChargeRecorder):
         trace: Mapping[str, str] | None = None,
         after_refusal: bool = False,
     ) -> Recorded:
-        """Turn the decisions about a batch of one agent's calls into all signals.
+        """Turn the decisions about a batch of one agent's calls into metrics, spans and logs.
 
         Args:
             decisions: In the order in which they were made.
             started: When judging began, in nanoseconds since the Unix epoch.
-            error: The exception by which a refusal is about to reach the caller, if it is.
-            task_id: The task that judged. One that is seen again with the same outcomes is a
-                re-run (a failed node that was resumed): it was recorded before.
-            trace: What an earlier call for this run gave as its trace.
+            error: The exception that is about to be raised for a refusal, if any.
+            task_id: The task that judged. If it comes again with the same outcomes, it is a re-run
+                (a failed node that was resumed), which was recorded before.
+            trace: The trace that an earlier call for this run returned.
             after_refusal: Whether a limit has refused a tool call of an earlier message of this
                 run.
         """
@@ -158,7 +158,7 @@ class Recorder(ChargeRecorder):
                     place=place,
                 )
                 if span is not None and place.is_root and (begun := carried(span)):
-                    # The run's other spans that find no active one belong below the first.
+                    # The run's later spans become its children if no span is active.
                     trace = begun
                     self._tasks.begin(task_id, begun)
                     place = self._tracing.place(begun)
@@ -182,20 +182,21 @@ class Recorder(ChargeRecorder):
             self._failed("metrics", error)
 
     def record_error(self, component: str, error: Exception, *, log: bool | None = None) -> None:
-        """Count a failure of what a user hung in, and log it.
+        """Count a failure of a user's function or store, and log it.
 
         Args:
-            component: What failed, as the metric's label has it: `"observer"`, `"store"` or
+            component: What failed, as in the metric's label: `"observer"`, `"store"` or
                 `"dynamic_limit"`.
             error: What it raised.
-            log: Whether it is logged now, for who tells of its recovery; by default once per kind.
+            log: Whether it is logged now, for callers that report a recovery; by default it is
+                logged once per kind.
         """
         self._failed(component, error, log=log)
 
     def record_recovery(self, component: str) -> None:
         """Log that a component which failed works again."""
         try:
-            # As loud as is needed to be seen where the failure was.
+            # A warning, so that it is seen where the failure was.
             logger.warning("%s of langchain-quota works again", component)
         except Exception as error:
             self._failed("observer", error)
@@ -219,7 +220,7 @@ class Recorder(ChargeRecorder):
         Args:
             agent: The agent's name, if it has one.
             limit: The limit for which it has waited.
-            decision: What became of it: an outcome's value, or `"cancelled"`.
+            decision: What happened then: an outcome's value, or `"cancelled"`.
             seconds: How long it has waited.
         """
         try:
@@ -239,14 +240,14 @@ class Recorder(ChargeRecorder):
 
         Args:
             decision: What was decided, by the caps on calls at once.
-            waited_for: The limit that it has waited for; other limits have not let it wait.
+            waited_for: The limit that it has waited for; no other limit made it wait.
             seconds: How long it has waited; 0 if it did not have to.
-            trace: The first span of the run, where there is no active one to be a child of.
+            trace: The first span of the run, if there is no active span as its parent.
         """
         call, refused = decision.call, decision.outcome is not Outcome.ALLOWED
         for status in decision.limits:
             mine = status.limit == waited_for
-            # Beside a refusal on trial the call runs: others have let it through.
+            # After a refusal on trial the call runs: the other limits have let it through.
             outcome = (decision.outcome if status.refused else Outcome.ALLOWED).value
             if decision.outcome is Outcome.BLOCKED and not status.refused:
                 continue
@@ -347,7 +348,7 @@ class Recorder(ChargeRecorder):
         Args:
             agent: The agent's name, if it has one.
             thread_id: The thread.
-            limits: How its limits stand after it.
+            limits: The status of its limits after the reset.
         """
         name, thread = self._labels(agent, thread_id)
         try:
@@ -381,7 +382,7 @@ class Recorder(ChargeRecorder):
             for decision in decisions:
                 for status in decision.limits:
                     shared = shared or status.shared
-            # The system's clock may be set back meanwhile.
+            # The system's clock may have been set back since.
             self._metrics.judged(decisions[0].call.kind, max(0, took) / 1e9, shared=shared)
             limit = ended_by(decisions)
             if limit is not None:

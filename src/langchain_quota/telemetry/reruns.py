@@ -7,7 +7,7 @@ from langchain_quota.locks import fork_safe_lock
 
 
 class RecentTasks:
-    """The newest ids of tasks, to know a task that runs again, and the traces that they began."""
+    """The newest ids of tasks, to recognize a task that runs again, with the traces they began."""
 
     MOST = 10_000
 
@@ -17,7 +17,7 @@ class RecentTasks:
         self._lock = fork_safe_lock()
 
     def seen(self, task_id: str | None, what: object = None) -> bool:
-        """Whether the id was given before, and last with the same; it is remembered."""
+        """Whether the id was last given with the same `what`; it is remembered."""
         if task_id is None:
             return False
         with self._lock:
@@ -30,7 +30,7 @@ class RecentTasks:
             return False
 
     def begin(self, task_id: str | None, trace: Mapping[str, str]) -> None:
-        """Remember the trace that a task began: if it runs again, its state does not know it."""
+        """Remember the trace that a task began: if it runs again, its state does not have it."""
         with self._lock:
             if task_id is not None and task_id in self._ids:
                 self._traces[task_id] = trace

@@ -1,4 +1,4 @@
-"""The stores of a process that keep so many counts and no more."""
+"""The stores of a process that keep a bounded number of counts."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,18 +8,18 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
 
 NEARLY_FULL = 0.8
-"""The share of a store's room that is taken for good when that is logged."""
+"""From this share on a store is logged as nearly full: the share that cannot be freed."""
 
 
 class StoreTable:
-    """The stores that say how full they are; whoever drops one need not take it out."""
+    """The stores that say how full they are; a store that is no longer used leaves by itself."""
 
     def __init__(self) -> None:
         self._stores: WeakSet[Any] = WeakSet()
         self._lock = fork_safe_lock()
 
     def add(self, store: object) -> bool:
-        """Take in a store, if it says how full it is; whether it does."""
+        """Add a store, if it says how full it is; whether it does."""
         if not hasattr(store, "occupancy"):
             return False
         with self._lock:
@@ -27,7 +27,7 @@ class StoreTable:
         return True
 
     def fullest(self) -> Occupancy | None:
-        """How full the store is that has the least room left; `None` without one."""
+        """How full the store with the least room left is; `None` without a store."""
         with self._lock:
             stores = list(self._stores)
         return fullest(Occupancy(*store.occupancy) for store in stores)

@@ -87,8 +87,8 @@ class Place(NamedTuple):
     """Where spans of a run belong.
 
     Attributes:
-        parent: What they are children of; `None` for the active span, if there is one.
-        is_root: Whether there is no active span and no earlier one of the run.
+        parent: Their parent; `None` for the active span, if there is one.
+        is_root: Whether there is no active span and no earlier span of the run.
     """
 
     parent: Context | None
@@ -118,14 +118,14 @@ class Tracing:
         """Where the spans of a run belong.
 
         Args:
-            carrier: The first span of the run, where there was no active one.
+            carrier: The first span of the run, if no span was active.
         """
         current = get_current()
         other = _span_of_openinference()
         if not current and other is None:
             return _place_below(*sorted(carrier.items())) if carrier else _ROOT
         active = trace.get_current_span(current).get_span_context()
-        # It is further in than the active span of its trace.
+        # It is below the active span of its trace.
         if other is not None and active.trace_id in {
             trace.INVALID_TRACE_ID,
             other.get_span_context().trace_id,
@@ -147,7 +147,7 @@ class Tracing:
         error: BaseException | None,
         place: Place,
     ) -> trace.Span | None:
-        """Make the span; `None` where the decision gets none.
+        """Make the span; `None` if the decision gets none.
 
         Args:
             decision: What was decided.
@@ -155,7 +155,7 @@ class Tracing:
             tool: The label of the tool.
             thread: The label of the thread, if there is one.
             started: When judging began, in nanoseconds since the Unix epoch.
-            error: The exception by which the refusal reaches the caller, if it does.
+            error: The exception that is raised for the refusal, if any.
             place: Where it belongs.
         """
         if self._spans == "off" or (
@@ -189,7 +189,7 @@ class Tracing:
         thread: str | None,
         place: Place,
     ) -> trace.Span | None:
-        """Make the span of a wait, which ends now; `None` where it gets none.
+        """Make the span of a wait, which ends now; `None` if it gets none.
 
         Args:
             decision: What was decided, by the caps on calls at once.
@@ -205,7 +205,7 @@ class Tracing:
             return None
         attributes = self._attributes(decision, agent, tool, thread, None)
         for counted in (THREAD_USED, RUN_USED):
-            # A cap counts neither.
+            # A cap does not count them.
             attributes.pop(counted, None)
         ends = time.time_ns()
         span = self._tracer.start_span(
@@ -251,7 +251,7 @@ class Tracing:
                 RUN_LIMIT: _limit(leading.run_limit, unit),
             }
             if leading.refusal_scope == STORE:
-                # What other runs have used is not known.
+                # The use of other runs is not known.
                 attributes[THREAD_USED] = None
             for quota in leading.quotas:
                 attributes[QUOTA_USED.format(scope=quota.scope)] = in_base_unit(quota.used, unit)
@@ -290,7 +290,7 @@ def _span_of_openinference() -> trace.Span | None:
     """The span of OpenInference's LangChain instrumentation, which does not make it active."""
     module: Any = sys.modules.get("openinference.instrumentation.langchain")
     get_current_span = getattr(module, "get_current_span", None)
-    # Imported but not switched on, it would print at each call that it is not.
+    # If it is imported but not switched on, it prints that at every call.
     if (
         not callable(get_current_span)
         or not module.LangChainInstrumentor().is_instrumented_by_opentelemetry

@@ -15,14 +15,14 @@ _REMEDY = (
 )
 
 _MOST_LOGGED = 1000
-"""So many kinds of calls are logged; the metric counts all."""
+"""How many kinds of calls are logged; the metric counts all."""
 
 
 class UnjudgedCalls:
-    """What becomes of calls that no limit judged.
+    """Counts and logs calls that no limit judged.
 
-    A log line, and no `QuotaWarning`: it is found in a callback, where LangChain would swallow a
-    warning that is an error.
+    They are logged and cause no `QuotaWarning`: they are found in a callback, where LangChain would
+    swallow a warning that is an error.
     """
 
     def __init__(self, metrics: Metrics, tools: ToolLabels, failures: Failures) -> None:

@@ -1,7 +1,7 @@
 """What threads, users and other subjects have used of their limits: a bounded table for scrapes.
 
-It is an SQLite database: in memory, or, where several processes answer on one port, a file that
-they share. Who decides only appends to a queue; a thread writes, so that no event loop waits.
+It is an SQLite database: in memory, or, if several processes answer on one port, in a file that
+they share. A decision is only appended to a queue; a thread writes it, so that no event loop waits.
 """
 
 import atexit
@@ -31,16 +31,16 @@ MAX_TRACKED = 100_000
 """The most threads, and the most other subjects, that are remembered; the longest idle go first."""
 
 INTERVAL = 1.0
-"""How long, in seconds, the writing thread waits at least between two times that it writes."""
+"""How long the writing thread waits at least after each write, in seconds."""
 
 _REST = 9
-"""How many times longer than it wrote it waits at least: it writes a tenth of the time."""
+"""Its wait is at least so many times longer than the write: it writes a tenth of the time."""
 
 WRITER = "langchain-quota-usage"
 """The name of the thread that writes."""
 
 _MAX_QUEUED = 100_000
-"""The most changes that wait; where nothing can be written, the oldest are lost beyond it."""
+"""The most changes that wait; if nothing can be written, the oldest ones beyond it are lost."""
 
 
 class _Change(NamedTuple):
@@ -52,7 +52,7 @@ class _Change(NamedTuple):
 
 
 class _Link:
-    """What a table shares with the thread that writes for it: with the table, both end."""
+    """What a table shares with the thread that writes for it; both end with the table."""
 
     def __init__(self) -> None:
         self.news = Event()
@@ -67,7 +67,7 @@ class _Link:
 
 
 class UsageTable(Collector):
-    """What subjects have used of their limits, as the newest decisions tell.
+    """What subjects have used of their limits, from the newest decisions.
 
     Args:
         near: The share from which a limit is near.
@@ -76,7 +76,7 @@ class UsageTable(Collector):
             `None` for one that is not to be shown. The writing thread calls it.
         max_subjects: The most subjects with labels that a scrape exports.
         ttl: How long, in seconds, a subject without decisions is remembered.
-        on_error: Told of what cannot be written, read or rendered.
+        on_error: Called with each failure to write, read or render.
         path: The file that all processes share; `None` for a table of this process alone.
         fullest_store: How full the fullest store of this process is; `None` without one.
         max_tracked: The most threads, and the most other subjects, that are remembered.
@@ -121,20 +121,20 @@ class UsageTable(Collector):
         self._process = secrets.token_hex(8)
 
     def begin_anew(self) -> None:
-        """In a process that was forked: what its parent knows, its parent tells."""
+        """Begin an empty table in a forked process: its parent reports what the parent knows."""
         self._end.detach()
-        # SQLite forbids even to close it here.
+        # In a forked process SQLite does not even allow closing the connection.
         _inherited.append(self._link)
         self._begin()
 
     def record(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
-        """Take in the decisions about calls of one thread, in order; labels are given."""
+        """Add the decisions about calls of one thread, in order; `agent`, `thread` are labels."""
         now = self._clock()
         timed = [(now, decision) for decision in decisions]
         self._change(UsageWriter.decisions, now, agent, thread, timed)
 
     def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
-        """Take a charge back from what a thread has used of a limit."""
+        """Subtract a charge from what a thread has used of a limit."""
         self._change(UsageWriter.refund, self._clock(), agent, thread, limit, amount)
 
     def spend(self, agent: str, thread: str, spent: Sequence[tuple[str, Unit, int]]) -> None:
@@ -142,7 +142,7 @@ class UsageTable(Collector):
         self._change(UsageWriter.spend, self._clock(), agent, thread, spent)
 
     def reset(self, agent: str, thread: str, limits: Sequence[LimitStatus]) -> None:
-        """Set what a thread has used back to nothing; the limits are as they stand after it."""
+        """Set what a thread has used to 0; `limits` is their status after it."""
         self._change(UsageWriter.reset, self._clock(), agent, thread, limits)
 
     def flush(self) -> None:
@@ -197,7 +197,7 @@ class UsageTable(Collector):
             try:
                 yield link.database
             except Error:
-                # The file may be mended, or another one: the next try opens it anew.
+                # The file may be repaired or replaced: the next try opens it anew.
                 if self._path is not None:
                     link.database.close()
                     link.database = None
@@ -215,7 +215,7 @@ class UsageTable(Collector):
                 database.forget_idle(self._clock(), self._ttl, self._max_tracked)
         except Exception as error:
             if isinstance(error, OperationalError):
-                # It is still to be written.
+                # The changes are still to be written.
                 self._queue.extendleft(reversed(taken))
                 self._link.news.set()
             self._on_error(error)
@@ -237,7 +237,7 @@ class UsageTable(Collector):
 
 
 def told_by_others(path: Path, on_error: OnError) -> UsageTable | None:
-    """The table of a file, for a process that decides nothing itself; `None` if there is none."""
+    """The table of a file, for a process that judges no calls; `None` if there is none."""
     if not path.exists():
         return None
     settings = settings_of(path)
@@ -252,16 +252,16 @@ def told_by_others(path: Path, on_error: OnError) -> UsageTable | None:
 
 
 def _run(table: "ref[UsageTable]", news: Event) -> None:
-    """Write for a table until nobody has it any more."""
+    """Write for a table until the table is no longer used."""
     while news.wait():
-        # What comes from here on is news again.
+        # Changes after this wake the thread again.
         news.clear()
         began = time.monotonic()
         found = table()
         if found is None:
             return
         found.flush()
-        del found  # while it waits, nobody else may have the table any more
+        del found  # so that an unused table can be collected during the wait
         time.sleep(_rest(time.monotonic() - began))
 
 
@@ -271,9 +271,9 @@ def _rest(took: float) -> float:
 
 
 def _joined(changes: Sequence[_Change]) -> Iterator[_Change]:
-    """The changes, with the decisions on a thread in one, and what it has spent in one.
+    """The changes, with all decisions on a thread joined, and all that it has spent joined.
 
-    They are a moment apart. What is spent is added: it does not matter when.
+    They are a moment apart. What is spent is only added, so its order does not matter.
     """
     waiting: dict[tuple[object, ...], _Change] = {}
     for change in changes:
@@ -283,7 +283,7 @@ def _joined(changes: Sequence[_Change]) -> Iterator[_Change]:
             yield change
             continue
         agent, thread, items = change.arguments
-        # The latest come last: so it is seen who was called last.
+        # The latest come last, so that the thread with the latest call is known.
         earlier = waiting.pop((change.write, agent, thread), None)
         if earlier is not None:
             items = [*earlier.arguments[2], *items]
@@ -294,7 +294,7 @@ def _joined(changes: Sequence[_Change]) -> Iterator[_Change]:
 
 _tables: WeakSet[UsageTable] = WeakSet()
 _inherited: list[_Link] = []
-"""Those of a parent process, which must not be closed here."""
+"""The connections of a parent process, which must not be closed here."""
 
 
 def _after_fork() -> None:

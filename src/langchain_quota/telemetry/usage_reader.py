@@ -1,4 +1,4 @@
-"""What a scrape exports of the database of usage."""
+"""Reads what a scrape exports from the database of usage."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -47,7 +47,7 @@ def families() -> Families:
 
 
 def read(database: UsageDatabase, found: Families, *, on_error: OnError) -> None:
-    """Add what is known to the families; the settings say of how many threads at most."""
+    """Add what is known to the families; the settings bound the number of threads."""
     settings = database.settings()
     found[names.START_TIME].add_metric([], settings["started"])
     hidden = dict.fromkeys(LEVELS, 0)
@@ -100,7 +100,7 @@ def _read_subjects(
         for number, parts in database.uses(subject).items():
             labels = (agent, limits[number], series[number][2], name)
             use = parts[""]
-            # The user's labels may be the same for two subjects.
+            # The user's function may give two subjects the same label.
             if use.cap is None or labels in shown:
                 continue
             shown.add(labels)

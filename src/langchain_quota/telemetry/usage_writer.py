@@ -1,4 +1,4 @@
-"""What decisions, refunds and resets change in the database of usage."""
+"""Writes decisions, refunds and resets to the database of usage."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ from langchain_quota.decision import (
 from langchain_quota.telemetry.database import Key, Parts, UsageDatabase, Use
 
 _Timed = tuple[float, LimitStatus]
-"""When it was decided, in seconds since the Unix epoch, and how a limit stood."""
+"""The time of a decision, in seconds since the Unix epoch, and the status of a limit."""
 
 
 SubjectLabel = Callable[[str, str], str | None]
 """Makes the label of a subject, by its quota's name; `None` for one that is not to be shown."""
 
 _APART = 600
-"""After so many seconds without a refusal, the next one begins a new series of them."""
+"""After so many seconds without a refusal, the next one begins a new row of refusals."""
 
 _BOUNDED = ("agent", "global")
-"""What quotas are per whose subjects are no more than the agents: one series each."""
+"""The `per` of quotas with at most one subject for each agent, which always has series."""
 
 
 class UsageWriter:
@@ -50,7 +50,7 @@ class UsageWriter:
         thread: str | None,
         decided: Sequence[tuple[float, Decision]],
     ) -> None:
-        """Write the decisions about calls of one thread, each with its time; labels are given."""
+        """Write the decisions about calls of one thread, with times; the arguments are labels."""
         by_limit: dict[str, list[_Timed]] = {}
         for at, decision in decided:
             for status in decision.limits:
@@ -63,11 +63,11 @@ class UsageWriter:
                 (quota.scope, quota.subject): (at, status, quota)
                 for at, status in statuses
                 for quota in status.quotas
-                # Nobody looks for a root run by its name, and there is no end to them.
+                # Root runs come without end, and nobody looks for one by its name.
                 if quota.per not in (THREAD, ROOT_RUN)
             }
             for (scope, name), (at, status, quota) in quotas.items():
-                # Once for each: a caller may send a megabyte, and several quotas count by it.
+                # Made once per subject: it may have a megabyte, and several quotas may count by it.
                 if name not in digests:
                     digests[name] = _digest(name)
                 key = (agent, scope, digests[name])
@@ -82,14 +82,14 @@ class UsageWriter:
         limit: str,
         amount: int,
     ) -> None:
-        """Take calls back from what a thread has used of a limit; other amounts are settled."""
+        """Subtract calls from what a thread has used of a limit; other amounts are settled."""
         subject = database.subject((agent, THREAD, thread), now, self._ttl)
         uses: dict[int, Parts] = dict(database.uses(subject)) if subject is not None else {}
         series = database.series(agent, limit, THREAD)
         if subject is None or series not in uses:
             return
         old = uses[series]
-        # What was decided later knows of it.
+        # A later decision includes it.
         uses[series] = {
             part: use._replace(used=max(0, use.used - amount))
             if use.decided <= now and use.unit == "calls"
@@ -130,12 +130,12 @@ class UsageWriter:
         thread: str,
         limits: Sequence[LimitStatus],
     ) -> None:
-        """Write that a thread has used nothing: a decision from before is not taken in any more."""
+        """Write that a thread has used nothing; decisions from before are ignored from now on."""
         key = (agent, THREAD, thread)
         subject = database.subject(key, now, self._ttl) or database.add(key, now)
         old = database.uses(subject)
         uses: dict[int, Parts] = {
-            # What was decided later knows of it.
+            # A later decision includes it.
             series: {
                 part: use._replace(
                     used=0, resets_at=None, decided=now, full_since=None, refused_since=None
@@ -190,7 +190,7 @@ class UsageWriter:
                 for part, each in numbers.items()
             }
         elif known.decided <= statuses[-1][0]:
-            # Only whether it is enforced, and from where on it is near, is known.
+            # Only the near share, and whether the limit is enforced, are known.
             near = self._near_of(statuses[-1][1])
             parts = {part: use._replace(near=near) for part, use in old.items()}
         refusals, refused, refused_since = 0, known.refused, known.refused_since
@@ -207,7 +207,7 @@ class UsageWriter:
             blocked=known.blocked + refusals,
             refused=refused,
             refused_since=refused_since,
-            # One name may have been given to limits of two units.
+            # Two limits with different units may have had the same name.
             spent=known.spent if known.unit == own.unit else 0,
         )
         return parts
@@ -225,7 +225,7 @@ class UsageWriter:
         if known is not None and known.decided > now:
             return
         new: dict[str, Use] = {}
-        # As of threads, only limits above 0 that are enforced say how much is used.
+        # As with threads, only enforced limits above 0 say how much is used.
         if status.enforced and quota.limit:
             used, cap, ends = _numbers(status, quota)
             if ends is None or ends > now:
@@ -270,9 +270,9 @@ def _is_unknown(status: LimitStatus, old: Parts) -> bool:
     """Whether the thread's count is not known, because the shared store could not be asked."""
     if status.refusal_scope == STORE:
         return True
-    # Let through in an outage: no quota has an answer, and the state keeps no count of its own.
+    # The call ran in an outage: no quota has an answer, and the state has no count.
     is_silent = status.shared and not status.quotas and status.thread_limit is None
-    # Of a run alone a store counts nothing of the thread.
+    # With a run limit alone, a store has no count of the thread.
     return is_silent and (status.run_limit is None or any(old))
 
 
@@ -283,5 +283,5 @@ def _numbers(status: LimitStatus, quota: QuotaStatus) -> tuple[int, int, float |
 
 
 def _digest(subject: str) -> bytes:
-    """What is remembered of a subject: users are told apart, and their names not kept."""
+    """What is remembered of a subject: a hash, so that users' names are not kept."""
     return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).digest()

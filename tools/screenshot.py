@@ -1,0 +1,20 @@
+"""A picture of a page on this machine: Chromium draws it, and `pngquant` makes it small."""
+
+import subprocess
+from pathlib import Path
+
+
+def screenshot(page: Path, to: Path, *, width: int, height: int, colours: int = 64) -> None:
+    """Draw a page.
+
+    Args:
+        page: The HTML file.
+        to: The PNG file.
+        width: The picture's width, in pixels.
+        height: Its height.
+        colours: How many colours it may have.
+    """
+    chromium = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    places = [f"--window-size={width},{height}", f"--screenshot={to}", page.resolve().as_uri()]
+    subprocess.run([*chromium, *places], check=True, capture_output=True, timeout=60)
+    subprocess.run(["pngquant", "--force", "--output", to, str(colours), to], check=True)
