@@ -273,7 +273,14 @@ def sources(arguments: Namespace) -> list[Source]:
     def client(url: str) -> httpx.Client:
         # This machine asks itself without a proxy.
         outside = not (urlsplit(url).hostname or "").startswith(_LOOPBACK)
-        return httpx.Client(verify=context, headers=headers, timeout=SILENCE, trust_env=outside)
+        return httpx.Client(
+            verify=context,
+            headers=headers,
+            timeout=SILENCE,
+            trust_env=outside,
+            # Nobody closes the client: threads ask with it until the process ends.
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
 
     if arguments.prometheus:
         matchers = [f'__name__=~"{"|".join(WANTED)}"', arguments.selector or ""]
