@@ -18,7 +18,7 @@ from langchain_quota.money import MICRODOLLARS
 from tests.forked import Program, as_module, start_python
 from tests.servers.programs import required_program
 from tests.servers.prometheus import DEADLINE, parse_openmetrics, series_of
-from tests.traffic.agents import DRAFTS, MEANT_TO_BE_HIT, NOTES, PRICES
+from tests.traffic.agents import DRAFTS, MEANT_TO_BE_HIT, NOTES, PRICES, Question
 from tests.traffic.running import running_traffic
 from tests.traffic.truth import SubjectKey, Truth
 
@@ -199,6 +199,9 @@ def test_nothing_is_lost_by_a_graceful_restart(tmp_path: Path) -> None:
         traffic.redis.blackhole()
         traffic.begin()
         traffic.wait()
+        # The replicas take turns. On a busy machine the restart may take as long as the traffic.
+        for thread in ("after the restart", "and another"):
+            traffic.ask(Question(0, "researcher", thread, "user-00", "tenant-0", "report"))
         for target in targets:
             counted.add(target)
         truth = traffic.truth()
