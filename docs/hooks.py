@@ -5,7 +5,11 @@ from typing import Any
 from mkdocs.structure.pages import Page
 
 BOOSTS = {
-    **dict.fromkeys(("reference/", "runbooks/", "changelog", "benchmarks", "troubleshooting"), 0.2),
+    "reference/": 0.2,
+    "runbooks/": 0.2,
+    "changelog": 0.2,
+    "benchmarks": 0.2,
+    "troubleshooting": 0.2,
     "stack": 0.2,
     "concepts": 3,
     "alerts": 2,

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from langchain_quota.decision import THREAD
 from tests.traffic.running import Traffic, running_traffic
 from tests.traffic.watched import watching
+from tools.screenshot import make_small
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -49,7 +50,7 @@ def draw(render: str, prometheus: str, thread: str, minutes: int) -> None:
     for picture, board, options in wanted:
         path = IMAGES / picture
         subprocess.run([render, BOARDS / board, prometheus, path, *common, *options], check=True)
-        subprocess.run(["pngquant", "--force", "--output", path, "64", path], check=True)
+        make_small(path)
 
 
 def most_refused(traffic: Traffic) -> str:

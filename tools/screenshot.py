@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 
-def screenshot(page: Path, to: Path, *, width: int, height: int, colours: int = 64) -> None:
+def screenshot(page: Path, to: Path, *, width: int, height: int) -> None:
     """Draw a page.
 
     Args:
@@ -12,9 +12,13 @@ def screenshot(page: Path, to: Path, *, width: int, height: int, colours: int = 
         to: The PNG file.
         width: The picture's width, in pixels.
         height: Its height.
-        colours: How many colours it may have.
     """
     chromium = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     places = [f"--window-size={width},{height}", f"--screenshot={to}", page.resolve().as_uri()]
     subprocess.run([*chromium, *places], check=True, capture_output=True, timeout=60)
-    subprocess.run(["pngquant", "--force", "--output", to, str(colours), to], check=True)
+    make_small(to)
+
+
+def make_small(picture: Path) -> None:
+    """Leave 64 colours in a PNG file: enough for dashboards and text."""
+    subprocess.run(["pngquant", "--force", "--output", picture, "64", picture], check=True)
