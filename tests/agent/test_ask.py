@@ -330,7 +330,7 @@ class TestUnusable:
             ({"decisions": []}, "it must be"),
             ({"decisions": [{"type": "approve"}, {"type": "approve"}]}, "it must be"),
             (answer("respond", message="hm"), "it must be"),
-            (edit(tool_calc=1), "amounts for 'tool:search'"),
+            (edit(tool_calc=1), "amounts for 'tool:search', not"),
             (answer("edit", edited_action={"name": "raise_limits", "args": 3}), "amounts for"),
             (edit(tool_search=-1), "must be calls from 0, not -1"),
             (edit(tool_search=1.5), "must be calls from 0, not 1.5"),
@@ -346,7 +346,8 @@ class TestUnusable:
     ) -> None:
         """The question comes again and says why; then a good answer works."""
         kept = store() if store else None
-        scene = Asking(signals, [["search"] * 2, "done"], SEARCH, quota={"store": kept})
+        calc = ToolCallLimit("calc", run_limit=1, exit_behavior="ask")
+        scene = Asking(signals, [["search"] * 2, "done"], SEARCH, calc, quota={"store": kept})
         await scene.turn()
         await scene.resume(given)
         args, text = scene.question()
@@ -779,6 +780,23 @@ class TestShared:
             assert "limit" in result["messages"][-1].content
             assert [each.amount for each in scene.store.grants()] == [10]
 
+    async def test_edited_twice(self, signals: Signals, form: Form) -> None:
+        """An edit that grants a part is as usable the second time, when only the rest is over."""
+        options: dict[str, Any] = {"exit_behavior": "ask"}
+        run = ToolCallLimit("search", run_limit=0, name="run", **options)
+        thread = ToolCallLimit("search", thread_limit=0, name="thread", **options)
+        script = [["search", "calc"], "done", "done"]
+        scene = Shared(signals, script, run, thread, store=MemoryStore(), form=form)
+        await scene.turn()
+        assert scene.question()[0] == {"run": 1, "thread": 1}
+        asked = scene.agent.get_state(CONFIG).config
+        for _ in range(2):
+            result = await scene.invoke(Command(resume=edit(run=0, thread=1)), asked)
+            assert "__interrupt__" not in result
+            check_history(result["messages"])
+            assert [each.key for each in scene.store.grants()] == ["search:thread:thread-1"]
+        assert scene.ran == ["calc"] * 2
+
     async def test_resumed_at_the_same_time(self, signals: Signals, form: Form) -> None:
         """Two who answer the same question at the same time grant once."""
         script = [["search"] * 2, "done", "done"]
@@ -875,19 +893,39 @@ class TestOutage:
         limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
         scene = Asking(signals, [["search"] * 2, "done"], limit, quota={"store": store})
         await scene.turn()
-        store.refuses_grants = True
+        store.refuses_grants = "search"
         with pytest.raises(QuotaStoreError):
             await scene.resume(APPROVE)
-        store.refuses_grants = False
+        store.refuses_grants = None
         await scene.go_on()
         assert scene.ran == ["search"] * 2
         assert [each.amount for each in store.grants()] == [1]
+
+    async def test_between_two_grants(self, signals: Signals) -> None:
+        """If the store fails after the first of two grants, the same edit gives the second one."""
+        store = Fickle(MemoryStore())
+        limits = [
+            ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="run"),
+            ToolCallLimit("search", thread_limit=0, exit_behavior="ask", name="thread"),
+        ]
+        scene = Asking(signals, [["search"], "done"], *limits, quota={"store": store})
+        await scene.turn()
+        store.refuses_grants = ":thread:"
+        with pytest.raises(QuotaStoreError):
+            await scene.resume(edit(run=1, thread=2))
+        assert [each.amount for each in store.grants()] == [1]
+        store.refuses_grants = None
+        await scene.go_on()
+        assert scene.questions() == []
+        assert scene.ran == ["search"]
+        assert sorted(each.amount for each in store.grants()) == [1, 2]
 
 
 class Fickle(FickleStore, Granting):
     """A store that fails while it is down, or gives no grants for a while."""
 
-    refuses_grants = False
+    refuses_grants: str | None = None
+    """A text in the keys that get none."""
     _idle = 3600
 
     def grants(self, pattern: str = "*") -> list[Grant]:
@@ -898,7 +936,7 @@ class Fickle(FickleStore, Granting):
 
     def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
         self._fail()
-        if self.refuses_grants:
+        if self.refuses_grants is not None and self.refuses_grants in asked.key:
             raise QuotaStoreError("the store is down")
         return self.kept._grant(asked)
 

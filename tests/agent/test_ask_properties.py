@@ -2,7 +2,8 @@
 
 1. No more calls run than a limit admits with what was granted on top of it.
 2. What state and store count equals what ran, also if a question is answered twice.
-3. Only an approval or an edit grants: as much as it says, once for each count.
+3. Only an approval or an edit grants: as much as it says, once for each count. Both are usable,
+   also if a question is answered twice.
 4. What was offered is enough: an approved call is not refused by a limit that was asked about.
 5. Where a run is rejected nothing runs; whatever the model was sent is a valid history.
 
@@ -146,8 +147,10 @@ class World:
             # The answer alone: what follows on it is done once.
             await self.agent.ainvoke(resumed, snapshot.config, interrupt_after="*")
             granted = self.new_grants(step.thread, before)
-            await self.agent.ainvoke(resumed, snapshot.config)
+            again = await self.agent.ainvoke(resumed, snapshot.config)
             assert self.new_grants(step.thread, before) == granted
+            unusable = "could not be used" in str(again.get("__interrupt__"))
+            assert unusable is (step.reply == "unusable")
         else:
             await self.agent.ainvoke(resumed, config)
         self.check_answer(step, offered, self.new_grants(step.thread, before), len(self.ran) - ran)

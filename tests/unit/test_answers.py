@@ -39,6 +39,12 @@ def test_edited_amounts(args: object, granted: Mapping[str, int]) -> None:
     assert read_answer(edited(args), OFFERED, LIMITS).granted == granted
 
 
+def test_an_edit_of_a_limit_with_room_again() -> None:
+    """An edit answers the question that was asked, and grants what is still missing."""
+    answer = read_answer(edited({"tool:search": 2, "cost": "1"}), {"cost": 2_500_000}, LIMITS)
+    assert answer.granted == {"cost": 1_000_000}
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [

@@ -38,10 +38,13 @@ def is_answered() -> bool:
 def read_answer(resumed: object, offered: Mapping[str, int], limits: Mapping[str, Limit]) -> Answer:
     """The answer that a run is resumed with, as LangChain's `HITLResponse` has it.
 
+    A limit may have room since the person was asked: for example, the same answer has raised it
+    before. An edit may name such a limit, and grants it nothing more.
+
     Args:
         resumed: What the run is resumed with.
         offered: How much an approval grants, by the name of the limit.
-        limits: The limits by name.
+        limits: The limits that an edit may name, by name.
 
     Raises:
         ValueError: It is no such answer.
@@ -61,7 +64,8 @@ def read_answer(resumed: object, offered: Mapping[str, int], limits: Mapping[str
     if kind == "approve":
         granted = offered
     elif kind == "edit":
-        granted = _edited(said.get("edited_action") or inbox, limits)
+        edited = _edited(said.get("edited_action") or inbox, limits)
+        granted = {name: amount for name, amount in edited.items() if name in offered}
     return Answer(kind, granted, str(by), str(message))
 
 

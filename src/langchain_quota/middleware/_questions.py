@@ -72,7 +72,10 @@ class Question:
 
     @property
     def _limits(self) -> dict[str, Limit]:
-        return {each.limit.name: each.limit for each in self.exhausted}
+        """The limits that ask about such calls, also those that have room for them."""
+        asking = self.request.limits.asking
+        matching = (each.limit for asked in self.request.asked for each, _ in asked.limits)
+        return {each.name: each for each in matching if each.name in asking}
 
     @property
     def is_rejected(self) -> bool:
