@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test docker-test stack-test dashboards bench dashboard-pictures lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
+.PHONY: help demo up down test docker-test stack-test dashboards bench soak dashboard-pictures lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -53,6 +53,9 @@ dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's ale
 
 bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
+
+soak: $(VENV)/.develop ## Run agents for half an hour, and fail if anything grows; ARGS="--minutes 5" for less.
+	@$(BIN)/python -m tests.benchmarks.soak $(ARGS)
 
 picture: $(VENV)/.develop ## Draw the demo, top, a trace, an alert and the social card anew.
 	@$(BIN)/python -m tools.picture $(ARGS)

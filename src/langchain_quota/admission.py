@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from langchain_quota.decision import Scope
+from langchain_quota.frozen import quick_init
 
 
 class Threshold(NamedTuple):
@@ -132,6 +133,7 @@ class AcquireRequest:
         return found
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class AcquireResult:
     """The answer to a request.

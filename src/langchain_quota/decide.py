@@ -90,7 +90,9 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
             )
             for row in of_quotas
             if row.quota is not None
-        ),
+        )
+        if of_quotas
+        else (),
         shared=limit.shared,
         unit=limit.limit.unit,
         needs=needs if reason == "exhausted" else 0,

@@ -1,11 +1,12 @@
 """The frozen record of one judged call, with the limits that judged it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Literal
 
+from langchain_quota.frozen import quick_init
 from langchain_quota.levels import Level, near_threshold
 
 Kind = Literal["model", "tool"]
@@ -58,6 +59,7 @@ class Outcome(StrEnum):
     """A limit with `enforce=False` would refuse the call: it runs."""
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call that is to be judged.
@@ -87,6 +89,7 @@ class Call:
     thread_id: object = None
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
     """A quota at one call: its count before the call and after it.
@@ -117,6 +120,7 @@ class QuotaStatus:
     per: str = ""
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class LimitStatus:
     """One limit at one call: its counts before the call and after it.
@@ -296,18 +300,27 @@ class LimitStatus:
         if not (self.charged and self.enforced):
             return []
         near = near if self.near is None else self.near
-        counts = [
-            (THREAD, self.thread_before, self.thread_used, self.thread_limit),
-            (RUN, self.run_before, self.run_used, self.run_limit),
-        ]
-        if self.quotas:
-            counts += [(each.scope, each.before, each.used, each.limit) for each in self.quotas]
-        return [
-            (scope, Level.EXHAUSTED if before < limit <= used else Level.NEAR)
-            for scope, before, used, limit in counts
-            if limit is not None
-            and (before < limit <= used or before < near_threshold(limit, near) <= used)
-        ]
+        found: list[tuple[Scope, Level]] = []
+        limit = self.thread_limit
+        # Most counts are far below the limit: for those, nothing is rounded.
+        if limit is not None and self.thread_used + 1 >= near * limit:
+            found += _reached(THREAD, self.thread_before, self.thread_used, limit, near)
+        limit = self.run_limit
+        if limit is not None and self.run_used + 1 >= near * limit:
+            found += _reached(RUN, self.run_before, self.run_used, limit, near)
+        for each in self.quotas:
+            found += _reached(each.scope, each.before, each.used, each.limit, near)
+        return found
+
+
+def _reached(
+    scope: Scope, before: int, used: int, limit: int, near: float
+) -> Iterator[tuple[Scope, Level]]:
+    """The scope and the level that a count has newly reached, if it has reached one."""
+    if before < limit <= used:
+        yield scope, Level.EXHAUSTED
+    elif before < near_threshold(limit, near) <= used:
+        yield scope, Level.NEAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +346,7 @@ class Answer:
     message: str = ""
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What was decided about one call, and by which limits.

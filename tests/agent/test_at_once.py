@@ -404,7 +404,6 @@ async def test_a_retry_that_waits_in_vain(signals: Signals, form: Form) -> None:
 def test_agents_without_a_cap_pay_nothing(signals: Signals) -> None:
     """Without `at_once` there is no hook around tool calls, and no node for tools that are not."""
     plain = QuotaMiddleware([ToolCallLimit("browser", run_limit=1)], telemetry=signals.telemetry)
-    assert type(plain) is QuotaMiddleware
     assert type(plain).wrap_tool_call is AgentMiddleware.wrap_tool_call
     agent = create_agent(ScriptedChatModel(script=[]), middleware=[plain])
     assert "tools" not in agent.nodes

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, hook_config
+from langchain.agents.middleware import (
+    AgentMiddleware,
+    HumanInTheLoopMiddleware,
+    hook_config,
+)
 from langchain_core.messages import ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -82,6 +86,42 @@ async def test_tool_limits_in_all_of_three(order: Order, signals: Signals) -> No
     await scene.turn()
 
     assert len(scene.ran) == 2
+    scene.check()
+
+
+@orders(3)
+async def test_tool_limits_beside_model_limits_only(order: Order, signals: Signals) -> None:
+    """A quota without tool limits changes no count and no refund of the limiters beside it.
+
+    Calls that one drop-in refuses are given back by the other, and one that a person was asked
+    about, and that the next turn leaves behind.
+    """
+    quota = QuotaMiddleware([ModelCallLimit(run_limit=9)], telemetry=signals.telemetry)
+    scene = Scene(
+        signals,
+        [["search", "search", "calc"], ["search"], "done", ["calc"], "done"],
+        [
+            tool_limiter(signals, run_limit=9),
+            HumanInTheLoopMiddleware({"calc": True}),
+            *in_order(
+                order,
+                quota,
+                tool_limiter(signals, "search", run_limit=1, limit_name="one"),
+                tool_limiter(signals, "search", thread_limit=9, limit_name="nine"),
+            ),
+            tool_limiter(signals, "calc", thread_limit=9),
+        ],
+    )
+
+    await scene.turn()
+    await scene.resume({"decisions": [{"type": "approve"}]})
+    assert sorted(scene.ran) == ["calc", "search"]
+    scene.check()
+    await scene.turn()
+    await scene.turn("never mind")
+
+    assert sorted(scene.ran) == ["calc", "search"]
+    assert scene.metric("tool:calc", "refunded") == 1
     scene.check()
 
 

@@ -10,7 +10,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
-from langchain_quota import ToolCallLimitExceededError
+from langchain_quota import QuotaMiddleware, ToolCallLimit, ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import (
     CONFIG,
@@ -393,6 +393,30 @@ async def test_an_interrupt_of_a_tool_abandoned(signals: Signals) -> None:
     assert scene.metric("tool:*", "refunded") == 0
     check_history(scene.state()["messages"])
     scene.check_requests()
+
+
+@orders(2)
+async def test_an_interrupt_beside_a_cap(order: Order, signals: Signals) -> None:
+    """It stays charged beside a quota that only caps calls at once: the cap let it start, too."""
+    ran: list[str] = []
+    cap = ToolCallLimit("ask", at_once=1)
+    scene = Scene(
+        signals,
+        [["ask"], "done"],
+        in_order(
+            order,
+            tool_limiter(signals, thread_limit=2),
+            QuotaMiddleware([cap], telemetry=signals.telemetry),
+        ),
+        tools=[recording("ask", ran, lambda: interrupt("what?"))],
+        ran=ran,
+    )
+
+    await scene.turn()
+    await scene.turn("never mind")
+
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 1}
+    assert scene.metric("tool:*", "refunded") == 0
 
 
 async def test_a_crash_in_a_tool(signals: Signals) -> None:

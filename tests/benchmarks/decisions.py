@@ -1,16 +1,38 @@
-"""What the telemetry of one decision costs, beside a bare counter and a bare span."""
+"""What one decision costs: its telemetry, beside a bare counter and a bare span, and its store."""
 
+from tests.benchmarks import memory_store
 from tests.benchmarks.costs import UNIT, costs, cpu_time
 from tests.benchmarks.report import Ratio, Result, Table, number
 from tests.benchmarks.scenes import Mode
 from tests.benchmarks.sizes import Size
-from tests.benchmarks.workloads import Counting, Emitting, Judging, Tracing, Work, attributes
+from tests.benchmarks.workloads import (
+    Bare,
+    Counting,
+    Emitting,
+    Judging,
+    Tracing,
+    Work,
+    attributes,
+)
 
-MODES: tuple[Mode, ...] = ("no SDK", "not sampled")
+_WHY = (
+    "*A decision, span not recorded*: the floor is a span that the SDK drops, two `inc()` and one "
+    "`observe()`. Of the rest, a quarter is the table of threads, and three quarters are labels, "
+    "looking up the series under locks, recognizing a task that runs again, and thresholds."
+)
+_WHY_RECORDED = (
+    "*A decision, span recorded*: the floor is the bare span, two `inc()` with an exemplar and one "
+    "`observe()`. The rest is what a span that is not recorded costs, too, and building the "
+    "attributes and the exemplar."
+)
+
+MODES: tuple[Mode, ...] = ("not sampled",)
 
 WORKS: dict[str, Work] = {
     "`inc()` of a counter's cached child": Counting(),
     "a bare span, recorded": Tracing(),
+    "a bare span, two `inc()`, one `observe()`; not sampled": Bare("not sampled"),
+    "the same, the span recorded, and an exemplar of both counters": Bare("sampled"),
     'a decision by 1 limit, spans="off"': Emitting(1, "off"),
     "a decision by 1 limit, no SDK": Emitting(1, "no SDK"),
     "a decision by 1 limit, span not sampled": Emitting(1, "not sampled"),
@@ -26,7 +48,12 @@ def measure(size: Size) -> Result:
     """Measure."""
     works = list(WORKS.values())
     taken = cpu_time(works, size.decisions, size.rounds)
-    found = costs(works, size.decisions, counted=size.counts_instructions, rounds=size.rounds)
+    found = costs(
+        [*works, *memory_store.WORKS.values()],
+        size.decisions,
+        counted=size.counts_instructions,
+        rounds=size.rounds,
+    )
     inc, span = Counting(), Tracing()
     rows = [
         [
@@ -49,8 +76,10 @@ def measure(size: Size) -> Result:
         ratios += [
             Ratio(
                 f"a decision, span not recorded ({mode}), to a bare `inc()`; in {unit}",
-                10,
+                20,
                 costs_of[Emitting(1, mode)] / costs_of[inc],
+                costs_of[Bare(mode)] / costs_of[inc],
+                _WHY,
             )
             for mode in MODES
         ]
@@ -59,6 +88,11 @@ def measure(size: Size) -> Result:
                 f"a decision, span recorded, to a bare span; in {unit}",
                 1.5,
                 costs_of[Emitting(1, "sampled")] / costs_of[span],
+                costs_of[Bare("sampled")] / costs_of[span],
+                _WHY_RECORDED,
             )
         )
-    return Result([Table("The telemetry of a decision", columns, rows, note)], ratios)
+    asking, to_state = memory_store.shown(found)
+    return Result(
+        [Table("The telemetry of a decision", columns, rows, note), asking], ratios + to_state
+    )

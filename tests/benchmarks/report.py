@@ -45,33 +45,61 @@ class Ratio:
         what: What is compared.
         most: The target: at most this.
         measured: What was measured; `None` if it could not be.
+        floor: The same ratio, measured for something that does only what cannot be left out;
+            `None` if there is none.
+        why: Why the target cannot be met; shown only if it is not met.
     """
 
     what: str
     most: float
     measured: float | None
+    floor: float | None = None
+    why: str = ""
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it was measured, and is over its target."""
+        return self.measured is not None and self.measured > self.most
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The row of the table of targets."""
+        met = "**not met**" if self.is_missed else "met"
         if self.measured is None:
-            return (self.what, f"≤ {self.most:.3g}", NOTHING, "not measured")
-        met = "met" if self.measured <= self.most else "**not met**"
-        return (self.what, f"≤ {self.most:.3g}", f"{self.measured:.3g}", met)
+            met = "not measured"
+        return (self.what, f"≤ {self.most:.3g}", _short(self.measured), _short(self.floor), met)
+
+
+def _short(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark measured."""
+    """What a benchmark measured.
+
+    Attributes:
+        tables: All measurements.
+        ratios: The ratios that have a target.
+        overview: The table at the top of the page.
+    """
 
     tables: Sequence[Table] = ()
     ratios: Sequence[Ratio] = ()
+    overview: Table | None = None
 
 
 def targets(ratios: Sequence[Ratio]) -> Table:
     """The table of targets."""
-    columns = ("ratio", "target", "measured", "")
-    note = "A ratio of A to B is A divided by B. The overhead is what limits add to a step."
+    columns = ("ratio", "target", "value", "floor", "result")
+    note = (
+        "A ratio of A to B is A divided by B. The overhead is what limits add to a step. The floor "
+        "is the same ratio, measured for something that does only what it must. For a step, this "
+        "is a middleware with the same hooks that only writes the same keys, or only has as many "
+        "nodes."
+    )
+    missed = dict.fromkeys(each.why for each in ratios if each.is_missed and each.why)
+    note = "\n\n".join([note, *missed])
     return Table("Targets", columns, [each.cells for each in ratios], note)
 
 

@@ -1,18 +1,25 @@
 """The agents that are measured: the same steps, held to limits that nothing comes near to."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
 from langchain.agents.middleware import ModelCallLimitMiddleware as LangChainModelLimiter
 from langchain.agents.middleware import ToolCallLimitMiddleware as LangChainToolLimiter
+from langchain.agents.middleware.types import (
+    ExtendedModelResponse,
+    ModelRequest,
+    ModelResponse,
+    hook_config,
+)
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.types import Command
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace import NoOpTracerProvider
@@ -31,6 +38,18 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
+from langchain_quota.middleware._base import untraced
+from langchain_quota.state import (
+    LEDGER,
+    RUN_MODEL,
+    RUN_TOOLS,
+    THREAD_MODEL,
+    THREAD_TOOLS,
+    Ledger,
+    ModelCallLimitState,
+    QuotaState,
+    ToolCallLimitState,
+)
 
 TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
 """The tools of the agent; its steps call them in turn."""
@@ -50,6 +69,8 @@ Limits = dict[str, Any]
 Middlewares = list[AgentMiddleware[Any, Any, Any]]
 Setup = Callable[[Telemetry, Limits], Middlewares]
 
+
+IDLE_HOOKS = "two hooks that do nothing"
 
 REPORTED = UsageMetadata(input_tokens=100, output_tokens=10, total_tokens=110)
 """What a model call has used, where the model says so."""
@@ -114,6 +135,20 @@ def _nothing(_telemetry: Telemetry, _limits: Limits) -> Middlewares:
     return []
 
 
+class _IdleHooks(AgentMiddleware[Any, Any, Any]):
+    """Two hooks that do nothing: they are two nodes, and no more."""
+
+    async def abefore_model(self, state: Any, runtime: Any) -> None:
+        return None
+
+    async def aafter_model(self, state: Any, runtime: Any) -> None:
+        return None
+
+
+def _idle(_telemetry: Telemetry, _limits: Limits) -> Middlewares:
+    return [_IdleHooks()]
+
+
 def _langchain(tools: Sequence[str | None], *, model: bool) -> Setup:
     def make(_telemetry: Telemetry, limits: Limits) -> Middlewares:
         first: Middlewares = [LangChainModelLimiter(**limits)] if model else []
@@ -153,9 +188,137 @@ def _together(
     return make
 
 
+_CALL: dict[str, Any] = {
+    THREAD_MODEL: 1,
+    LEDGER: Ledger(run_model=1, final=""),
+}
+"""What is written when a model call is judged."""
+
+_BATCH: dict[str, Any] = {
+    THREAD_TOOLS: {"__all__": 1},
+    RUN_TOOLS: {"__all__": 1},
+    LEDGER: Ledger(run_tools={"__all__": 1}, refusals={}),
+}
+"""What is written when tool calls are judged."""
+
+
+class _WritingHooks(AgentMiddleware[Any, Any, Any]):
+    """Two hooks that write the keys that `QuotaMiddleware` writes, and do nothing else."""
+
+    state_schema = QuotaState
+
+    async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return _CALL
+
+    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return _BATCH
+
+
+class _WritingWrap(AgentMiddleware[Any, Any, Any]):
+    """A hook around the model call that writes the keys of `InlineQuotaMiddleware`, and no more.
+
+    It is not `async`, so that LangChain adds no wrapper for tracing, as it adds none to ours.
+    """
+
+    state_schema = QuotaState
+
+    def awrap_model_call(
+        self,
+        request: ModelRequest[Any],
+        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
+    ) -> Any:
+        return self._write(handler(request))
+
+    async def _write(self, response: Awaitable[ModelResponse[Any]]) -> ExtendedModelResponse[Any]:
+        written = {**_CALL, **_BATCH, LEDGER: {**_CALL[LEDGER], **_BATCH[LEDGER]}}
+        return ExtendedModelResponse(await response, Command(update=written))
+
+
+class _Wrapping(AgentMiddleware[Any, Any, Any]):
+    """A hook around the model call that does nothing, and is traced as little as ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["awrap_model_call"] = untraced(self)
+
+    async def awrap_model_call(
+        self,
+        request: ModelRequest[Any],
+        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
+    ) -> Any:
+        return await handler(request)
+
+
+class _ToolHooks(_Wrapping):
+    """The hooks of `QuotaMiddleware` with one tool limit: they write its keys, and no more."""
+
+    state_schema = QuotaState
+
+    @hook_config(can_jump_to=["end"])
+    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
+        return _BATCH
+
+
+class _BothHooks(_ToolHooks):
+    """The same with model limits, too."""
+
+    @hook_config(can_jump_to=["end"])
+    async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return _CALL
+
+
+class _ModelHooks(_BothHooks):
+    """The same with model limits only: then nothing is written about tool calls."""
+
+    @hook_config(can_jump_to=["end"])
+    async def aafter_model(self, state: Any, runtime: Any) -> None:
+        return None
+
+
+class _DropInToolHooks(AgentMiddleware[Any, Any, Any]):
+    """The hook of our `ToolCallLimitMiddleware`: it writes its keys, and no more."""
+
+    state_schema = ToolCallLimitState
+
+    @hook_config(can_jump_to=["end"])
+    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return _BATCH
+
+
+class _DropInModelHooks(_Wrapping):
+    """The hooks of our `ModelCallLimitMiddleware`: they write its keys, and no more."""
+
+    state_schema = ModelCallLimitState
+
+    @hook_config(can_jump_to=["end"])
+    async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return {LEDGER: Ledger(model_counted=False)}
+
+    async def awrap_model_call(
+        self,
+        request: ModelRequest[Any],
+        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
+    ) -> Any:
+        written = {THREAD_MODEL: 1, LEDGER: Ledger(run_model=1, model_counted=True)}
+        return ExtendedModelResponse(await handler(request), Command(update=written))
+
+    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return {RUN_MODEL: 1}
+
+
+def _floor(*kinds: type[AgentMiddleware[Any, Any, Any]]) -> Setup:
+    def make(_telemetry: Telemetry, _limits: Limits) -> Middlewares:
+        return [kind() for kind in kinds]
+
+    return make
+
+
 NONE = "none"
+TWO_HOOKS = "two hooks that only write"
+WRAP_HOOK = "a wrap hook that only writes"
 SETUPS: dict[str, Setup] = {
     NONE: _nothing,
+    IDLE_HOOKS: _idle,
     "LangChain, model": _langchain((), model=True),
     "LangChain, tool": _langchain(ANY, model=False),
     "LangChain, 2": _langchain(ANY, model=True),
@@ -164,14 +327,17 @@ SETUPS: dict[str, Setup] = {
     "drop-in, tool": _drop_in(ANY, model=False),
     "drop-in, 2": _drop_in(ANY, model=True),
     "drop-in, 8": _drop_in(EACH, model=True),
-    "QuotaMiddleware, 1": _together(QuotaMiddleware, ANY, model=False),
+    "QuotaMiddleware, tool": _together(QuotaMiddleware, ANY, model=False),
+    "QuotaMiddleware, model": _together(QuotaMiddleware, (), model=True),
     "QuotaMiddleware, 2": _together(QuotaMiddleware, ANY, model=True),
     "QuotaMiddleware, 8": _together(QuotaMiddleware, EACH, model=True),
     "Inline, 1": _together(InlineQuotaMiddleware, ANY, model=False),
     "Inline, 2": _together(InlineQuotaMiddleware, ANY, model=True),
     "Inline, 8": _together(InlineQuotaMiddleware, EACH, model=True),
+    TWO_HOOKS: _floor(_WritingHooks),
+    WRAP_HOOK: _floor(_WritingWrap),
 }
-"""The set-ups by name. One limit is on all tools together, two are that and one on model calls,
+"""The set-ups by name. One limit is on all tools together or on model calls, two are both,
 eight are those and one on each tool."""
 
 
@@ -188,14 +354,15 @@ BUDGETS: dict[str, Setup] = {
 }
 """Set-ups of eight limits with budgets beside them."""
 
-
-LIMITERS = {
-    "model": "the model limiter",
-    "tool": "the tool limiter",
-    "2": "both",
-    "8": "8 limiters",
+HOOKS: dict[str, Setup] = {
+    "hooks of QuotaMiddleware, tool": _floor(_ToolHooks),
+    "hooks of QuotaMiddleware, model": _floor(_ModelHooks),
+    "hooks of QuotaMiddleware, 2": _floor(_BothHooks),
+    "hooks of drop-in, tool": _floor(_DropInToolHooks),
+    "hooks of drop-in, model": _floor(_DropInModelHooks),
+    "hooks of drop-in, 2": _floor(_DropInModelHooks, _DropInToolHooks),
 }
-"""What LangChain's set-ups and the drop-ins are called, and what they are."""
+"""Set-ups whose hooks are of the same kinds as ours. They write the same keys, and no more."""
 
 
 def middlewares(setup: str, *, has_threads: bool, mode: Mode = "not sampled") -> Middlewares:
@@ -203,7 +370,7 @@ def middlewares(setup: str, *, has_threads: bool, mode: Mode = "not sampled") ->
     limits: Limits = {"run_limit": UNREACHED}
     if has_threads:
         limits["thread_limit"] = UNREACHED
-    return (SETUPS | BUDGETS)[setup](telemetry(mode), limits)
+    return (SETUPS | BUDGETS | HOOKS)[setup](telemetry(mode), limits)
 
 
 def agent(
@@ -212,11 +379,15 @@ def agent(
     mode: Mode = "not sampled",
     *,
     reports: bool = False,
+    answer: str = "done",
 ) -> Any:
-    """An agent of a set-up; its model reports what it has used if it should, or has budgets."""
+    """An agent of a set-up; its model reports what it has used if it should, or has budgets.
+
+    Each of its tools gives the answer.
+    """
     return create_agent(
         InstantModel(reports=reports or setup in BUDGETS),
-        tools=list(tools()),
+        tools=list(tools(answer)),
         middleware=middlewares(setup, has_threads=saver is not None, mode=mode),
         checkpointer=saver,
         name="benchmark",
@@ -237,11 +408,11 @@ async def run(agent: Any, steps: int, thread: str) -> dict[str, Any]:
     return state
 
 
-def tools() -> Iterator[BaseTool]:
+def tools(answer: str = "done") -> Iterator[BaseTool]:
     """The tools: each does nothing, at once."""
 
     async def work() -> str:
-        return "done"
+        return answer
 
     for name in TOOLS:
         yield StructuredTool.from_function(coroutine=work, name=name, description="Works.")

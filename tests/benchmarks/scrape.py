@@ -45,15 +45,15 @@ def used(thread: int) -> int:
     return NEAR if thread % 10 == 1 else FEW
 
 
-def tracked(threads: int, *, all_near: bool = False) -> CollectorRegistry:
-    """The metrics of an agent with so many threads."""
+def tracked(threads: int, *, first: int = 0, all_near: bool = False) -> CollectorRegistry:
+    """The metrics of an agent with so many threads, of which the first has a number."""
     registry = CollectorRegistry()
     recorder = recorder_of(Telemetry(registry=registry, spans="off"))
     terms = [
         ResolvedLimit.of(ToolCallLimit("search", thread_limit=LIMIT)),
         ResolvedLimit.of(ToolCallLimit(thread_limit=LIMIT * 10)),
     ]
-    for thread in range(threads):
+    for thread in range(first, first + threads):
         count = NEAR if all_near else used(thread)
         call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
         usage = {each.limit.counter: Used(count, 1) for each in terms}
@@ -108,7 +108,7 @@ async def _measure(scenes: list[Scraped], scrapes: int) -> list[float]:
     for _ in range(scrapes):
         for each in scenes:
             app = metrics_app(each.registry)
-            size, took, late = await _watched(_scraped(app))
+            size, took, late = await _watched(scraped(app))
             each.size.append(size)
             each.took.append(took)
             each.late.append(late)
@@ -140,7 +140,7 @@ async def _watched(doing: Coroutine[Any, Any, int]) -> tuple[int, float, float]:
     return given, took * 1_000, late * 1_000
 
 
-async def _scraped(app: Any) -> int:
+async def scraped(app: Any) -> int:
     """Scrape as a server does.
 
     Returns:

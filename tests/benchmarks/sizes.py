@@ -16,6 +16,8 @@ class Size:
         tracked: How many threads there are when metrics are scraped.
         scrapes: How often.
         requests: How often a store is asked.
+        worker_threads: How many threads each of several workers has when they are scraped.
+        remembered: How many threads, counts and requests are kept when their memory is measured.
         counts_instructions: Whether callgrind counts, where it is found; it takes some minutes.
     """
 
@@ -27,6 +29,8 @@ class Size:
     tracked: tuple[int, ...]
     scrapes: int
     requests: int
+    worker_threads: int
+    remembered: int
     counts_instructions: bool
 
 
@@ -39,6 +43,8 @@ FULL = Size(
     tracked=(1_000, 10_000, 100_000),
     scrapes=15,
     requests=2_000,
+    worker_threads=5_000,
+    remembered=5_000,
     counts_instructions=True,
 )
 
@@ -51,5 +57,7 @@ QUICK = Size(
     tracked=(1_000, 3_000),
     scrapes=3,
     requests=100,
+    worker_threads=500,
+    remembered=1_000,
     counts_instructions=False,
 )

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, repeat
+from typing import Literal
 
 from langgraph.checkpoint.memory import InMemorySaver
 from opentelemetry.sdk.trace import TracerProvider
@@ -12,18 +13,20 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from opentelemetry.util.types import AttributeValue
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from langchain_quota import Telemetry
-from langchain_quota.admission import admit
+from langchain_quota import MemoryStore, Telemetry
+from langchain_quota.admission import AcquireRequest, admit
 from langchain_quota.batches import hits_of
 from langchain_quota.decide import decide
 from langchain_quota.decision import Call, Decision
 from langchain_quota.limits import ToolCallLimit
+from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
 from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.metrics import DECISION_BUCKETS
 from tests.benchmarks import scenes
-from tests.judged import Used, judge
+from tests.judged import Used, judge, request_of
 
 Repeat = Callable[[int], None]
 """Does something so many times."""
@@ -71,9 +74,34 @@ class Tracing:
     """Making a span with as many attributes as that of a decision."""
 
 
-Work = Step | Emitting | Judging | Counting | Tracing
+@dataclass(frozen=True)
+class Bare:
+    """What the telemetry of a decision by one limit asks of OpenTelemetry and Prometheus.
+
+    It is a span, two counters and a histogram.
+
+    Attributes:
+        mode: What becomes of the span; a recorded one is the exemplar of both counters.
+    """
+
+    mode: scenes.Mode
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Judging a call by one limit.
+
+    Attributes:
+        whom: What has the counts: the state; a `MemoryStore` that is asked directly; or a
+            `MemoryStore` that is asked as the hooks ask it, which time it and handle its failures.
+    """
+
+    whom: Literal["state", "store", "hooks"]
+
+
+Work = Step | Emitting | Judging | Counting | Tracing | Bare | Asking
 KINDS: dict[str, type[Work]] = {
-    each.__name__: each for each in (Step, Emitting, Judging, Counting, Tracing)
+    each.__name__: each for each in (Step, Emitting, Judging, Counting, Tracing, Bare, Asking)
 }
 
 
@@ -100,9 +128,14 @@ def _prepared(work: Work) -> Repeat:
             return _judging(limits)
         case Counting():
             counter = Counter("calls", "Calls.", ["tool"], registry=CollectorRegistry())
-            return _repeating(counter.labels("search").inc)
+            once: Callable[[], object] = counter.labels("search").inc
         case Tracing():
-            return _spans()
+            once = _span("sampled")
+        case Bare(mode):
+            once = _bare(mode)
+        case Asking(whom):
+            once = _asking(whom)
+    return _repeating(once)
 
 
 def _steps(work: Step) -> Repeat:
@@ -113,6 +146,8 @@ def _steps(work: Step) -> Repeat:
     def steps(number: int) -> None:
         asyncio.run(scenes.run(agent, number, f"thread-{next(threads)}"))
 
+    # The series of a tool are made when it is first called; that is no part of a step.
+    steps(len(scenes.TOOLS))
     return steps
 
 
@@ -146,6 +181,25 @@ def _judging(limits: int) -> Repeat:
     return _repeating(judged)
 
 
+def _asking(whom: str) -> Callable[[], object]:
+    store = MemoryStore()
+    request = request_of(most=scenes.UNREACHED)
+    # Each request has a name of its own.
+    request.anew = True
+    if whom == "state":
+        return lambda: request.decided(request.by_state())
+    if whom == "hooks":
+        client = StoreClient(store, "deny", recorder_of(scenes.telemetry("not sampled")))
+        return lambda: request.decided(client.acquire(request))
+    sent, names = request.to_store(), count()
+
+    def asked() -> None:
+        name = f"{next(names):032x}"
+        store.acquire(AcquireRequest(name, f"a{name}", sent.counters, sent.hits))
+
+    return asked
+
+
 def attributes() -> dict[str, AttributeValue]:
     """The attributes of the span of a decision by one limit."""
     exporter = InMemorySpanExporter()
@@ -157,8 +211,8 @@ def attributes() -> dict[str, AttributeValue]:
     return dict(span.attributes or {})
 
 
-def _spans() -> Repeat:
-    tracer = scenes.provider("sampled").get_tracer("benchmark")
+def _span(mode: scenes.Mode) -> Callable[[], object]:
+    tracer = scenes.provider(mode).get_tracer("benchmark")
     same = attributes()
 
     def span() -> None:
@@ -170,7 +224,23 @@ def _spans() -> Repeat:
         )
         made.end()
 
-    return _repeating(span)
+    return span
+
+
+def _bare(mode: scenes.Mode) -> Callable[[], object]:
+    span, registry = _span(mode), CollectorRegistry()
+    calls = Counter("calls", "Calls.", ["tool"], registry=registry).labels("search")
+    charges = Counter("charges", "Charges.", ["limit"], registry=registry).labels("limit")
+    seconds = Histogram("seconds", "Seconds.", registry=registry, buckets=DECISION_BUCKETS)
+    shown = {"trace_id": "1" * 32, "span_id": "1" * 16} if mode == "sampled" else None
+
+    def bare() -> None:
+        span()
+        calls.inc(exemplar=shown)
+        charges.inc(exemplar=shown)
+        seconds.observe(0.0001)
+
+    return bare
 
 
 def _repeating(once: Callable[[], object]) -> Repeat:

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import yaml
@@ -36,6 +38,7 @@ from langchain_quota import (
 )
 from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
+from langchain_quota.limits import Limit
 from langchain_quota.monitoring import exports
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.telemetry import tracing
@@ -534,7 +537,8 @@ def test_the_collectors_configuration_hangs_together() -> None:
 async def test_the_head_sampler_keeps_refusals_and_no_more() -> None:
     """Every call that was not plainly allowed is kept, each run's in one trace."""
     namespace: dict[str, Any] = {}
-    exec(blocks(PAGE, "python")[1], namespace)  # noqa: S102 - our own page
+    [text] = [each for each in blocks(PAGE, "python") if "class RefusalsAnd" in each]
+    exec(text, namespace)  # noqa: S102 - our own page
     everything = await spans_of_all_outcomes(ALWAYS_ON)
     kept = await spans_of_all_outcomes(namespace["RefusalsAnd"](ParentBased(ALWAYS_OFF)))
     refused = [decision(span) for span in everything if decision(span) != "allowed"]
@@ -586,6 +590,52 @@ def test_the_rights_are_those_that_are_used(
         statistics: Any = client.info("commandstats")
     used = {each.removeprefix("cmdstat_") for each in statistics} - OF_CONNECTIONS
     assert used == {*commands, "scan"}
+
+
+def test_shards_need_further_keys(redis_server: RedisServer) -> None:
+    """A user with the pages' further pattern of keys can use a store with shards."""
+    keys, commands = acl()
+    text = (DOCS / "shared-quotas.md").read_text()
+    [further] = re.findall(r"A store with shards needs the keys `(\S+)`", text)
+    with redis_server.client() as client:
+        allowed = [keys, *(f"+{each}" for each in commands)]
+        client.execute_command("ACL", "SETUSER", "shards", "on", f">{SECRET}", *allowed)
+        url = f"redis://shards:{SECRET}@127.0.0.1:{redis_server.port}"
+        with closing(RedisStore(url, timeout=30, shard_by="tenant")) as store:
+            with pytest.raises(QuotaStoreError, match="keys"):
+                store.acquire(calls("acme/search:thread:7", 1))
+            client.execute_command("ACL", "SETUSER", "shards", further)
+            assert store.acquire(calls("acme/search:thread:7", 1)).admitted == (True,)
+
+
+def test_keys_take_the_memory_that_the_page_says(redis_server: RedisServer) -> None:
+    """The sizes of keys in the arithmetic are those of a run with model calls and tool calls."""
+    sizes = r"(\d+) bytes for its\s+answer and (\d+) for what it has\s+charged"
+    sizes += r".*?(\d+) bytes for a run, (\d+) for a thread and (\d+) for a quota"
+    [said] = re.findall(sizes, PAGE, re.DOTALL)
+    with (
+        closing(RedisStore(redis_server.url, prefix=redis_server.prefix(), timeout=30)) as store,
+        redis_server.client() as client,
+    ):
+        daily = Quota(200, per="user_id", window=timedelta(days=1))
+        limits: list[Limit] = [
+            ToolCallLimit("search", thread_limit=50, run_limit=20),
+            ModelCallLimit(run_limit=20, quotas=[daily]),
+        ]
+        quota: Any = QuotaMiddleware(limits, store=store)
+        model = ScriptedChatModel(script=[["search"], "done"])
+        agent = create_agent(model, [search], middleware=[quota])
+        config: Any = {"configurable": {"thread_id": str(uuid4())}}
+        asked: Any = {"messages": [("user", "hi")]}
+        asyncio.run(agent.ainvoke(asked, config, context={"user_id": "user-00000001"}))
+        taken: dict[str, int] = {}
+        for name in client.scan_iter(match=f"*{store._prefix}*"):
+            kind = re.sub(r"^.*?:(count:[^:]*:|)", "", name.decode()).partition(":")[0]
+            taken[kind] = client.memory_usage(name) - len(store._prefix) + len("langchain_quota")
+    kinds = ("result", "attempt", "run", "thread", "user_id")
+    assert taken.keys() == {*kinds}
+    for kind, number in zip(kinds, said, strict=True):
+        assert taken[kind] == pytest.approx(int(number), rel=0.3), kind
 
 
 def test_another_database_needs_a_further_right(redis_server: RedisServer) -> None:

@@ -82,6 +82,27 @@ def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_shards(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command shows the shard of a count, and takes keys that begin with a shard."""
+    # A number of root runs, for which no pattern asks.
+    store.reset(["acme/:root_run:7"])
+    store.acquire(batch({"acme/email:user_id:ada": 2}))
+    assert run("show", "--key", "*email:*") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "shard  counted  per      subject  used  of  until",
+        "acme   email    user_id  'ada'       2   -  reset",
+        "-      email    tenant   'acme'      2   -  2100-01-02 00:00:00 UTC",
+    ]
+    assert run("show", "--key", "acme/*") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    more = ("--key", "acme/email:user_id:ada", "--reason", "more")
+    assert run("grant", "3", *more) == 0
+    assert [each.key for each in store.grants()] == ["acme/email:user_id:ada"]
+    assert run("reset", "--key", "acme/*", "--yes") == 0
+    assert [use.used for use in store.peek(["acme/email:user_id:ada"]) if use] == [0]
+    assert used(store) == [3, 12, 1, 2]
+
+
 def test_budgets_have_units(
     run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -446,6 +446,14 @@ class TestClientsOfYourOwn:
             assert use.used == 0
             await store.aclose()
 
+    async def test_more_callers_than_connections(self, redis_server: RedisServer) -> None:
+        """They wait for each other: a client fails when it would need one connection more."""
+        async with redis.asyncio.Redis.from_url(redis_server.url, max_connections=2) as client:
+            store = RedisStore(client, prefix=redis_server.prefix(), timeout=LONG)
+            asked = [store.aacquire(calls("search", 1)) for _ in range(20)]
+            results = await asyncio.gather(*asked)
+            assert sorted(each.used["search"] for each in results) == [*range(20)]
+
     async def test_wrong_form(self, redis_server: RedisServer) -> None:
         """Asked for the other form, the TypeError says what to pass."""
         with redis_server.client() as client:

@@ -22,6 +22,7 @@ telemetry = Telemetry(
     max_exported_threads=100,
     thread_ttl=timedelta(minutes=10),
     max_tools=20,
+    max_agents=50,
 )
 QuotaMiddleware([ModelCallLimit(run_limit=10)], telemetry=telemetry)
 

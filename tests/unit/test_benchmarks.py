@@ -10,11 +10,24 @@ from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import QuotaMiddleware, ToolCallLimit
 from langchain_quota.testing import captured_decisions
-from tests.benchmarks import budgets, concurrency, costs, decisions, per_step, scenes, scrape
+from tests.benchmarks import (
+    budgets,
+    concurrency,
+    costs,
+    decisions,
+    footprint,
+    importing,
+    per_step,
+    runs,
+    scenes,
+    scrape,
+    workers,
+)
+from tests.benchmarks.__main__ import page
 from tests.benchmarks.optional import required
-from tests.benchmarks.report import Ratio, Table, targets
+from tests.benchmarks.report import Ratio, Result, Table, targets
+from tests.benchmarks.runs import OVERVIEW, WHERE, stored_of
 from tests.benchmarks.runs import per_step as stored_per_step
-from tests.benchmarks.runs import stored_of
 from tests.benchmarks.savers import Stored, memory
 from tests.benchmarks.sizes import QUICK
 from tests.benchmarks.workloads import (
@@ -33,10 +46,11 @@ from tests.servers.programs import required_program
 
 SETUPS = [
     pytest.param(setup, marks=needs_inline) if setup.startswith("Inline") else setup
-    for setup in scenes.SETUPS | scenes.BUDGETS
+    for setup in scenes.SETUPS | scenes.BUDGETS | scenes.HOOKS
 ]
 
 ADDED = {
+    scenes.IDLE_HOOKS: 2,
     "LangChain, model": 2,
     "LangChain, tool": 1,
     "LangChain, 2": 3,
@@ -45,12 +59,15 @@ ADDED = {
     "drop-in, tool": 1,
     "drop-in, 2": 3,
     "drop-in, 8": 9,
-    "QuotaMiddleware, 1": 2,
+    "QuotaMiddleware, tool": 1,
+    "QuotaMiddleware, model": 2,
     "QuotaMiddleware, 2": 2,
     "QuotaMiddleware, 8": 2,
     "Inline, 1": 0,
     "Inline, 2": 0,
     "Inline, 8": 0,
+    scenes.TWO_HOOKS: 2,
+    scenes.WRAP_HOOK: 0,
     "QuotaMiddleware, 8 and tokens": 2,
     "QuotaMiddleware, 8, tokens, cost": 2,
     "Inline, 8 and tokens": 0,
@@ -65,6 +82,8 @@ TINY = replace(
     concurrent=(2, 1),
     tracked=(2, 3),
     scrapes=1,
+    worker_threads=2,
+    remembered=2,
 )
 
 
@@ -105,9 +124,12 @@ def test_the_same_limits(setup: str) -> None:
 
 @pytest.mark.parametrize("setup", SETUPS)
 async def test_supersteps_of_a_step(setup: str) -> None:
-    """A step takes one superstep and one checkpoint for each node; Inline adds none."""
+    """A step takes one superstep and one checkpoint for each node; Inline adds none.
+
+    The hooks alone add as many as the middleware that they are the floor of.
+    """
     found = await stored(setup)
-    expected = 2 + ADDED.get(setup, 0)
+    expected = 2 + ADDED.get(setup.removeprefix("hooks of "), 0)
     assert (found.supersteps, found.checkpoints) == (expected, expected)
 
 
@@ -212,7 +234,9 @@ def test_every_set_up_has_a_row() -> None:
 
 
 @needs_inline
-@pytest.mark.parametrize("part", [budgets, concurrency, decisions, scrape])
+@pytest.mark.parametrize(
+    "part", [budgets, concurrency, decisions, footprint, importing, scrape, workers]
+)
 def test_parts_can_be_tried(part: Any) -> None:
     """Each part of the benchmark ends with a table, in small, too."""
     found = part.measure(TINY)
@@ -224,6 +248,58 @@ def test_targets() -> None:
     """A ratio is met up to its target; what was not measured is not met."""
     table = targets([Ratio("a", 1.5, 1.5), Ratio("b", 1.5, 1.51), Ratio("c", 0, None)])
     assert [row[-1] for row in table.rows] == ["met", "**not met**", "not measured"]
+
+
+def test_why_a_target_is_missed() -> None:
+    """A missed target has its floor beside it, and the reason below, once; others have none."""
+    ratios = [
+        Ratio("a", 1, 3, floor=2, why="Two nodes."),
+        Ratio("b", 1, 3, floor=2, why="Two nodes."),
+        Ratio("c", 1, 1, why="Not needed."),
+    ]
+    table = targets(ratios)
+    assert [row[3] for row in table.rows] == ["2", "2", "-"]
+    assert table.note.endswith("\n\nTwo nodes.")
+    assert table.note.count("Two nodes.") == 1
+
+
+def test_the_page_begins_with_what_users_ask() -> None:
+    """The overview comes first, whichever part has measured it, and the targets come last."""
+    results = [
+        Result([Table("Decisions", ["a"], [["1"]])], [Ratio("r", 1, 1)]),
+        Result([Table("Runs", ["a"], [["2"]])], overview=Table("In ten lines", ["a"], [["3"]])),
+    ]
+    shown = page(results, "## How it is measured\n")
+    headings = [line for line in shown.splitlines() if line.startswith("#")]
+    assert headings == [
+        *("# Benchmarks", "## In ten lines", "## How it is measured"),
+        *("## Decisions", "## Runs", "## Targets"),
+    ]
+
+
+@needs_inline
+async def test_ten_lines() -> None:
+    """They are of a step and of a run, with each checkpointer, and of the bytes; no cell is empty.
+
+    The numbers are those that the tables below have.
+    """
+    times = {where: {each: 10.0 * index for index, each in enumerate(OVERVIEW)} for where in WHERE}
+    found = {setup: await stored(setup) for setup in OVERVIEW}
+    overview = runs._overview(times, {runs.SQLITE: found, runs.POSTGRES: found})
+    assert len(overview.rows) == 10
+    assert list(overview.rows[0][1:]) == ["0.0", "1.0", "2.0", "3.0", "4.0", "5.0"]
+    assert list(overview.rows[4][1:]) == ["0.0", "10.0", "20.0", "30.0", "40.0", "50.0"]
+    assert list(overview.rows[8][1:]) == [f"{each.size:,}" for each in found.values()]
+
+
+async def test_nodes_that_do_nothing_are_stored() -> None:
+    """Two hooks that do nothing cost checkpoints; those that write the same keys cost more."""
+    none, idle, writing, ours = [
+        await stored(each)
+        for each in (scenes.NONE, scenes.IDLE_HOOKS, scenes.TWO_HOOKS, "QuotaMiddleware, 2")
+    ]
+    assert none.size < idle.size < writing.size < ours.size
+    assert none.checkpoints + 2 == idle.checkpoints == writing.checkpoints == ours.checkpoints
 
 
 def test_tables_are_markdown() -> None:

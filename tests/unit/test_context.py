@@ -42,12 +42,12 @@ def test_a_step_is_named_after_its_task() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        replace(IN_A_TASK, task_id="another"),
-        replace(IN_A_TASK, run_thread_id="8"),
-        replace(IN_A_TASK, run_thread_id=None),
-        replace(IN_A_TASK, checkpoint_ns="node:other"),
+        IN_A_TASK._replace(task_id="another"),
+        IN_A_TASK._replace(run_thread_id="8"),
+        IN_A_TASK._replace(run_thread_id=None),
+        IN_A_TASK._replace(checkpoint_ns="node:other"),
         # What is joined is not the same with a border moved.
-        replace(IN_A_TASK, task_id="", checkpoint_ns="node:tasktask"),
+        IN_A_TASK._replace(task_id="", checkpoint_ns="node:tasktask"),
     ],
     ids=["task", "thread", "no thread", "namespace", "border"],
 )
@@ -61,7 +61,7 @@ def test_other_tasks_are_other_steps(other: CallContext) -> None:
 )
 def test_a_step_has_a_short_name(thread_id: object) -> None:
     """Whatever a thread's id is, the step has a name, and nothing of the id is in it."""
-    name = replace(IN_A_TASK, run_thread_id=thread_id).step("QuotaMiddleware")
+    name = IN_A_TASK._replace(run_thread_id=thread_id).step("QuotaMiddleware")
     assert len(name) == 64
     assert name.isalnum()
 
@@ -75,18 +75,18 @@ def test_outside_of_a_graph_every_call_is_a_step() -> None:
 def test_a_run_is_named_after_the_task_that_begins_it() -> None:
     """The same task begins the same run, another one another, and none has a step's name."""
     assert IN_A_TASK.run() == IN_A_TASK.run()
-    assert IN_A_TASK.run() != replace(IN_A_TASK, task_id="another").run()
+    assert IN_A_TASK.run() != IN_A_TASK._replace(task_id="another").run()
     assert IN_A_TASK.run() != IN_A_TASK.step("QuotaMiddleware")
 
 
 def test_a_sub_agents_run_is_named_after_its_call() -> None:
     """A call that is made again is the same run, whatever the task; another call is another."""
-    call = replace(IN_A_TASK, invocation="tools:1")
-    assert call.run() == replace(call, task_id="another", checkpoint_ns="tools:1|node:2").run()
+    call = IN_A_TASK._replace(invocation="tools:1")
+    assert call.run() == call._replace(task_id="another", checkpoint_ns="tools:1|node:2").run()
     others = [
-        replace(call, invocation="tools:2"),
-        replace(call, run_thread_id="8"),
-        replace(call, invocation=""),
+        call._replace(invocation="tools:2"),
+        call._replace(run_thread_id="8"),
+        call._replace(invocation=""),
     ]
     assert len({each.run() for each in (call, *others)}) == 4
 

@@ -115,6 +115,12 @@ def test_crossed(before: int, used: int, expected: Level | None) -> None:
     assert of_run(before, used, 10).crossed("run", 0.8) is expected
 
 
+def test_a_threshold_is_crossed_where_a_share_is_not_exact() -> None:
+    """55 of 100 is near at a share of 0.55, though the binary product is a little above."""
+    assert of_run(54, 55, 100).crossed("run", 0.55) is Level.NEAR
+    assert of_run(53, 54, 100).crossed("run", 0.55) is None
+
+
 def test_nothing_is_crossed_where_there_is_no_limit() -> None:
     """A scope without a limit, and a limit of 0 (exhausted from the start), are never crossed."""
     assert of_run(0, 100, None).crossed("run", 0.8) is None

@@ -6,20 +6,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota.stores.keys import MAX_LENGTH, CountKey
+from langchain_quota.stores.keys import MAX_LENGTH, CountKey, split_shard
 from tests.calls import calls_made
 
 DAY = timedelta(days=1)
 texts = st.text(st.characters()) | st.text("a:%~{}*é\n\ud800", max_size=80)
-counted = st.none() | st.tuples(st.integers(1, 10**9), st.integers(-5, 10**9))
+counted = st.just((None, None)) | st.tuples(st.integers(1, 10**9), st.integers(-5, 10**9))
 keys = st.builds(
-    lambda counter, dimension, subject, window: CountKey(
-        counter, dimension, subject, *(window or ())
+    lambda counter, dimension, subject, window, shard: CountKey(
+        counter, dimension, subject, window[0], window[1], shard
     ),
     texts,
     texts,
     texts,
     counted,
+    st.just("") | texts,
 )
 
 
@@ -35,6 +36,8 @@ keys = st.builds(
             CountKey("model", "tenant", "{a}%*?[]\\/ \n"),
             "model:tenant:%7Ba%7D%25%2A%3F%5B%5D%5C%2F%20%0A",
         ),
+        (CountKey("search", "thread", "7", shard="acme"), "acme/search:thread:7"),
+        (CountKey("", "root_run", "7", 60, 5, "a/b:{c}"), "a%2Fb%3A%7Bc%7D/:root_run:7:60:5"),
         (CountKey("model", "tenant", "é"), "model:tenant:%C3%A9"),
         (CountKey("model", "tenant", "\ud800"), "model:tenant:%ED%A0%80"),
     ],
@@ -55,10 +58,12 @@ def test_parse_gives_the_key_back(key: CountKey) -> None:
     assert not set(text) & set("{}*?[]\\ \n")
     parsed = CountKey.parse(text)
     assert (parsed.window, parsed.index) == (key.window, key.index)
-    values = (key.counter, key.dimension, key.subject)
-    for part, value, read in zip(
-        text.split(":"), values, (parsed.counter, parsed.dimension, parsed.subject), strict=False
-    ):
+    shard, rest = split_shard(text)
+    assert text == (f"{shard}/{rest}" if key.shard else rest)
+    values = (key.shard, key.counter, key.dimension, key.subject)
+    read_values = (parsed.shard, parsed.counter, parsed.dimension, parsed.subject)
+    parts = (shard, *rest.split(":"))
+    for part, value, read in zip(parts, values, read_values, strict=False):
         if "~" not in part or len(part) <= MAX_LENGTH:
             assert read == value
 
@@ -120,6 +125,10 @@ def test_no_key() -> None:
         "search:user_id:%FF",
         "search:user_id:ada\n",
         "search:user_id:*",
+        "/search:user_id:ada",
+        "a/b/search:user_id:ada",
+        "a:b/search:user_id:ada",
+        "a b/search:user_id:ada",
     ):
         with pytest.raises(ValueError, match="not the key of a count") as refused:
             CountKey.parse(text)

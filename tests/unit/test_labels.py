@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry, hmac_label
-from langchain_quota.telemetry.labels import ToolLabels, agent_label, described, label
+from langchain_quota.telemetry.labels import AgentLabels, ToolLabels, described, label
 from tests.calls import calls_made
 
 KEY = "0123456789abcdef"
@@ -102,13 +102,14 @@ def test_the_text_of_an_exception_is_bounded_and_printable() -> None:
 @pytest.mark.parametrize("name", [None, ""])
 def test_an_agent_without_a_name_is_unnamed(name: str | None) -> None:
     """No label is empty."""
-    assert agent_label(name) == "unnamed"
+    assert AgentLabels(0).label(name) == "unnamed"
 
 
 def test_an_agents_name_is_bounded() -> None:
     """An agent's name passes the one rule for labels."""
-    assert agent_label("boss") == "boss"
-    assert agent_label("b" * 100) == label("b" * 100)
+    agents = AgentLabels(2)
+    assert agents.label("boss") == "boss"
+    assert agents.label("b" * 100) == label("b" * 100)
 
 
 def test_hmac_label_is_computable_by_whoever_has_the_key() -> None:

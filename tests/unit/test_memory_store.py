@@ -18,6 +18,7 @@ from langchain_quota.admission import (
     Threshold,
 )
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
 from tests.calls import calls_made
@@ -26,6 +27,7 @@ from tests.servers.stores import used
 
 HOUR = 3600
 DAY = timedelta(days=1)
+WEEK = 7 * 24 * HOUR
 
 
 class Key(str):
@@ -79,6 +81,20 @@ def check_each_key_is_kept_once(store: MemoryStore) -> None:
     assert sorted([*windows, *counts._lasting, *counts._mirrored, *counts._runs]) == sorted(
         counts._counts
     )
+
+
+def kept_grants(store: MemoryStore) -> int:
+    """How many grants are remembered: each once by its key and once by its end."""
+    ends = {(key, name): ends for ends, key, name in store._grants._ends}
+    kept = {
+        (key, name): each.ends
+        for key, by_name in store._grants._kept.items()
+        for name, each in by_name.items()
+    }
+    assert kept == ends
+    assert len(ends) == len(store._grants._ends)
+    assert all(store._grants._kept.values())
+    return len(kept)
 
 
 def test_window_edges() -> None:
@@ -517,6 +533,65 @@ def test_counts_against_a_plain_dict(steps: list[tuple[int, str, int | None, boo
         kept[key] = (result.used["count"] + 1, max(kept[key][1], last) if key in expected else last)
         expired.discard(key)
         check_each_key_is_kept_once(store)
+
+
+def test_a_grant_does_not_look_at_other_grants() -> None:
+    """However many grants are kept, giving, ending and forgetting one costs the same."""
+
+    def work(grants: int) -> int:
+        clock = Clock()
+        store = MemoryStore(clock=clock)
+        short = in_utc(clock.now + HOUR)
+        store.grant("search:user_id:ann", 1, until=short, id="over")
+        for number in range(grants):
+            store.grant(f"search:user_id:{number}", 1)
+        clock.now += HOUR + WEEK
+
+        def again() -> None:
+            store.grant("search:user_id:ann", 2, id="over")
+            store.revoke("search:user_id:ann", "over")
+
+        made = calls_made(again)
+        assert kept_grants(store) == grants + 1
+        return made
+
+    assert work(1_000) <= work(10) + 50
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(-2, 9),
+            st.sampled_from(["search:user_id:ann", "search:user_id:bo"]),
+            st.sampled_from("123"),
+            st.none() | st.integers(1, 20),
+        ),
+        max_size=40,
+    )
+)
+def test_grants_against_a_plain_dict(steps: list[tuple[int, str, str, int | None]]) -> None:
+    """Each grant holds until its end, and its id is remembered for a week after it, no longer.
+
+    A grant without a number of days is revoked. The end of a revoked grant is that moment.
+    """
+    clock = Clock(100 * WEEK)
+    store = MemoryStore(clock=clock)
+    kept: dict[tuple[str, str], tuple[int, float]] = {}
+    for amount, (jump, key, name, days) in enumerate(steps, start=1):
+        clock.now += jump * DAY.total_seconds()
+        given, ends = kept.get((key, name), (0, 0))
+        if days is None:
+            assert (store.revoke(key, name) is not None) is (ends > clock.now)
+            if ends > clock.now:
+                kept[key, name] = given, clock.now
+        else:
+            kept = {each: known for each, known in kept.items() if known[1] + WEEK > clock.now}
+            until = clock.now + days * DAY.total_seconds()
+            given, _ = kept.setdefault((key, name), (amount, until))
+            assert store.grant(key, amount, id=name, until=in_utc(until)).amount == given
+            assert kept_grants(store) == len(kept)
+        expected = {each: given for each, (given, ends) in kept.items() if ends > clock.now}
+        assert {(each.key, each.id): each.amount for each in store.grants()} == expected
 
 
 async def test_async_forms_do_not_block() -> None:

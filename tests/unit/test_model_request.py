@@ -17,6 +17,7 @@ from langchain_quota.middleware._model_request import (
     last_call,
     remaining,
     with_note,
+    with_state,
     without_exhausted,
 )
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits, ResolvedQuota
@@ -436,3 +437,11 @@ def test_the_last_call_after_other_calls_says_so() -> None:
     assert names(offered) == ["search", "web_search"]
     assert offered.messages[-1].content == f"12\n\n{LAST_CALL}"
     assert [message.type for message in offered.messages] == ["human", "ai", "tool"]
+
+
+def test_another_state_changes_nothing_else() -> None:
+    """The request is the same as LangChain's own way makes it; the first one keeps its state."""
+    given = request(after_a_call(), search, state={"messages": []}, tool_choice="auto")
+    state: Any = {"messages": [], LEDGER: Ledger(final="")}
+    assert with_state(given, state) == given.override(state=state)
+    assert given.state == {"messages": []}

@@ -584,6 +584,7 @@ def test_bounds() -> None:
     }
     assert f"`max_exported_threads` ({defaults['max_exported_threads']})" in bounds
     assert f"`max_tools` ({defaults['max_tools']})" in bounds
+    assert f"`max_agents` ({defaults['max_agents']})" in bounds
     assert defaults["thread_ttl"] == timedelta(hours=1)
     assert "`thread_ttl` (an hour)" in bounds
     tracked = [int(each.replace(",", "")) for each in re.findall(r"most ([\d,]+) are", bounds)]

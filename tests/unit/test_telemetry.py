@@ -4,10 +4,13 @@ import asyncio
 import copy
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace import NoOpTracerProvider, format_span_id
 from prometheus_client import CollectorRegistry, generate_latest
@@ -22,6 +26,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota import (
+    Answer,
     Call,
     Decision,
     ModelCallLimit,
@@ -724,6 +729,60 @@ def test_invented_tools_are_bounded() -> None:
     assert calls_total(registry) == 1001
 
 
+def test_names_of_agents_are_bounded() -> None:
+    """A process that names its agents anew for each request makes no more series than the bound.
+
+    All series of the registry are counted, so that no metric can be forgotten.
+    """
+    registry = CollectorRegistry()
+    recorder = quiet(registry, max_agents=3, max_tools=2, max_exported_threads=0)
+    recorder.watch_limits([ToolCallLimit("search", run_limit=1)])
+    found = []
+    for agents in (range(10), range(10, 1000)):
+        for index in agents:
+            agent = f"agent-{index}"
+            recorder.learn_tools(agent, ["search", f"own-{index}"])
+            recorder.record_run(agent, None)
+            recorder.record(decide(agent=agent), started=0)
+            record_calls(recorder, f"own-{index}", agent=agent)
+        found.append(sum(len(each.samples) for each in registry.collect()))
+    assert found[0] == found[1]
+    assert {
+        sample.labels["agent"]
+        for each in registry.collect()
+        for sample in each.samples
+        if "agent" in sample.labels
+    } == {"agent-0", "agent-1", "agent-2", "_other"}
+    assert calls_total(registry) == 2000
+
+
+def test_logs_and_spans_name_every_agent(caplog: pytest.LogCaptureFixture) -> None:
+    """The bound on labels of agents bounds metrics; logs and spans name the agent itself."""
+    caplog.set_level(logging.DEBUG, "langchain_quota")
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    recorder = recording(
+        registry=CollectorRegistry(),
+        tracer_provider=provider,
+        max_agents=0,
+        count_unjudged_calls=True,
+    )
+    (refused,) = decide(10, agent="boss")
+    recorder.record([refused], started=0)
+    recorder.record_turn(refused, "search", 1.0, trace=None)
+    recorder.record_question("boss", ["search"])
+    recorder.record_answer("boss", ["search"], Answer("reject"), None)
+    recorder.record_unknown_price("boss", "model-1")
+    recorder.warn_unknown_tool("boss", "search", "serach", "did you mean 'search'?")
+    assert recorder.unjudged is not None
+    recorder.unjudged.record("boss", "model", None, "model")
+    assert refused.outcome is Outcome.BLOCKED
+    assert len(caplog.messages) >= 6
+    assert all("agent 'boss'" in each for each in caplog.messages)
+    spans = exporter.get_finished_spans()
+    assert [(each.attributes or {})["gen_ai.agent.name"] for each in spans] == ["boss", "boss"]
+
+
 def record_calls(recorder: Recorder, *tools: str, agent: str | None = "boss") -> None:
     for tool in tools:
         decision = Decision(Call("tool", tool, "a", agent=agent), Outcome.ALLOWED)
@@ -913,15 +972,42 @@ def test_a_rerun_that_decides_otherwise_is_told(signals: Signals) -> None:
 
 
 def test_the_memory_of_tasks_is_bounded() -> None:
-    """The newest tasks are remembered, and for each new one the oldest is forgotten."""
-    tasks = RecentTasks()
-    assert not any(tasks.seen(str(number)) for number in range(RecentTasks.MOST))
-    assert tasks.seen("0")
-    assert not tasks.seen("new")
-    assert tasks.seen("1")
-    assert tasks.seen("new")
+    """The newest tasks are always remembered, and at most twice as many as must be."""
+    tasks, least = RecentTasks(), RecentTasks.LEAST
+    most = 0
+    for number in range(3 * least):
+        assert not tasks.seen(str(number))
+        assert tasks.seen(str(max(0, number - least + 1)))
+        most = max(most, len(tasks._newer) + len(tasks._older))
+    assert least < most <= 2 * least
     assert not tasks.seen("0")
-    assert len(tasks._ids) == RecentTasks.MOST
+
+
+class Yielding(str):
+    """A name at which the thread lets others run whenever it is looked up."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        time.sleep(0)
+        return super().__hash__()
+
+
+def test_a_task_in_many_threads_at_once_is_seen_once() -> None:
+    """Where one paused run is resumed several times at once, one of them is new, the others not.
+
+    The second question is the same tasks again with another outcome.
+    """
+    tasks, threads, names = RecentTasks(), 4, [Yielding(number) for number in range(500)]
+    begin = Barrier(threads)
+
+    def new(what: str) -> int:
+        begin.wait()
+        return sum([not tasks.seen(name, what) for name in names])
+
+    with ThreadPoolExecutor(threads) as pool:
+        for what in ("allowed", "blocked"):
+            assert sum(pool.map(new, [what] * threads)) == len(names)
 
 
 def test_tasks_without_an_id_are_all_told(signals: Signals) -> None:
@@ -963,6 +1049,7 @@ def upper(thread_id: object) -> str:
         ("max_exported_subjects", 5, 100),
         ("thread_ttl", timedelta(minutes=5), timedelta(hours=1)),
         ("max_tools", 7, 100),
+        ("max_agents", 7, 1000),
     ],
 )
 def test_conflicting_options_are_refused(option: str, ours: Any, theirs: Any) -> None:
@@ -999,6 +1086,7 @@ def test_the_default_is_one_object() -> None:
         ("max_exported_threads", None),
         ("max_tools", "100"),
         ("max_tools", False),
+        ("max_agents", "1000"),
     ],
 )
 def test_an_option_of_a_wrong_type_is_refused(option: str, value: Any) -> None:
@@ -1022,6 +1110,7 @@ def test_an_option_of_a_wrong_type_is_refused(option: str, value: Any) -> None:
         ("thread_ttl", timedelta(seconds=-1)),
         ("max_exported_threads", -1),
         ("max_tools", -1),
+        ("max_agents", -1),
     ],
 )
 def test_an_option_out_of_bounds_is_refused(option: str, value: Any) -> None:

@@ -72,6 +72,34 @@ def after(state: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
     return {**state, THREAD_TOOLS: update[THREAD_TOOLS], LEDGER: known}
 
 
+def test_without_limits_nothing_is_written() -> None:
+    """Where no limit judges tool calls they are decided, and the state gets no key."""
+    conclusion = by_state(state_of("search", "calc"))
+    assert outcomes(conclusion) == ["allowed", "allowed"]
+    assert conclusion.update is None
+
+
+def test_without_limits_calls_get_an_id() -> None:
+    """A message whose calls lack an id is replaced, and nothing else is written."""
+    state = state_of("search", "calc")
+    state["messages"][1].tool_calls[0]["id"] = None
+    update = written(by_state(state))
+    assert [*update] == ["messages"]
+    (replacement,) = update["messages"]
+    assert replacement.id == "m"
+    assert [bool(each["id"]) for each in replacement.tool_calls] == [True, True]
+
+
+def test_without_limits_what_others_charged_is_kept() -> None:
+    """The state says that these calls passed here, too; the other limiter's charges stay."""
+    state = state_of("search")
+    other = request_of(state, ToolCallLimit("search", run_limit=9), middleware="Other")
+    known = after(state, written(conclude(other, other.by_state())))
+    update = written(by_state(known))
+    assert update[LEDGER]["batch"] == {**known[LEDGER]["batch"], "passed": ["Other", QUOTA]}
+    assert update[THREAD_TOOLS] == update[LEDGER]["run_tools"] == {"search": 1}
+
+
 PATIENT = ToolCallLimit("search", run_limit=0, give_up_after=3)
 
 

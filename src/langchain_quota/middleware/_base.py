@@ -1,6 +1,8 @@
 """What every limiting middleware shares: its name, the beginning of a run, subclassing."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
@@ -85,7 +87,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if self._recorder.unjudged is not None:
             count_unjudged_calls()
         if not tracing_is_enabled():
-            vars(self)["awrap_model_call"] = self._untraced_model_call
+            vars(self)["awrap_model_call"] = untraced(self)
         self._model_mode: ModelMode | None = None
         # Whether a store counts threads; `None` where the middleware takes no store.
         self._has_store: bool | None = None
@@ -138,19 +140,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """
         return self._begin_run(state, runtime)
 
-    def _untraced_model_call(
-        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[Any]]
-    ) -> Awaitable[Any]:
-        """A stand-in for `awrap_model_call` that is not `async`, while LangSmith is switched off.
-
-        LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
-        """
-        return type(self).awrap_model_call(self, request, handler)
-
     def _learn_tools(self, request: ModelRequest[Any]) -> None:
         """Tell the telemetry which tools there really are, before the model invents others."""
-        self._warn_of_sub_agents(request.tools)
-        self._offered.learn(request)
+        if self._offered.learn(request):
+            self._warn_of_sub_agents(request.tools)
 
     def _warn_of_sub_agents(self, tools: Sequence[Any]) -> None:
         """Warn once per agent whose tools start other agents without limits."""
@@ -314,6 +307,29 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                     f"run: the limit holds within one run only. {remedy}"
                 )
                 return
+
+
+def untraced(middleware: AgentMiddleware[Any, Any, Any]) -> Callable[..., Awaitable[Any]]:
+    """A stand-in for `awrap_model_call` that is not `async`, while LangSmith is switched off.
+
+    LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
+
+    Args:
+        middleware: The middleware with the hook.
+    """
+    stand_in: Any = partial(_model_call, middleware)
+    # LangSmith reads the signature at every call. If it is missing, LangSmith computes it again.
+    stand_in.__signature__ = signature(stand_in)
+    made: Callable[..., Awaitable[Any]] = stand_in
+    return made
+
+
+def _model_call(
+    middleware: AgentMiddleware[Any, Any, Any],
+    request: ModelRequest[Any],
+    handler: Callable[[ModelRequest[Any]], Awaitable[Any]],
+) -> Awaitable[Any]:
+    return type(middleware).awrap_model_call(middleware, request, handler)
 
 
 def effect(conclusion: Conclusion) -> Update | None:

@@ -22,7 +22,7 @@ from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._caps import capped
 from langchain_quota.middleware._let_through import Admitted
 from langchain_quota.middleware._model_calls import conclude, held_amounts, held_for, uncounted
-from langchain_quota.middleware._model_request import last_call
+from langchain_quota.middleware._model_request import last_call, with_state
 from langchain_quota.middleware._observers import Observers
 from langchain_quota.middleware._settlements import given_back
 from langchain_quota.resolved import ResolvedLimits
@@ -237,7 +237,7 @@ def _with(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
     """The request, with something else in its ledger."""
     state: Any = copy(request.state)
     state[LEDGER] = merge_ledgers(ledger(state), known)
-    return request.override(state=state)
+    return with_state(request, state)
 
 
 def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from secrets import token_hex
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from langchain_quota import messages
 from langchain_quota.admission import (
@@ -155,13 +155,13 @@ class Request:
 
     def to_store(self) -> AcquireRequest:
         """What a store is asked."""
-        name = uuid4().hex if self.anew else self.context.step(self.task)
+        name = token_hex(16) if self.anew else self.context.step(self.task)
         run = root_run()
         counters = counters_of(self.asked, {**self.used, **run.used} if run else self.used)
         self.sent = AcquireRequest(
             # An answer that is remembered is matched by position.
             idempotency_key=f"{name}/{len(counters)}/{len(self.hits)}",
-            attempt_id=uuid4().hex,
+            attempt_id=token_hex(16),
             counters=counters,
             hits=tuple(self.hits),
             stops=self.stops,
@@ -190,10 +190,10 @@ class Request:
             return None
         counters = {name: each for name, each in sent.counters.items() if each.lease is not None}
         keys = [each.key for each in counters.values() if each.key is not None]
-        self.holds = f"{sent.idempotency_key}/{uuid4().hex}"
+        self.holds = f"{sent.idempotency_key}/{token_hex(16)}"
         return AcquireRequest(
             self.holds,
-            uuid4().hex,
+            token_hex(16),
             counters,
             tuple(_only(hits, counters) for hits in sent.hits),
             sent.stops,

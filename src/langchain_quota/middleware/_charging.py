@@ -28,6 +28,9 @@ _TOKENS: Mapping[str, TokenKind] = {
     OUTPUT_TOKENS: "output",
 }
 
+MOST_KNOWN = 1_000
+"""The most models that are known to have a price. Callers of a gateway may invent names."""
+
 
 class Charging:
     """Computes what model runs are charged.
@@ -90,6 +93,8 @@ class Charging:
         except UnknownPriceError as error:
             self._recorder.record_unknown_price(agent(), error.model)
             raise
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
         self._known.add(asked)
         self._unpriced.pop(asked.request_model, None)
 

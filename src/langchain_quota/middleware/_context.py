@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 from langgraph.config import get_config
@@ -28,8 +27,7 @@ _Values = dict[tuple[str, int], Any]
 """What the functions of a limit gave, by argument and, for quotas, the quota's index."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallContext:
+class CallContext(NamedTuple):
     """The agent and thread of a hook's call.
 
     Attributes:
@@ -170,6 +168,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
     *,
     now: float | None = None,
     root_run: str = "",
+    shard: str = "",
 ) -> list[ResolvedLimit]:
     """The numbers of limits for this state and runtime.
 
@@ -180,6 +179,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
         recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
         root_run: The subject of quotas per root run, if there are any.
+        shard: The shard of the store that has the counts.
 
     Raises:
         RuntimeError: A function is async; only the agent's async methods can wait for it.
@@ -206,7 +206,16 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
                 )
             values[key] = value
         found.append(
-            _resolved(limit, values, state, runtime, caller=caller, now=now, root_run=root_run)
+            _resolved(
+                limit,
+                values,
+                state,
+                runtime,
+                caller=caller,
+                now=now,
+                root_run=root_run,
+                shard=shard,
+            )
         )
     return found
 
@@ -219,6 +228,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
     *,
     now: float | None = None,
     root_run: str = "",
+    shard: str = "",
 ) -> list[ResolvedLimit]:
     """The numbers of limits for this state and runtime; async functions are awaited.
 
@@ -229,6 +239,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
         recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
         root_run: The subject of quotas per root run, if there are any.
+        shard: The shard of the store that has the counts.
 
     Raises:
         TypeError: A number or subject has the wrong type.
@@ -247,7 +258,16 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
                 _name(limit, key[0], error, recorder)
                 raise
         found.append(
-            _resolved(limit, values, state, runtime, caller=caller, now=now, root_run=root_run)
+            _resolved(
+                limit,
+                values,
+                state,
+                runtime,
+                caller=caller,
+                now=now,
+                root_run=root_run,
+                shard=shard,
+            )
         )
     return found
 
@@ -280,6 +300,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
     caller: CallContext,
     now: float | None,
     root_run: str,
+    shard: str,
 ) -> ResolvedLimit:
     computed = {argument: values[argument, 0] for argument in _ARGUMENTS if (argument, 0) in values}
     if now is None or isinstance(limit, RepeatLimit):
@@ -299,7 +320,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
             subject = root_run
             if quota.per != ROOT_RUN:
                 subject = subject_of(what, str(quota.per), runtime, caller)
-        key = CountKey.at(counter, quota.dimension, subject, quota.window, now)
+        key = CountKey.at(counter, quota.dimension, subject, quota.window, now, shard=shard)
         quotas.append(
             ResolvedQuota(
                 scope=quota.name,
@@ -311,10 +332,12 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
                 computed=callable(quota.limit),
             )
         )
+    of_thread = None if thread is None else CountKey(counter, THREAD, str(thread), shard=shard)
+    of_run = None if run is None else CountKey(counter, RUN, run, shard=shard)
     return ResolvedLimit.of(
         limit,
-        thread_key=None if thread is None else str(CountKey(counter, THREAD, str(thread))),
-        run_key=None if run is None else str(CountKey(counter, RUN, run)),
+        thread_key=None if of_thread is None else str(of_thread),
+        run_key=None if of_run is None else str(of_run),
         quotas=tuple(quotas),
         remembers=caller.remembers,
         **computed,

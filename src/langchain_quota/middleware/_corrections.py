@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count, islice
 
 from langchain_quota.admission import AcquireRequest, Compensation
+from langchain_quota.stores.keys import split_shard
 
 MAX_PENDING = 10_000
 """The most corrections that wait for the store to come back."""
@@ -17,13 +18,14 @@ class PendingCompensations:
     """Corrections that the store has not confirmed, the oldest first.
 
     Only one request at a time carries old ones. Otherwise every caller would send the same ones to
-    a store that has just come back.
+    a store that has just come back. It carries those of its own shard: another may be down.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
         self._by_attempt: dict[str, tuple[int, Compensation]] = {}
         self._about: dict[str, set[str]] = {}
+        self._of_shard: dict[str, dict[str, None]] = {}
         self._travelling: set[str] = set()
 
     def __len__(self) -> int:
@@ -32,6 +34,7 @@ class PendingCompensations:
     def add(self, compensation: Compensation) -> bool:
         """Keep a correction; whether the oldest one was dropped for it."""
         self._by_attempt[compensation.id] = next(self._numbers), compensation
+        self._of_shard.setdefault(_shard(compensation), {})[compensation.id] = None
         for subject in _subjects(compensation):
             self._about.setdefault(subject, set()).add(compensation.id)
         full = len(self) > MAX_PENDING
@@ -43,8 +46,11 @@ class PendingCompensations:
         """The corrections to send next, and whether the request itself can be sent with them.
 
         The store must first get the corrections of the request's earlier attempts, and those of
-        keys whose counts the caller has or corrects. One request at a time carries others, too.
+        keys whose counts the caller has or corrects. One request at a time carries others of its
+        shard, too.
         """
+        if not self._by_attempt:
+            return (), True
         attempts = self._made_again(request.idempotency_key)
         for key in _callers(request):
             attempts |= self._about.get(key, set())
@@ -52,8 +58,8 @@ class PendingCompensations:
         first = [each for _, each in sorted(self._by_attempt[each] for each in attempts)]
         others: list[Compensation] = []
         if len(first) < COMPENSATED_AT_ONCE and not self._travelling:
-            oldest = islice(self._by_attempt.items(), COMPENSATED_AT_ONCE)
-            others = [each for attempt, (_, each) in oldest if attempt not in attempts]
+            oldest = islice(self._of_shard.get(_shard(request), ()), COMPENSATED_AT_ONCE)
+            others = [self._by_attempt[each][1] for each in oldest if each not in attempts]
             others = others[: COMPENSATED_AT_ONCE - len(first)]
             self._travelling = {each.id for each in others}
         return (*first[:COMPENSATED_AT_ONCE], *others), len(first) <= COMPENSATED_AT_ONCE
@@ -80,7 +86,13 @@ class PendingCompensations:
 
     def _remove(self, attempt: str) -> None:
         _, compensation = self._by_attempt.pop(attempt, (0, None))
-        for subject in _subjects(compensation) if compensation else ():
+        if compensation is None:
+            return
+        shard = _shard(compensation)
+        del self._of_shard[shard][attempt]
+        if not self._of_shard[shard]:
+            del self._of_shard[shard]
+        for subject in _subjects(compensation):
             self._about[subject].discard(attempt)
             if not self._about[subject]:
                 del self._about[subject]
@@ -89,6 +101,18 @@ class PendingCompensations:
 def _subjects(compensation: Compensation) -> set[str]:
     """What a correction is about: a request, and keys."""
     return {compensation.idempotency_key, *compensation.starts}
+
+
+def _shard(asked: Compensation | AcquireRequest) -> str:
+    """The shard of a request or correction; all its keys are in the same one."""
+    if isinstance(asked, AcquireRequest):
+        for counter in asked.counters.values():
+            if counter.key is not None:
+                return split_shard(counter.key)[0]
+        return _shard(asked.compensations[0]) if asked.compensations else ""
+    for key in asked.amounts or asked.starts:
+        return split_shard(key)[0]
+    return ""
 
 
 def _callers(request: AcquireRequest) -> set[str]:

@@ -8,6 +8,7 @@ from langchain_quota.limits import Limit, counts_calls, is_dynamic
 from langchain_quota.middleware._context import aresolve, resolve
 from langchain_quota.middleware._grants import with_granted
 from langchain_quota.middleware._root_subject import aroot_subject, root_subject
+from langchain_quota.middleware._shards import shard_of
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
 from langchain_quota.telemetry.recorder import Recorder
@@ -42,6 +43,7 @@ class CurrentLimits:
             None: [*limits],
         }
         self._has_store = store is not None
+        self._shard_by = None if store is None else store.shard_by
         self._numbers_root_runs = store if counts_root_runs else None
         self._recorder = recorder
         # The limits that are always the same.
@@ -63,18 +65,22 @@ class CurrentLimits:
         """
         if self._fixed:
             return with_granted(self._fixed[kind], state, now)
-        root = root_subject(state, runtime, self._numbers_root_runs)
+        shard = shard_of(self._shard_by, runtime)
+        root = root_subject(state, runtime, self._numbers_root_runs, shard)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
-        found = resolve(limits, state, runtime, self._recorder, now=counted_at, root_run=root)
+        found = resolve(
+            limits, state, runtime, self._recorder, now=counted_at, root_run=root, shard=shard
+        )
         return with_granted(ResolvedLimits(found), state, now)
 
     async def aat(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
         """`at`, where async functions of limits are awaited."""
         if self._fixed:
             return with_granted(self._fixed[kind], state, now)
-        root = await aroot_subject(state, runtime, self._numbers_root_runs)
+        shard = shard_of(self._shard_by, runtime)
+        root = await aroot_subject(state, runtime, self._numbers_root_runs, shard)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
         found = await aresolve(
-            limits, state, runtime, self._recorder, now=counted_at, root_run=root
+            limits, state, runtime, self._recorder, now=counted_at, root_run=root, shard=shard
         )
         return with_granted(ResolvedLimits(found), state, now)

@@ -19,7 +19,7 @@ def with_granted(limits: ResolvedLimits, state: Mapping[str, Any], now: float) -
         state: The agent's state.
         now: The time, in seconds since the Unix epoch.
     """
-    return raised(limits, granted_now(state, now))
+    return raised(limits, granted_now(state, now)) if ledger(state).get("granted") else limits
 
 
 def granted_now(state: Mapping[str, Any], now: float) -> dict[str, int]:

@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+from langchain.agents.middleware.types import ModelRequest
 from langchain_core.messages import AIMessage
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, admit
 from langchain_quota.decide import Breach
-from langchain_quota.decision import RUN, THREAD, Call, Outcome
+from langchain_quota.decision import RUN, THREAD, Call, Decision, Outcome
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.limit_options import BUDGETS, MODEL
 from langchain_quota.middleware._calls import Conclusion, Late, Request, Update
@@ -110,6 +111,20 @@ def pending(
         stops=limits.stops,
         late=late,
     )
+
+
+def unlimited(
+    request: ModelRequest[Any], limits: ResolvedLimits, *, task: str
+) -> tuple[Request, Conclusion]:
+    """The model call that is being made, and that it runs: no limit judges model calls.
+
+    Args:
+        request: What the model is asked.
+        limits: The limits for model calls: none.
+        task: The name of this work, among all that the middleware does in a step.
+    """
+    call = pending(request.state, request.runtime, limits, task=task)
+    return call, Conclusion([Decision(call.calls[0], Outcome.ALLOWED)])
 
 
 def bounded(request: Request, bounds: Mapping[str, int]) -> Request:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from operator import is_
 from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
@@ -49,9 +50,17 @@ class OfferedTools:
         self._limits = limits
         self._recorder = recorder
         self._agents: dict[str | None, _Agent] = {}
+        # Only one agent's tools are kept here, so that those of agents that are gone can be freed.
+        self._newest: tuple[_Agent | None, list[Any]] = (None, [])
 
-    def learn(self, request: ModelRequest[Any]) -> None:
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy has: not the tools, which may hold what cannot be copied."""
+        return {**vars(self), "_newest": (None, [])}
+
+    def learn(self, request: ModelRequest[Any]) -> bool:
         """Learn what the model is offered, and log the names in limits that no tool has.
+
+        Returns whether the tools differ from those that were learned last.
 
         A name that is surely misspelt is logged at once. Another agent may have the tool of any
         other name, so those are logged in the agent's second run.
@@ -59,13 +68,24 @@ class OfferedTools:
         Args:
             request: What the running agent asks its model.
         """
-        names = [tool.name for tool in request.tools if not isinstance(tool, dict)]
         name = running_agent()
         agent = self._agents.get(name)
         run = ledger(request.state).get("run")
+        newest, tools = self._newest
+        are_same = len(tools) == len(request.tools) and all(map(is_, tools, request.tools))
+        if are_same and agent is not None and agent is newest and agent.run in {None, run}:
+            return False
+        self._learn(name, agent, run, request.tools)
+        self._newest = self._agents.get(name), [*request.tools]
+        return True
+
+    def _learn(
+        self, name: str | None, agent: _Agent | None, run: str | None, tools: Sequence[Any]
+    ) -> None:
+        names = [tool.name for tool in tools if not isinstance(tool, dict)]
         if agent is not None and agent.names == names and agent.run in {None, run}:
             return
-        offered = {_tool_name(tool) for tool in request.tools}
+        offered = {_tool_name(tool) for tool in tools}
         if agent is None or agent.names != names:
             self._recorder.learn_tools(name, names)
             if len(self._recorder.offered_tools) < _MOST_KNOWN:

@@ -111,13 +111,16 @@ def _number(limit: Limit, argument: str, value: object) -> int | None:
     return None if value is None or callable(value) else whole_amount(limit.unit, argument, value)
 
 
-def thread_keys(limits: Sequence[Limit], config: RunnableConfig, now: float) -> list[str]:
+def thread_keys(
+    limits: Sequence[Limit], config: RunnableConfig, now: float, shard: str = ""
+) -> list[str]:
     """Where a store counts a thread's calls.
 
     Args:
         limits: The limits.
         config: Names the thread.
         now: The time in seconds since the Unix epoch.
+        shard: The shard of the store that has the counts.
     """
     thread = str(config.get("configurable", {}).get("thread_id"))
     counts: set[tuple[str, timedelta | None]] = {
@@ -130,5 +133,6 @@ def thread_keys(limits: Sequence[Limit], config: RunnableConfig, now: float) -> 
         if quota.per == THREAD
     }
     return sorted(
-        str(CountKey.at(counter, THREAD, thread, window, now)) for counter, window in counts
+        str(CountKey.at(counter, THREAD, thread, window, now, shard=shard))
+        for counter, window in counts
     )

@@ -17,13 +17,16 @@ from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey
 
 
-def root_subject(state: Mapping[str, Any], runtime: Any, store: StoreClient | None) -> str:
+def root_subject(
+    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, shard: str
+) -> str:
     """Whose calls a store counts together with those of the running node.
 
     Args:
         state: The agent's state.
         runtime: The hook's runtime.
         store: Numbers the root runs of a thread; `None` where nothing is counted by them.
+        shard: The shard of the store that has the counts.
     """
     if store is None:
         return ""
@@ -31,7 +34,7 @@ def root_subject(state: Mapping[str, Any], runtime: Any, store: StoreClient | No
     subject = _known(run, state, caller)
     if run is None or subject is not None:
         return subject or caller.run()
-    thread, key = _numbered(run, caller)
+    thread, key = _numbered(run, caller, shard)
     found = store.peek([key]) if run.resumes else None
     number = (found or {}).get(key)
     if number is None:
@@ -40,13 +43,16 @@ def root_subject(state: Mapping[str, Any], runtime: Any, store: StoreClient | No
     return run.key if number is None else run.count_as(f"{thread}@{number}")
 
 
-async def aroot_subject(state: Mapping[str, Any], runtime: Any, store: StoreClient | None) -> str:
+async def aroot_subject(
+    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, shard: str
+) -> str:
     """Whose calls a store counts together with those of the running node.
 
     Args:
         state: The agent's state.
         runtime: The hook's runtime.
         store: Numbers the root runs of a thread; `None` where nothing is counted by them.
+        shard: The shard of the store that has the counts.
     """
     if store is None:
         return ""
@@ -54,7 +60,7 @@ async def aroot_subject(state: Mapping[str, Any], runtime: Any, store: StoreClie
     subject = _known(run, state, caller)
     if run is None or subject is not None:
         return subject or caller.run()
-    thread, key = _numbered(run, caller)
+    thread, key = _numbered(run, caller, shard)
     found = await store.apeek([key]) if run.resumes else None
     number = (found or {}).get(key)
     if number is None:
@@ -77,13 +83,13 @@ def _known(run: RootRun | None, state: Mapping[str, Any], caller: CallContext) -
     return run.subject
 
 
-def _numbered(run: RootRun, caller: CallContext) -> tuple[object, str]:
+def _numbered(run: RootRun, caller: CallContext, shard: str) -> tuple[object, str]:
     """The thread of a root run, and where a store keeps the number of its newest one.
 
     The number begins with the time. So a thread whose number has expired never gets an old one.
     """
     thread = _thread(run, caller)
-    return thread, str(CountKey("", ROOT_RUN, str(thread)))
+    return thread, str(CountKey("", ROOT_RUN, str(thread), shard=shard))
 
 
 def _addition(key: str, name: str) -> AcquireRequest:

@@ -43,10 +43,15 @@ class StoreClient:
         store: The store.
         outage: What happens to calls when it cannot be asked.
         recorder: Times its answers and counts its failures.
+
+    Attributes:
+        store: The store.
+        shard_by: What names the shard of a request; `None` for a store without shards.
     """
 
     def __init__(self, store: QuotaStore, outage: Outage, recorder: Recorder) -> None:
         self.store = store
+        self.shard_by: str | None = getattr(store, "shard_by", None)
         self._outage: Outage = outage
         self._recorder = recorder
         self._lock = fork_safe_lock()
@@ -305,8 +310,9 @@ class StoreClient:
             yield asked, last
             made = True
         finally:
-            with self._lock:
-                self._pending.give_back(carried, made=made)
+            if carried:
+                with self._lock:
+                    self._pending.give_back(carried, made=made)
 
     @contextmanager
     def _asking(self, operation: str, request: AcquireRequest | None = None) -> Iterator[None]:
@@ -325,10 +331,11 @@ class StoreClient:
                 self.compensate_later(request)
             raise
         else:
-            with self._lock:
-                back, self._down = self._down, False
-            if back:
-                self._recorder.record_recovery("store")
+            if self._down:
+                with self._lock:
+                    back, self._down = self._down, False
+                if back:
+                    self._recorder.record_recovery("store")
             if self._fills:
                 self._fills = not self._recorder.store_nearly_full(self.store)
 

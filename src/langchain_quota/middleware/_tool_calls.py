@@ -184,7 +184,11 @@ def _renewed(
 
 
 def conclude(
-    request: BatchRequest, result: AcquireResult, *, pending_error: bool = False
+    request: BatchRequest,
+    result: AcquireResult,
+    *,
+    pending_error: bool = False,
+    has_caps: bool = False,
 ) -> Conclusion:
     """What is decided about each call, and what is written.
 
@@ -192,9 +196,13 @@ def conclude(
         request: The calls.
         result: The answer.
         pending_error: Whether ending the run with other tools' calls pending is an error.
+        has_caps: Whether the middleware has caps on calls at once, which are not in the request's
+            limits. The next run must know that this middleware has let the calls pass.
     """
     if request.final:
         return _finalized(request)
+    if not (request.limits.limits or has_caps or request.known.get("batch")):
+        return _unlimited(request)
     decisions, breaches = request.decided(result)
     ends: Exit = "continue"
     if result.stopped:
@@ -238,6 +246,13 @@ def _finalized(request: BatchRequest) -> Conclusion:
     return Conclusion(decisions, update)
 
 
+def _unlimited(request: BatchRequest) -> Conclusion:
+    """Without limits nothing is counted. Calls without an id still get one."""
+    decisions = [Decision(call, Outcome.ALLOWED) for call in request.calls]
+    answers = _answers((), request, "")
+    return Conclusion(decisions, {"messages": answers} if answers else None)
+
+
 def _with_others(request: BatchRequest, decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions of a stopped batch; calls that no limit matches are added as skipped."""
     judged = iter(decisions)
@@ -262,12 +277,13 @@ def _error(
             message=" ".join(map(messages.reached, breaches)),
             decision=breach.decision,
         )
-    others = {str(each.call.tool) for each in decisions if not each.limits}
-    if ends == "end" and pending_error and others:
-        return NotImplementedError(
-            f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. Use "
-            "on_pending='skip', or exit_behavior 'continue' or 'error'"
-        )
+    if ends == "end" and pending_error:
+        others = {str(each.call.tool) for each in decisions if not each.limits}
+        if others:
+            return NotImplementedError(
+                f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. "
+                "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
+            )
     return None
 
 

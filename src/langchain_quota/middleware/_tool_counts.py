@@ -69,12 +69,13 @@ class ToolCounts:
         if batch is None or message_id is None or batch["message"] != message_id:
             if batch is not None:
                 left = not_run(state.get("messages") or (), batch["message"])
-                before = cls(thread, run, deepcopy(batch["charges"]) if left else {})
-                for call_id, returned in left.items():
-                    before.take_back(call_id)
-                    if not returned:
-                        pending_refunds |= charged_for(batch, call_id)
-            batch = {}
+                if left:
+                    before = cls(thread, run, deepcopy(batch["charges"]))
+                    for call_id, returned in left.items():
+                        before.take_back(call_id)
+                        if not returned:
+                            pending_refunds |= charged_for(batch, call_id)
+            return cls(thread, run, {}, None, pending_refunds)
         counts = cls(
             thread,
             run,
@@ -130,7 +131,9 @@ class ToolCounts:
         return amounts
 
     def _charged(self, call_id: str, counter: str) -> int:
-        by_middleware = self.charges.get(call_id, {}).get(counter, {})
+        by_middleware = self.charges.get(call_id, {}).get(counter)
+        if not by_middleware:
+            return 0
         amounts = (each for by_limit in by_middleware.values() for each in by_limit.values())
         return max(amounts, default=0)
 

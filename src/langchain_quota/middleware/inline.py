@@ -27,6 +27,7 @@ from langchain_quota.middleware._base import ContextT
 from langchain_quota.middleware._budgeted_call import BudgetedCall
 from langchain_quota.middleware._calls import Late, Request, Update
 from langchain_quota.middleware._history import identified, overruled, since
+from langchain_quota.middleware._model_request import with_state
 from langchain_quota.middleware._observers import Observer
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.prices import Price, Prices, UnknownPrice
@@ -173,7 +174,8 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 step.answer(response)
             calls = step.tool_calls(self._resolve("tool", step.state, request.runtime))
             if calls is not None:
-                conclusion = tool_calls.conclude(calls, self._acquire(calls))
+                result = self._acquire(calls)
+                conclusion = tool_calls.conclude(calls, result, has_caps=self._at_once is not None)
                 step.write(self._take_effect(calls, conclusion))
         return step.response()
 
@@ -216,7 +218,8 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 step.answer(response)
             calls = step.tool_calls(await self._aresolve("tool", step.state, request.runtime))
             if calls is not None:
-                conclusion = tool_calls.conclude(calls, await self._aacquire(calls))
+                result = await self._aacquire(calls)
+                conclusion = tool_calls.conclude(calls, result, has_caps=self._at_once is not None)
                 step.write(await self._atake_effect(calls, conclusion))
         return step.response()
 
@@ -285,8 +288,8 @@ class _Step:
     @property
     def request(self) -> ModelRequest[Any]:
         """The request, with that state."""
-        state: Any = self.state
-        return self._given.override(state=state, messages=self._kept(self._given.messages))
+        given = with_state(self._given, self.state)
+        return given.override(messages=self._kept(given.messages)) if self._overruled else given
 
     @property
     def ended(self) -> bool:

@@ -5,12 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic
 
-from langchain.agents.middleware.types import (
-    ModelRequest,
-    ModelResponse,
-    ResponseT,
-    hook_config,
-)
+from langchain.agents.middleware.types import ModelRequest, ModelResponse, ResponseT, hook_config
 from langgraph.runtime import Runtime
 
 from langchain_quota.admission import AcquireResult
@@ -33,6 +28,7 @@ from langchain_quota.middleware._grantable import Grantable
 from langchain_quota.middleware._model_request import shaped
 from langchain_quota.middleware._observers import Observer, Observers
 from langchain_quota.middleware._store import StoreClient
+from langchain_quota.middleware._unlimited_models import leave_out_before_model
 from langchain_quota.prices import Price, Prices, UnknownPrice
 from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.state import LEDGER, QuotaState
@@ -150,7 +146,6 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             recorder=self._recorder,
             charge_all_models=charge_all_models,
         )
-        self._at_once = wrap_tool_calls(self, on_store_error)
         self._asking = questions_of(limits, store, self._recorder)
         self._clock = time.time
         self._tell_model = tell_model
@@ -162,6 +157,9 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             limits, self._store, self._recorder, counts_root_runs=self._counts_root_runs
         )
         self._model_mode = "admitted" if self._current.of_kind["model"] else None
+        if type(self) is QuotaMiddleware and self._model_mode is None:
+            leave_out_before_model(self)
+        self._at_once = wrap_tool_calls(self, on_store_error)
 
     @hook_config(can_jump_to=["end"])
     def before_model(
@@ -239,7 +237,8 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         result = self._acquire(request)
         if self._asking is not None and result.stopped:
             request, result = self._asking.put(request, result, limits, ask, self._acquire)
-        return self._take_effect(request, tool_calls.conclude(request, result))
+        conclusion = tool_calls.conclude(request, result, has_caps=self._at_once is not None)
+        return self._take_effect(request, conclusion)
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(
@@ -265,7 +264,8 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         result = await self._aacquire(request)
         if self._asking is not None and result.stopped:
             request, result = await self._asking.aput(request, result, limits, ask, self._aacquire)
-        return await self._atake_effect(request, tool_calls.conclude(request, result))
+        conclusion = tool_calls.conclude(request, result, has_caps=self._at_once is not None)
+        return await self._atake_effect(request, conclusion)
 
     def wrap_model_call(
         self,

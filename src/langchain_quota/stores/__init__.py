@@ -12,6 +12,7 @@ from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey, dimension_of
+from langchain_quota.stores.shards import check_within_shards
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
@@ -96,6 +97,9 @@ class QuotaStore(Protocol):
     charged for long: by default for a year, a root run's count for a week, a run's count for a day.
     Results, refused attempts and compensations that settle a request are remembered for an hour,
     other compensations for a week.
+
+    A store of your own has shards, like `RedisStore`, if it has an attribute `shard_by` (and maybe
+    `within_shard`). Then all counts of a request are in one shard, and those of a compensation too.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. The operation may have
@@ -195,23 +199,28 @@ def metadata(request: AcquireRequest) -> dict[str, Metadata]:
         ValueError: A counter has a lease, and the request has no idempotency key.
     """
     found: dict[str, Metadata] = {}
-    for counter in request.counters.values():
-        if counter.key is not None:
-            if counter.lease is not None and not request.idempotency_key:
+    counters = request.counters
+    for each in counters.values():
+        key = each.key
+        if key is not None:
+            if each.lease is not None and not request.idempotency_key:
                 raise ValueError(
-                    f"idempotency_key must not be empty: the counter of {counter.key!r} has a "
+                    f"idempotency_key must not be empty: the counter of {key!r} has a "
                     "lease, and the key names what is held; give the request one of its own"
                 )
-            beside = found.setdefault(counter.key, Metadata())
-            beside.mirrored = beside.mirrored and counter.mirrored
-            if counter.expires_at is not None:
-                beside.ends = max(math.ceil(counter.expires_at), beside.ends or 0)
-    for threshold in {each for hits in request.hits for each in hits.thresholds}:
-        key = request.counters[threshold.counter].key
-        if key is not None and threshold.enforced and threshold.most >= 0:
-            beside = found[key]
-            limits = [threshold.most] if beside.limit is None else [threshold.most, beside.limit]
-            beside.limit = min(limits)
+            beside = found.get(key)
+            if beside is None:
+                beside = found[key] = Metadata()
+            beside.mirrored = beside.mirrored and each.mirrored
+            if each.expires_at is not None:
+                beside.ends = max(math.ceil(each.expires_at), beside.ends or 0)
+    for _, thresholds in request.hits:
+        for _, _, counter, most, enforced in thresholds:
+            key = counters[counter].key
+            if key is not None and enforced and most >= 0:
+                beside = found[key]
+                if beside.limit is None or most < beside.limit:
+                    beside.limit = most
     return found
 
 
@@ -241,7 +250,8 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
 
     Raises:
         TypeError: It is no `QuotaStore`.
-        ValueError: There is no store, and a limit has quotas.
+        ValueError: There is no store, and a limit has quotas; or a quota counts calls of several of
+            the store's shards.
     """
     if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
         # A URL is not shown: it may have a password.
@@ -253,6 +263,7 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 f"limit {limit.name!r} has quotas: give a store that counts them, "
                 "store=MemoryStore() in one process, store=RedisStore() in several"
             )
+    check_within_shards(store, limits)
 
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:

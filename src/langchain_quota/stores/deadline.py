@@ -1,18 +1,16 @@
 """A timeout that leaves out the time in which the event loop was blocked."""
 
 import asyncio
-from types import TracebackType
-from typing import Self
 
 _TICKS = 16
-"""The ticks of a timeout: connecting takes about as many turns of the event loop."""
+"""The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
 
 
 class Deadline:
-    """`asyncio.timeout`, but time in which the event loop was blocked does not count.
+    """Like `asyncio.timeout`, but without the time in which the event loop was blocked.
 
-    While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end first. So
-    time passes in ticks, and a late tick is still only one.
+    While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before it
+    is read. So this timeout counts ticks of the event loop. A late tick counts as one.
 
     Args:
         seconds: The timeout.
@@ -25,26 +23,29 @@ class Deadline:
         self.blocked = 0.0
         self._tick = seconds / _TICKS
         self._left = _TICKS
-        self._timeout = asyncio.timeout(None)
+        self._expired = False
 
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
+    def begin(self) -> None:
+        """Start the timeout for the task that runs now."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - for the type checker
+        self._task = task
+        self._cancelling = task.cancelling()
         self._loop = asyncio.get_running_loop()
         self._next()
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def end(self, error: BaseException | None) -> bool:
+        """Stop the timeout; whether it alone, and nothing else, has cancelled the task."""
         self._timer.cancel()
-        await self._timeout.__aexit__(kind, error, trace)
+        return (
+            self._expired
+            and self._task.uncancel() <= self._cancelling
+            and isinstance(error, asyncio.CancelledError)
+        )
 
     def _next(self) -> None:
         self._due = self._loop.time() + self._tick
-        self._timer = self._loop.call_at(self._due, self._passed)
+        self._timer: asyncio.Handle = self._loop.call_at(self._due, self._passed)
 
     def _passed(self) -> None:
         self.blocked += self._loop.time() - self._due
@@ -52,5 +53,9 @@ class Deadline:
         if self._left:
             self._next()
         else:
-            # In the loop's next turn: a reply that has arrived in this turn is read first.
-            self._timeout.reschedule(self._loop.time())
+            # Not yet, but in the loop's next turn: a reply that is here already is read first.
+            self._timer = self._loop.call_soon(self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._task.cancel()

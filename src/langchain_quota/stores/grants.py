@@ -16,6 +16,7 @@ from langchain_quota.money import Dollars
 from langchain_quota.stores import idle_time, window_end
 from langchain_quota.stores.confirming import confirming
 from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.shards import check_names_shard
 from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
 
 MAX_TEXT = 1000
@@ -182,12 +183,13 @@ class Granting(ABC):
         _check_texts(key=key)
         text, now = str(key), self._now()
         try:
-            CountKey.parse(text)
+            count = CountKey.parse(text)
         except ValueError:
             raise ValueError(
                 "key must be the key of a count, such as 'email:user_id:ada', as store.usages() "
                 f"has it, not {text!r}"
             ) from None
+        check_names_shard(self, count)
         if window is not None:
             text = in_window(text, window, now)
         asked = new_grant(text, amount, unit_of(text), now=now, **others)
@@ -233,7 +235,8 @@ def in_window(key: str, window: timedelta, now: float) -> str:
     base = CountKey.parse(key)
     if base.window is not None:
         raise ValueError(f"key has a window, so window must be None: {key!r}")
-    return str(CountKey.at(base.counter, base.dimension, base.subject, window, now))
+    at = CountKey.at(base.counter, base.dimension, base.subject, window, now, shard=base.shard)
+    return str(at)
 
 
 def unit_of(key: str) -> Unit:

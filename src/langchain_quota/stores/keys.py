@@ -16,16 +16,19 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PLAIN = re.compile(r"[A-Za-z0-9_.~,@-]{0,64}(:[A-Za-z0-9_.~,@-]{0,64}){2}")
 """Three encoded values in a key."""
 _VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
-_TEXT = re.compile(rf"{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?")
+_SHARD = _VALUE.replace("*)", "+)")
+_TEXT = re.compile(
+    rf"(?:{_SHARD}/)?{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CountKey:
     """Names one count.
 
-    `str(key)` is its text: the values, percent-encoded and joined by colons. A value with more than
-    64 characters after that is shortened, and its hash is appended, so that two values never share
-    a key.
+    `str(key)` is its text: the values, percent-encoded and joined by colons. If there is a shard,
+    it comes first, with a slash. An encoded value of more than 64 characters is shortened, and its
+    hash is appended, so that two values never share a key.
 
     Attributes:
         counter: What is counted: a tool, several, all, or the model.
@@ -33,6 +36,7 @@ class CountKey:
         subject: Who that is; empty for all.
         window: The length of the windows, in seconds; `None` for a count without windows.
         index: The number of the window, from the Unix epoch.
+        shard: The shard that has the count, such as a tenant; empty in a store without shards.
 
     Raises:
         ValueError: Only one of window and index is given, or the window is not positive.
@@ -43,6 +47,7 @@ class CountKey:
     subject: str
     window: int | None = None
     index: int | None = None
+    shard: str = ""
 
     def __post_init__(self) -> None:
         if (self.window is None) != (self.index is None):
@@ -51,8 +56,15 @@ class CountKey:
             raise ValueError(f"window must be 1 or more, not {self.window!r}")
 
     @classmethod
-    def at(
-        cls, counter: str, dimension: str, subject: str, window: timedelta | None, now: float
+    def at(  # noqa: PLR0913 - the parts of a key
+        cls,
+        counter: str,
+        dimension: str,
+        subject: str,
+        window: timedelta | None,
+        now: float,
+        *,
+        shard: str = "",
     ) -> "CountKey":
         """The key of a count at a moment.
 
@@ -62,16 +74,17 @@ class CountKey:
             subject: Who that is; empty for all.
             window: How long a window lasts, in whole seconds; `None` for a count without windows.
             now: The moment, in seconds since the Unix epoch.
+            shard: The shard that has the count; empty in a store without shards.
 
         Raises:
             ValueError: The window is not whole seconds, from 1.
         """
         if window is None:
-            return cls(counter, dimension, subject)
+            return cls(counter, dimension, subject, shard=shard)
         seconds, rest = divmod(window, timedelta(seconds=1))
         if rest or seconds < 1:
             raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
-        return cls(counter, dimension, subject, seconds, int(now // seconds))
+        return cls(counter, dimension, subject, seconds, int(now // seconds), shard)
 
     @classmethod
     def parse(cls, text: str) -> "CountKey":
@@ -85,12 +98,14 @@ class CountKey:
             raise ValueError(f"not the key of a count: {text!r}")
         *values, window, index = match.groups()
         try:
-            counter, dimension, subject = (unquote(each, errors="surrogatepass") for each in values)
+            shard, counter, dimension, subject = (
+                unquote(each or "", errors="surrogatepass") for each in values
+            )
         except UnicodeDecodeError as error:
             raise ValueError(f"not the key of a count: {text!r}") from error
         if window is None:
-            return cls(counter, dimension, subject)
-        return cls(counter, dimension, subject, int(window), int(index))
+            return cls(counter, dimension, subject, shard=shard)
+        return cls(counter, dimension, subject, int(window), int(index), shard)
 
     @property
     def ends(self) -> int | None:
@@ -114,12 +129,27 @@ class CountKey:
         if not _PLAIN.fullmatch(":".join(values)):
             values = [*map(_encoded, values)]
         numbers = [] if self.window is None else [str(self.window), str(self.index)]
-        return ":".join([*values, *numbers])
+        text = ":".join([*values, *numbers])
+        return f"{_encoded(self.shard)}/{text}" if self.shard else text
 
 
 def dimension_of(key: str) -> str:
     """For whom a key counts, from its text; empty if it is no key of a count."""
     return key.partition(":")[2].partition(":")[0]
+
+
+def split_shard(text: str) -> tuple[str, str]:
+    """The shard of a key's text, and the rest; a text that is no key of a count has no shard."""
+    return _split(text) if "/" in text else ("", text)
+
+
+@lru_cache(maxsize=4096)
+def _split(text: str) -> tuple[str, str]:
+    """The same, cached: a request splits each of its keys several times."""
+    if not _TEXT.fullmatch(text):
+        return "", text
+    shard, _, rest = text.partition("/")
+    return shard, rest
 
 
 def _encoded(value: str) -> str:

@@ -42,7 +42,7 @@ class MemoryStore(Granting):
             counts are left, a charge that needs a new one is refused with a `QuotaStoreError`. Only
             calls that ran in an outage are counted beyond `max_keys`. The store also remembers the
             latest results, compensations and refused attempts: at most `max_keys` of each, and at
-            most 100,000.
+            most 100,000. Grants have no bound: each is kept until a week after its end.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
         clock: The time, in seconds since the Unix epoch.
 

@@ -130,13 +130,15 @@ class Counts:
         mirrored = key in self._mirrored
         if beside is not None:
             limit, mirrored = beside.limit, beside.mirrored
-        expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
+        runs = self._by_dimension.get(dimension_of(key))
+        idle = self._idle if runs is None else idle_time(key, self._idle)
+        expires = now + idle if ends is None else max(ends, now) + GRACE
         if kept is not None:
             # Never earlier, so the existing entry stays correct.
             expires = max(expires, kept.expires)
         if kept is None and ends is not None:
             heapq.heappush(self._windows, (expires, key))
-        elif (runs := self._by_dimension.get(dimension_of(key))) is not None:
+        elif runs is not None:
             runs[key] = None
             runs.move_to_end(key)
         elif kept is None or key in self._lasting or key in self._mirrored:
@@ -158,6 +160,8 @@ class Counts:
         for _ in range(_PURGED_AT_ONCE):
             if not self._purge(now):
                 break
+        if len(self._counts) + len(keys) <= self.max_keys:
+            return True
         while (excess := self._excess(keys)) > 0 and self._purge(now):
             pass
         if excess <= 0:
@@ -191,8 +195,7 @@ class Counts:
                 heapq.heapreplace(self._windows, (expires, key))
             return True
         for others in (self._runs, self._root_runs, self._lasting, self._mirrored):
-            oldest = next(iter(others), None)
-            if oldest is not None and self._counts[oldest].expires <= now:
+            if others and self._counts[oldest := next(iter(others))].expires <= now:
                 del others[oldest], self._counts[oldest]
                 return True
         return False

@@ -1,5 +1,6 @@
 """The grants that a `MemoryStore` keeps, by key."""
 
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -21,6 +22,8 @@ class Grants:
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, _Kept]] = {}
+        # The end, key and id of each, sorted.
+        self._ends: list[tuple[int, str, str]] = []
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -35,6 +38,7 @@ class Grants:
         if kept.ends <= now:
             return None, False
         self._kept.setdefault(asked.key, {})[asked.id] = kept
+        insort(self._ends, (kept.ends, asked.key, asked.id))
         return asked, True
 
     def revoke(self, key: str, name: str, now: float) -> Grant | None:
@@ -42,7 +46,9 @@ class Grants:
         kept = self._kept.get(key, {}).get(name)
         if kept is None or kept.ends <= now:
             return None
+        del self._ends[bisect_left(self._ends, (kept.ends, key, name))]
         kept.ends = int(now)
+        insort(self._ends, (kept.ends, key, name))
         kept.grant = replace(kept.grant, until=in_utc(kept.ends))
         return kept.grant
 
@@ -72,10 +78,11 @@ class Grants:
         return [each for each in self._kept.get(key, {}).values() if each.ends > now]
 
     def _forget(self, now: float) -> None:
-        """Forget what ended long ago. Grants are few, and given rarely."""
-        for key, kept in [*self._kept.items()]:
-            for name, each in [*kept.items()]:
-                if each.ends + COMPENSATED <= now:
-                    del kept[name]
+        """Forget the grants that ended long ago, without a look at the others."""
+        count = bisect_right(self._ends, now, key=lambda each: each[0] + COMPENSATED)
+        for _, key, name in self._ends[:count]:
+            kept = self._kept[key]
+            del kept[name]
             if not kept:
                 del self._kept[key]
+        del self._ends[:count]

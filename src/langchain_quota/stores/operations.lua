@@ -1,10 +1,31 @@
 -- The continuation of acquire.lua: grants, and the choice of the operation.
 
+local function peek(key)
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end', 'granted')
+  if kept.err then
+    if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
+    return -2, -1, -1, 0
+  end
+  local more = kept[5] and granted(key, kept[5]) or 0
+  if kept[5] and forgotten(key) then kept = {[5] = kept[5]} end
+  local used, limit, ends = whole(kept[1]), whole(kept[2]), whole(kept[3])
+  if not (kept[1] or kept[2] or kept[3]) then
+    if kept[5] then return more > 0 and 0 or -1, -1, -1, more end
+    if redis.call('EXISTS', key) == 0 then return -1, -1, -1, 0 end
+  end
+  if not used or used < 0 or (kept[2] and not limit) or (kept[3] and not ends) then
+    return -2, -1, -1, 0
+  end
+  local next_end = whole(kept[4])
+  if next_end and next_end <= now then used = math.max(0, used - (overdue(key, now))) end
+  return used, limit or -1, ends or -1, more
+end
+
 local function write_grants(key, grants)
   local texts = {}
   for _, grant in ipairs(grants) do
     local name, amount, ends, new = unpack(grant)
-    if ends + ask.compensated <= now then
+    if ends + COMPENSATED <= now then
       redis.call('HDEL', key, 'grant:' .. name)
     else
       table.insert(texts, string.format('%s %.0f %.0f %s,', name, amount, ends, new))
@@ -19,13 +40,15 @@ local function grant()
   local key = KEYS[index]
   local grants = grants_of(redis.call('HGET', key, 'granted'))
   for _, kept in ipairs(grants) do
-    if kept[1] == name then return {0, kept[2], kept[3], redis.call('HGET', key, 'grant:' .. name)} end
+    if kept[1] == name and kept[3] + COMPENSATED > now then
+      return {0, kept[2], kept[3], redis.call('HGET', key, 'grant:' .. name)}
+    end
   end
   if ends <= now then return {} end
   table.insert(grants, {name, amount, ends, '1'})
   local used = get(key)
-  redis.call('HSET', key, 'grant:' .. name, details)
   write_grants(key, grants)
+  redis.call('HSET', key, 'grant:' .. name, details)
   granted(key, redis.call('HGET', key, 'granted'))
   -- The idle time of an existing count begins anew, as after a charge.
   if used then put(key, used, window_end, idle) end
@@ -69,14 +92,13 @@ local function list_grants()
   return found
 end
 
-if ask.op == 'acquire' then return acquire() end
-if ask.op == 'grant' then return grant() end
-if ask.op == 'revoke' then return revoke() end
-if ask.op == 'grants' then return list_grants() end
+if ARGV[1] == 'grant' then return grant() end
+if ARGV[1] == 'revoke' then return revoke() end
+if ARGV[1] == 'grants' then return list_grants() end
 local answer = {}
-if ask.op == 'reset' then
-  for _, counter in ipairs(ask.counters) do
-    local index, ends, idle = unpack(counter[1])
+if ARGV[1] == 'reset' then
+  for _, count in ipairs(ask.counts) do
+    local index, ends, idle = unpack(count)
     if redis.call('HGET', KEYS[index], 'next_end') then give_back(KEYS[index], 0, math.huge) end
     local grants = redis.call('HGET', KEYS[index], 'granted')
     if grants then granted(KEYS[index], grants) end

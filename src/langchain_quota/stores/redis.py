@@ -3,8 +3,8 @@
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -18,23 +18,23 @@ from langchain_quota.stores import (
     check_request,
     idle_seconds,
 )
-from langchain_quota.stores.deadline import Deadline
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.redis_clients import (
-    FAILURES,
-    OUT_OF_REACH,
+    FAILED,
     TIMEOUTS,
     UNREADABLE,
     AsyncClient,
     NoScriptError,
+    Operation,
     SyncClient,
     clients,
+    remedies,
     scrub,
 )
+from langchain_quota.stores.redis_names import Names
 from langchain_quota.stores.redis_script import (
     SCRIPT,
     SHA,
-    Names,
     ScriptCall,
     done,
     given,
@@ -43,6 +43,8 @@ from langchain_quota.stores.redis_script import (
     revoked,
     uses,
 )
+from langchain_quota.stores.redis_together import Together
+from langchain_quota.stores.shards import check_shards, keys_by_shard, requests_by_shard
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
@@ -63,15 +65,25 @@ class RedisStore(Granting):
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
     Each operation is one run of one script, in one round trip; a compensation that has something to
-    undo takes a second one. All keys of a prefix have one hash tag: in Redis Cluster a prefix
-    is in one hash slot, on one node. Every key expires. Counts are exact up to 2^53 - 1. They are
-    as durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and counts survive a
-    restart of Redis only if it persists them.
+    undo takes a second one. Async operations that begin in the same turn of the event loop may
+    share a round trip, except in a cluster. All keys of a prefix have one hash tag: in Redis
+    Cluster they are in one hash slot, on one node, unless `shard_by` spreads them. Every key
+    expires. Counts are exact up to 2^53 - 1. They are as durable as Redis itself: its
+    `maxmemory-policy` must be `noeviction`, and counts survive a restart of Redis only if it
+    persists them.
+
+    With `shard_by="tenant"`, all counts of a tenant are a shard: those of its threads and runs, and
+    its quotas. Each shard has its own hash tag, so a cluster spreads the shards over its nodes. A
+    request counts in the shard of its tenant, in one step, as exactly as without shards. Every run
+    needs the tenant in its context: without it the run fails, and nothing is charged. Keys begin
+    with the shard: `acme/search:user_id:ada`. Reading or resetting keys of several shards takes one
+    step for each shard. Limits on calls at once count the calls of all tenants, on one node. Counts
+    that were made without `shard_by` keep their old keys until they expire.
 
     Args:
-        source: A URL in redis-py's form: `redis://`, `rediss://` for TLS or `unix://`, with user
-            and password percent-encoded; `None` for the URL in the environment variable
-            `LANGCHAIN_QUOTA_REDIS_URL`. Or a client of your own, of one server or of a cluster,
+        source: The URL of one server in redis-py's form: `redis://`, `rediss://` for TLS or
+            `unix://`, with user and password percent-encoded. `None`: the URL in the environment
+            variable `LANGCHAIN_QUOTA_REDIS_URL`. Or your own client, of one server or of a cluster,
             which keeps its timeouts and retries: a client of `redis` serves the sync form, a client
             of `redis.asyncio` the async form, on its own event loop.
         prefix: What all keys begin with, `[A-Za-z0-9_.-]{1,64}`. Stores with different prefixes
@@ -80,6 +92,12 @@ class RedisStore(Granting):
             the total, without time in which the event loop was blocked; for a sync operation it is
             each wait for the network. Nothing is tried twice.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
+        shard_by: The name of a value in `runtime.context`, such as `"tenant"` or `"user_id"`, or
+            `"thread"`: the value is the shard of a request. `None`: there are no shards. Agents
+            that share counts need the same `shard_by`.
+        within_shard: What else a quota may be `per`, because it belongs to one shard, such as
+            `"user_id"` where every user belongs to one tenant. All other quotas, such as those per
+            `"global"`, are an error when the middleware is made: put them into another store.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -94,13 +112,15 @@ class RedisStore(Granting):
         RedisStore(rediss://redis.example:6379/0, prefix='prod')
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         source: str | SyncClient | AsyncClient | None = None,
         *,
         prefix: str = PREFIX,
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
+        shard_by: str | None = None,
+        within_shard: Sequence[str] = (),
     ) -> None:
         if not isinstance(prefix, str):
             raise TypeError(f"prefix must be a string, not {prefix!r}")
@@ -110,6 +130,8 @@ class RedisStore(Granting):
             raise TypeError(f"timeout must be a number, not {timeout!r}")
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout must be above 0, not {timeout!r}")
+        check_shards(shard_by, within_shard)
+        self.shard_by, self.within_shard = shard_by, tuple(within_shard)
         self._prefix = prefix
         self._names = Names(prefix)
         self._timeout = timeout
@@ -117,26 +139,31 @@ class RedisStore(Granting):
         self._clients = clients(source, timeout)
 
     def __repr__(self) -> str:
-        return f"RedisStore({self._clients.name}, prefix={self._prefix!r})"
+        shards = "" if self.shard_by is None else f", shard_by={self.shard_by!r}"
+        return f"RedisStore({self._clients.name}, prefix={self._prefix!r}{shards})"
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        call = self._acquiring(request)
+        calls = self._acquiring(request)
         client = self._clients.sync()
         with self._failing():
-            reply = _call(client, call)
-            while call.again(reply):
+            for part, call in calls:
                 reply = _call(client, call)
-            return result(reply, request)
+                while call.again(reply):
+                    reply = _call(client, call)
+                answer = result(reply, part)
+            return answer
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
-        call = self._acquiring(request)
+        calls = self._acquiring(request)
         async with self._operation() as client:
-            reply = await _acall(client, call)
-            while call.again(reply):
+            for part, call in calls:
                 reply = await _acall(client, call)
-            return result(reply, request)
+                while call.again(reply):
+                    reply = await _acall(client, call)
+                answer = result(reply, part)
+            return answer
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` if nothing is."""
@@ -144,16 +171,22 @@ class RedisStore(Granting):
         if not keys:
             return ()
         client = self._clients.sync()
+        found: dict[str, QuotaUsage] = {}
         with self._failing():
-            return _peeked(keys, _call(client, ScriptCall.peek(self._names, keys)))
+            for some in keys_by_shard(keys):
+                found |= _peeked(some, _call(client, ScriptCall.peek(self._names, some)))
+        return tuple(map(found.get, keys))
 
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`, without blocking the event loop."""
         check_keys(keys)
         if not keys:
             return ()
+        found: dict[str, QuotaUsage] = {}
         async with self._operation() as client:
-            return _peeked(keys, await _acall(client, ScriptCall.peek(self._names, keys)))
+            for some in keys_by_shard(keys):
+                found |= _peeked(some, await _acall(client, ScriptCall.peek(self._names, some)))
+        return tuple(map(found.get, keys))
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
@@ -161,14 +194,16 @@ class RedisStore(Granting):
         if keys:
             client = self._clients.sync()
             with self._failing():
-                done(_call(client, ScriptCall.reset(self._names, keys, self._idle)))
+                for some in keys_by_shard(keys):
+                    done(_call(client, ScriptCall.reset(self._names, some, self._idle)))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
         check_keys(keys)
         if keys:
             async with self._operation() as client:
-                done(await _acall(client, ScriptCall.reset(self._names, keys, self._idle)))
+                for some in keys_by_shard(keys):
+                    done(await _acall(client, ScriptCall.reset(self._names, some, self._idle)))
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
@@ -206,8 +241,8 @@ class RedisStore(Granting):
         with self._failing():
             for keys, unreadable in self._scan(client, pattern):
                 odd.update(unreadable)
-                if keys:
-                    counts, others = uses(keys, _call(client, ScriptCall.peek(self._names, keys)))
+                for some in keys_by_shard(keys) if keys else ():
+                    counts, others = uses(some, _call(client, ScriptCall.peek(self._names, some)))
                     found |= counts
                     odd.update(map(self._names.count, others))
         return [found[key] for key in sorted(found)], sorted(odd)
@@ -226,25 +261,23 @@ class RedisStore(Granting):
         client = self._clients.sync()
         with self._failing():
             for keys, _ in self._scan(client, pattern):
-                if keys:
-                    reply = _call(client, ScriptCall.grants(self._names, keys))
-                    found |= {(each.key, each.id): each for each in listed(keys, reply)}
+                for some in keys_by_shard(keys) if keys else ():
+                    reply = _call(client, ScriptCall.grants(self._names, some))
+                    found |= {(each.key, each.id): each for each in listed(some, reply)}
         return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
 
     def _scan(self, client: SyncClient, pattern: str) -> Iterator[tuple[list[str], list[bytes]]]:
         """The keys that match a pattern, some at a time, and the names that are no text."""
-        # Redis reads classes and escapes differently.
-        simple, *rest = re.split(r"[\[\\]", pattern, maxsplit=1)
-        match = self._names.count(simple + ("*" if rest else ""))
-        names = client.scan_iter(match=match, count=_AT_ONCE)
+        names = client.scan_iter(match=self._names.pattern(pattern), count=_AT_ONCE)
         while some := [*islice(names, _AT_ONCE)]:
             keys, odd = [], []
             for name in some:
                 try:
                     key = self._names.key(name)
-                except UnicodeDecodeError:
-                    if fnmatchcase(self._names.key(repr(name)[2:-1]), pattern):
-                        odd.append(name)
+                except ValueError:
+                    text = name if isinstance(name, str) else repr(name)[2:-1]
+                    if fnmatchcase(text.partition("}:count:")[2], pattern):
+                        odd.append(name if isinstance(name, bytes) else name.encode())
                 else:
                     if fnmatchcase(key, pattern):
                         keys.append(key)
@@ -285,21 +318,20 @@ class RedisStore(Granting):
         async with self._operation() as client:
             return revoked(key, await _acall(client, ScriptCall.revoke(self._names, key, name)))
 
-    def _acquiring(self, request: AcquireRequest) -> ScriptCall:
+    def _acquiring(self, request: AcquireRequest) -> list[tuple[AcquireRequest, ScriptCall]]:
+        """The requests to the shards, the request itself last."""
         check_request(request)
-        return ScriptCall.acquire(self._names, request, self._idle)
+        return [
+            (part, ScriptCall.acquire(self._names.of(shard), part, self._idle))
+            for shard, part in requests_by_shard(request)
+        ]
 
-    @asynccontextmanager
-    async def _operation(self) -> AsyncGenerator[AsyncClient]:
+    def _operation(self) -> Operation:
         """The running event loop's client, for one operation within the timeout."""
-        client, permit = await self._clients.running()
-        deadline = Deadline(self._timeout)
-        with self._failing(deadline):
-            async with deadline, permit:
-                yield client
+        return Operation(self._clients, self._timeout, self._failure)
 
     @contextmanager
-    def _failing(self, deadline: Deadline | None = None) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         """Turn a failure into a `QuotaStoreError`.
 
         Raises:
@@ -307,30 +339,37 @@ class RedisStore(Granting):
         """
         try:
             yield
-        except (*FAILURES, *UNREADABLE) as error:
-            scrub(error, self._clients.secrets)
-            timed_out = isinstance(error, TIMEOUTS)
-            failure = QuotaStoreError
-            reason = f"{type(error).__name__}: {error}"[:_REASON]
-            if isinstance(error, UNREADABLE):
-                reason = f"an unreadable reply, {reason}"
-            if timed_out:
-                reason = f"no answer within {self._timeout} s"
-            if timed_out and deadline is not None and deadline.blocked > self._timeout / 2:
-                failure = EventLoopBlockedError
-                reason = (
-                    f"{reason}, and the event loop was blocked for {deadline.blocked:.1f} s "
-                    "meanwhile: move what blocks it to a thread"
-                )
-            elif isinstance(error, OUT_OF_REACH):
-                reason = (
-                    f"{reason.rstrip('.')}: check that Redis runs there and that the URL is right"
-                )
-            raise failure(f"{self!r}: {reason}", timed_out=timed_out) from error
+        except FAILED as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: BaseException, blocked: float = 0.0) -> QuotaStoreError:
+        """What is raised when something fails.
+
+        Args:
+            error: The failure.
+            blocked: For how long the event loop was blocked meanwhile, in seconds.
+        """
+        scrub(error, self._clients.secrets)
+        timed_out = isinstance(error, TIMEOUTS)
+        failure = QuotaStoreError
+        reason = f"{type(error).__name__}: {error}"[:_REASON]
+        if isinstance(error, UNREADABLE):
+            reason = f"an unreadable reply, {reason}"
+        if timed_out:
+            reason = f"no answer within {self._timeout} s"
+        if timed_out and blocked > self._timeout / 2:
+            failure = EventLoopBlockedError
+            reason = (
+                f"{reason}, and the event loop was blocked for {blocked:.1f} s "
+                "meanwhile: move what blocks it to a thread"
+            )
+        else:
+            reason = ": ".join([reason.rstrip(".: "), *remedies(error)])
+        return failure(f"{self!r}: {reason}", timed_out=timed_out)
 
 
-def _peeked(keys: Sequence[str], reply: object) -> tuple[QuotaUsage | None, ...]:
-    """What is kept under keys, in their order.
+def _peeked(keys: Sequence[str], reply: object) -> dict[str, QuotaUsage]:
+    """What is kept under keys.
 
     Raises:
         QuotaStoreError: One of the keys holds something else.
@@ -338,7 +377,7 @@ def _peeked(keys: Sequence[str], reply: object) -> tuple[QuotaUsage | None, ...]
     found, odd = uses(keys, reply)
     if odd:
         raise QuotaStoreError(f"no count is kept under {odd[0]!r}")
-    return tuple(map(found.get, keys))
+    return found
 
 
 def _call(client: SyncClient, call: ScriptCall) -> object:
@@ -348,7 +387,7 @@ def _call(client: SyncClient, call: ScriptCall) -> object:
         return client.eval(SCRIPT, *call.arguments())
 
 
-async def _acall(client: AsyncClient, call: ScriptCall) -> object:
+async def _acall(client: AsyncClient | Together, call: ScriptCall) -> object:
     try:
         return await client.evalsha(SHA, *call.arguments())
     except NoScriptError:

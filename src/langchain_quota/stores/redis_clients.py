@@ -3,9 +3,9 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol
 from urllib.parse import parse_qs, quote, urlsplit
 from weakref import WeakKeyDictionary
@@ -23,7 +23,10 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
+from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
+from langchain_quota.stores.deadline import Deadline
+from langchain_quota.stores.redis_together import Together
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
@@ -32,22 +35,20 @@ _PROTOCOL = 2
 """With 3, redis-py listens for notifications, and does not see that an idle connection is dead."""
 
 _CONNECTIONS = 32
-"""Most operations at the same time, for all threads and for each event loop; others wait."""
+"""Most connections, for all threads and for each event loop; other operations wait."""
 
 NoScriptError = exceptions.NoScriptError
 FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
 TIMEOUTS = (exceptions.TimeoutError, TimeoutError)
-OUT_OF_REACH = (exceptions.ConnectionError, OSError, *TIMEOUTS)
 UNREADABLE = (
     exceptions.InvalidResponse,
     *(ValueError, TypeError, LookupError, AttributeError, RecursionError),
 )
 """What redis-py raises if a reply has an unexpected form."""
+FAILED = (*FAILURES, *UNREADABLE)
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
-Permit = AbstractAsyncContextManager[Any]
-"""A permit that an operation needs before it may use the client."""
 
 
 class Clients(Protocol):
@@ -64,7 +65,7 @@ class Clients(Protocol):
     def sync(self) -> SyncClient:
         """The client for threads."""
 
-    async def running(self) -> tuple[AsyncClient, Permit]:
+    async def running(self) -> AsyncClient | Together:
         """The client for the running event loop."""
 
     def close(self) -> None:
@@ -108,6 +109,7 @@ class _Given:
 
     def __init__(self, client: SyncClient | AsyncClient) -> None:
         self._client = client
+        self._running = _together(client) if isinstance(client, AsyncClient) else None
         self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
         self.secrets = _secrets(client.get_connection_kwargs())
 
@@ -119,9 +121,9 @@ class _Given:
             "or a client of redis"
         )
 
-    async def running(self) -> tuple[AsyncClient, Permit]:
-        if isinstance(self._client, AsyncClient):
-            return self._client, nullcontext()
+    async def running(self) -> AsyncClient | Together:
+        if self._running is not None:
+            return self._running
         raise TypeError(
             f"a sync client of redis serves no async calls ({self.name}): give RedisStore a URL, "
             "or a client of redis.asyncio"
@@ -134,10 +136,20 @@ class _Given:
         pass
 
 
+def _together(client: AsyncClient) -> AsyncClient | Together:
+    """The client, whose callers wait when all its connections are in use: without, they fail.
+
+    A client of a cluster stays as it is. While a node does not answer, its callers would keep the
+    callers of other nodes waiting.
+    """
+    if isinstance(client, redis.asyncio.RedisCluster):
+        return client
+    return Together(client, client.connection_pool.max_connections)
+
+
 @dataclass(frozen=True, slots=True)
 class _OfLoop:
-    client: redis.asyncio.Redis
-    permits: asyncio.Semaphore
+    client: Together
     end: AsyncGenerator[None]
 
 
@@ -181,7 +193,7 @@ class _Own:
     def sync(self) -> SyncClient:
         return self._sync
 
-    async def running(self) -> tuple[AsyncClient, Permit]:
+    async def running(self) -> Together:
         loop = asyncio.get_running_loop()
         with self._lock:
             found = self._loops.get(loop)
@@ -190,7 +202,7 @@ class _Own:
             with self._lock:
                 self._loops[loop] = found
             await anext(found.end)
-        return found.client, found.permits
+        return found.client
 
     def close(self) -> None:
         self._sync.close()
@@ -215,7 +227,7 @@ class _Own:
             "retry": AsyncRetry(NoBackoff(), 0),
         }
         client = redis.asyncio.Redis.from_pool(pool)
-        return _OfLoop(client, asyncio.Semaphore(_CONNECTIONS), self._until_end(loop, client))
+        return _OfLoop(Together(client, _CONNECTIONS), self._until_end(loop, client))
 
     async def _until_end(
         self, loop: asyncio.AbstractEventLoop, client: redis.asyncio.Redis
@@ -229,6 +241,65 @@ class _Own:
             # A server that is gone does not answer when TLS is closed.
             async with asyncio.timeout(self._timeout):
                 await client.aclose()
+
+
+class Operation:
+    """One operation with the running event loop's client, within a timeout.
+
+    This is a class and not a generator, because every request uses it, and a class is faster.
+
+    Args:
+        clients: The clients.
+        timeout: In seconds.
+        failure: Makes the exception from an error, and from how long the event loop was blocked.
+    """
+
+    __slots__ = ("_clients", "_deadline", "_failure")
+
+    def __init__(
+        self, clients: Clients, timeout: float, failure: Callable[..., QuotaStoreError]
+    ) -> None:
+        self._clients = clients
+        self._deadline = Deadline(timeout)
+        self._failure = failure
+
+    async def __aenter__(self) -> AsyncClient | Together:
+        client = await self._clients.running()
+        self._deadline.begin()
+        return client
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        """Turn a failure into a `QuotaStoreError`.
+
+        Raises:
+            QuotaStoreError: The operation failed.
+        """
+        if self._deadline.end(error):
+            late = TimeoutError()
+            late.__cause__, error = error, late
+        if isinstance(error, FAILED):
+            raise self._failure(error, self._deadline.blocked) from error
+
+
+def remedies(error: BaseException) -> Sequence[str]:
+    """What helps against a failure, if that is known.
+
+    Args:
+        error: The failure.
+    """
+    if isinstance(error, exceptions.MovedError):
+        return (
+            "the server is one node of a Redis Cluster, and another node has the key",
+            "give RedisStore a client of the cluster, such as redis.asyncio.RedisCluster",
+            "give `langchain-quota quotas` the URL of that node",
+        )
+    if isinstance(error, exceptions.MaxConnectionsError):
+        return ("all connections of the client are in use", "give it more, by max_connections=…")
+    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+        return ("check that Redis runs there and that the URL is right",)
+    return ()
 
 
 def _is_url(url: str) -> bool:

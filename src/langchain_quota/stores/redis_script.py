@@ -1,7 +1,9 @@
 """The requests to the script in Redis, and its answers."""
 
 import json
+import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import sha1, sha256
 from importlib.resources import files
 from typing import Any
@@ -20,11 +22,14 @@ from langchain_quota.stores import (
     window_end,
 )
 from langchain_quota.stores.grants import Grant, details, read_grant
+from langchain_quota.stores.redis_names import Names
 
-SCRIPT = "\n".join(
+_PARTS = [
     (files("langchain_quota.stores") / name).read_text("utf-8")
     for name in ("acquire.lua", "operations.lua")
-)
+]
+_TIMES = f"local REMEMBERED, COMPENSATED, GRACE = {REMEMBERED}, {COMPENSATED}, {GRACE}"
+SCRIPT = "\n".join([_TIMES, *_PARTS])
 SHA = sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 MAX_COUNT = 2**53 - 1
@@ -32,36 +37,6 @@ MAX_COUNT = 2**53 - 1
 
 _NONE = -1
 _ODD = -2
-
-
-class Names:
-    """The names of keys in Redis.
-
-    Args:
-        prefix: What all names begin with, as a hash tag.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = f"{{{prefix}}}:"
-        self._counts = f"{self._prefix}count:"
-
-    def count(self, key: str) -> bytes:
-        """Where a count is kept."""
-        return f"{self._counts}{key}".encode(errors="surrogatepass")
-
-    def key(self, name: bytes | str) -> str:
-        """The key of a count; the client may have decoded its name.
-
-        Raises:
-            UnicodeDecodeError: The name is not one of ours.
-        """
-        text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
-        return text.removeprefix(self._counts)
-
-    def marker(self, kind: str, name: str) -> bytes:
-        """The key under which something is remembered; its name may have any length."""
-        digest = sha256(name.encode(errors="surrogatepass")).hexdigest()
-        return f"{self._prefix}{kind}:{digest}".encode()
 
 
 class ScriptCall:
@@ -78,12 +53,9 @@ class ScriptCall:
         self._idle = idle
         self._keys: dict[bytes, int] = {}
         self._attempts = 0
-        self._values: dict[str, Any] = {
-            "op": op,
-            "grace": GRACE,
-            "remembered": REMEMBERED,
-            "compensated": COMPENSATED,
-        }
+        self._op = op
+        self._values: dict[str, Any] = {}
+        self._more: tuple[bytes | str, ...] = ()
 
     @classmethod
     def peek(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
@@ -97,8 +69,8 @@ class ScriptCall:
     def reset(cls, names: Names, keys: Sequence[str], idle: int) -> "ScriptCall":
         """The call that sets counts to 0."""
         call = cls(names, "reset", idle)
-        call._values["counters"] = [
-            [call._count(key, window_end(key), 0)] for key in dict.fromkeys(keys)
+        call._values["counts"] = [
+            call._count(key, window_end(key), 0) for key in dict.fromkeys(keys)
         ]
         return call
 
@@ -139,42 +111,51 @@ class ScriptCall:
         """
         call = cls(names, "acquire", idle)
         beside = metadata(request)
-        counters = []
+        numbers: list[int] = []
         for counter in request.counters.values():
-            ends, limit = None, None
+            limit, lease = _NONE, _NONE
             if counter.key is not None:
-                ends, limit = beside[counter.key].ends, beside[counter.key].limit
-            count = [call._count(counter.key, ends, counter.used), _clamped(limit)]
-            if counter.key is not None and counter.lease is not None:
-                count.append(_exact(counter.lease))
-                call._values["hold"] = _hold(request.idempotency_key)
-            counters.append(count)
+                kept = beside[counter.key]
+                numbers += call._count(counter.key, kept.ends, counter.used)
+                if counter.lease is not None:
+                    lease = _exact(counter.lease)
+                    call._values["hold"] = _hold(request.idempotency_key)
+                limit = _clamped(kept.limit)
+            else:
+                numbers += (0, _NONE, 0, _exact(counter.used))
+            numbers += (limit, lease)
         number = {name: number for number, name in enumerate(request.counters, 1)}
+        number_of_limit: dict[str, int] = {}
         thresholds: dict[Threshold, int] = {}
-        hits = [
-            [
-                [[number[name], _exact(amount)] for name, amount in each.amounts.items()],
-                [thresholds.setdefault(over, len(thresholds) + 1) for over in each.thresholds],
-            ]
-            for each in request.hits
+        calls: list[int] = []
+        for amounts, over in request.hits:
+            calls += (len(amounts), len(over))
+            for name, amount in amounts.items():
+                calls += (number[name], _exact(amount))
+            calls += [thresholds.setdefault(each, len(thresholds) + 1) for each in over]
+        for over_limit, _, counted, most, enforced in thresholds:
+            of_limit = number_of_limit.setdefault(over_limit, len(number_of_limit))
+            numbers += (of_limit, number[counted], _threshold(most), enforced)
+        for stopping, after in request.stops.items():
+            calls += (number_of_limit.get(stopping, _NONE), after)
+        if request.compensations:
+            call._values["compensations"] = [*map(call._compensation, request.compensations)]
+        numbers = [
+            call._marker("attempt", request.attempt_id),
+            call._marker("result", request.idempotency_key),
+            *(len(request.counters), len(thresholds), len(request.hits), len(request.stops)),
+            *numbers,
+            *calls,
         ]
-        call._values |= {
-            "compensations": [call._compensation(each) for each in request.compensations],
-            "attempt": call._marker("attempt", request.attempt_id),
-            "result": call._marker("result", request.idempotency_key),
-            "counters": counters,
-            "hits": hits,
-            "thresholds": [
-                [_quoted(limit), _quoted(scope), number[counter], _threshold(most), enforced]
-                for limit, scope, counter, most, enforced in thresholds
-            ],
-            "stops": {_quoted(limit): after for limit, after in request.stops.items()},
-        }
+        names_of = [_quoted(name) for each in thresholds for name in each[:2]]
+        call._more = (struct.pack(f">{len(numbers)}d", *numbers), " ".join([*names_of, ""]))
         return call
 
-    def arguments(self) -> tuple[int, *tuple[bytes, ...], str]:
+    def arguments(self) -> tuple[int, *tuple[bytes | str, ...]]:
         """The arguments of `EVALSHA` after the script: number of keys, keys, values."""
-        return (len(self._keys), *self._keys, json.dumps(self._values))
+        values = json.dumps(self._values) if self._values else ""
+        others: tuple[bytes | str, ...] = (*self._keys, self._op, values, *self._more)
+        return (len(self._keys), *others)
 
     def again(self, reply: object) -> bool:
         """Whether the script must be called again, with further keys that it needs.
@@ -182,9 +163,9 @@ class ScriptCall:
         Raises:
             ValueError: The reply is not one of the script, or it asks once too often.
         """
-        word, *names = _list(reply)
-        if _text(word) != "again":
+        if not isinstance(reply, list) or not reply or _text(reply[0]) != "again":
             return False
+        names = reply[1:]
         # An attempt's charges are found only once.
         self._attempts -= 1
         if self._attempts < 0:
@@ -196,32 +177,33 @@ class ScriptCall:
     def _compensation(self, compensation: Compensation) -> dict[str, Any]:
         self._attempts += compensation.attempt_id is not None
         settling = {"hold": _hold(compensation.settles)} if compensation.settles else {}
-        kind = "settled" if settling else "compensated"
+        kind, starts = "settled" if settling else "compensated", compensation.starts
         return {
             "marker": self._index(self._names.marker(kind, compensation.id)),
             "attempt": self._marker("attempt", compensation.attempt_id),
             "result": self._marker("result", compensation.idempotency_key),
             "amounts": [
-                [
-                    self._count(key, window_end(key), compensation.starts.get(key, 0)),
-                    _exact(amount),
-                ]
+                [self._count(key, window_end(key), starts.get(key, 0)), _exact(amount)]
                 for key, amount in compensation.amounts.items()
             ],
             **settling,
         }
 
-    def _count(self, key: str | None, ends: int | None, start: int) -> list[int]:
-        if key is None:
-            return [0, _NONE, 0, _exact(start)]
-        index = self._index(self._names.count(key))
-        return [index, _clamped(ends), idle_time(key, self._idle), _exact(start)]
+    def _count(self, key: str, ends: int | None, start: int) -> tuple[int, ...]:
+        name, idle = _place(self._names.prefix, key, self._idle)
+        return (self._index(name), _clamped(ends), idle, _exact(start))
 
     def _marker(self, kind: str, name: str | None) -> int:
         return self._index(self._names.marker(kind, name)) if name else 0
 
     def _index(self, name: bytes) -> int:
         return self._keys.setdefault(name, len(self._keys) + 1)
+
+
+@lru_cache(maxsize=4096)
+def _place(prefix: str, key: str, idle: int) -> tuple[bytes, int]:
+    """The name of a count in Redis, and for how many seconds it is kept without a charge."""
+    return Names(prefix).count(key), idle_time(key, idle)
 
 
 def result(reply: object, request: AcquireRequest) -> AcquireResult:
@@ -232,34 +214,32 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
             given to a batch of another form.
         ValueError: The reply is not one of the script.
     """
-    word, *rest = _list(reply)
-    if _text(word) == "refused":
+    text = _text(reply)
+    if text == "refused":
         raise QuotaStoreError("the attempt was compensated before it arrived")
-    is_replayed, is_stopped, counts, calls, *grants = rest
-    used = _numbers(counts)
+    head, counts, calls, *grants = text.split("\n")
+    word, is_replayed, is_stopped = head.split(" ")
+    used = _counts(counts)
     admitted, refused = [], []
-    for call in _list(calls):
-        runs, *names = _list(call)
-        texts = [unquote(_text(name), errors="surrogatepass") for name in names]
+    for call in calls.split(",") if calls else ():
+        runs, *names = call.split(" ")
+        texts = [unquote(name, errors="surrogatepass") for name in names]
         admitted.append(_flag(runs))
         refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
     replayed = _flag(is_replayed)
     if replayed:
         check_fits(len(used), len(admitted), request)
-    if _text(word) != "acquired" or min(used, default=0) < 0 or len(admitted) != len(request.hits):
+    if word != "acquired" or len(admitted) != len(request.hits):
         raise ValueError("it is no result of this request")
-    granted, newly = (
-        {name: each for name, each in zip(request.counters, _numbers(amounts), strict=True) if each}
-        for amounts in [*grants, *[[0] * len(used)] * 2][:2]
-    )
+    granted, newly = [*grants, *[""] * (2 - len(grants))]
     return AcquireResult(
         dict(zip(request.counters, used, strict=True)),
         tuple(refused),
         tuple(admitted),
         stopped=_flag(is_stopped),
         replayed=replayed,
-        granted=granted,
-        newly_granted=newly,
+        granted=_amounts(request, granted),
+        newly_granted=_amounts(request, newly),
     )
 
 
@@ -358,10 +338,29 @@ def _numbers(reply: object) -> list[int]:
     return numbers
 
 
+def _counts(text: str) -> list[int]:
+    """Read counts that are separated by spaces.
+
+    Raises:
+        ValueError: There is something else in it.
+    """
+    if not text.replace(" ", "0").isdecimal() and text:
+        raise ValueError("there is something else than counts in it")
+    return [*map(int, text.split(" "))] if text else []
+
+
+def _amounts(request: AcquireRequest, text: str) -> dict[str, int]:
+    """The amount of each counter, by name; without zeros."""
+    if not text:
+        return {}
+    named = zip(request.counters, _counts(text), strict=True)
+    return {name: amount for name, amount in named if amount}
+
+
 def _flag(number: object) -> bool:
-    if number not in (0, 1):
+    if number not in (0, 1, "0", "1"):
         raise ValueError(f"{number!r:.20} stands where 0 or 1 should")
-    return number == 1
+    return number in (1, "1")
 
 
 def _hold(name: str) -> str:
@@ -393,6 +392,7 @@ def _threshold(most: int) -> int:
     return max(-MAX_COUNT, min(most, MAX_COUNT))
 
 
+@lru_cache(maxsize=1024)
 def _quoted(name: str) -> str:
-    """A name of any characters, for JSON in Lua."""
+    """Encode a name of any characters, so that it has no spaces and no commas."""
     return quote(name, errors="surrogatepass")

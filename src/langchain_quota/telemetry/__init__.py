@@ -54,6 +54,8 @@ class Telemetry:
             another subject of a quota without calls is counted; above 0.
         max_tools: The most tool names per agent that are labels, beside those that limits name,
             from 0; further ones are labelled `_other`.
+        max_agents: The most names of agents that are labels, from 0; further ones are labelled
+            `_other`. Logs and spans have every agent's own name.
         count_unjudged_calls: Whether to count model and tool calls that no limit judges, in runs
             in which an agent with this `Telemetry` has limits. They are counted in
             `langchain_quota_unjudged_calls_total`, with one log line for each kind of call. Meant
@@ -90,6 +92,7 @@ class Telemetry:
         max_exported_subjects: int = 100,
         thread_ttl: timedelta = timedelta(hours=1),
         max_tools: int = 100,
+        max_agents: int = 1_000,
         count_unjudged_calls: bool = False,
     ) -> None:
         if not isinstance(registry, CollectorRegistry):
@@ -109,6 +112,7 @@ class Telemetry:
             ("max_exported_threads", max_exported_threads),
             ("max_exported_subjects", max_exported_subjects),
             ("max_tools", max_tools),
+            ("max_agents", max_agents),
         ):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{argument} must be a whole number, not {value!r}")
@@ -123,6 +127,7 @@ class Telemetry:
             max_exported_subjects=max_exported_subjects,
             thread_ttl=thread_ttl,
             max_tools=max_tools,
+            max_agents=max_agents,
         )
         instruments = instruments_of(registry, settings)
         tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)

@@ -17,7 +17,7 @@ from langchain_quota.decision import (
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.levels import Level
 from langchain_quota.telemetry.instruments import Instruments
-from langchain_quota.telemetry.labels import UNNAMED, agent_label, label, own_label
+from langchain_quota.telemetry.labels import UNNAMED, agent_name, label, own_label
 from langchain_quota.telemetry.logs import log_crossing, log_refusal
 from langchain_quota.telemetry.metrics import Exemplar
 from langchain_quota.telemetry.reruns import RecentTasks
@@ -56,6 +56,7 @@ class ChargeRecorder:
         self.near = instruments.settings.near
         self._thread_label = instruments.settings.thread_label
         self._metrics = instruments.metrics
+        self._agents = instruments.agents
         self._models = instruments.models
         self._usage = instruments.usage
         self._failed = instruments.failures.record
@@ -87,7 +88,7 @@ class ChargeRecorder:
             self._metrics.charged(agent, status, call.amount if is_call else 0, shown)
         except Exception as error:
             self._failed("metrics", error)
-        self._tell(status, agent, thread)
+        self._tell(status, call, agent, thread)
         try:
             charged = Decision(call, Outcome.ALLOWED, (status,))
             self._usage.record(agent, thread, [charged])
@@ -169,7 +170,9 @@ class ChargeRecorder:
         try:
             shown = self._models.label(model)
             if self._is_first("price", name, shown):
-                logger.warning("model %r in agent %r has no price: %s", shown, name, _PRICE_IT)
+                logger.warning(
+                    "model %r in agent %r has no price: %s", shown, agent_name(agent), _PRICE_IT
+                )
         except Exception as error:
             self._failed("observer", error)
 
@@ -206,7 +209,7 @@ class ChargeRecorder:
         """The labels of an agent and, if there is one, a thread."""
         name, thread = UNNAMED, None
         try:
-            name = agent_label(agent)
+            name = self._agents.label(agent)
         except Exception as error:
             self._failed("metrics", error)
         try:
@@ -226,11 +229,11 @@ class ChargeRecorder:
             self._failed("tracing", error)
             return None
 
-    def _tell(self, status: LimitStatus, agent: str, thread: str | None) -> None:
+    def _tell(self, status: LimitStatus, call: Call, agent: str, thread: str | None) -> None:
         """Log a refusal; count and log the thresholds that a charge has crossed."""
-        if status.refusal_scope is not None:
+        if status.reason is not None and status.refusal_scope is not None:
             try:
-                log_refusal(status, status.refusal_scope, agent, thread)
+                log_refusal(status, status.refusal_scope, agent_name(call.agent), thread)
             except Exception as error:
                 self._failed("observer", error)
         threshold_events: Sequence[tuple[Scope, Level]] = ()
@@ -245,6 +248,6 @@ class ChargeRecorder:
                 self._failed("metrics", error)
             # A log handler or filter may raise: it must not disturb the agent.
             try:
-                log_crossing(status, scope, reached, agent, thread)
+                log_crossing(status, scope, reached, agent_name(call.agent), thread)
             except Exception as error:
                 self._failed("observer", error)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.failures import Failures
-from langchain_quota.telemetry.labels import Label, ModelLabels, ToolLabels, own_label
+from langchain_quota.telemetry.labels import AgentLabels, Label, ModelLabels, ToolLabels, own_label
 from langchain_quota.telemetry.metrics import Metrics
 from langchain_quota.telemetry.multiprocess import FILE, checked_directory
 from langchain_quota.telemetry.stores import StoreTable
@@ -27,6 +27,7 @@ class Settings:
     max_exported_subjects: int
     thread_ttl: timedelta
     max_tools: int
+    max_agents: int
 
 
 class Instruments:
@@ -37,6 +38,7 @@ class Instruments:
         directory = checked_directory()
         self.metrics = Metrics(registry, settings.near)
         self.failures = Failures(self.metrics)
+        self.agents = AgentLabels(settings.max_agents)
         self.tools = ToolLabels(settings.max_tools)
         self.models = ModelLabels()
         self.stores = StoreTable()

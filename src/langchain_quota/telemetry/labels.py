@@ -80,11 +80,6 @@ def own_label(make: Label, value: object, argument: str) -> str:
     return label(made)
 
 
-def agent_label(name: str | None) -> str:
-    """The label of an agent's name."""
-    return label(name) if name else UNNAMED
-
-
 @dataclass(frozen=True, slots=True)
 class _HmacLabel:
     key: bytes = field(repr=False)
@@ -120,6 +115,36 @@ def hmac_label(key: str | bytes) -> Label:
     if len(secret) < _MIN_KEY_BYTES:
         raise ValueError(f"key must have at least {_MIN_KEY_BYTES} bytes, not {len(secret)}")
     return _HmacLabel(secret)
+
+
+def agent_name(name: str | None) -> str:
+    """The name of an agent in logs and spans, where the number of names has no bound."""
+    return label(name) if name else UNNAMED
+
+
+class AgentLabels:
+    """The labels of agents, bounded: a process may make agents with new names all the time.
+
+    Args:
+        max_agents: How many distinct names there may be.
+    """
+
+    def __init__(self, max_agents: int) -> None:
+        self._max_agents = max_agents
+        self._seen: dict[str, str] = {}
+        self._lock = fork_safe_lock()
+
+    def label(self, name: str | None) -> str:
+        """The label of an agent's name."""
+        if not name:
+            return UNNAMED
+        if name in self._seen:
+            return self._seen[name]
+        made = label(name)
+        with self._lock:
+            if len(self._seen) < self._max_agents:
+                self._seen[name] = made
+            return self._seen.get(name, OTHER)
 
 
 class ToolLabels:

@@ -1,7 +1,7 @@
 """The Prometheus counters, gauges and histogram of decisions, made once per registry."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -57,6 +57,20 @@ class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
         made = {value: self._metric.labels(*labels, value) for value in self._values}
         self[labels] = made
         return made
+
+
+class _Met(NamedTuple):
+    """A limit of an agent, with the settings of its last call.
+
+    Attributes:
+        label: The label of the limit.
+        configured: The settings.
+        charged: Counts the calls that are charged.
+    """
+
+    label: str
+    configured: tuple[object, ...]
+    charged: Counter
 
 
 def _configured(status: LimitStatus) -> tuple[object, ...]:
@@ -130,8 +144,7 @@ class Metrics:
         self._fallbacks = _Siblings(self.store_fallbacks, ("deny", "allow"))
         self._model_runs = _Siblings(self.model_runs, (_REPORTED, _ESTIMATED))
         self._spent: dict[tuple[str, str, Unit, str], Counter] = {}
-        # The label of each limit of an agent, and its settings at its last call.
-        self._limits: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
+        self._limits: dict[tuple[str, str], _Met] = {}
         # While a fork holds it, no thread is inside prometheus_client: otherwise the child would
         # find that package's own locks held.
         self._lock = fork_safe_lock()
@@ -154,18 +167,17 @@ class Metrics:
             for status in decision.limits:
                 limit = self._meet(agent, status)
                 if status.charged:
-                    self._charges[agent, limit, NONE][Outcome.ALLOWED].inc(call.amount, exemplar)
+                    limit.charged.inc(call.amount, exemplar)
                 elif status.refusal_scope is not None:
                     outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
-                    self._refusals[agent, limit, status.refusal_scope][outcome].inc(
+                    self._refusals[agent, limit.label, status.refusal_scope][outcome].inc(
                         exemplar=exemplar
                     )
 
     def charged(self, agent: str, status: LimitStatus, amount: int, exemplar: Exemplar) -> None:
         """Count a charge."""
         with self._lock:
-            limit = self._meet(agent, status)
-            self._charges[agent, limit, NONE][Outcome.ALLOWED].inc(amount, exemplar)
+            self._meet(agent, status).charged.inc(amount, exemplar)
 
     def spend(self, agent: str, limit: str, unit: Unit, model: str, amount: int) -> None:
         """Count what a model run has spent of a limit."""
@@ -267,14 +279,14 @@ class Metrics:
         with self._lock:
             self._fallbacks[agent,][action].inc(calls)
 
-    def _meet(self, agent: str, status: LimitStatus) -> str:
-        """The label of a limit; its series begin with its first call, or with new numbers."""
+    def _meet(self, agent: str, status: LimitStatus) -> _Met:
+        """What is known of a limit; its first call makes its series, and so do new settings."""
         configured = _configured(status)
         known = self._limits.get((agent, status.limit))
-        if known is not None and known[1] == configured:
-            return known[0]
+        if known is not None and known.configured == configured:
+            return known
         limit = limit_label(status.limit)
-        _ = self._charges[agent, limit, NONE]
+        charged = self._charges[agent, limit, NONE][Outcome.ALLOWED]
         # A store that cannot be asked also refuses, but it has no level.
         for scope in (*status.scopes, *((STORE,) if status.shared else ())):
             _ = self._refusals[agent, limit, scope]
@@ -288,7 +300,7 @@ class Metrics:
                 self.answers.labels(agent, limit, answer)
         for kind in ("model", "tool"):
             _ = self._calls_after_refusal[agent, kind]
-        self._limits[agent, status.limit] = (limit, configured)
+        met = self._limits[agent, status.limit] = _Met(limit, configured, charged)
         # A limit on trial refuses nothing, so nobody is near it.
         if status.enforced:
             near = self._near if status.near is None else status.near
@@ -298,7 +310,7 @@ class Metrics:
             if scope not in status.computed:
                 most = in_base_unit(status.threshold(scope) or 0, status.unit)
                 self.limit[status.unit].labels(agent, limit, scope).set(most)
-        return limit
+        return met
 
 
 def ended_by(decisions: Sequence[Decision]) -> str | None:

@@ -8,7 +8,9 @@ on. A cancellation or an interrupt is no `Exception`, and passes.
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Self
 
 from opentelemetry.trace import Span
 
@@ -18,17 +20,20 @@ from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.captures import captures
 from langchain_quota.telemetry.charges import ChargeRecorder
 from langchain_quota.telemetry.instruments import Instruments
-from langchain_quota.telemetry.labels import OTHER, agent_label
+from langchain_quota.telemetry.labels import OTHER, agent_name
 from langchain_quota.telemetry.logs import log_answer, log_question
 from langchain_quota.telemetry.metrics import ended_by
 from langchain_quota.telemetry.stores import NEARLY_FULL
-from langchain_quota.telemetry.tracing import Place, Tracing, carried
+from langchain_quota.telemetry.tracing import NOWHERE, Tracing, carried
 from langchain_quota.telemetry.unjudged import UnjudgedCalls
 
 logger = logging.getLogger("langchain_quota")
 
+_outcome = attrgetter("outcome")
 
-class Recorded(NamedTuple):
+
+@dataclass(slots=True)
+class Recorded:
     """The result of recording decisions.
 
     Attributes:
@@ -64,7 +69,7 @@ class Recorder(ChargeRecorder):
         self.offered_tools: set[str] = set()
         self.unjudged: UnjudgedCalls | None = None
         if count_unjudged_calls:
-            self.unjudged = UnjudgedCalls(self._metrics, self._tools, instruments.failures)
+            self.unjudged = UnjudgedCalls(instruments)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: all copies share its metrics."""
@@ -102,7 +107,7 @@ class Recorder(ChargeRecorder):
     def learn_tools(self, agent: str | None, names: Iterable[str]) -> None:
         """Learn an agent's tools: they get labels before names that its model invents."""
         try:
-            self._tools.offer(agent_label(agent), names)
+            self._tools.offer(self._agents.label(agent), names)
         except Exception as error:
             self._failed("metrics", error)
 
@@ -130,13 +135,13 @@ class Recorder(ChargeRecorder):
         """
         took = time.time_ns() - started
         trace = trace or self._tasks.begun(task_id)
-        outcomes = [decision.outcome for decision in decisions]
+        outcomes = list(map(_outcome, decisions))
         if not decisions or self._tasks.seen(task_id, outcomes):
-            return Recorded(is_new=False, trace=trace)
+            return Recorded(False, trace)
         for captured in captures.get():
             captured.extend(decisions)
         agent, thread = self._labels(decisions[0].call.agent, decisions[0].call.thread_id)
-        place = Place(None, is_root=False)
+        place = NOWHERE
         try:
             place = self._tracing.place(trace)
         except Exception as failure:
@@ -150,7 +155,6 @@ class Recorder(ChargeRecorder):
             try:
                 span = self._tracing.record(
                     decision,
-                    agent=agent,
                     tool=tool,
                     thread=thread,
                     started=started,
@@ -170,14 +174,14 @@ class Recorder(ChargeRecorder):
         except Exception as failure:
             self._failed("threads", failure)
         self._count_batch(decisions, agent, took)
-        return Recorded(is_new=True, trace=trace)
+        return Recorded(True, trace)
 
     def record_run(self, agent: str | None, task_id: str | None) -> None:
         """Count a run of an agent that begins in a task."""
         if self._tasks.seen(task_id):
             return
         try:
-            self._metrics.run_begun(agent_label(agent))
+            self._metrics.run_begun(self._agents.label(agent))
         except Exception as error:
             self._failed("metrics", error)
 
@@ -224,7 +228,7 @@ class Recorder(ChargeRecorder):
             seconds: How long it has waited.
         """
         try:
-            self._metrics.waited(agent_label(agent), limit, decision, seconds)
+            self._metrics.waited(self._agents.label(agent), limit, decision, seconds)
         except Exception as error:
             self._failed("metrics", error)
 
@@ -260,7 +264,6 @@ class Recorder(ChargeRecorder):
                 span = self._tracing.record_wait(
                     decision,
                     seconds,
-                    agent=agent,
                     tool=tool,
                     thread=thread,
                     place=self._tracing.place(trace),
@@ -272,12 +275,12 @@ class Recorder(ChargeRecorder):
                 self._metrics.refused_at_once(agent, status, self._exemplar(span))
             except Exception as error:
                 self._failed("metrics", error)
-            self._tell(status, agent, thread)
+            self._tell(status, call, agent, thread)
 
     def record_fallback(self, agent: str | None, action: str, calls: int) -> None:
         """Count the calls that were judged without the shared store: `"deny"` or `"allow"`."""
         try:
-            self._metrics.fallback(agent_label(agent), action, calls)
+            self._metrics.fallback(self._agents.label(agent), action, calls)
         except Exception as error:
             self._failed("metrics", error)
 
@@ -289,7 +292,7 @@ class Recorder(ChargeRecorder):
                 "model so far: %s",
                 limit,
                 tool,
-                agent_label(agent),
+                agent_name(agent),
                 hint,
             )
         except Exception as error:
@@ -315,7 +318,7 @@ class Recorder(ChargeRecorder):
         name, _ = self._labels(agent, None)
         try:
             self._metrics.asked(name, limits)
-            log_question(name, limits)
+            log_question(agent_name(agent), limits)
         except Exception as error:
             self._failed("metrics", error)
 
@@ -335,7 +338,7 @@ class Recorder(ChargeRecorder):
         name, _ = self._labels(agent, None)
         try:
             self._metrics.answered(name, limits, answer.type)
-            log_answer(name, limits, answer)
+            log_answer(agent_name(agent), limits, answer)
         except Exception as error:
             self._failed("metrics", error)
         return True
@@ -373,18 +376,20 @@ class Recorder(ChargeRecorder):
         except Exception as error:
             self._failed("metrics", error)
         for status in decision.limits:
-            self._tell(status, agent, thread)
+            self._tell(status, decision.call, agent, thread)
 
     def _count_batch(self, decisions: Sequence[Decision], agent: str, took: int) -> None:
         """Time how long judging took, in nanoseconds, and count a run that is ended by it."""
         try:
-            shared = False
+            shared = refused = False
             for decision in decisions:
                 for status in decision.limits:
                     shared = shared or status.shared
+                    refused = refused or status.reason is not None
             # The system's clock may have been set back since.
-            self._metrics.judged(decisions[0].call.kind, max(0, took) / 1e9, shared=shared)
-            limit = ended_by(decisions)
+            seconds = took / 1e9 if took > 0 else 0.0
+            self._metrics.judged(decisions[0].call.kind, seconds, shared=shared)
+            limit = ended_by(decisions) if refused else None
             if limit is not None:
                 self._metrics.run_ended(agent, limit)
         except Exception as error:

@@ -12,8 +12,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota._version import __version__
-from langchain_quota.decision import STORE, Decision, Outcome, Unit
-from langchain_quota.telemetry.labels import described, label, limit_label
+from langchain_quota.decision import STORE, Answer, Decision, LimitStatus, Outcome
+from langchain_quota.telemetry.labels import agent_name, described, label, limit_label
 from langchain_quota.units import UNIT_LABELS, in_base_unit
 
 Spans = Literal["all", "refused", "off"]
@@ -57,12 +57,15 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class LazyAttributes(Mapping[str, AttributeValue]):
     """Attributes built when first read: a sampler sees all, an unrecorded span costs none."""
 
-    def __init__(self, build: Callable[[], Attributes]) -> None:
+    __slots__ = ("_arguments", "_build", "_built")
+
+    def __init__(self, build: Callable[..., Attributes], *arguments: object) -> None:
         self._build = build
+        self._arguments = arguments
         self._built: Attributes = {}
 
     def _now(self) -> Attributes:
-        self._built = self._build()
+        self._built = self._build(*self._arguments)
         return self._built
 
     def __getitem__(self, key: str) -> AttributeValue:
@@ -96,6 +99,10 @@ class Place(NamedTuple):
 
 
 _ROOT = Place(None, is_root=True)
+NOWHERE = Place(None, is_root=False)
+"""The place below the active span, if there is one."""
+
+_OPENINFERENCE = "openinference.instrumentation.langchain"
 
 
 class Tracing:
@@ -121,9 +128,9 @@ class Tracing:
             carrier: The first span of the run, if no span was active.
         """
         current = get_current()
-        other = _span_of_openinference()
+        other = _span_of_openinference() if _OPENINFERENCE in sys.modules else None
         if not current and other is None:
-            return _place_below(*sorted(carrier.items())) if carrier else _ROOT
+            return _place_below(*carrier.items()) if carrier else _ROOT
         active = trace.get_current_span(current).get_span_context()
         # It is below the active span of its trace.
         if other is not None and active.trace_id in {
@@ -132,15 +139,14 @@ class Tracing:
         }:
             return Place(trace.set_span_in_context(other), is_root=False)
         if active.is_valid or not carrier:
-            return Place(None, is_root=not active.is_valid)
-        below = _place_below(*sorted(carrier.items()))
+            return NOWHERE if active.is_valid else _ROOT
+        below = _place_below(*carrier.items())
         return Place(trace.set_span_in_context(trace.get_current_span(below.parent)), is_root=False)
 
     def record(  # noqa: PLR0913 - keyword-only, all needed
         self,
         decision: Decision,
         *,
-        agent: str,
         tool: str,
         thread: str | None,
         started: int,
@@ -151,7 +157,6 @@ class Tracing:
 
         Args:
             decision: What was decided.
-            agent: The label of the agent.
             tool: The label of the tool.
             thread: The label of the thread, if there is one.
             started: When judging began, in nanoseconds since the Unix epoch.
@@ -163,28 +168,25 @@ class Tracing:
         ):
             return None
         kind = decision.call.kind
-        raised = error if decision.outcome is Outcome.BLOCKED else None
-        description = None if raised is None else described(raised)
+        if error is not None and decision.outcome is not Outcome.BLOCKED:
+            error = None
+        description = None if error is None else described(error)
         span = self._tracer.start_span(
             f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
             context=place.parent,
-            kind=trace.SpanKind.INTERNAL,
-            attributes=LazyAttributes(
-                lambda: self._attributes(decision, agent, tool, thread, raised)
-            ),
+            attributes=LazyAttributes(self._attributes, decision, tool, thread, error),
             start_time=started,
         )
-        if raised is not None:
+        if error is not None:
             span.set_status(trace.StatusCode.ERROR, description)
         span.end()
         return span
 
-    def record_wait(  # noqa: PLR0913 - keyword-only, all needed
+    def record_wait(
         self,
         decision: Decision,
         seconds: float,
         *,
-        agent: str,
         tool: str,
         thread: str | None,
         place: Place,
@@ -194,7 +196,6 @@ class Tracing:
         Args:
             decision: What was decided, by the caps on calls at once.
             seconds: How long the call has waited.
-            agent: The label of the agent.
             tool: The label of the tool.
             thread: The label of the thread, if there is one.
             place: Where it belongs.
@@ -203,7 +204,7 @@ class Tracing:
             self._spans == "refused" and decision.outcome is Outcome.ALLOWED
         ):
             return None
-        attributes = self._attributes(decision, agent, tool, thread, None)
+        attributes = self._attributes(decision, tool, thread, None)
         for counted in (THREAD_USED, RUN_USED):
             # A cap does not count them.
             attributes.pop(counted, None)
@@ -211,7 +212,6 @@ class Tracing:
         span = self._tracer.start_span(
             f"wait_for_quota tool {tool}",
             context=place.parent,
-            kind=trace.SpanKind.INTERNAL,
             attributes={**attributes, WAITED: seconds},
             start_time=ends - round(seconds * 1e9),
         )
@@ -221,56 +221,64 @@ class Tracing:
     def _attributes(
         self,
         decision: Decision,
-        agent: str,
         tool: str,
         thread: str | None,
         raised: BaseException | None,
     ) -> Attributes:
-        call = decision.call
-        attributes: dict[str, AttributeValue | None] = {
-            DECISION: decision.outcome.value,
+        call, leading, answer = decision.call, decision.leading, decision.answer
+        attributes: Attributes = {
+            DECISION: str(decision.outcome),
             KIND: call.kind,
             LIMITS: tuple(limit_label(status.limit) for status in decision.limits),
-            AGENT_NAME: agent if call.agent else None,
-            self._thread_key: thread,
         }
+        if call.agent:
+            attributes[AGENT_NAME] = agent_name(call.agent)
+        if thread is not None:
+            attributes[self._thread_key] = thread
         if call.kind == "tool":
             attributes[TOOL_NAME] = tool
-            attributes[TOOL_CALL_ID] = None if call.id is None else label(call.id)
-        leading = decision.leading
+            if call.id is not None:
+                attributes[TOOL_CALL_ID] = label(call.id)
         if leading is not None:
-            unit = leading.unit
-            attributes |= {
-                LIMIT: limit_label(leading.limit),
-                SCOPE: leading.refusal_scope or "none",
-                EXIT_BEHAVIOR: leading.exit_behavior,
-                UNIT: None if unit == "calls" else UNIT_LABELS[unit],
-                THREAD_USED: in_base_unit(leading.thread_used, unit),
-                THREAD_LIMIT: _limit(leading.thread_limit, unit),
-                RUN_USED: in_base_unit(leading.run_used, unit),
-                RUN_LIMIT: _limit(leading.run_limit, unit),
-            }
-            if leading.refusal_scope == STORE:
-                # The use of other runs is not known.
-                attributes[THREAD_USED] = None
-            for quota in leading.quotas:
-                attributes[QUOTA_USED.format(scope=quota.scope)] = in_base_unit(quota.used, unit)
-                attributes[QUOTA_LIMIT.format(scope=quota.scope)] = in_base_unit(quota.limit, unit)
-        if decision.answer is not None:
-            attributes[ANSWER] = decision.answer.type
-            attributes[ANSWERED_BY] = label(decision.answer.by) if decision.answer.by else None
-            if leading is not None:
-                granted = decision.answer.granted.get(leading.limit)
-                attributes[GRANTED] = _limit(granted, leading.unit)
+            _add_limit(attributes, leading)
+        if answer is not None:
+            _add_answer(attributes, answer, leading)
         if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
             attributes[RESETS_AT] = decision.resets_at.isoformat()
         if raised is not None:
             attributes[ERROR_TYPE] = label(type(raised).__qualname__)
-        return {key: value for key, value in attributes.items() if value is not None}
+        return attributes
 
 
-def _limit(most: int | None, unit: Unit) -> float | None:
-    return None if most is None else in_base_unit(most, unit)
+def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
+    """Add the limit that leads a decision."""
+    unit, scope = status.unit, status.refusal_scope
+    attributes[LIMIT] = limit_label(status.limit)
+    attributes[SCOPE] = scope or "none"
+    attributes[EXIT_BEHAVIOR] = status.exit_behavior
+    if unit != "calls":
+        attributes[UNIT] = UNIT_LABELS[unit]
+    if scope != STORE:
+        # Without the store, what other runs have used is not known.
+        attributes[THREAD_USED] = in_base_unit(status.thread_used, unit)
+    if status.thread_limit is not None:
+        attributes[THREAD_LIMIT] = in_base_unit(status.thread_limit, unit)
+    attributes[RUN_USED] = in_base_unit(status.run_used, unit)
+    if status.run_limit is not None:
+        attributes[RUN_LIMIT] = in_base_unit(status.run_limit, unit)
+    for quota in status.quotas:
+        attributes[QUOTA_USED.format(scope=quota.scope)] = in_base_unit(quota.used, unit)
+        attributes[QUOTA_LIMIT.format(scope=quota.scope)] = in_base_unit(quota.limit, unit)
+
+
+def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | None) -> None:
+    """Add a person's answer, and what it grants to the limit that leads the decision."""
+    attributes[ANSWER] = answer.type
+    if answer.by:
+        attributes[ANSWERED_BY] = label(answer.by)
+    granted = None if status is None else answer.granted.get(status.limit)
+    if status is not None and granted is not None:
+        attributes[GRANTED] = in_base_unit(granted, status.unit)
 
 
 def carried(span: trace.Span) -> Carrier:
@@ -288,7 +296,7 @@ def _place_below(*headers: tuple[str, str]) -> Place:
 
 def _span_of_openinference() -> trace.Span | None:
     """The span of OpenInference's LangChain instrumentation, which does not make it active."""
-    module: Any = sys.modules.get("openinference.instrumentation.langchain")
+    module: Any = sys.modules.get(_OPENINFERENCE)
     get_current_span = getattr(module, "get_current_span", None)
     # If it is imported but not switched on, it prints that at every call.
     if (
@@ -304,7 +312,7 @@ def exemplar(span: trace.Span | None) -> dict[str, str] | None:
     """The exemplar of a span, if it is sampled; without one, of the active span."""
     span = trace.get_current_span() if span is None else span
     context = span.get_span_context()
-    if not (context.is_valid and context.trace_flags.sampled):
+    if not (context.trace_flags.sampled and context.is_valid):
         return None
     return {
         "trace_id": trace.format_trace_id(context.trace_id),

@@ -2,9 +2,8 @@
 
 import logging
 
-from langchain_quota.telemetry.failures import Failures
-from langchain_quota.telemetry.labels import ToolLabels, agent_label
-from langchain_quota.telemetry.metrics import Metrics
+from langchain_quota.telemetry.instruments import Instruments
+from langchain_quota.telemetry.labels import agent_name
 
 logger = logging.getLogger("langchain_quota")
 
@@ -25,10 +24,11 @@ class UnjudgedCalls:
     swallow a warning that is an error.
     """
 
-    def __init__(self, metrics: Metrics, tools: ToolLabels, failures: Failures) -> None:
-        self._metrics = metrics
-        self._tools = tools
-        self._failed = failures.record
+    def __init__(self, instruments: Instruments) -> None:
+        self._metrics = instruments.metrics
+        self._agents = instruments.agents
+        self._tools = instruments.tools
+        self._failed = instruments.failures.record
         self._logged: set[tuple[str, str, str]] = set()
 
     def record(self, agent: str | None, kind: str, tool: str | None, nodes: str) -> None:
@@ -41,14 +41,14 @@ class UnjudgedCalls:
             nodes: The nodes in which it ran, from the outermost in; empty outside of a graph.
         """
         try:
-            name = agent_label(agent)
+            name = self._agents.label(agent)
             shown = self._tools.label(name, tool)
             self._metrics.unjudged(name, kind, shown)
         except Exception as error:
             self._failed("metrics", error)
             return
         try:
-            self._log(name, kind, shown, nodes)
+            self._log(agent_name(agent), kind, shown, nodes)
         except Exception as error:
             self._failed("observer", error)
 

@@ -9,12 +9,12 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from sqlite3 import Error, OperationalError
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, finalize, ref
 
 from prometheus_client.core import Metric
@@ -43,12 +43,12 @@ _MAX_QUEUED = 100_000
 """The most changes that wait; if nothing can be written, the oldest ones beyond it are lost."""
 
 
-class _Change(NamedTuple):
-    """What waits to be written."""
+_JOINED = (UsageWriter.decisions, UsageWriter.spend)
+"""Changes that are joined, for each thread, before they are written."""
 
-    write: Callable[..., None]
-    now: float
-    arguments: tuple[Any, ...]
+
+_Change = tuple[Callable[..., None], float, tuple[Any, ...]]
+"""What waits to be written: the method that writes it, its time, and the method's arguments."""
 
 
 class _Link:
@@ -130,20 +130,19 @@ class UsageTable(Collector):
     def record(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
         """Add the decisions about calls of one thread, in order; `agent`, `thread` are labels."""
         now = self._clock()
-        timed = [(now, decision) for decision in decisions]
-        self._change(UsageWriter.decisions, now, agent, thread, timed)
+        self._change((UsageWriter.decisions, now, (agent, thread, [(now, decisions)])))
 
     def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
         """Subtract a charge from what a thread has used of a limit."""
-        self._change(UsageWriter.refund, self._clock(), agent, thread, limit, amount)
+        self._change((UsageWriter.refund, self._clock(), (agent, thread, limit, amount)))
 
     def spend(self, agent: str, thread: str, spent: Sequence[tuple[str, Unit, int]]) -> None:
         """Add what a model call of a thread has spent, by limit."""
-        self._change(UsageWriter.spend, self._clock(), agent, thread, spent)
+        self._change((UsageWriter.spend, self._clock(), (agent, thread, spent)))
 
     def reset(self, agent: str, thread: str, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
-        self._change(UsageWriter.reset, self._clock(), agent, thread, limits)
+        self._change((UsageWriter.reset, self._clock(), (agent, thread, limits)))
 
     def flush(self) -> None:
         """Write what waits, and forget what is idle; what fails is reported."""
@@ -174,8 +173,8 @@ class UsageTable(Collector):
             self._on_error(error)
         return iter(found.values())
 
-    def _change(self, write: Callable[..., None], now: float, *arguments: Any) -> None:
-        self._queue.append(_Change(write, now, arguments))
+    def _change(self, change: _Change) -> None:
+        self._queue.append(change)
         news = self._link.news
         if not news.is_set():
             news.set()
@@ -229,7 +228,8 @@ class UsageTable(Collector):
 
     def _write(self, database: UsageDatabase, change: _Change) -> None:
         try:
-            change.write(self._rows, database, change.now, *change.arguments)
+            write, now, arguments = change
+            write(self._rows, database, now, *arguments)
         except OperationalError:
             raise
         except Exception as error:
@@ -275,21 +275,24 @@ def _joined(changes: Sequence[_Change]) -> Iterator[_Change]:
 
     They are a moment apart. What is spent is only added, so its order does not matter.
     """
-    waiting: dict[tuple[object, ...], _Change] = {}
-    for change in changes:
-        if change.write not in {UsageWriter.decisions, UsageWriter.spend}:
-            yield from waiting.values()
+    waiting: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}
+    for write, now, arguments in changes:
+        if write not in _JOINED:
+            yield from _waiting(waiting)
             waiting.clear()
-            yield change
+            yield write, now, arguments
             continue
-        agent, thread, items = change.arguments
+        agent, thread, items = arguments
         # The latest come last, so that the thread with the latest call is known.
-        earlier = waiting.pop((change.write, agent, thread), None)
-        if earlier is not None:
-            items = [*earlier.arguments[2], *items]
-        joined = change._replace(arguments=(agent, thread, items))
-        waiting[change.write, agent, thread] = joined
-    yield from waiting.values()
+        _, joined = waiting.pop((write, agent, thread), (now, []))
+        joined += items
+        waiting[write, agent, thread] = now, joined
+    yield from _waiting(waiting)
+
+
+def _waiting(joined: Mapping[tuple[Any, ...], tuple[float, list[Any]]]) -> Iterator[_Change]:
+    for (write, agent, thread), (now, items) in joined.items():
+        yield write, now, (agent, thread, items)
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

@@ -48,17 +48,20 @@ class UsageWriter:
         now: float,
         agent: str,
         thread: str | None,
-        decided: Sequence[tuple[float, Decision]],
+        decided: Sequence[tuple[float, Sequence[Decision]]],
     ) -> None:
         """Write the decisions about calls of one thread, with times; the arguments are labels."""
         by_limit: dict[str, list[_Timed]] = {}
-        for at, decision in decided:
-            for status in decision.limits:
-                by_limit.setdefault(status.limit, []).append((at, status))
+        has_quotas = False
+        for at, decisions in decided:
+            for decision in decisions:
+                for status in decision.limits:
+                    by_limit.setdefault(status.limit, []).append((at, status))
+                    has_quotas = has_quotas or bool(status.quotas)
         if thread is not None:
             self._write_thread(database, now, (agent, THREAD, thread), by_limit)
         digests: dict[str, bytes] = {}
-        for statuses in by_limit.values():
+        for statuses in by_limit.values() if has_quotas else ():
             quotas = {
                 (quota.scope, quota.subject): (at, status, quota)
                 for at, status in statuses
@@ -169,16 +172,16 @@ class UsageWriter:
             old = uses.get(series, {})
             uses[series] = self._decided(old, statuses)
             database.put(subject, series, uses[series], old)
-            refused = max((at for at, each in statuses if _refuses(each)), default=refused)
+            refused = max((at for at, _ in _refusals(statuses)), default=refused)
         database.rank(subject, uses, now, refused=refused)
 
     def _decided(self, old: Parts, statuses: Sequence[_Timed]) -> Parts:
         """What a thread has used of a limit after some decisions."""
         known = old.get("", Use())
-        told = [each for each in statuses if not _is_unknown(each[1], old)]
+        told = next((each for each in reversed(statuses) if not _is_unknown(each[1], old)), None)
         parts = dict(old)
-        if told and known.decided <= told[-1][0]:
-            decided, newest = told[-1]
+        if told is not None and known.decided <= told[0]:
+            decided, newest = told
             numbers: dict[str, tuple[int, int | None, float | None]] = {
                 "": (newest.thread_count, newest.thread_limit, None)
             }
@@ -193,18 +196,15 @@ class UsageWriter:
             # Only the near share, and whether the limit is enforced, are known.
             near = self._near_of(statuses[-1][1])
             parts = {part: use._replace(near=near) for part, use in old.items()}
-        refusals, refused, refused_since = 0, known.refused, known.refused_since
-        for at, status in statuses:
-            if not _refuses(status):
-                continue
-            refusals += 1
+        refusals, refused, refused_since = _refusals(statuses), known.refused, known.refused_since
+        for at, status in refusals:
             if status.reason != "store":
                 if refused is None or refused_since is None or at - refused > _APART:
                     refused_since = at
                 refused = max(at, refused or at)
         own = parts.get("", known)
         parts[""] = own._replace(
-            blocked=known.blocked + refusals,
+            blocked=known.blocked + len(refusals),
             refused=refused,
             refused_since=refused_since,
             # Two limits with different units may have had the same name.
@@ -262,8 +262,9 @@ class UsageWriter:
         return self._near if status.near is None else status.near
 
 
-def _refuses(status: LimitStatus) -> bool:
-    return status.refused and status.enforced
+def _refusals(statuses: Sequence[_Timed]) -> list[_Timed]:
+    """The statuses of calls that the limit refuses."""
+    return [each for each in statuses if each[1].reason is not None and each[1].enforced]
 
 
 def _is_unknown(status: LimitStatus, old: Parts) -> bool:

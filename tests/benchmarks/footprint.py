@@ -1,0 +1,96 @@
+"""How much memory a thread, a count and a remembered request take."""
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import MemoryStore, Telemetry, ToolCallLimit
+from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
+from langchain_quota.decision import Call
+from langchain_quota.resolved import ResolvedLimit
+from langchain_quota.telemetry import recorder_of
+from langchain_quota.telemetry.instruments import usage_of
+from tests.benchmarks.report import Result, Table, number
+from tests.benchmarks.scenes import UNREACHED
+from tests.benchmarks.sizes import Size
+from tests.judged import Used, judge
+
+FEW, MANY = 1, 8
+"""Limits of a tool."""
+
+
+def measure(size: Size) -> Result:
+    """Measure."""
+    threads = size.remembered
+    few, many = (tracked_bytes(threads, limits) / threads for limits in (FEW, MANY))
+    further = (many - few) / (MANY - FEW)
+    counts = held_bytes(threads, names=False) / threads
+    questions = held_bytes(threads, names=True) / threads
+    rows = [
+        ["telemetry: a tracked thread with 1 limit", number(few, 0)],
+        ["telemetry: each further limit of the thread", number(further, 0)],
+        ["`MemoryStore`: a count", number(counts, 0)],
+        ["`MemoryStore`: a request with 1 limit, for an hour", number(questions - counts, 0)],
+    ]
+    note = (
+        f"The mean of {threads:,} threads, counts or requests. Telemetry keeps its table in "
+        "SQLite: the first two rows are the bytes of the table's pages. The other rows are the "
+        "bytes that Python has allocated."
+    )
+    return Result([Table("Memory", ("item", "bytes"), rows, note)])
+
+
+def tracked_bytes(threads: int, limits: int) -> int:
+    """The bytes of the table of so many threads, each with so many limits."""
+    registry = CollectorRegistry()
+    recorder = recorder_of(Telemetry(registry=registry, spans="off"))
+    terms = [
+        ResolvedLimit.of(ToolCallLimit("search", thread_limit=UNREACHED, name=f"limit-{index}"))
+        for index in range(limits)
+    ]
+    for thread in range(threads):
+        call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
+        usage = {each.limit.counter: Used(1, 1) for each in terms}
+        recorder.record(judge(terms, usage, [call]).decisions, started=time.time_ns())
+    table = usage_of(registry)
+    assert table is not None
+    table.flush()
+    with table._connected() as database:
+        ((pages,),) = database.execute("PRAGMA page_count")
+        ((size,),) = database.execute("PRAGMA page_size")
+    table.close()
+    return int(pages * size)
+
+
+def held_bytes(questions: int, *, names: bool) -> int:
+    """The bytes that a store takes for so many requests, each with a count of its own.
+
+    Args:
+        questions: How many.
+        names: Whether the requests have names, by which the store remembers them.
+    """
+    store = MemoryStore()
+
+    def ask(number: int) -> object:
+        name = f"{number:032x}" if names else ""
+        counter = Counter(f"search:thread:thread-{number}", mirrored=True)
+        hits = Hits({"search": 1}, (Threshold("limit", "thread", "search", UNREACHED),))
+        return store.acquire(
+            AcquireRequest(name, name and f"a{name}", {"search": counter}, (hits,))
+        )
+
+    return _allocated(lambda: [ask(number) for number in range(questions)])
+
+
+def _allocated(doing: Callable[[], object]) -> int:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        doing()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,36 @@
+"""What a request to a `MemoryStore` costs, beside judging by the state."""
+
+from tests.benchmarks.costs import Costs
+from tests.benchmarks.report import Ratio, Table, number
+from tests.benchmarks.workloads import Asking
+
+STATE = Asking("state")
+WORKS = {
+    "judging a call by the state": STATE,
+    "`MemoryStore.acquire`": Asking("store"),
+    "the hooks' request to `MemoryStore`, and judging": Asking("hooks"),
+}
+
+_WHY = (
+    "*The hooks' request to `MemoryStore`*: the store itself takes a third. The rest is making the "
+    "request, timing it, and judging with the answer."
+)
+
+
+def shown(found: Costs) -> tuple[Table, list[Ratio]]:
+    """The table of what was measured, and the targets."""
+    to_state = {name: found.of[work] / found.of[STATE] for name, work in WORKS.items()}
+    rows = [
+        [name, number(found.of[work], 0), number(to_state[name])] for name, work in WORKS.items()
+    ]
+    columns = ("work", found.unit, "ratio")
+    note = (
+        "One call is judged by one `thread_limit`. The ratio compares with judging by the state. "
+        "The hooks also time the store, and handle its failures."
+    )
+    ratios = [
+        Ratio(f"{name}, to judging by the state; in {found.unit}", 3, ratio, why=_WHY)
+        for name, ratio in to_state.items()
+        if WORKS[name] != STATE
+    ]
+    return Table("A request to `MemoryStore`", columns, rows, note), ratios

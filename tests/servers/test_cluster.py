@@ -1,0 +1,487 @@
+"""A store with shards on a Redis Cluster of three nodes: counts spread, and each stays exact."""
+
+import asyncio
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import redis
+import redis.asyncio
+from langchain.agents import create_agent
+from langchain_core.tools import StructuredTool
+from prometheus_client import CollectorRegistry
+from redis.crc import key_slot
+
+from langchain_quota import (
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    QuotaStoreError,
+    RedisStore,
+    Telemetry,
+    ToolCallLimit,
+)
+from langchain_quota.admission import Compensation
+from langchain_quota.middleware._leases import SLOT_LEASE
+from langchain_quota.testing import ScriptedChatModel
+from tests.servers.prometheus import eventually
+from tests.servers.redis import RedisServer, running_redis, time_from
+from tests.servers.stores import batch, calls, compensating, used
+
+DOCS = Path(__file__).parents[2] / "docs"
+NODES = 3
+PROCESSES = 4
+TENANTS = [f"tenant-{number}" for number in range(12)]
+LIMIT = 10
+"""How many calls a tenant may make."""
+RUNS = 3
+"""How often each process runs an agent for each tenant; each run asks for two calls."""
+AT_ONCE = 2
+FEW = 100
+"""More requests than a node gets beside those that are counted."""
+PATIENCE = 120
+WEEK = timedelta(days=7)
+ASKED: Any = {"messages": [("user", "hi")]}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    """The nodes of a cluster, each with a third of the slots; most tests share it."""
+    with cluster(tmp_path_factory) as found:
+        yield found
+
+
+@contextmanager
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    """Run a cluster. It works on when a node is down."""
+    with ExitStack() as running:
+        found: list[RedisServer] = []
+        for number in range(NODES):
+            directory = tmp_path_factory.mktemp("node")
+            options = [
+                "--cluster-enabled",
+                "yes",
+                "--cluster-config-file",
+                str(directory / "nodes"),
+            ]
+            server = running.enter_context(running_redis(directory, *options))
+            with server.client() as client:
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+                first, last = (16384 * each // NODES for each in (number, number + 1))
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last - 1))
+                if found:
+                    port = str(found[0].port)
+                    client.execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+            found.append(server)
+        eventually(lambda: all(map(_knows_all, found)))
+        yield found
+
+
+def _knows_all(server: RedisServer) -> bool:
+    with server.client() as client:
+        known: Any = client.execute_command("CLUSTER INFO")
+        return known["cluster_state"] == "ok" and len(client.cluster("SLOTS")) == NODES
+
+
+@pytest.fixture
+def context() -> ForkServerContext:
+    """What starts processes."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+@pytest.fixture
+def store(nodes: list[RedisServer], request: pytest.FixtureRequest) -> Iterator[RedisStore]:
+    """A store of the test's own. Its prefix puts tenants on the same nodes each time."""
+    with closing(redis.RedisCluster("127.0.0.1", nodes[0].port)) as client:
+        yield store_of(client, request.function.__name__)
+
+
+def store_of(client: Any, prefix: str) -> RedisStore:
+    return RedisStore(client, prefix=prefix, timeout=60, shard_by="tenant")
+
+
+def agent_of(store: RedisStore, tool: Any, *limits: Any, **options: Any) -> Any:
+    """An agent that asks for two mails in each run."""
+    telemetry = Telemetry(registry=CollectorRegistry())
+    quota: Any = QuotaMiddleware(limits, store=store, telemetry=telemetry, **options)
+    model = ScriptedChatModel(
+        script=lambda messages: ["email"] * 2 if messages[-1].type == "human" else "done"
+    )
+    return create_agent(model, [tool], middleware=[quota])
+
+
+LIMITS = [
+    ToolCallLimit("email", run_limit=5, quotas=[Quota(LIMIT, per="tenant", window=WEEK)]),
+    ModelCallLimit(thread_limit=1_000),
+]
+
+
+def worker(port: int, prefix: str, diary: str, forever: bool) -> None:  # noqa: FBT001 - of a process
+    """A process whose agents write down whose mails they send."""
+    written = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    async def send_for(tenant: str, store: RedisStore) -> None:
+        async def email() -> str:
+            os.write(written, f"{tenant}\n".encode())
+            return "sent"
+
+        tool = StructuredTool.from_function(coroutine=email, name="email", description="Send.")
+        config: Any = {"configurable": {"thread_id": f"of-{tenant}"}}
+        agent = agent_of(store, tool, *LIMITS)
+        await agent.ainvoke(ASKED, config, context={"tenant": tenant})
+
+    async def work() -> None:
+        async with redis.asyncio.RedisCluster("127.0.0.1", port) as client:
+            store = store_of(client, prefix)
+            for _ in count() if forever else range(RUNS):
+                await asyncio.gather(*(send_for(tenant, store) for tenant in TENANTS))
+
+    asyncio.run(work())
+
+
+def started(
+    context: ForkServerContext, stack: ExitStack, nodes: list[RedisServer], *arguments: Any
+) -> Any:
+    """A process that works, by way of any node."""
+    process = context.Process(target=worker, args=(nodes[-1].port, *arguments), daemon=True)
+    process.start()
+    stack.callback(process.join, PATIENCE)
+    stack.callback(process.kill)
+    return process
+
+
+def test_processes_share_the_counts_of_tenants(
+    nodes: list[RedisServer], store: RedisStore, context: ForkServerContext, tmp_path: Path
+) -> None:
+    """4 processes ask for 24 mails of each of 12 tenants: 10 are sent, and all nodes have keys."""
+    diary = tmp_path / "diary"
+    with ExitStack() as stack:
+        working = [
+            started(context, stack, nodes, store._prefix, str(diary), False)
+            for _ in range(PROCESSES)
+        ]
+        for each in working:
+            each.join(PATIENCE)
+            assert each.exitcode == 0
+    assert Counter(diary.read_text().split()) == dict.fromkeys(TENANTS, LIMIT)
+    found = {use.key.rsplit(":", 2)[0]: use.used for use in store.usages("*:tenant:*")}
+    assert found == {f"{tenant}/email:tenant:{tenant}": LIMIT for tenant in TENANTS}
+    threads = {use.key: use.used for use in store.usages("*/model:thread:*")}
+    assert threads == {
+        f"{tenant}/model:thread:of-{tenant}": 2 * PROCESSES * RUNS for tenant in TENANTS
+    }
+    kept = []
+    of_nodes: list[str] = []
+    for node in nodes:
+        # As the command does, which asks one node.
+        with closing(RedisStore(node.url, prefix=store._prefix, timeout=60)) as alone:
+            of_nodes += [use.key for use in alone.usages("*/email:tenant:*")]
+        with node.client() as client:
+            names = [*client.scan_iter(match=f"*{store._prefix}*", count=1_000)]
+        # All that belongs to a tenant is on one node.
+        kept.append({name.partition(b"}")[0] for name in names})
+    assert len(of_nodes) == len(TENANTS)
+    assert all(kept)
+    assert sum(map(len, kept)) == len(TENANTS)
+
+
+def test_a_process_is_killed(
+    nodes: list[RedisServer], store: RedisStore, context: ForkServerContext, tmp_path: Path
+) -> None:
+    """Processes die in the middle of it: no tenant sends more than it may, and all is charged."""
+    diary = tmp_path / "diary"
+    diary.touch()
+    with ExitStack() as stack:
+        arguments = (store._prefix, str(diary), True)
+        first = started(context, stack, nodes, *arguments)
+        eventually(lambda: diary.read_text().strip())
+        first.kill()
+        second = started(context, stack, nodes, *arguments)
+        eventually(lambda: all(each == LIMIT for each in charged(store)))
+        second.kill()
+    sent = Counter(diary.read_text().split())
+    assert sent
+    assert max(sent.values()) <= LIMIT
+    assert charged(store) == [LIMIT] * len(TENANTS)
+
+
+def charged(store: RedisStore) -> list[int]:
+    """What is charged to tenants; at first to none."""
+    return [use.used for use in store.usages("*:tenant:*")] or [0]
+
+
+def test_the_sync_form(store: RedisStore) -> None:
+    """A sync client serves agents, keys of several shards, grants and resets."""
+    sent: list[str] = []
+    tool = StructuredTool.from_function(lambda: sent.append("mail"), name="email", description=".")
+    agent = agent_of(store, tool, *LIMITS)
+    for tenant in TENANTS * 6:
+        agent.invoke(ASKED, {"configurable": {"thread_id": "7"}}, context={"tenant": tenant})
+    assert len(sent) == LIMIT * len(TENANTS)
+    keys = [use.key for use in store.usages("*/email:tenant:*")]
+    assert used(store, *keys) == [LIMIT] * len(TENANTS)
+    granted = store.grant(keys[0], 3, reason="more")
+    assert store.grants() == [granted]
+    for tenant in TENANTS * 2:
+        agent.invoke(ASKED, {"configurable": {"thread_id": "8"}}, context={"tenant": tenant})
+    assert len(sent) == LIMIT * len(TENANTS) + 3
+    assert store.revoke(keys[0], granted.id) is not None
+    store.reset(keys)
+    assert used(store, *keys) == [0] * len(TENANTS)
+
+
+def test_corrections_of_other_shards_travel_with_a_request(store: RedisStore) -> None:
+    """What an outage has left of other tenants is corrected, each in its shard, and once."""
+    keys = [f"{tenant}/email:thread:7" for tenant in TENANTS]
+    lost = [calls(key, 2) for key in keys]
+    for each in lost:
+        store.acquire(each)
+    made = [
+        Compensation(
+            each.attempt_id, {key: 5}, each.attempt_id, starts={key: 0}, idempotency_key="other"
+        )
+        for key, each in zip(keys, lost, strict=True)
+    ]
+    for _ in range(2):
+        result = store.acquire(calls(keys[0], 1, compensations=made))
+        assert result.admitted == (True,)
+    assert used(store, *keys) == [7, *[5] * (len(TENANTS) - 1)]
+    store.acquire(compensating(Compensation("late", {"email:thread:7": 1})))
+    assert used(store, "email:thread:7", keys[0]) == [1, 7]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("*", "a*", "acme*", "acme/*", "*/email*", "*:user_id:*", "*e*", "?cme/*", "email:*"),
+        *("[a]cme/email*", "acme/[e]*", "*a[n]n", "email:user_id:ann", "acme/email:user_id:ann"),
+        *("*/*:user_id:b*", "b*/*", "*ann", "?mail:*", "em?il:user_id:*", "nobody*", "*/", "/*"),
+    ],
+)
+def test_patterns_of_keys(store: RedisStore, pattern: str) -> None:
+    """A list has the keys that match the pattern, with and without shards."""
+    bases = ["email:user_id:ann", "email:user_id:bob", "mail:thread:acme", "a:b:c:60:5"]
+    keys = [f"{shard}{base}" for shard in ("", "acme/", "beta/", "b%2Fc/") for base in bases]
+    store.reset(keys)
+    assert [use.key for use in store.usages(pattern)] == sorted(
+        key for key in keys if fnmatchcase(key, pattern)
+    )
+
+
+async def test_caps_on_calls_at_once_count_all_tenants(nodes: list[RedisServer]) -> None:
+    """Two stores, as two processes have them, hold calls of all tenants to one cap."""
+    running = most = 0
+    full = asyncio.Event()
+
+    async def email() -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == AT_ONCE:
+            full.set()
+        await full.wait()
+        await asyncio.sleep(0.01)
+        running -= 1
+        return "sent"
+
+    tool = StructuredTool.from_function(coroutine=email, name="email", description="Send.")
+    prefix = nodes[0].prefix()
+    async with (
+        redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port) as one,
+        redis.asyncio.RedisCluster("127.0.0.1", nodes[1].port) as other,
+        asyncio.timeout(PATIENCE),
+    ):
+        stores = [store_of(client, prefix) for client in (one, other)]
+        limit = ToolCallLimit("email", at_once=AT_ONCE, wait=PATIENCE, thread_limit=100)
+        agents = [agent_of(store, tool, limit) for store in stores]
+        config: Any = {"configurable": {"thread_id": "7"}}
+        results = await asyncio.gather(
+            *(
+                agent.ainvoke(ASKED, config, context={"tenant": tenant})
+                for tenant in TENANTS[:4]
+                for agent in agents
+            )
+        )
+        (left,) = await stores[0].apeek(["email:at_once:"])
+    texts = [each.content for result in results for each in result["messages"]]
+    assert texts.count("sent") == 16
+    assert most == AT_ONCE
+    assert left is not None
+    assert left.used == 0
+
+
+async def test_more_callers_than_connections(nodes: list[RedisServer]) -> None:
+    """The error says what the client needs. Callers of one node never wait for those of another."""
+    options: Any = {"max_connections": 2}
+    async with redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port, **options) as client:
+        store = store_of(client, nodes[0].prefix())
+        asked = [store.apeek(["acme/email:thread:7"]) for _ in range(9)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+    failed = {str(each) for each in found if isinstance(each, QuotaStoreError)}
+    assert len(failed) == 1
+    assert "give it more, by max_connections=" in failed.pop()
+
+
+def test_a_user_with_the_rights_of_the_pages(nodes: list[RedisServer]) -> None:
+    """With the pages' further rights for a cluster, and not without them, a client can use it."""
+    text = (DOCS / "shared-quotas.md").read_text()
+    [rights] = re.findall(r"ACL SETUSER quota on >\S+ (.*)", text)
+    [keys] = re.findall(r"A store with shards needs the keys `(\S+)`", text)
+    [further] = re.findall(r"A client of a cluster needs\s+`([^`]+)`", text)
+
+    def allow(*rules: str) -> None:
+        for node in nodes:
+            with node.client() as client:
+                client.execute_command("ACL", "SETUSER", "quota", *rules)
+
+    who: Any = {"username": "quota", "password": "secret"}
+    prefix = "langchain_quota"
+    allow("on", ">secret", *rights.split(), keys)
+    with pytest.raises(redis.RedisClusterException):
+        redis.RedisCluster("127.0.0.1", nodes[0].port, **who)
+    allow(*further.split())
+    with closing(redis.RedisCluster("127.0.0.1", nodes[0].port, **who)) as client:
+        store_of(client, prefix).acquire(calls("acme/search:thread:7", 1))
+
+    async def acquire() -> int:
+        async with redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port, **who) as client:
+            made = await store_of(client, prefix).aacquire(calls("acme/search:thread:7", 1))
+            return made.used["acme/search:thread:7"]
+
+    assert asyncio.run(acquire()) == 1
+
+
+def test_the_url_of_one_node(nodes: list[RedisServer]) -> None:
+    """Where another node has the key, the error says to give a client of the cluster."""
+
+    def failure(alone: RedisStore, key: str) -> str:
+        try:
+            alone.peek([key])
+        except QuotaStoreError as error:
+            return str(error)
+        return ""
+
+    with closing(RedisStore(nodes[0].url, shard_by="tenant", timeout=60)) as alone:
+        said = [failure(alone, f"{tenant}/email:thread:7") for tenant in TENANTS]
+    assert "" in said
+    moved = [each for each in said if each]
+    assert moved
+    assert all("give RedisStore a client of the cluster" in each for each in moved)
+
+
+def test_a_node_that_is_down(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Calls of its tenants are judged as in an outage; its corrections stop no other tenant.
+
+    When the node is back, it is corrected with the tenant's next call.
+    """
+    tool = StructuredTool.from_function(lambda: "sent", name="email", description="Send.")
+    with cluster(tmp_path_factory) as nodes:
+        here, away = (
+            next(each for each in TENANTS if key_slot(b"down:" + each.encode()) * 3 // 16384 == n)
+            for n in (0, 1)
+        )
+        with closing(redis.RedisCluster("127.0.0.1", nodes[0].port)) as client:
+            store = store_of(client, "down")
+            limit = ToolCallLimit("email", quotas=[Quota(LIMIT, per="tenant")])
+            agent = agent_of(store, tool, limit, on_store_error="allow")
+
+            def run(tenant: str) -> list[str]:
+                result = agent.invoke(ASKED, context={"tenant": tenant})
+                return [each.content for each in result["messages"] if each.type == "tool"]
+
+            def counted(tenant: str) -> list[int | None]:
+                return used(store, f"{tenant}/email:tenant:{tenant}")
+
+            nodes[1].stop()
+            with pytest.raises(QuotaStoreError):
+                counted(away)
+            for number in (1, 2):
+                assert run(away) == run(here) == ["sent"] * 2
+                assert counted(here) == [2 * number]
+            nodes[1].start()
+            eventually(lambda: _knows_all(nodes[1]) and _knows_all(nodes[0]))
+            assert run(here) == ["sent"] * 2
+            assert counted(away) == [None]
+            assert run(away) == ["sent"] * 2
+            assert (counted(here), counted(away)) == ([6], [6])
+
+
+def test_what_a_dead_process_holds_is_given_back(store: RedisStore) -> None:
+    """A lease in a shard ends by the clock of its node."""
+    key = "acme/model.total_tokens:tenant:acme"
+    with time_from(f"{{{store._prefix}:acme}}:now"):
+        client = store._clients.sync()
+        now = int(time.time())
+        client.set(f"{{{store._prefix}:acme}}:now", now)
+        store.acquire(batch({key: 100}, leases={key: SLOT_LEASE}))
+        assert used(store, key) == [100]
+        client.set(f"{{{store._prefix}:acme}}:now", now + SLOT_LEASE + 1)
+        assert used(store, key) == [0]
+
+
+def asking(port: int, prefix: str, tenants: list[str], questions: int, ready: Any) -> None:
+    """A process that sends one request after the other, as soon as all are connected."""
+    with closing(redis.RedisCluster("127.0.0.1", port)) as client:
+        store = store_of(client, prefix)
+        store.usages()
+        ready.wait(PATIENCE)
+        for number in range(questions):
+            key, name = f"{tenants[number % len(tenants)]}/email:thread:7", uuid4().hex
+            store.acquire(calls(key, 1, 10**9, key=name, attempt=name))
+
+
+def test_load_is_spread(
+    nodes: list[RedisServer],
+    store: RedisStore,
+    context: ForkServerContext,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One node answers the requests of a tenant, all nodes those of many; each is counted.
+
+    The requests per second are printed. They say little if the callers have the same processors
+    as the nodes.
+    """
+    questions = 500
+    for tenants in (TENANTS[:1], TENANTS):
+        before = [asked(node) for node in nodes]
+        with ExitStack() as stack:
+            ready = context.Barrier(PROCESSES + 1)
+            for _ in range(PROCESSES):
+                arguments = (nodes[0].port, store._prefix, tenants, questions, ready)
+                process = context.Process(target=asking, args=arguments)
+                process.start()
+                stack.callback(process.kill)
+                stack.callback(process.join, PATIENCE)
+            ready.wait(PATIENCE)
+            began = time.perf_counter()
+        seconds = time.perf_counter() - began
+        shares = [asked(node) - old for node, old in zip(nodes, before, strict=True)]
+        assert sum(each > FEW for each in shares) == (1 if len(tenants) == 1 else NODES)
+        with capsys.disabled():
+            rate = PROCESSES * questions / seconds
+            print(  # noqa: T201 - for who wants to know
+                f"\n{len(tenants)} tenants: {rate:.0f} requests a second, by node {shares}"
+            )
+    counted = [use.used for use in store.usages()]
+    assert sum(counted) == 2 * PROCESSES * questions
+
+
+def asked(node: RedisServer) -> int:
+    """How many requests a node has answered."""
+    with node.client() as client:
+        known: Any = client.info("commandstats")
+    return sum(known.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha"))

@@ -1,0 +1,147 @@
+"""Callers of RedisStore on one event loop at the same time: they share nothing but a pipeline."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from langchain_quota.admission import AcquireResult
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores.redis import RedisStore
+from langchain_quota.stores.redis_together import MOST
+from tests.servers.redis import Detour, RedisServer, detour
+from tests.servers.stores import calls
+
+CALLERS = MOST + 1
+"""One sends alone, and the others fill a pipeline."""
+
+LONG = 30.0
+"""The timeout of a store that is not to run into it, in seconds."""
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
+    """A store with a prefix of the test's own, that the server knows the script of."""
+    store = RedisStore(redis_server.url, prefix=redis_server.prefix(), timeout=LONG)
+    await store.aacquire(calls("first", 1))
+    yield store
+    await store.aclose()
+
+
+def asking(store: RedisStore, *keys: str) -> list[asyncio.Task[AcquireResult]]:
+    """Callers who ask in one turn of the event loop."""
+    return [asyncio.create_task(store.aacquire(calls(key, 1))) for key in keys]
+
+
+async def held(way: Detour) -> None:
+    """Wait until a request is held up."""
+    assert await asyncio.to_thread(way.held.wait, LONG)
+
+
+async def test_two_connections_serve_all(store: RedisStore, redis_server: RedisServer) -> None:
+    """One sends alone, all others in one pipeline; each of them gets its own answer."""
+    with redis_server.client() as client:
+        client.config_resetstat()
+        keys = [f"key-{number}" for number in range(CALLERS)]
+        for turn in range(2):
+            results = await asyncio.gather(*asking(store, *keys))
+            assert [result.used for result in results] == [{key: turn} for key in keys]
+        # One of them is this client's own; the store has one already.
+        assert client.info("stats")["total_connections_received"] <= 2
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 2 * CALLERS
+
+
+async def test_a_pipeline_is_not_longer_than_that(redis_server: RedisServer) -> None:
+    """While the first pipeline is held up, the next ones are answered: so none waits for it."""
+    with detour(redis_server, hold=b"}:count:first") as way:
+        store = RedisStore(way.url, prefix=redis_server.prefix(), timeout=LONG)
+        alone, *others = asking(store, "alone", "first", *["search"] * (2 * MOST))
+        await held(way)
+        await asyncio.wait([alone, *others[MOST:]])
+        assert not any(task.done() for task in others[:MOST])
+        way.open()
+        results = await asyncio.gather(*others[1:])
+        assert sorted(result.used["search"] for result in results) == [*range(2 * MOST)]
+        await others[0]
+        await store.aclose()
+
+
+async def test_an_error_is_its_callers(store: RedisStore, redis_server: RedisServer) -> None:
+    """What is wrong with one request fails this one only."""
+    with redis_server.client() as client:
+        client.set(store._names.count("odd"), "no count")
+    results = await asyncio.gather(*asking(store, "a", "b", "odd", "c"), return_exceptions=True)
+    failed = results.pop(2)
+    assert isinstance(failed, QuotaStoreError)
+    assert "WRONGTYPE" in str(failed)
+    assert all(isinstance(each, AcquireResult) for each in results)
+
+
+async def test_a_forgotten_script(store: RedisStore, redis_server: RedisServer) -> None:
+    """A server that does not know the script gets it, and counts each request once."""
+    with redis_server.client() as client:
+        client.script_flush()
+    results = await asyncio.gather(*asking(store, *["search"] * CALLERS))
+    assert sorted(result.used["search"] for result in results) == [*range(CALLERS)]
+
+
+class TestCancelled:
+    """A caller who goes takes nothing from the others, and the last one leaves nothing behind."""
+
+    async def test_others_are_answered(self, redis_server: RedisServer) -> None:
+        """All but one of a pipeline are cancelled; the one gets its own answer."""
+        with detour(redis_server, hold=b"}:count:last") as way:
+            store = RedisStore(way.url, prefix=redis_server.prefix(), timeout=LONG)
+            alone, *tasks, last = asking(store, *["search"] * (CALLERS - 1), "last")
+            await held(way)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            assert all(task.cancelled() for task in tasks)
+            way.open()
+            assert (await last).used == {"last": 0}
+            assert (await alone).used["search"] in range(CALLERS)
+            await store.aclose()
+
+    @pytest.mark.parametrize("turns", range(3))
+    async def test_no_task_stays(self, store: RedisStore, turns: int) -> None:
+        """All are cancelled, before the pipeline begins or later: it ends, and a new one begins."""
+        before = asyncio.all_tasks()
+        tasks = asking(store, *["search"] * CALLERS)
+        # After one turn all have asked, and the pipeline has not begun.
+        for _ in range(1 + turns):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+        assert asyncio.all_tasks() == before
+        results = await asyncio.gather(*asking(store, *["later"] * CALLERS))
+        assert sorted(result.used["later"] for result in results) == [*range(CALLERS)]
+
+    async def test_by_somebody_else(self, redis_server: RedisServer) -> None:
+        """Who cancels tasks that are not theirs gives the callers an error of the store."""
+        with detour(redis_server, hold=b"EVALSHA") as way:
+            store = RedisStore(way.url, prefix=redis_server.prefix(), timeout=LONG)
+            before = asyncio.all_tasks()
+            alone, *others = asking(store, *["search"] * CALLERS)
+            await held(way)
+            (pipeline,) = asyncio.all_tasks() - before - {alone, *others}
+            pipeline.cancel()
+            failed = await asyncio.gather(*others, return_exceptions=True)
+            assert {type(each) for each in failed} == {QuotaStoreError}
+            way.open()
+            assert (await alone).admitted == (True,)
+            await store.aclose()
+
+
+async def test_each_has_its_own_time(redis_server: RedisServer) -> None:
+    """Nobody answers: the time of each is over, and no task stays."""
+    with detour(redis_server, hold=b"EVALSHA") as way:
+        store = RedisStore(way.url, prefix=redis_server.prefix(), timeout=0.3)
+        before = asyncio.all_tasks()
+        failed = await asyncio.gather(*asking(store, *["x"] * CALLERS), return_exceptions=True)
+        assert {type(each) for each in failed} == {QuotaStoreError}
+        assert all(isinstance(each, QuotaStoreError) and each.timed_out for each in failed)
+        assert asyncio.all_tasks() == before
+        await store.aclose()
