@@ -145,7 +145,8 @@ class Detour:
         self.held = threading.Event()
         self.answers = bytearray()
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def open(self) -> None:
         """Let through what was held up, and all that comes."""
@@ -156,6 +157,8 @@ class Detour:
         self._open.set()
         with suppress(OSError):  # wakes who waits for a connection
             self._listener.shutdown(socket.SHUT_RDWR)
+        # What it accepts last is closed, too.
+        self._accepting.join()
         self._ends.close()
 
     def _accept(self) -> None:
