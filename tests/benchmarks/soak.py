@@ -86,8 +86,8 @@ class Sample:
 ALLOWED = Sample(memory=1.03, objects=1.02, series=1.01, files=1.0, tasks=1.0, threads=1.0)
 """How many times its early value the late value of each may be."""
 
-SPARE = Sample(memory=2, objects=2_000, series=5, files=2, tasks=2, threads=2)
-"""How much more is allowed beyond that: connections and worker threads come and go."""
+SPARE = Sample(memory=2, objects=2_000, series=5, files=2, tasks=WORKERS, threads=2)
+"""How much more is allowed beyond that: connections, worker threads and tasks come and go."""
 
 
 def sample(registry: CollectorRegistry) -> Sample:

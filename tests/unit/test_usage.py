@@ -149,8 +149,9 @@ def threads(table: UsageTable) -> list[str]:
 
 def used(table: UsageTable, limit: str = "search") -> dict[str, tuple[float, float]]:
     """What threads have used, of how much."""
-    limits = samples(table, LIMIT)
     found = samples(table, USED)
+    # Read last: another thread may write between the two.
+    limits = samples(table, LIMIT)
     return {key[2]: (value, limits[key]) for key, value in found.items() if key[1] == limit}
 
 
