@@ -3,13 +3,14 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from inspect import Parameter, signature
-from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 from langchain.agents.middleware.types import AgentMiddleware
+from langchain_core.tools import BaseTool
 from langgraph.prebuilt import ToolNode
 
-from langchain_quota.middleware._sub_agents import graphs_of, has_limits, starters
+from langchain_quota.middleware._interpreters import unseen_calls
+from langchain_quota.middleware._sub_agents import graphs_of, has_limits, starters, sub_agents
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
 
@@ -55,8 +56,9 @@ def with_limits(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `quota` has no store. Or, when the agent is made: a sub-agent cannot be given
-            limits, `leave_out` has a name that no sub-agent has, or `middleware` has another
-            `QuotaMiddleware`.
+            limits, `leave_out` has a name that no sub-agent has, `middleware` has another
+            `QuotaMiddleware`, or code that an agent writes can call a limited tool, where no
+            limit sees the call.
 
     Examples:
         >>> from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit, with_limits
@@ -99,8 +101,15 @@ def with_limits(
         for name, value in limited.items():
             (bound.arguments if name in parameters else others)[name] = value
         agent = preset.func(*bound.args, **bound.kwargs)
+        tools = _tools(agent)
+        starts = starters(tools)
+        _check_interpreters("the main agent", tools, quota)
+        agents = {name: each for start in starts for name, each in sub_agents(start).items()}
+        for name, own in _quotas(limited["subagents"]):
+            if name in agents and name not in leave_out:
+                _check_interpreters(f"sub-agent {name!r}", _tools(agents[name]), own)
         # All sub-agents have limits, or are left out on purpose.
-        quota._looked_at.update(_starters(agent))  # noqa: SLF001 - of this package
+        quota._looked_at.update(starts)  # noqa: SLF001 - of this package
         return agent
 
     return create_with_limits
@@ -158,12 +167,33 @@ def _with_quota(
     return [quota, *present] if isinstance(quota, InlineQuotaMiddleware) else [*present, quota]
 
 
-def _starters(agent: object) -> Iterator[FunctionType]:
-    """The functions by which an agent, or a graph around it, starts sub-agents."""
-    for graph in graphs_of(agent):
-        for node in graph.nodes.values():
-            if isinstance(node.bound, ToolNode):
-                yield from starters(node.bound.tools_by_name.values())
+def _tools(agent: object) -> list[BaseTool]:
+    """The tools of an agent, or of a graph around it."""
+    nodes = (node.bound for graph in graphs_of(agent) for node in graph.nodes.values())
+    return [
+        tool for node in nodes if isinstance(node, ToolNode) for tool in node.tools_by_name.values()
+    ]
+
+
+def _quotas(specs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, QuotaMiddleware[Any, Any]]]:
+    """The declared sub-agents, each with its quota."""
+    for spec in specs:
+        for each in spec.get("middleware") or ():
+            if isinstance(each, QuotaMiddleware):
+                yield spec["name"], each
+
+
+def _check_interpreters(
+    agent: str, tools: Sequence[BaseTool], quota: QuotaMiddleware[Any, Any]
+) -> None:
+    """Check that no code which an agent writes can call a tool past its limit.
+
+    Raises:
+        ValueError: It can.
+    """
+    unseen = unseen_calls(quota._enforced, tools)  # noqa: SLF001 - of this package
+    if unseen is not None:
+        raise ValueError(f"{agent}: {unseen}")
 
 
 def _check(create: Any, quota: object, leave_out: object) -> None:

@@ -45,6 +45,7 @@ MIDDLEWARE_LAYERS = [
         "_corrections",
         "_grants",
         "_history",
+        "_interpreters",
         "_known_grants",
         "_observers",
         "_reset",

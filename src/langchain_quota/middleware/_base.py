@@ -25,6 +25,7 @@ from langchain_quota.middleware._history import (
     dangling_calls,
     since,
 )
+from langchain_quota.middleware._interpreters import unseen_calls
 from langchain_quota.middleware._offered_tools import OfferedTools
 from langchain_quota.middleware._root_run import root_run, watch_root_runs
 from langchain_quota.middleware._sub_agents import starters, unlimited_sub_agents
@@ -76,6 +77,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         super().__init__()
         self._made_at = UserLine.of_caller()
         self._limits = limits
+        self._enforced = tuple(limit for limit in limits if limit.enforce)
         self._limit_name = limit_name
         self._recorder = recorder_of(telemetry)
         self._recorder.watch_limits(limits)
@@ -141,9 +143,29 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return self._begin_run(state, runtime)
 
     def _learn_tools(self, request: ModelRequest[Any]) -> None:
-        """Tell the telemetry which tools there really are, before the model invents others."""
-        if self._offered.learn(request):
+        """Tell the telemetry which tools there really are, before the model invents others.
+
+        Raises:
+            RuntimeError: Code that the model writes can call a tool past its limit.
+        """
+        is_new = self._offered.learn(request)
+        if is_new:
             self._warn_of_sub_agents(request.tools)
+        self._refuse_unseen_calls(request)
+        if is_new:
+            on_trial = unseen_calls(self._limits, request.tools)
+            if on_trial is not None:
+                self._made_at.warn(on_trial)
+
+    def _refuse_unseen_calls(self, request: ModelRequest[Any]) -> None:
+        """Refuse to run an agent whose code can call a limited tool.
+
+        Raises:
+            RuntimeError: It can.
+        """
+        unseen = unseen_calls(self._enforced, request.tools)
+        if unseen is not None:
+            raise RuntimeError(unseen)
 
     def _warn_of_sub_agents(self, tools: Sequence[Any]) -> None:
         """Warn once per agent whose tools start other agents without limits."""

@@ -33,10 +33,18 @@ def unlimited_sub_agents(start: FunctionType) -> list[str]:
     Args:
         start: The function.
     """
-    agents = inspect.getclosurevars(start).nonlocals.get("subagent_graphs")
-    if not isinstance(agents, Mapping):
-        return []
+    agents = sub_agents(start)
     return [name for name, agent in agents.items() if _is_agent(agent) and not has_limits(agent)]
+
+
+def sub_agents(start: FunctionType) -> Mapping[str, Any]:
+    """The sub-agents that a function starts, by name, as far as they are known.
+
+    Args:
+        start: The function.
+    """
+    agents = inspect.getclosurevars(start).nonlocals.get("subagent_graphs")
+    return agents if isinstance(agents, Mapping) else {}
 
 
 def has_limits(runnable: object) -> bool:
