@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import NAMESPACE_OID, UUID, uuid4, uuid5
 
 from langchain_core.callbacks import BaseCallbackHandler
@@ -23,6 +23,9 @@ from langchain_quota.model_usage import ModelUsage, reported_usage
 logger = logging.getLogger("langchain_quota")
 
 Status = Literal["success", "error", "pending"]
+
+DECISION = "llm"
+"""The type by which callbacks tell a decision model of LangChain 1.5 from other chains."""
 
 _SAID = ("text", "thinking", "reasoning", "summary")
 """Where a block of an answer has its text."""
@@ -120,7 +123,7 @@ class ModelRunCollector(BaseCallbackHandler):
     """
 
     run_inline = True
-    ignore_chain = ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
+    ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
 
     def __init__(
         self, admit: Admit | None = None, around: "ModelRunCollector | None" = None
@@ -210,6 +213,37 @@ class ModelRunCollector(BaseCallbackHandler):
             name = type(error).__name__
             self._end(run_id, status="error", usage=usage, error=name, http_status=status)
 
+    def on_chain_start(
+        self,
+        serialized: Mapping[str, Any] | None,  # noqa: ARG002 - by position
+        inputs: object,
+        *,
+        run_id: UUID,
+        run_type: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """Keep what was asked of a decision model: for callbacks it is a chain of this type."""
+        if run_type == DECISION:
+            self._refuse(run_id, metadata, more)
+            self._start(run_id, [HumanMessage(str(inputs))], metadata, more)
+
+    def on_chain_end(self, outputs: object, *, run_id: UUID, **_: object) -> None:
+        """Note what a decision model has used."""
+        if run_id in self._runs:
+            message = AIMessage(
+                str(getattr(outputs, "answers", "")),
+                usage_metadata=getattr(outputs, "usage", None),
+                response_metadata={"model_name": getattr(outputs, "model", "")},
+            )
+            generation = ChatGeneration(message=message)
+            self.on_llm_end(LLMResult(generations=[[generation]]), run_id=run_id)
+
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
+        """Note what a decision model may have used."""
+        if run_id in self._runs:
+            self.on_llm_error(error, run_id=run_id)
+
     def _refuse(
         self, run_id: UUID, metadata: Mapping[str, Any] | None, more: Mapping[str, Any]
     ) -> None:
@@ -237,6 +271,8 @@ class ModelRunCollector(BaseCallbackHandler):
     ) -> None:
         params = more.get("invocation_params") or {}
         asked = _asked_in(metadata, more)
+        # A decision model that asks another model is not charged beside that one.
+        self._runs.pop(cast("UUID", more.get("parent_run_id")), None)
         self._runs[run_id] = _Started(asked=asked, prompt=prompt, params=params)
 
     def _end(self, run_id: UUID, **run: Any) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -9,6 +10,7 @@ from typing import Any, TypedDict
 
 import pytest
 from langchain.agents import create_agent
+from langchain_core._api import LangChainBetaWarning
 from langchain_core.messages import AIMessage
 from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -205,6 +207,16 @@ def a_compiled_sub_agent(bench: Bench) -> str:
     quota = bench.quota(SEARCH, store=MemoryStore())
     model = ScriptedChatModel(script=["done"])
     return raised(ValueError, lambda: with_limits(make, quota)(model, subagents=[compiled]))
+
+
+@sees("limit … does not see what code calls: CodeInterpreterMiddleware calls …")
+def code_that_calls_a_limited_tool(bench: Bench) -> str:
+    quickjs = pytest.importorskip("langchain_quickjs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LangChainBetaWarning)
+        code = quickjs.CodeInterpreterMiddleware(ptc=["search"], timeout=120)
+    agent = bench.agent(bench.quota(SEARCH), code)
+    return raised(RuntimeError, lambda: agent.invoke(ASKED))
 
 
 @sees("the sub-agents that the tool 'task' of agent … starts have no limits of langchain-quota: …")

@@ -17,7 +17,7 @@ from langchain_core.messages import BaseMessage
 from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.middleware._context import running_config
-from langchain_quota.model_runs import ModelRun, ModelRunCollector
+from langchain_quota.model_runs import DECISION, ModelRun, ModelRunCollector
 
 MAX_ENDED = 10_000
 """The most ended runs that a tree keeps: runs that they have started may go on."""
@@ -55,7 +55,7 @@ class RunTree(ModelRunCollector):
     deque.
     """
 
-    ignore_chain = ignore_agent = ignore_retriever = False
+    ignore_agent = ignore_retriever = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,20 +110,26 @@ class RunTree(ModelRunCollector):
 
     def on_chain_start(
         self,
-        *_: object,
+        *given: Any,
         run_id: UUID,
         parent_run_id: UUID | None = None,
         metadata: Mapping[str, Any] | None = None,
-        **__: object,
+        **more: Any,
     ) -> None:
         """Learn where a run is in the tree."""
         task = None if metadata is None else metadata.get("langgraph_checkpoint_ns")
         self._places[run_id] = _Place(parent_run_id, task)
+        if more.get("run_type") == DECISION:
+            about = {"run_id": run_id, "parent_run_id": parent_run_id, "metadata": metadata}
+            super().on_chain_start(*given, **about, **more)
 
     on_tool_start = on_retriever_start = on_chain_start
 
-    def on_chain_end(self, *_: object, run_id: UUID, **__: object) -> None:
+    def on_chain_end(self, *given: Any, run_id: UUID, **__: object) -> None:
         """Learn that a run has ended; of too many, forget the one that ended first."""
+        if run_id in self._runs:
+            super().on_chain_end(*given, run_id=run_id)
+            return
         self._ended.append(run_id)
         if len(self._ended) > MAX_ENDED:
             forgotten = self._ended.popleft()
@@ -134,8 +140,14 @@ class RunTree(ModelRunCollector):
             self.end_cancelled(run_id)
             watcher.close()
 
-    on_chain_error = on_tool_end = on_tool_error = on_chain_end
-    on_retriever_end = on_retriever_error = on_chain_end
+    on_tool_end = on_tool_error = on_retriever_end = on_retriever_error = on_chain_end
+
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
+        """Learn that a run has failed."""
+        if run_id in self._runs:
+            super().on_chain_error(error, run_id=run_id)
+        else:
+            self.on_chain_end(run_id=run_id)
 
     def _start(
         self,

@@ -20,6 +20,7 @@ from langchain_quota.middleware._context import (
 )
 from langchain_quota.middleware._history import pending_calls
 from langchain_quota.middleware._root_run import RootRun, root_run, watch_root_runs
+from langchain_quota.model_runs import DECISION
 from langchain_quota.telemetry.unjudged import UnjudgedCalls
 
 MOST_WAITING = 1000
@@ -193,7 +194,8 @@ class _Calls:
 class CountingRootRun(RootRun):
     """A root run that sees each model and tool that starts."""
 
-    ignore_llm = ignore_chat_model = ignore_agent = False
+    # It sees every chain: for callbacks a decision model is one.
+    ignore_chain = ignore_llm = ignore_chat_model = ignore_agent = False
 
     @property
     def calls(self) -> _Calls:
@@ -203,6 +205,21 @@ class CountingRootRun(RootRun):
             # Two threads may come here at the same time.
             known = vars(self).setdefault("_calls", _Calls(resumes=self.resumes))
         return known
+
+    def on_chain_start(
+        self,
+        serialized: Mapping[str, Any] | None,
+        inputs: object,
+        *,
+        run_type: str | None = None,
+        metadata: _Metadata = None,
+        **more: object,
+    ) -> None:
+        """Learn how the root run begins, and see a call of a decision model."""
+        if not self.key:
+            super().on_chain_start(serialized, inputs, metadata=metadata, **more)
+        if run_type == DECISION:
+            self._start("model", None, None, metadata)
 
     def on_chat_model_start(
         self,
