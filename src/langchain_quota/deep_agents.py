@@ -92,12 +92,8 @@ def with_limits(
         names = {*leave_out, *(spec["name"] for spec in specs)}
         if _GENERAL_PURPOSE not in names:
             specs.insert(0, _general_purpose({**given, "middleware": middleware}))
-        limited = {
-            "middleware": _with_quota(middleware, quota),
-            "subagents": [
-                spec if spec["name"] in leave_out else _limited(spec, quota) for spec in specs
-            ],
-        }
+        specs = [spec if spec["name"] in leave_out else _limited(spec, quota) for spec in specs]
+        limited = {"middleware": _with_quota(middleware, quota), "subagents": specs}
         for name, value in limited.items():
             (bound.arguments if name in parameters else others)[name] = value
         agent = preset.func(*bound.args, **bound.kwargs)
@@ -105,7 +101,7 @@ def with_limits(
         starts = starters(tools)
         _check_interpreters("the main agent", tools, quota)
         agents = {name: each for start in starts for name, each in sub_agents(start).items()}
-        for name, own in _quotas(limited["subagents"]):
+        for name, own in _quotas(specs):
             if name in agents and name not in leave_out:
                 _check_interpreters(f"sub-agent {name!r}", _tools(agents[name]), own)
         # All sub-agents have limits, or are left out on purpose.

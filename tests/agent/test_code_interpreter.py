@@ -115,7 +115,7 @@ def says(limit: str, names: str, remedy: str) -> str:
 
 
 TAKE_OUT = "take 'search' out of its ptc=[…]"
-BUILDS = {
+BUILDS: dict[str, tuple[Limit, dict[str, Any], str]] = {
     "a name": (
         ToolCallLimit("search", run_limit=2),
         {"ptc": ["search"]},
@@ -208,7 +208,7 @@ def test_an_interpreter_from_a_function_of_the_callers(bench: Bench) -> None:
         limited(model(), [bench.search])
 
 
-FREE = {
+FREE: dict[str, tuple[Limit, dict[str, Any], str, dict[str, float]]] = {
     "no limit of tools": (ModelCallLimit(run_limit=99), {}, SEARCHES, {"search": 30}),
     "another tool": (ToolCallLimit("read_file", run_limit=1), {}, SEARCHES, {"search": 30}),
     "excluded": (
@@ -252,7 +252,7 @@ async def test_a_bound_for_code(form: Form, bench: Bench) -> None:
     assert len(bench.ran) == 2 * 3
 
 
-LIMITERS = {
+LIMITERS: dict[str, Callable[[Bench, Limit], Any]] = {
     "quota": lambda bench, limit: bench.quota(limit),
     "inline": lambda bench, limit: bench.quota(limit, kind=InlineQuotaMiddleware),
     "drop-in": lambda bench, limit: ToolCallLimitMiddleware(

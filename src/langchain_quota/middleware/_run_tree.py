@@ -120,8 +120,8 @@ class RunTree(ModelRunCollector):
         task = None if metadata is None else metadata.get("langgraph_checkpoint_ns")
         self._places[run_id] = _Place(parent_run_id, task)
         if more.get("run_type") == DECISION:
-            about = {"run_id": run_id, "parent_run_id": parent_run_id, "metadata": metadata}
-            super().on_chain_start(*given, **about, **more)
+            more |= {"parent_run_id": parent_run_id, "metadata": metadata}
+            super().on_chain_start(*given, run_id=run_id, **more)
 
     on_tool_start = on_retriever_start = on_chain_start
 

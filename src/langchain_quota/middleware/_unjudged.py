@@ -211,7 +211,7 @@ class CountingRootRun(RootRun):
         serialized: Mapping[str, Any] | None,
         inputs: object,
         *,
-        run_type: str | None = None,
+        run_type: object = None,
         metadata: _Metadata = None,
         **more: object,
     ) -> None:
