@@ -19,7 +19,6 @@ from langchain_quota import (
     RepeatLimit,
     Telemetry,
     ToolCallLimit,
-    ToolCallLimitMiddleware,
     with_limits,
 )
 from langchain_quota.limits import Limit
@@ -255,17 +254,12 @@ async def test_a_bound_for_code(form: Form, bench: Bench) -> None:
 LIMITERS: dict[str, Callable[[Bench, Limit], Any]] = {
     "quota": lambda bench, limit: bench.quota(limit),
     "inline": lambda bench, limit: bench.quota(limit, kind=InlineQuotaMiddleware),
-    "drop-in": lambda bench, limit: ToolCallLimitMiddleware(
-        tool_name="search", run_limit=2, telemetry=bench.telemetry
-    ),
 }
 
 
 @both_forms
 @pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize(
-    "limiter", ["quota", "drop-in", pytest.param("inline", marks=needs_inline)]
-)
+@pytest.mark.parametrize("limiter", ["quota", pytest.param("inline", marks=needs_inline)])
 async def test_an_agent_does_not_run(limiter: str, place: str, form: Form, bench: Bench) -> None:
     """No run of such an agent calls its model or a tool, in whatever order its middlewares are."""
     middleware = [

@@ -148,32 +148,6 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         """
         return self._judge(state, runtime)
 
-    def wrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
-    ) -> ModelResponse[ResponseT]:
-        """Call the model, unless the code that it writes can call a limited tool.
-
-        Raises:
-            RuntimeError: It can: no limit sees the calls that code makes.
-        """
-        self._refuse_unseen_calls(request)
-        return handler(request)
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
-    ) -> ModelResponse[ResponseT]:
-        """Call the model, unless the code that it writes can call a limited tool.
-
-        Raises:
-            RuntimeError: It can: no limit sees the calls that code makes.
-        """
-        self._refuse_unseen_calls(request)
-        return await handler(request)
-
     def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
         self._check_wiring(state, runtime)
         self._mark_judged(state)
