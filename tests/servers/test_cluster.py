@@ -6,7 +6,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, aclosing, closing, contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import count
@@ -197,6 +198,80 @@ def test_processes_share_the_counts_of_tenants(
     assert len(of_nodes) == len(TENANTS)
     assert all(kept)
     assert sum(map(len, kept)) == len(TENANTS)
+
+
+FIRST_RUNS = 150
+"""How many runs a process begins at once, before its client has asked the cluster anything."""
+
+
+def first_runs(port: int, prefix: str, form: str, ready: Any) -> None:
+    """A process whose client's first requests are all made at once."""
+    ran: list[str] = []
+    limits = [
+        ToolCallLimit("email", quotas=[Quota(10**6, per="global")]),
+        ModelCallLimit(quotas=[Quota(10**6, per="global")]),
+    ]
+    tool = StructuredTool.from_function(lambda: ran.append("mail"), name="email", description=".")
+    options: Any = {"max_connections": 1_000}
+
+    def check(results: list[Any]) -> None:
+        assert len(ran) == 2 * FIRST_RUNS
+        assert all(each["messages"][-1].content == "done" for each in results)
+
+    async def in_an_event_loop() -> None:
+        async with aclosing(redis.asyncio.RedisCluster("127.0.0.1", port, **options)) as client:
+            agent = agent_of(RedisStore(client, prefix=prefix, timeout=60), tool, *limits)
+            ready.wait(PATIENCE)
+            check(await asyncio.gather(*(agent.ainvoke(ASKED) for _ in range(FIRST_RUNS))))
+
+    if form == "async":
+        asyncio.run(in_an_event_loop())
+        return
+    with (
+        closing(redis.RedisCluster("127.0.0.1", port, **options)) as client,
+        ThreadPoolExecutor(FIRST_RUNS) as pool,
+    ):
+        agent = agent_of(RedisStore(client, prefix=prefix, timeout=60), tool, *limits)
+        ready.wait(PATIENCE)
+        check([*pool.map(lambda _: agent.invoke(ASKED), range(FIRST_RUNS))])
+
+
+@pytest.mark.parametrize("form", ["async", "sync"])
+def test_first_requests_at_once(
+    nodes: list[RedisServer], context: ForkServerContext, form: str
+) -> None:
+    """4 processes begin with 150 runs at once: every call runs, and each is counted once."""
+    prefix = nodes[0].prefix()
+    with ExitStack() as stack:
+        ready = context.Barrier(PROCESSES)
+        working = [
+            context.Process(target=first_runs, args=(nodes[-1].port, prefix, form, ready))
+            for _ in range(PROCESSES)
+        ]
+        for each in working:
+            each.start()
+            stack.callback(each.kill)
+        for each in working:
+            each.join(PATIENCE)
+            assert each.exitcode == 0
+    with closing(redis.RedisCluster("127.0.0.1", nodes[0].port)) as client:
+        counted = used(
+            RedisStore(client, prefix=prefix, timeout=60), "email:global:", "model:global:"
+        )
+    assert counted == [2 * PROCESSES * FIRST_RUNS] * 2
+
+
+async def test_a_first_caller_who_is_cancelled(nodes: list[RedisServer]) -> None:
+    """Who waits for the client's first connection is not cancelled with who began it."""
+    client = redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port)
+    async with aclosing(client):
+        store = RedisStore(client, prefix=nodes[0].prefix(), timeout=60)
+        first, *others = [asyncio.create_task(store.aacquire(calls("a", 1))) for _ in range(9)]
+        await asyncio.sleep(0)
+        first.cancel()
+        found = await asyncio.gather(first, *others, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError)
+        assert sorted(each.used["a"] for each in found[1:]) == [*range(8)]
 
 
 def test_a_process_is_killed(

@@ -24,6 +24,7 @@ from langchain_quota.stores.redis_clients import (
     TIMEOUTS,
     UNREADABLE,
     AsyncClient,
+    Cluster,
     NoScriptError,
     Operation,
     SyncClient,
@@ -387,7 +388,7 @@ def _call(client: SyncClient, call: ScriptCall) -> object:
         return client.eval(SCRIPT, *call.arguments())
 
 
-async def _acall(client: AsyncClient | Together, call: ScriptCall) -> object:
+async def _acall(client: Together | Cluster, call: ScriptCall) -> object:
     try:
         return await client.evalsha(SHA, *call.arguments())
     except NoScriptError:

@@ -65,7 +65,7 @@ class Clients(Protocol):
     def sync(self) -> SyncClient:
         """The client for threads."""
 
-    async def running(self) -> AsyncClient | Together:
+    async def running(self) -> "Together | Cluster":
         """The client for the running event loop."""
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class _Given:
 
     def __init__(self, client: SyncClient | AsyncClient) -> None:
         self._client = client
-        self._running = _together(client) if isinstance(client, AsyncClient) else None
+        self._running = _running(client) if isinstance(client, AsyncClient) else None
         self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
         self.secrets = _secrets(client.get_connection_kwargs())
 
@@ -121,7 +121,7 @@ class _Given:
             "or a client of redis"
         )
 
-    async def running(self) -> AsyncClient | Together:
+    async def running(self) -> "Together | Cluster":
         if self._running is not None:
             return self._running
         raise TypeError(
@@ -136,15 +136,51 @@ class _Given:
         pass
 
 
-def _together(client: AsyncClient) -> AsyncClient | Together:
+def _running(client: AsyncClient) -> "Together | Cluster":
     """The client, whose callers wait when all its connections are in use: without, they fail.
 
-    A client of a cluster stays as it is. While a node does not answer, its callers would keep the
+    Callers of a cluster do not wait: while a node does not answer, its callers would keep the
     callers of other nodes waiting.
     """
     if isinstance(client, redis.asyncio.RedisCluster):
-        return client
+        return Cluster(client)
     return Together(client, client.connection_pool.max_connections)
+
+
+class Cluster:
+    """A client of a cluster that knows the nodes before it sends a request.
+
+    Without, redis-py sends first requests to any node, and closes connections that others use when
+    these nodes answer that they do not have the key.
+    """
+
+    def __init__(self, client: redis.asyncio.RedisCluster) -> None:
+        self._client = client
+        self._asking: asyncio.Task[object] | None = None
+
+    async def eval(self, *arguments: Any) -> object:
+        """Run a script."""
+        await self._know_nodes()
+        return await self._client.eval(*arguments)
+
+    async def evalsha(self, *arguments: Any) -> object:
+        """Run a script that the server knows."""
+        await self._know_nodes()
+        return await self._client.evalsha(*arguments)
+
+    async def _know_nodes(self) -> None:
+        """Wait until the client knows the nodes; it forgets them when it is closed."""
+        if self._client.get_default_node() is not None:
+            return
+        loop, asking = asyncio.get_running_loop(), self._asking
+        if asking is None or asking.done() or asking.get_loop() is not loop:
+            # A caller who is cancelled, or whose time is over, does not end this task.
+            asking = self._asking = loop.create_task(self._ask())
+            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(asking)
+
+    async def _ask(self) -> None:
+        await self._client.initialize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +299,7 @@ class Operation:
         self._deadline = Deadline(timeout)
         self._failure = failure
 
-    async def __aenter__(self) -> AsyncClient | Together:
+    async def __aenter__(self) -> Together | Cluster:
         client = await self._clients.running()
         self._deadline.begin()
         return client
