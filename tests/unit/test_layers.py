@@ -47,6 +47,7 @@ MIDDLEWARE_LAYERS = [
         "_history",
         "_interpreters",
         "_known_grants",
+        "_late_corrections",
         "_observers",
         "_reset",
         "_slots",

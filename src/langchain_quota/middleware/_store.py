@@ -7,7 +7,8 @@ While the store does not answer:
 - `on_store_error="allow"` judges by the counts of the state, without quotas.
 - A run that is resumed with the answer of a person fails, and can be resumed again.
 - A correction waits in this process. It undoes the request, in case the store has received it, and
-  adds the calls that ran nevertheless. It is sent with the next requests of this client.
+  adds the calls that ran nevertheless. The next requests of this client take it along; if there are
+  none, it is sent alone.
 """
 
 import time
@@ -29,6 +30,7 @@ from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations
 from langchain_quota.middleware._known_grants import KnownGrants
+from langchain_quota.middleware._late_corrections import LateCorrections
 from langchain_quota.raised import raised
 from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.stores import QuotaStore
@@ -57,6 +59,7 @@ class StoreClient:
         self._lock = fork_safe_lock()
         self._down = False
         self._pending = PendingCompensations()
+        self._late = LateCorrections(self._pending, self._send_waiting, self._asend_waiting)
         self._granted = KnownGrants(recorder)
         self._fills = recorder.watch_store(store)
         """Whether it can be full, and has not been nearly so yet."""
@@ -292,6 +295,24 @@ class StoreClient:
         if lost:
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
             self._recorder.record_error("store", error, log=False)
+        if len(self._pending):
+            self._late.begin()
+
+    def _send_waiting(self) -> None:
+        with self._asking("acquire"):
+            while True:
+                with self._carrying(AcquireRequest("", "")) as (asked, _):
+                    if not asked.compensations:
+                        return
+                    self.store.acquire(asked)
+
+    async def _asend_waiting(self) -> None:
+        with self._asking("acquire"):
+            while True:
+                with self._carrying(AcquireRequest("", "")) as (asked, _):
+                    if not asked.compensations:
+                        return
+                    await self.store.aacquire(asked)
 
     @contextmanager
     def _carrying(self, request: AcquireRequest) -> Iterator[tuple[AcquireRequest, bool]]:
