@@ -161,6 +161,17 @@ async def test_a_grant_in_a_state_ends(signals: Signals) -> None:
     assert await scene.run() == ["blocked", "blocked"]
 
 
+async def test_a_grant_in_a_state_never_ends_late(signals: Signals) -> None:
+    """At the end of a grant, between two seconds, the thread has what the limit says."""
+    clock = Clock(int(datetime.now(UTC).timestamp()))
+    scene = Scene(signals, SEARCH)
+    scene.quota._clock = clock
+    await scene.run()
+    await scene.grant("async", 1, until=datetime.fromtimestamp(clock.now + 60.9, UTC))
+    clock.now += 60.9
+    assert await scene.run() == ["blocked", "blocked"]
+
+
 async def test_a_state_logs_its_grants(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
     """Who reads the log sees a grant in a state as one in a store: once, with its reason."""
     scene = Scene(signals, SEARCH)

@@ -564,12 +564,19 @@ class TestGrants:
 
     def test_grants_end(self, store: Store) -> None:
         """One ends at its time, others go on."""
-        store.grant(KEY, 3, until=datetime.now(UTC) + timedelta(seconds=1))
+        store.grant(KEY, 3, until=datetime.now(UTC) + timedelta(seconds=2))
         kept = store.grant(KEY, 5)
         assert granted(store) == 8 or store.grants() == [kept]
         eventually(lambda: store.grants() == [kept])
         assert granted(store) == 5
         assert let_through(store) == 7
+
+    def test_a_grant_never_ends_late(self, store: Store) -> None:
+        """A grant whose end is between two seconds ends before it, and says so."""
+        until = datetime.now(UTC).replace(microsecond=900_000) + timedelta(hours=1)
+        given = store.grant(KEY, 3, until=until)
+        assert given.until == until.replace(microsecond=0)
+        assert store.grants() == [given]
 
     def test_a_grant_ends_with_its_window(self, store: Store) -> None:
         """Later than that is not granted; in a window that is over nothing is."""

@@ -70,8 +70,8 @@ class Grant:
 
     @property
     def ends(self) -> int | None:
-        """When it ends, in seconds since the Unix epoch; `None` if it lasts."""
-        return None if self.until is None else math.ceil(self.until.timestamp())
+        """When it ends, in whole seconds since the Unix epoch, never late; `None` if it lasts."""
+        return None if self.until is None else math.floor(self.until.timestamp())
 
 
 class Granting(ABC):
@@ -102,7 +102,8 @@ class Granting(ABC):
                 dollars as a string.
             window: The length of the quota's windows, if `key` is given without its window: then
                 the present window is meant.
-            until: When the grant ends, with a time zone. `None`: at the end of the window. If the
+            until: When the grant ends, with a time zone; stores count whole seconds, and round
+                down. `None`: at the end of the window. If the
                 count has no window: after the time for which the store keeps a count without
                 charges, by default a year.
             reason: Why it is given, for the list and the log.
