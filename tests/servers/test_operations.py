@@ -592,22 +592,6 @@ def test_the_rights_are_those_that_are_used(
     assert used == {*commands, "scan"}
 
 
-def test_shards_need_further_keys(redis_server: RedisServer) -> None:
-    """A user with the pages' further pattern of keys can use a store with shards."""
-    keys, commands = acl()
-    text = (DOCS / "shared-quotas.md").read_text()
-    [further] = re.findall(r"A store with shards needs the keys `(\S+)`", text)
-    with redis_server.client() as client:
-        allowed = [keys, *(f"+{each}" for each in commands)]
-        client.execute_command("ACL", "SETUSER", "shards", "on", f">{SECRET}", *allowed)
-        url = f"redis://shards:{SECRET}@127.0.0.1:{redis_server.port}"
-        with closing(RedisStore(url, timeout=30, shard_by="tenant")) as store:
-            with pytest.raises(QuotaStoreError, match="keys"):
-                store.acquire(calls("acme/search:thread:7", 1))
-            client.execute_command("ACL", "SETUSER", "shards", further)
-            assert store.acquire(calls("acme/search:thread:7", 1)).admitted == (True,)
-
-
 def test_keys_take_the_memory_that_the_page_says(redis_server: RedisServer) -> None:
     """The sizes of keys in the arithmetic are those of a run with model calls and tool calls."""
     sizes = r"(\d+) bytes for its\s+answer and (\d+) for what it has\s+charged"
@@ -629,9 +613,9 @@ def test_keys_take_the_memory_that_the_page_says(redis_server: RedisServer) -> N
         asked: Any = {"messages": [("user", "hi")]}
         asyncio.run(agent.ainvoke(asked, config, context={"user_id": "user-00000001"}))
         taken: dict[str, int] = {}
-        for name in client.scan_iter(match=f"*{store._prefix}*"):
+        for name in client.scan_iter(match=f"*{store.prefix}*"):
             kind = re.sub(r"^.*?:(count:[^:]*:|)", "", name.decode()).partition(":")[0]
-            taken[kind] = client.memory_usage(name) - len(store._prefix) + len("langchain_quota")
+            taken[kind] = client.memory_usage(name) - len(store.prefix) + len("langchain_quota")
     kinds = ("result", "attempt", "run", "thread", "user_id")
     assert taken.keys() == {*kinds}
     for kind, number in zip(kinds, said, strict=True):

@@ -62,7 +62,7 @@ def store(redis_server: RedisServer) -> Iterator[RedisStore]:
 def run(redis_server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the command on the store; the environment names the server."""
     monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", redis_server.url)
-    return lambda *arguments: main(["quotas", *arguments, "--prefix", store._prefix])
+    return lambda *arguments: main(["quotas", *arguments, "--prefix", store.prefix])
 
 
 def used(store: RedisStore) -> list[int]:
@@ -80,27 +80,6 @@ def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         "search   user_id  'ada'       3     5  reset",
         "search   user_id  'bob'      12  1000  reset",
     ]
-
-
-def test_shards(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command shows the shard of a count, and takes keys that begin with a shard."""
-    # A number of root runs, for which no pattern asks.
-    store.reset(["acme/:root_run:7"])
-    store.acquire(batch({"acme/email:user_id:ada": 2}))
-    assert run("show", "--key", "*email:*") == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "shard  counted  per      subject  used  of  until",
-        "acme   email    user_id  'ada'       2   -  reset",
-        "-      email    tenant   'acme'      2   -  2100-01-02 00:00:00 UTC",
-    ]
-    assert run("show", "--key", "acme/*") == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    more = ("--key", "acme/email:user_id:ada", "--reason", "more")
-    assert run("grant", "3", *more) == 0
-    assert [each.key for each in store.grants()] == ["acme/email:user_id:ada"]
-    assert run("reset", "--key", "acme/*", "--yes") == 0
-    assert [use.used for use in store.peek(["acme/email:user_id:ada"]) if use] == [0]
-    assert used(store) == [3, 12, 1, 2]
 
 
 def test_budgets_have_units(
@@ -226,10 +205,10 @@ ODD: dict[str, Callable[[redis.Redis, bytes], object]] = {
 @pytest.fixture(params=ODD)
 def odd(request: pytest.FixtureRequest, redis_server: RedisServer, store: RedisStore) -> str:
     """Leaves something among the counts that is none; how the command names it."""
-    name = f"{{{store._prefix}}}:count:search:user_id:odd\x1b[2J\n".encode()
+    name = f"{{{store.prefix}}}:count:search:user_id:odd\x1b[2J\n".encode()
     with redis_server.client() as client:
         ODD[request.param](client, name)
-        [found] = client.scan_iter(match=f"{{{store._prefix}}}*odd*", count=10_000)
+        [found] = client.scan_iter(match=f"{{{store.prefix}}}*odd*", count=10_000)
     return repr(found)
 
 
@@ -258,7 +237,7 @@ def test_reset_beside_what_is_no_count(
 ) -> None:
     """The counts are reset, what is none is left as it is and named, and the code is 1."""
     with redis_server.client() as client:
-        [name] = client.scan_iter(match=f"{{{store._prefix}}}*odd*", count=10_000)
+        [name] = client.scan_iter(match=f"{{{store.prefix}}}*odd*", count=10_000)
         before = client.dump(name)
         assert run("reset", "--yes") == 1
         assert client.dump(name) == before
@@ -287,7 +266,7 @@ def test_much_that_is_no_count(
     """Of many some are named, and of a long name the beginning."""
     with redis_server.client() as client:
         for number in range(30):
-            client.set(f"{{{store._prefix}}}:count:odd:{number}:{'x' * 10_000}", 1)
+            client.set(f"{{{store.prefix}}}:count:odd:{number}:{'x' * 10_000}", 1)
     assert run("show") == 1
     *named, last = capsys.readouterr().err.splitlines()
     assert len(named) == 20
@@ -310,7 +289,7 @@ def test_terminal_without_all_characters(store: RedisStore, redis_server: RedisS
     done = run_python(
         COMMAND_LINE,
         *("quotas", "show", "--redis", redis_server.url),
-        *("--prefix", store._prefix, "--key", "*C3*"),
+        *("--prefix", store.prefix, "--key", "*C3*"),
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
     assert done.returncode == 0, done.stderr
@@ -384,7 +363,7 @@ def test_reset_asks(
         start_python(
             COMMAND_LINE,
             *("quotas", "reset", "--redis", redis_server.url),
-            *("--prefix", store._prefix, "--key", "search:*"),
+            *("--prefix", store.prefix, "--key", "search:*"),
             stdin=terminal,
             stdout=writable,
             stderr=2,
@@ -628,7 +607,7 @@ def watching(
     """The command, looking ten times a second."""
     return start_python(
         COMMAND_LINE,
-        *("quotas", "watch", "--redis", redis_server.url, "--prefix", store._prefix),
+        *("quotas", "watch", "--redis", redis_server.url, "--prefix", store.prefix),
         *("--every", "0.1"),
         stdin=stdin,
         stdout=stdout,

@@ -102,7 +102,7 @@ class TestWhatIsNoCount:
 
     def test_admits_nothing(self, store: RedisStore, redis_server: RedisServer) -> None:
         """It is no count from which calls could be admitted: QuotaStoreError, nothing written."""
-        name = f"{{{store._prefix}}}:count:search"
+        name = f"{{{store.prefix}}}:count:search"
         with redis_server.client() as client:
             for value in ("nan", "inf", "-1", "1e3", "abc", "", "9" * 400):
                 client.hset(name, "used", value)
@@ -118,7 +118,7 @@ class TestWhatIsNoCount:
     def test_another_type(self, store: RedisStore, redis_server: RedisServer) -> None:
         """So it is where a list is kept, and nothing of the batch is charged."""
         with redis_server.client() as client:
-            client.lpush(f"{{{store._prefix}}}:count:search", 1)
+            client.lpush(f"{{{store.prefix}}}:count:search", 1)
         with pytest.raises(QuotaStoreError, match="WRONGTYPE") as failed:
             store.acquire(batch({"email": 1, "search": 1}))
         assert not failed.value.timed_out
@@ -130,7 +130,7 @@ class TestWhatIsNoCount:
         self, store: RedisStore, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The counts are shown, and one line names keys that hold no count."""
-        names = [f"{{{store._prefix}}}:count:".encode() + end for end in (b"\x1b[2J\n", b"\xff")]
+        names = [f"{{{store.prefix}}}:count:".encode() + end for end in (b"\x1b[2J\n", b"\xff")]
         store.acquire(calls("search", 1))
         with redis_server.client() as client:
             for name in names:
@@ -282,7 +282,7 @@ class TestLateExecution:
         """A request of two calls that timed out, and is on its way; one was made before."""
         store.acquire(calls("search", 1, limit=3))
         late = calls("search", 2, limit=3)
-        with closing(RedisStore(way.url, prefix=store._prefix, timeout=SHORT)) as remote:
+        with closing(RedisStore(way.url, prefix=store.prefix, timeout=SHORT)) as remote:
             while not way.held.is_set():  # on a busy machine connecting alone may take too long
                 with pytest.raises(QuotaStoreError) as lost:
                     remote.acquire(late)
@@ -522,9 +522,9 @@ class TestKeys:
         )
         store.reset(["other"])
         with redis_server.client() as client:
-            names = [*client.scan_iter(match=f"*{store._prefix}*")]
+            names = [*client.scan_iter(match=f"*{store.prefix}*")]
             assert len(names) == 8
-            assert all(name.startswith(f"{{{store._prefix}}}:".encode()) for name in names)
+            assert all(name.startswith(f"{{{store.prefix}}}:".encode()) for name in names)
             kept = {name: client.ttl(name) for name in names}
         times = {b"count": 365 * 86_400, b"compensated": 7 * 86_400}
         times |= {b"attempt": 3600, b"result": 3600}
@@ -570,7 +570,7 @@ class TestKeys:
         store.reset([reset])
         with redis_server.client() as client:
             for key in (charged, late, reset):
-                name = f"{{{store._prefix}}}:count:{key}"
+                name = f"{{{store.prefix}}}:count:{key}"
                 assert client.expiretime(name) == keys[0].ends + 3600
 
     def test_window_that_is_over(self, store: RedisStore, redis_server: RedisServer) -> None:
@@ -582,12 +582,12 @@ class TestKeys:
             late = batch({key: 1}, limits={key: 1}, ends={key: past.ends})
             assert store.acquire(late).admitted == (admitted,)
         with redis_server.client() as client:
-            left = client.ttl(f"{{{store._prefix}}}:count:{past}")
+            left = client.ttl(f"{{{store.prefix}}}:count:{past}")
         assert 3600 - PATIENCE <= left <= 3600
 
     def test_idle_time_begins_anew(self, store: RedisStore, redis_server: RedisServer) -> None:
         """Each charge puts the end of a count off; a refund does not."""
-        name = f"{{{store._prefix}}}:count:search"
+        name = f"{{{store.prefix}}}:count:search"
         with redis_server.client() as client:
             store.acquire(calls("search", 2))
             client.expire(name, 1000)
@@ -632,7 +632,7 @@ class TestLeases:
         held = batch({"search": 5}, leases={"search": 60})
         store.acquire(held)
         with redis_server.client() as client:
-            name = f"{{{store._prefix}}}:count:search"
+            name = f"{{{store.prefix}}}:count:search"
             (field,) = (each for each in client.hkeys(name) if each.startswith(b"held:"))
             assert len(field) <= 64
             for odd in ("", "5", "5 x", "-5 9", "5 " + "9" * 400, "1e3 9"):
@@ -666,7 +666,7 @@ class TestLeases:
             assert store.acquire(calls("search", 1, limit=5000)).used == {"search": 2007}
             client.set("now", now + 61)
             assert store.acquire(calls("search", 1)).used == {"search": 8}
-            fields = client.hkeys(f"{{{store._prefix}}}:count:search")
+            fields = client.hkeys(f"{{{store.prefix}}}:count:search")
         assert sum(each.startswith(b"held:") for each in fields) == 1
         store.acquire(compensating(settlement(running, {"search": 2})))
         assert used(store, "search") == [4]

@@ -591,4 +591,4 @@ async def test_an_outage_does_not_block_the_event_loop(
     assert len(scene.ran) == (2 if on_store_error == "deny" else 4)
     # Of a busy machine the loop may be late by itself, which is an error of its own kind.
     assert sum(failures(signals).values()) == 2
-    assert counts(opened(durable, store._prefix)) == {SEARCHES: len(scene.ran)}
+    assert counts(opened(durable, store.prefix)) == {SEARCHES: len(scene.ran)}

@@ -78,15 +78,13 @@ stores: list[QuotaStore] = [
     RedisStore(redis.Redis()),
     RedisStore(redis.asyncio.Redis()),
     RedisStore(redis.RedisCluster(host="127.0.0.1")),
-    RedisStore(redis.asyncio.RedisCluster(host="127.0.0.1"), shard_by="tenant"),
-    RedisStore(shard_by="tenant", within_shard=["user_id"]),
+    RedisStore(redis.asyncio.RedisCluster(host="127.0.0.1")),
+    RedisStore(prefix=lambda _, runtime: str(runtime.context["tenant"])),
 ]
 for store in stores:
     QuotaMiddleware(limits, store=store)
 QuotaMiddleware(limits, store=None)
 
-assert_type(shared.shard_by, str | None)
-assert_type(shared.within_shard, tuple[str, ...])
 assert_type(memory.usages("search:*"), list[QuotaUsage])
 assert_type(shared.usages(), list[QuotaUsage])
 for use in shared.usages():

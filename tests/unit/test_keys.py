@@ -6,15 +6,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota.stores.keys import MAX_LENGTH, CountKey, split_shard
+from langchain_quota.stores.keys import MAX_LENGTH, CountKey, prefix_of
 from tests.calls import calls_made
 
 DAY = timedelta(days=1)
 texts = st.text(st.characters()) | st.text("a:%~{}*é\n\ud800", max_size=80)
 counted = st.just((None, None)) | st.tuples(st.integers(1, 10**9), st.integers(-5, 10**9))
 keys = st.builds(
-    lambda counter, dimension, subject, window, shard: CountKey(
-        counter, dimension, subject, window[0], window[1], shard
+    lambda counter, dimension, subject, window, prefix: CountKey(
+        counter, dimension, subject, window[0], window[1], prefix
     ),
     texts,
     texts,
@@ -36,7 +36,7 @@ keys = st.builds(
             CountKey("model", "tenant", "{a}%*?[]\\/ \n"),
             "model:tenant:%7Ba%7D%25%2A%3F%5B%5D%5C%2F%20%0A",
         ),
-        (CountKey("search", "thread", "7", shard="acme"), "acme/search:thread:7"),
+        (CountKey("search", "thread", "7", prefix="acme"), "acme/search:thread:7"),
         (CountKey("", "root_run", "7", 60, 5, "a/b:{c}"), "a%2Fb%3A%7Bc%7D/:root_run:7:60:5"),
         (CountKey("model", "tenant", "é"), "model:tenant:%C3%A9"),
         (CountKey("model", "tenant", "\ud800"), "model:tenant:%ED%A0%80"),
@@ -58,11 +58,11 @@ def test_parse_gives_the_key_back(key: CountKey) -> None:
     assert not set(text) & set("{}*?[]\\ \n")
     parsed = CountKey.parse(text)
     assert (parsed.window, parsed.index) == (key.window, key.index)
-    shard, rest = split_shard(text)
-    assert text == (f"{shard}/{rest}" if key.shard else rest)
-    values = (key.shard, key.counter, key.dimension, key.subject)
-    read_values = (parsed.shard, parsed.counter, parsed.dimension, parsed.subject)
-    parts = (shard, *rest.split(":"))
+    prefix, rest = prefix_of(text), text.rpartition("/")[2]
+    assert text == (f"{prefix}/{rest}" if key.prefix else rest)
+    values = (key.prefix, key.counter, key.dimension, key.subject)
+    read_values = (parsed.prefix, parsed.counter, parsed.dimension, parsed.subject)
+    parts = (prefix, *rest.split(":"))
     for part, value, read in zip(parts, values, read_values, strict=False):
         if "~" not in part or len(part) <= MAX_LENGTH:
             assert read == value

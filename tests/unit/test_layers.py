@@ -52,7 +52,7 @@ MIDDLEWARE_LAYERS = [
         "_reset",
         "_slots",
     },
-    {"_answers", "_shards", "_sub_agents", "_tool_counts"},
+    {"_answers", "_sub_agents", "_tool_counts"},
     {"_abandoned", "_repeats", "_root_run", "_run_tree", "_spending", "_turn"},
     {"_calls", "_settlements"},
     {"_let_through", "_questions"},

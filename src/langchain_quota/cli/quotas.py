@@ -20,7 +20,7 @@ from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limit_options import UNITS
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.keys import CountKey, dimension_of, split_shard
+from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.units import shown
@@ -29,7 +29,6 @@ _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
 _AT_ONCE = 500
 _TIMEOUT = 10.0
 _HEADINGS = ("counted", "per", "subject", "used", "of", "until")
-_SHARD = "shard"
 _DECLINED = 1
 _RUNS = (":run:", ":root_run:")
 """The parts of a pattern that ask for the counts of runs."""
@@ -118,7 +117,7 @@ def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage]
             use.key: use
             for use in found
             # A key without a counter holds the number of a thread's newest root run.
-            if not split_shard(use.key)[1].startswith(":")
+            if not use.key.startswith(":")
             and (asked or dimension_of(use.key) not in (RUN, ROOT_RUN))
         }
         odd.update(others)
@@ -143,11 +142,7 @@ def _print_table(uses: Sequence[QuotaUsage]) -> None:
 def _lines(uses: Sequence[QuotaUsage]) -> list[str]:
     if not uses:
         return ["no counts"]
-    shards = [split_shard(use.key)[0] for use in uses]
-    if not any(shards):
-        return table(_HEADINGS, [*map(_row, uses)], right={"used", "of"})
-    rows = [(shard or "-", *_row(use)) for shard, use in zip(shards, uses, strict=True)]
-    return table((_SHARD, *_HEADINGS), rows, right={"used", "of"})
+    return table(_HEADINGS, [*map(_row, uses)], right={"used", "of"})
 
 
 def _row(use: QuotaUsage) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.repeats import RepeatLimit
 from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
 from langchain_quota.state import ledger
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, check_prefix
 from langchain_quota.telemetry.recorder import Recorder
 
 HOOKS = ("before_agent", "before_model", "after_model")
@@ -168,7 +168,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
     *,
     now: float | None = None,
     root_run: str = "",
-    shard: str = "",
+    prefix: str = "",
 ) -> list[ResolvedLimit]:
     """The numbers of limits for this state and runtime.
 
@@ -179,7 +179,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
         recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
         root_run: The subject of quotas per root run, if there are any.
-        shard: The shard of the store that has the counts.
+        prefix: What the store's keys begin with, if its prefix is a function.
 
     Raises:
         RuntimeError: A function is async; only the agent's async methods can wait for it.
@@ -214,7 +214,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
                 caller=caller,
                 now=now,
                 root_run=root_run,
-                shard=shard,
+                prefix=prefix,
             )
         )
     return found
@@ -228,7 +228,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
     *,
     now: float | None = None,
     root_run: str = "",
-    shard: str = "",
+    prefix: str = "",
 ) -> list[ResolvedLimit]:
     """The numbers of limits for this state and runtime; async functions are awaited.
 
@@ -239,7 +239,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
         recorder: Counts what functions raise.
         now: The time in seconds since the Unix epoch, if a store keeps counts.
         root_run: The subject of quotas per root run, if there are any.
-        shard: The shard of the store that has the counts.
+        prefix: What the store's keys begin with, if its prefix is a function.
 
     Raises:
         TypeError: A number or subject has the wrong type.
@@ -266,10 +266,30 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
                 caller=caller,
                 now=now,
                 root_run=root_run,
-                shard=shard,
+                prefix=prefix,
             )
         )
     return found
+
+
+def store_prefix(prefix: object, state: Any, runtime: Any) -> str:
+    """What the store's keys begin with; empty where its prefix is no function.
+
+    Raises:
+        TypeError: The function gives no string.
+        ValueError: It gives one that cannot be a prefix.
+        Exception: Whatever it raises.
+    """
+    if not callable(prefix):
+        return ""
+    try:
+        value = prefix(state, runtime)
+    except Exception as error:
+        error.add_note("raised by the function for prefix of the store")
+        raise
+    if inspect.iscoroutine(value):
+        value.close()
+    return check_prefix("what the function for prefix of the store gives", value)
 
 
 def _name(limit: Limit, argument: str, error: Exception, recorder: Recorder) -> None:
@@ -300,7 +320,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
     caller: CallContext,
     now: float | None,
     root_run: str,
-    shard: str,
+    prefix: str,
 ) -> ResolvedLimit:
     computed = {argument: values[argument, 0] for argument in _ARGUMENTS if (argument, 0) in values}
     if now is None or isinstance(limit, RepeatLimit):
@@ -320,7 +340,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
             subject = root_run
             if quota.per != ROOT_RUN:
                 subject = subject_of(what, str(quota.per), runtime, caller)
-        key = CountKey.at(counter, quota.dimension, subject, quota.window, now, shard=shard)
+        key = CountKey.at(counter, quota.dimension, subject, quota.window, now, prefix=prefix)
         quotas.append(
             ResolvedQuota(
                 scope=quota.name,
@@ -332,8 +352,8 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
                 computed=callable(quota.limit),
             )
         )
-    of_thread = None if thread is None else CountKey(counter, THREAD, str(thread), shard=shard)
-    of_run = None if run is None else CountKey(counter, RUN, run, shard=shard)
+    of_thread = None if thread is None else CountKey(counter, THREAD, str(thread), prefix=prefix)
+    of_run = None if run is None else CountKey(counter, RUN, run, prefix=prefix)
     return ResolvedLimit.of(
         limit,
         thread_key=None if of_thread is None else str(of_thread),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import count, islice
 
 from langchain_quota.admission import AcquireRequest, Compensation
-from langchain_quota.stores.keys import split_shard
+from langchain_quota.stores.keys import prefix_of
 
 MAX_PENDING = 10_000
 """The most corrections that wait for the store to come back."""
@@ -18,23 +18,28 @@ class PendingCompensations:
     """Corrections that the store has not confirmed, the oldest first.
 
     Only one request at a time carries old ones. Otherwise every caller would send the same ones to
-    a store that has just come back. It carries those of its own shard: another may be down.
+    a store that has just come back. It carries those of its own prefix: the node of another may
+    be down.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
         self._by_attempt: dict[str, tuple[int, Compensation]] = {}
         self._about: dict[str, set[str]] = {}
-        self._of_shard: dict[str, dict[str, None]] = {}
+        self._with_prefix: dict[str, dict[str, None]] = {}
         self._travelling: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._by_attempt)
 
+    def prefixes(self) -> list[str]:
+        """The prefixes of the keys that corrections are of."""
+        return list(self._with_prefix)
+
     def add(self, compensation: Compensation) -> bool:
         """Keep a correction; whether the oldest one was dropped for it."""
         self._by_attempt[compensation.id] = next(self._numbers), compensation
-        self._of_shard.setdefault(_shard(compensation), {})[compensation.id] = None
+        self._with_prefix.setdefault(_prefix(compensation), {})[compensation.id] = None
         for subject in _subjects(compensation):
             self._about.setdefault(subject, set()).add(compensation.id)
         full = len(self) > MAX_PENDING
@@ -47,7 +52,7 @@ class PendingCompensations:
 
         The store must first get the corrections of the request's earlier attempts, and those of
         keys whose counts the caller has or corrects. One request at a time carries others of its
-        shard, too.
+        prefix, too.
         """
         if not self._by_attempt:
             return (), True
@@ -58,7 +63,7 @@ class PendingCompensations:
         first = [each for _, each in sorted(self._by_attempt[each] for each in attempts)]
         others: list[Compensation] = []
         if len(first) < COMPENSATED_AT_ONCE and not self._travelling:
-            oldest = islice(self._of_shard.get(_shard(request), ()), COMPENSATED_AT_ONCE)
+            oldest = islice(self._with_prefix.get(_prefix(request), ()), COMPENSATED_AT_ONCE)
             others = [self._by_attempt[each][1] for each in oldest if each not in attempts]
             others = others[: COMPENSATED_AT_ONCE - len(first)]
             self._travelling = {each.id for each in others}
@@ -88,10 +93,10 @@ class PendingCompensations:
         _, compensation = self._by_attempt.pop(attempt, (0, None))
         if compensation is None:
             return
-        shard = _shard(compensation)
-        del self._of_shard[shard][attempt]
-        if not self._of_shard[shard]:
-            del self._of_shard[shard]
+        prefix = _prefix(compensation)
+        del self._with_prefix[prefix][attempt]
+        if not self._with_prefix[prefix]:
+            del self._with_prefix[prefix]
         for subject in _subjects(compensation):
             self._about[subject].discard(attempt)
             if not self._about[subject]:
@@ -103,15 +108,15 @@ def _subjects(compensation: Compensation) -> set[str]:
     return {compensation.idempotency_key, *compensation.starts}
 
 
-def _shard(asked: Compensation | AcquireRequest) -> str:
-    """The shard of a request or correction; all its keys are in the same one."""
+def _prefix(asked: Compensation | AcquireRequest) -> str:
+    """What all keys of a request or correction begin with, if the store's prefix is a function."""
     if isinstance(asked, AcquireRequest):
         for counter in asked.counters.values():
             if counter.key is not None:
-                return split_shard(counter.key)[0]
-        return _shard(asked.compensations[0]) if asked.compensations else ""
+                return prefix_of(counter.key)
+        return _prefix(asked.compensations[0]) if asked.compensations else ""
     for key in asked.amounts or asked.starts:
-        return split_shard(key)[0]
+        return prefix_of(key)
     return ""
 
 

@@ -5,10 +5,9 @@ from typing import Any
 
 from langchain_quota.decision import Kind
 from langchain_quota.limits import Limit, counts_calls, is_dynamic
-from langchain_quota.middleware._context import aresolve, resolve
+from langchain_quota.middleware._context import aresolve, resolve, store_prefix
 from langchain_quota.middleware._grants import with_granted
 from langchain_quota.middleware._root_subject import aroot_subject, root_subject
-from langchain_quota.middleware._shards import shard_of
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
 from langchain_quota.telemetry.recorder import Recorder
@@ -43,7 +42,7 @@ class CurrentLimits:
             None: [*limits],
         }
         self._has_store = store is not None
-        self._shard_by = None if store is None else store.shard_by
+        self._prefix = None if store is None else store.prefix
         self._numbers_root_runs = store if counts_root_runs else None
         self._recorder = recorder
         # The limits that are always the same.
@@ -65,11 +64,11 @@ class CurrentLimits:
         """
         if self._fixed:
             return with_granted(self._fixed[kind], state, now)
-        shard = shard_of(self._shard_by, runtime)
-        root = root_subject(state, runtime, self._numbers_root_runs, shard)
+        prefix = store_prefix(self._prefix, state, runtime)
+        root = root_subject(state, runtime, self._numbers_root_runs, prefix)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
         found = resolve(
-            limits, state, runtime, self._recorder, now=counted_at, root_run=root, shard=shard
+            limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix
         )
         return with_granted(ResolvedLimits(found), state, now)
 
@@ -77,10 +76,10 @@ class CurrentLimits:
         """`at`, where async functions of limits are awaited."""
         if self._fixed:
             return with_granted(self._fixed[kind], state, now)
-        shard = shard_of(self._shard_by, runtime)
-        root = await aroot_subject(state, runtime, self._numbers_root_runs, shard)
+        prefix = store_prefix(self._prefix, state, runtime)
+        root = await aroot_subject(state, runtime, self._numbers_root_runs, prefix)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
         found = await aresolve(
-            limits, state, runtime, self._recorder, now=counted_at, root_run=root, shard=shard
+            limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix
         )
         return with_granted(ResolvedLimits(found), state, now)

@@ -13,9 +13,8 @@ from langchain_quota.decision import THREAD
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._base import ContextT
 from langchain_quota.middleware._grants import granting
-from langchain_quota.middleware._reset import check_at_rest, own_node
+from langchain_quota.middleware._reset import check_at_rest, own_node, prefix_in
 from langchain_quota.middleware._resettable import Resettable
-from langchain_quota.middleware._shards import shard_in
 from langchain_quota.money import Dollars
 from langchain_quota.resolved import stored_as
 from langchain_quota.state import LEDGER
@@ -47,8 +46,8 @@ class Grantable(Resettable[ContextT, ResponseT]):
 
         Args:
             agent: The agent, as `create_agent` made it with this middleware; not used with a store.
-            config: Names the thread: `{"configurable": {"thread_id": …}}`. For a store with
-                `shard_by="tenant"`, the `"tenant"` must be in it, too.
+            config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
+                prefix is a function, also `"quota_prefix"`: the prefix of the thread.
             amount: How much more, above 0, in the limit's unit: dollars as a string.
             limit: The name of the limit; may be left out if one limit alone has a `thread_limit`.
             until: When the grant ends, with a time zone; by default as in `MemoryStore.grant` or,
@@ -150,8 +149,8 @@ class Grantable(Resettable[ContextT, ResponseT]):
                 "is given by the store: store.grant(key, …)"
             )
         chosen = found[name]
-        shard = "" if self._store is None else shard_in(config, self._store.shard_by)
-        return chosen, str(CountKey(stored_as(chosen), THREAD, str(thread), shard=shard))
+        prefix = "" if self._store is None else prefix_in(config, self._store.prefix)
+        return chosen, str(CountKey(stored_as(chosen), THREAD, str(thread), prefix=prefix))
 
     def _granting_store(self) -> Granting:
         """The store.

@@ -13,7 +13,7 @@ from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExc
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import stored_as
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, check_prefix
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 
@@ -111,8 +111,16 @@ def _number(limit: Limit, argument: str, value: object) -> int | None:
     return None if value is None or callable(value) else whole_amount(limit.unit, argument, value)
 
 
+def prefix_in(config: RunnableConfig, prefix: object) -> str:
+    """What a thread's keys begin with, where no run's context can say it."""
+    if not callable(prefix):
+        return ""
+    named = config.get("configurable", {}).get("quota_prefix")
+    return check_prefix('config["configurable"]["quota_prefix"]', named)
+
+
 def thread_keys(
-    limits: Sequence[Limit], config: RunnableConfig, now: float, shard: str = ""
+    limits: Sequence[Limit], config: RunnableConfig, now: float, prefix: str = ""
 ) -> list[str]:
     """Where a store counts a thread's calls.
 
@@ -120,7 +128,7 @@ def thread_keys(
         limits: The limits.
         config: Names the thread.
         now: The time in seconds since the Unix epoch.
-        shard: The shard of the store that has the counts.
+        prefix: What the store's keys begin with, if its prefix is a function.
     """
     thread = str(config.get("configurable", {}).get("thread_id"))
     counts: set[tuple[str, timedelta | None]] = {
@@ -133,6 +141,6 @@ def thread_keys(
         if quota.per == THREAD
     }
     return sorted(
-        str(CountKey.at(counter, THREAD, thread, window, now, shard=shard))
+        str(CountKey.at(counter, THREAD, thread, window, now, prefix=prefix))
         for counter, window in counts
     )

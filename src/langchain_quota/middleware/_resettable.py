@@ -9,8 +9,13 @@ from langgraph.constants import END
 from langgraph.pregel import Pregel
 
 from langchain_quota.middleware._base import ContextT, Limiter
-from langchain_quota.middleware._reset import after_reset, check_at_rest, own_node, thread_keys
-from langchain_quota.middleware._shards import shard_in
+from langchain_quota.middleware._reset import (
+    after_reset,
+    check_at_rest,
+    own_node,
+    prefix_in,
+    thread_keys,
+)
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.state import UNUSED
 
@@ -26,20 +31,20 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
 
         Args:
             agent: The agent, as `create_agent` made it with this middleware.
-            config: Names the thread: `{"configurable": {"thread_id": …}}`. For a store with
-                `shard_by="tenant"`, the `"tenant"` must be in it, too.
+            config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
+                prefix is a function, also `"quota_prefix"`: the prefix of the thread.
 
         Raises:
             TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
-            ValueError: The agent does not have this middleware, or the config names no shard.
+            ValueError: The agent does not have this middleware, or the config names no prefix.
             RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store could not be asked.
         """
         node = own_node(agent, self.name)
         check_at_rest(agent.get_state(config), config, self._judging_nodes())
         if self._store is not None:
-            shard = shard_in(config, self._store.shard_by)
-            self._store.reset(thread_keys(self._limits, config, self._clock(), shard))
+            prefix = prefix_in(config, self._store.prefix)
+            self._store.reset(thread_keys(self._limits, config, self._clock(), prefix))
         agent.update_state(config, dict(UNUSED), as_node=node)
         # The update has made nodes due that must not run.
         agent.update_state(config, None, as_node=END)
@@ -50,20 +55,20 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
 
         Args:
             agent: The agent, as `create_agent` made it with this middleware.
-            config: Names the thread: `{"configurable": {"thread_id": …}}`. For a store with
-                `shard_by="tenant"`, the `"tenant"` must be in it, too.
+            config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
+                prefix is a function, also `"quota_prefix"`: the prefix of the thread.
 
         Raises:
             TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
-            ValueError: The agent does not have this middleware, or the config names no shard.
+            ValueError: The agent does not have this middleware, or the config names no prefix.
             RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store could not be asked.
         """
         node = own_node(agent, self.name)
         check_at_rest(await agent.aget_state(config), config, self._judging_nodes())
         if self._store is not None:
-            shard = shard_in(config, self._store.shard_by)
-            await self._store.areset(thread_keys(self._limits, config, self._clock(), shard))
+            prefix = prefix_in(config, self._store.prefix)
+            await self._store.areset(thread_keys(self._limits, config, self._clock(), prefix))
         await agent.aupdate_state(config, dict(UNUSED), as_node=node)
         # The update has made nodes due that must not run.
         await agent.aupdate_state(config, None, as_node=END)

@@ -18,7 +18,7 @@ from langchain_quota.stores.keys import CountKey
 
 
 def root_subject(
-    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, shard: str
+    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, prefix: str
 ) -> str:
     """Whose calls a store counts together with those of the running node.
 
@@ -26,7 +26,7 @@ def root_subject(
         state: The agent's state.
         runtime: The hook's runtime.
         store: Numbers the root runs of a thread; `None` where nothing is counted by them.
-        shard: The shard of the store that has the counts.
+        prefix: What the store's keys begin with, if its prefix is a function.
     """
     if store is None:
         return ""
@@ -34,7 +34,7 @@ def root_subject(
     subject = _known(run, state, caller)
     if run is None or subject is not None:
         return subject or caller.run()
-    thread, key = _numbered(run, caller, shard)
+    thread, key = _numbered(run, caller, prefix)
     found = store.peek([key]) if run.resumes else None
     number = (found or {}).get(key)
     if number is None:
@@ -44,7 +44,7 @@ def root_subject(
 
 
 async def aroot_subject(
-    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, shard: str
+    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, prefix: str
 ) -> str:
     """Whose calls a store counts together with those of the running node.
 
@@ -52,7 +52,7 @@ async def aroot_subject(
         state: The agent's state.
         runtime: The hook's runtime.
         store: Numbers the root runs of a thread; `None` where nothing is counted by them.
-        shard: The shard of the store that has the counts.
+        prefix: What the store's keys begin with, if its prefix is a function.
     """
     if store is None:
         return ""
@@ -60,7 +60,7 @@ async def aroot_subject(
     subject = _known(run, state, caller)
     if run is None or subject is not None:
         return subject or caller.run()
-    thread, key = _numbered(run, caller, shard)
+    thread, key = _numbered(run, caller, prefix)
     found = await store.apeek([key]) if run.resumes else None
     number = (found or {}).get(key)
     if number is None:
@@ -83,13 +83,13 @@ def _known(run: RootRun | None, state: Mapping[str, Any], caller: CallContext) -
     return run.subject
 
 
-def _numbered(run: RootRun, caller: CallContext, shard: str) -> tuple[object, str]:
+def _numbered(run: RootRun, caller: CallContext, prefix: str) -> tuple[object, str]:
     """The thread of a root run, and where a store keeps the number of its newest one.
 
     The number begins with the time. So a thread whose number has expired never gets an old one.
     """
     thread = _thread(run, caller)
-    return thread, str(CountKey("", ROOT_RUN, str(thread), shard=shard))
+    return thread, str(CountKey("", ROOT_RUN, str(thread), prefix=prefix))
 
 
 def _addition(key: str, name: str) -> AcquireRequest:

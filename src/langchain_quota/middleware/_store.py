@@ -48,12 +48,12 @@ class StoreClient:
 
     Attributes:
         store: The store.
-        shard_by: What names the shard of a request; `None` for a store without shards.
+        prefix: The store's prefix, if it has one.
     """
 
     def __init__(self, store: QuotaStore, outage: Outage, recorder: Recorder) -> None:
         self.store = store
-        self.shard_by: str | None = getattr(store, "shard_by", None)
+        self.prefix: object = getattr(store, "prefix", None)
         self._outage: Outage = outage
         self._recorder = recorder
         self._lock = fork_safe_lock()
@@ -299,20 +299,24 @@ class StoreClient:
             self._late.begin()
 
     def _send_waiting(self) -> None:
-        with self._asking("acquire"):
-            while True:
-                with self._carrying(AcquireRequest("", "")) as (asked, _):
-                    if not asked.compensations:
-                        return
-                    self.store.acquire(asked)
+        for prefix in self._pending.prefixes():
+            with self._asking("acquire"):
+                waits = True
+                while waits:
+                    with self._carrying(_about([f"{prefix}/"])) as (asked, _):
+                        waits = bool(asked.compensations)
+                        if waits:
+                            self.store.acquire(replace(asked, counters={}))
 
     async def _asend_waiting(self) -> None:
-        with self._asking("acquire"):
-            while True:
-                with self._carrying(AcquireRequest("", "")) as (asked, _):
-                    if not asked.compensations:
-                        return
-                    await self.store.aacquire(asked)
+        for prefix in self._pending.prefixes():
+            with self._asking("acquire"):
+                waits = True
+                while waits:
+                    with self._carrying(_about([f"{prefix}/"])) as (asked, _):
+                        waits = bool(asked.compensations)
+                        if waits:
+                            await self.store.aacquire(replace(asked, counters={}))
 
     @contextmanager
     def _carrying(self, request: AcquireRequest) -> Iterator[tuple[AcquireRequest, bool]]:

@@ -12,7 +12,6 @@ from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey, dimension_of
-from langchain_quota.stores.shards import check_within_shards
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
@@ -98,8 +97,8 @@ class QuotaStore(Protocol):
     Results, refused attempts and compensations that settle a request are remembered for an hour,
     other compensations for a week.
 
-    A store of your own has shards, like `RedisStore`, if it has an attribute `shard_by` (and maybe
-    `within_shard`). Then all counts of a request are in one shard, and those of a compensation too.
+    If a store of your own has an attribute `prefix` that is a function, keys begin with what the
+    function gives, as for `RedisStore`, and all keys of a request with the same.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. The operation may have
@@ -250,8 +249,8 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
 
     Raises:
         TypeError: It is no `QuotaStore`.
-        ValueError: There is no store, and a limit has quotas; or a quota counts calls of several of
-            the store's shards.
+        ValueError: There is no store, and a limit has quotas; or a limit counts calls of several of
+            the store's prefixes.
     """
     if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
         # A URL is not shown: it may have a password.
@@ -263,7 +262,25 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 f"limit {limit.name!r} has quotas: give a store that counts them, "
                 "store=MemoryStore() in one process, store=RedisStore() in several"
             )
-    check_within_shards(store, limits)
+    if callable(getattr(store, "prefix", None)):
+        _check_one_prefix(limits)
+
+
+def _check_one_prefix(limits: Sequence[Limit]) -> None:
+    """Check that no limit counts calls of several prefixes together.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for limit in limits:
+        wide = [f"per={each.per!r}" for each in limit.quotas if each.per in ("global", "agent")]
+        wide += ["at_once"] if getattr(limit, "at_once", None) is not None else []
+        if wide:
+            raise ValueError(
+                f"limit {limit.name!r} has {wide[0]}, which counts calls of all prefixes, but the "
+                "store's prefix is a function, such as of the tenant: put the limit into a second "
+                "middleware, of a subclass of QuotaMiddleware, whose store has a string as prefix"
+            )
 
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:

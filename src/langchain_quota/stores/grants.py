@@ -16,7 +16,6 @@ from langchain_quota.money import Dollars
 from langchain_quota.stores import idle_time, window_end
 from langchain_quota.stores.confirming import confirming
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.stores.shards import check_names_shard
 from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
 
 MAX_TEXT = 1000
@@ -184,13 +183,12 @@ class Granting(ABC):
         _check_texts(key=key)
         text, now = str(key), self._now()
         try:
-            count = CountKey.parse(text)
+            CountKey.parse(text)
         except ValueError:
             raise ValueError(
                 "key must be the key of a count, such as 'email:user_id:ada', as store.usages() "
                 f"has it, not {text!r}"
             ) from None
-        check_names_shard(self, count)
         if window is not None:
             text = in_window(text, window, now)
         asked = new_grant(text, amount, unit_of(text), now=now, **others)
@@ -236,7 +234,7 @@ def in_window(key: str, window: timedelta, now: float) -> str:
     base = CountKey.parse(key)
     if base.window is not None:
         raise ValueError(f"key has a window, so window must be None: {key!r}")
-    at = CountKey.at(base.counter, base.dimension, base.subject, window, now, shard=base.shard)
+    at = CountKey.at(base.counter, base.dimension, base.subject, window, now, prefix=base.prefix)
     return str(at)
 
 

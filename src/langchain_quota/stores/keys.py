@@ -15,10 +15,11 @@ _SAFE = ",@"  # beside letters, digits and _.-~: tools that share a count, and a
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PLAIN = re.compile(r"[A-Za-z0-9_.~,@-]{0,64}(:[A-Za-z0-9_.~,@-]{0,64}){2}")
 """Three encoded values in a key."""
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
-_SHARD = _VALUE.replace("*)", "+)")
+_FIRST = _VALUE.replace("*)", "+)")
 _TEXT = re.compile(
-    rf"(?:{_SHARD}/)?{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?"
+    rf"(?:{_FIRST}/)?{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?"
 )
 
 
@@ -26,7 +27,7 @@ _TEXT = re.compile(
 class CountKey:
     """Names one count.
 
-    `str(key)` is its text: the values, percent-encoded and joined by colons. If there is a shard,
+    `str(key)` is its text: the values, percent-encoded and joined by colons. If there is a prefix,
     it comes first, with a slash. An encoded value of more than 64 characters is shortened, and its
     hash is appended, so that two values never share a key.
 
@@ -36,7 +37,7 @@ class CountKey:
         subject: Who that is; empty for all.
         window: The length of the windows, in seconds; `None` for a count without windows.
         index: The number of the window, from the Unix epoch.
-        shard: The shard that has the count, such as a tenant; empty in a store without shards.
+        prefix: The prefix, in a store whose prefix is a function.
 
     Raises:
         ValueError: Only one of window and index is given, or the window is not positive.
@@ -47,7 +48,7 @@ class CountKey:
     subject: str
     window: int | None = None
     index: int | None = None
-    shard: str = ""
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         if (self.window is None) != (self.index is None):
@@ -64,7 +65,7 @@ class CountKey:
         window: timedelta | None,
         now: float,
         *,
-        shard: str = "",
+        prefix: str = "",
     ) -> "CountKey":
         """The key of a count at a moment.
 
@@ -74,17 +75,17 @@ class CountKey:
             subject: Who that is; empty for all.
             window: How long a window lasts, in whole seconds; `None` for a count without windows.
             now: The moment, in seconds since the Unix epoch.
-            shard: The shard that has the count; empty in a store without shards.
+            prefix: The prefix, in a store whose prefix is a function.
 
         Raises:
             ValueError: The window is not whole seconds, from 1.
         """
         if window is None:
-            return cls(counter, dimension, subject, shard=shard)
+            return cls(counter, dimension, subject, prefix=prefix)
         seconds, rest = divmod(window, timedelta(seconds=1))
         if rest or seconds < 1:
             raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
-        return cls(counter, dimension, subject, seconds, int(now // seconds), shard)
+        return cls(counter, dimension, subject, seconds, int(now // seconds), prefix)
 
     @classmethod
     def parse(cls, text: str) -> "CountKey":
@@ -98,14 +99,14 @@ class CountKey:
             raise ValueError(f"not the key of a count: {text!r}")
         *values, window, index = match.groups()
         try:
-            shard, counter, dimension, subject = (
+            prefix, counter, dimension, subject = (
                 unquote(each or "", errors="surrogatepass") for each in values
             )
         except UnicodeDecodeError as error:
             raise ValueError(f"not the key of a count: {text!r}") from error
         if window is None:
-            return cls(counter, dimension, subject, shard=shard)
-        return cls(counter, dimension, subject, int(window), int(index), shard)
+            return cls(counter, dimension, subject, prefix=prefix)
+        return cls(counter, dimension, subject, int(window), int(index), prefix)
 
     @property
     def ends(self) -> int | None:
@@ -130,7 +131,7 @@ class CountKey:
             values = [*map(_encoded, values)]
         numbers = [] if self.window is None else [str(self.window), str(self.index)]
         text = ":".join([*values, *numbers])
-        return f"{_encoded(self.shard)}/{text}" if self.shard else text
+        return f"{_encoded(self.prefix)}/{text}" if self.prefix else text
 
 
 def dimension_of(key: str) -> str:
@@ -138,18 +139,23 @@ def dimension_of(key: str) -> str:
     return key.partition(":")[2].partition(":")[0]
 
 
-def split_shard(text: str) -> tuple[str, str]:
-    """The shard of a key's text, and the rest; a text that is no key of a count has no shard."""
-    return _split(text) if "/" in text else ("", text)
+def check_prefix(what: str, prefix: object) -> str:
+    """Check a prefix of a store.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is empty, too long, or has other characters.
+    """
+    if not isinstance(prefix, str):
+        raise TypeError(f"{what} must be a string, not {prefix!r}")
+    if not _PREFIX.fullmatch(prefix):
+        raise ValueError(f"{what} must match {_PREFIX.pattern}, not {prefix!r}")
+    return prefix
 
 
-@lru_cache(maxsize=4096)
-def _split(text: str) -> tuple[str, str]:
-    """The same, cached: a request splits each of its keys several times."""
-    if not _TEXT.fullmatch(text):
-        return "", text
-    shard, _, rest = text.partition("/")
-    return shard, rest
+def prefix_of(key: str) -> str:
+    """What a key begins with in a store whose prefix is a function; empty in others."""
+    return key.rpartition("/")[0]
 
 
 def _encoded(value: str) -> str:

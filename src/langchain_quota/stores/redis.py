@@ -1,13 +1,13 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
 import logging
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, islice
+from typing import Any
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
@@ -19,6 +19,7 @@ from langchain_quota.stores import (
     idle_seconds,
 )
 from langchain_quota.stores.grants import Grant, Granting
+from langchain_quota.stores.keys import check_prefix, prefix_of
 from langchain_quota.stores.redis_clients import (
     FAILED,
     TIMEOUTS,
@@ -45,12 +46,10 @@ from langchain_quota.stores.redis_script import (
     uses,
 )
 from langchain_quota.stores.redis_together import Together
-from langchain_quota.stores.shards import check_shards, keys_by_shard, requests_by_shard
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
 
-_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _AT_ONCE = 500
 """How many keys a listing asks for at once."""
 _SHOWN = 200
@@ -68,18 +67,14 @@ class RedisStore(Granting):
     Each operation is one run of one script, in one round trip; a compensation that has something to
     undo takes a second one. Async operations that begin in the same turn of the event loop may
     share a round trip, except in a cluster. All keys of a prefix have one hash tag: in Redis
-    Cluster they are in one hash slot, on one node, unless `shard_by` spreads them. Every key
-    expires. Counts are exact up to 2^53 - 1. They are as durable as Redis itself: its
-    `maxmemory-policy` must be `noeviction`, and counts survive a restart of Redis only if it
-    persists them.
+    Cluster they are in one hash slot, on one node. Every key expires. Counts are exact up to
+    2^53 - 1. They are as durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and
+    counts survive a restart of Redis only if it persists them.
 
-    With `shard_by="tenant"`, all counts of a tenant are a shard: those of its threads and runs, and
-    its quotas. Each shard has its own hash tag, so a cluster spreads the shards over its nodes. A
-    request counts in the shard of its tenant, in one step, as exactly as without shards. Every run
-    needs the tenant in its context: without it the run fails, and nothing is charged. Keys begin
-    with the shard: `acme/search:user_id:ada`. Reading or resetting keys of several shards takes one
-    step for each shard. Limits on calls at once count the calls of all tenants, on one node. Counts
-    that were made without `shard_by` keep their old keys until they expire.
+    A prefix may be a function: then each tenant, for example, has its own prefix, and a cluster
+    spreads the tenants over its nodes. A run for which the function gives no prefix fails, and
+    nothing is charged. Keys begin with the prefix: `acme/search:user_id:ada`. To list counts and
+    grants, make a store with the prefix as a string: there, the same key is `search:user_id:ada`.
 
     Args:
         source: The URL of one server in redis-py's form: `redis://`, `rediss://` for TLS or
@@ -88,17 +83,12 @@ class RedisStore(Granting):
             which keeps its timeouts and retries: a client of `redis` serves the sync form, a client
             of `redis.asyncio` the async form, on its own event loop.
         prefix: What all keys begin with, `[A-Za-z0-9_.-]{1,64}`. Stores with different prefixes
-            share nothing.
+            share nothing. Or a function of state and runtime, as of `Quota(per=…)`, but not async:
+            `lambda state, runtime: runtime.context["tenant"]`.
         timeout: How long an operation may take, in seconds above 0. For an async operation it is
             the total, without time in which the event loop was blocked; for a sync operation it is
             each wait for the network. Nothing is tried twice.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
-        shard_by: The name of a value in `runtime.context`, such as `"tenant"` or `"user_id"`, or
-            `"thread"`: the value is the shard of a request. `None`: there are no shards. Agents
-            that share counts need the same `shard_by`.
-        within_shard: What else a quota may be `per`, because it belongs to one shard, such as
-            `"user_id"` where every user belongs to one tenant. All other quotas, such as those per
-            `"global"`, are an error when the middleware is made: put them into another store.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -113,69 +103,60 @@ class RedisStore(Granting):
         RedisStore(rediss://redis.example:6379/0, prefix='prod')
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only, with defaults
+    def __init__(
         self,
         source: str | SyncClient | AsyncClient | None = None,
         *,
-        prefix: str = PREFIX,
+        prefix: str | Callable[[Any, Any], str] = PREFIX,
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
-        shard_by: str | None = None,
-        within_shard: Sequence[str] = (),
     ) -> None:
-        if not isinstance(prefix, str):
-            raise TypeError(f"prefix must be a string, not {prefix!r}")
-        if not _PREFIX.fullmatch(prefix):
-            raise ValueError(f"prefix must match {_PREFIX.pattern}, not {prefix!r}")
+        if not isinstance(prefix, str) and not callable(prefix):
+            raise TypeError(f"prefix must be a string or a function, not {prefix!r}")
+        if isinstance(prefix, str):
+            check_prefix("prefix", prefix)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"timeout must be a number, not {timeout!r}")
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout must be above 0, not {timeout!r}")
-        check_shards(shard_by, within_shard)
-        self.shard_by, self.within_shard = shard_by, tuple(within_shard)
-        self._prefix = prefix
-        self._names = Names(prefix)
+        self.prefix = prefix
+        self._names = Names(prefix) if isinstance(prefix, str) else None
         self._timeout = timeout
         self._idle = idle_seconds(idle_ttl)
         self._clients = clients(source, timeout)
 
     def __repr__(self) -> str:
-        shards = "" if self.shard_by is None else f", shard_by={self.shard_by!r}"
-        return f"RedisStore({self._clients.name}, prefix={self._prefix!r}{shards})"
+        return f"RedisStore({self._clients.name}, prefix={self.prefix!r})"
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        calls = self._acquiring(request)
+        call = self._acquiring(request)
         client = self._clients.sync()
         with self._failing():
-            for part, call in calls:
+            reply = _call(client, call)
+            while call.again(reply):
                 reply = _call(client, call)
-                while call.again(reply):
-                    reply = _call(client, call)
-                answer = result(reply, part)
-            return answer
+            return result(reply, request)
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
-        calls = self._acquiring(request)
+        call = self._acquiring(request)
         async with self._operation() as client:
-            for part, call in calls:
+            reply = await _acall(client, call)
+            while call.again(reply):
                 reply = await _acall(client, call)
-                while call.again(reply):
-                    reply = await _acall(client, call)
-                answer = result(reply, part)
-            return answer
+            return result(reply, request)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` if nothing is."""
         check_keys(keys)
         if not keys:
             return ()
-        client = self._clients.sync()
+        parts, client = self._parts(keys), self._clients.sync()
         found: dict[str, QuotaUsage] = {}
         with self._failing():
-            for some in keys_by_shard(keys):
-                found |= _peeked(some, _call(client, ScriptCall.peek(self._names, some)))
+            for names, some in parts:
+                found |= _peeked(some, _call(client, ScriptCall.peek(names, some)))
         return tuple(map(found.get, keys))
 
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
@@ -184,27 +165,29 @@ class RedisStore(Granting):
         if not keys:
             return ()
         found: dict[str, QuotaUsage] = {}
+        parts = self._parts(keys)
         async with self._operation() as client:
-            for some in keys_by_shard(keys):
-                found |= _peeked(some, await _acall(client, ScriptCall.peek(self._names, some)))
+            for names, some in parts:
+                found |= _peeked(some, await _acall(client, ScriptCall.peek(names, some)))
         return tuple(map(found.get, keys))
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
         check_keys(keys)
         if keys:
-            client = self._clients.sync()
+            parts, client = self._parts(keys), self._clients.sync()
             with self._failing():
-                for some in keys_by_shard(keys):
-                    done(_call(client, ScriptCall.reset(self._names, some, self._idle)))
+                for names, some in parts:
+                    done(_call(client, ScriptCall.reset(names, some, self._idle)))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
         check_keys(keys)
         if keys:
+            parts = self._parts(keys)
             async with self._operation() as client:
-                for some in keys_by_shard(keys):
-                    done(await _acall(client, ScriptCall.reset(self._names, some, self._idle)))
+                for names, some in parts:
+                    done(await _acall(client, ScriptCall.reset(names, some, self._idle)))
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
@@ -238,14 +221,14 @@ class RedisStore(Granting):
         """
         found: dict[str, QuotaUsage] = {}
         odd: set[bytes] = set()
-        client = self._clients.sync()
+        names, client = self._listable(), self._clients.sync()
         with self._failing():
-            for keys, unreadable in self._scan(client, pattern):
+            for keys, unreadable in _scan(names, client, pattern):
                 odd.update(unreadable)
-                for some in keys_by_shard(keys) if keys else ():
-                    counts, others = uses(some, _call(client, ScriptCall.peek(self._names, some)))
+                if keys:
+                    counts, others = uses(keys, _call(client, ScriptCall.peek(names, keys)))
                     found |= counts
-                    odd.update(map(self._names.count, others))
+                    odd.update(map(names.count, others))
         return [found[key] for key in sorted(found)], sorted(odd)
 
     def grants(self, pattern: str = "*") -> list[Grant]:
@@ -259,30 +242,13 @@ class RedisStore(Granting):
             TypeError: The store was given a client of `redis.asyncio`.
         """
         found: dict[tuple[str, str], Grant] = {}
-        client = self._clients.sync()
+        names, client = self._listable(), self._clients.sync()
         with self._failing():
-            for keys, _ in self._scan(client, pattern):
-                for some in keys_by_shard(keys) if keys else ():
-                    reply = _call(client, ScriptCall.grants(self._names, some))
-                    found |= {(each.key, each.id): each for each in listed(some, reply)}
+            for keys, _ in _scan(names, client, pattern):
+                if keys:
+                    reply = _call(client, ScriptCall.grants(names, keys))
+                    found |= {(each.key, each.id): each for each in listed(keys, reply)}
         return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
-
-    def _scan(self, client: SyncClient, pattern: str) -> Iterator[tuple[list[str], list[bytes]]]:
-        """The keys that match a pattern, some at a time, and the names that are no text."""
-        names = client.scan_iter(match=self._names.pattern(pattern), count=_AT_ONCE)
-        while some := [*islice(names, _AT_ONCE)]:
-            keys, odd = [], []
-            for name in some:
-                try:
-                    key = self._names.key(name)
-                except ValueError:
-                    text = name if isinstance(name, str) else repr(name)[2:-1]
-                    if fnmatchcase(text.partition("}:count:")[2], pattern):
-                        odd.append(name if isinstance(name, bytes) else name.encode())
-                else:
-                    if fnmatchcase(key, pattern):
-                        keys.append(key)
-            yield keys, odd
 
     def close(self) -> None:
         """Close the connections of the sync form; a client of your own stays open."""
@@ -300,32 +266,75 @@ class RedisStore(Granting):
         return time.time()
 
     def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        call = ScriptCall.grant(self._of([asked.key]), asked, self._idle)
         client = self._clients.sync()
         with self._failing():
-            call = ScriptCall.grant(self._names, asked, self._idle)
             return given(asked.key, _call(client, call))
 
     async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
+        call = ScriptCall.grant(self._of([asked.key]), asked, self._idle)
         async with self._operation() as client:
-            call = ScriptCall.grant(self._names, asked, self._idle)
             return given(asked.key, await _acall(client, call))
 
     def _revoke(self, key: str, name: str) -> Grant | None:
+        call = ScriptCall.revoke(self._of([key]), key, name)
         client = self._clients.sync()
         with self._failing():
-            return revoked(key, _call(client, ScriptCall.revoke(self._names, key, name)))
+            return revoked(key, _call(client, call))
 
     async def _arevoke(self, key: str, name: str) -> Grant | None:
+        call = ScriptCall.revoke(self._of([key]), key, name)
         async with self._operation() as client:
-            return revoked(key, await _acall(client, ScriptCall.revoke(self._names, key, name)))
+            return revoked(key, await _acall(client, call))
 
-    def _acquiring(self, request: AcquireRequest) -> list[tuple[AcquireRequest, ScriptCall]]:
-        """The requests to the shards, the request itself last."""
+    def _acquiring(self, request: AcquireRequest) -> ScriptCall:
         check_request(request)
-        return [
-            (part, ScriptCall.acquire(self._names.of(shard), part, self._idle))
-            for shard, part in requests_by_shard(request)
-        ]
+        counted = [each.key for each in request.counters.values() if each.key is not None]
+        corrected = [[*each.amounts, *each.starts] for each in request.compensations]
+        names = self._of([*counted, *chain.from_iterable(corrected)])
+        return ScriptCall.acquire(names, request, self._idle)
+
+    def _of(self, keys: Sequence[str]) -> Names:
+        """The names of keys that are used in one step.
+
+        Raises:
+            ValueError: They have several prefixes.
+        """
+        if self._names is not None:
+            return self._names
+        parts = self._parts(keys)
+        if len(parts) > 1:
+            raise ValueError(
+                f"a request must have one prefix: {parts[0][1][0]!r}, {parts[1][1][0]!r}"
+            )
+        return parts[0][0] if parts else Names(PREFIX)
+
+    def _parts(self, keys: Sequence[str]) -> list[tuple[Names, Sequence[str]]]:
+        """Keys by prefix.
+
+        Raises:
+            ValueError: A key names no prefix, and the store's prefix is a function.
+        """
+        if self._names is not None:
+            return [(self._names, keys)]
+        found: dict[str, list[str]] = {}
+        for key in keys:
+            check_prefix(f"what stands before the slash of {key!r}", prefix_of(key))
+            found.setdefault(prefix_of(key), []).append(key)
+        return [(Names(prefix, is_in_keys=True), some) for prefix, some in found.items()]
+
+    def _listable(self) -> Names:
+        """The names of the keys that are listed.
+
+        Raises:
+            ValueError: The store's prefix is a function.
+        """
+        if self._names is None:
+            raise ValueError(
+                "the prefix of this store is a function: list the keys of one prefix with "
+                "RedisStore(…, prefix='acme')"
+            )
+        return self._names
 
     def _operation(self) -> Operation:
         """The running event loop's client, for one operation within the timeout."""
@@ -393,3 +402,23 @@ async def _acall(client: Together | Cluster, call: ScriptCall) -> object:
         return await client.evalsha(SHA, *call.arguments())
     except NoScriptError:
         return await client.eval(SCRIPT, *call.arguments())
+
+
+def _scan(
+    names: Names, client: SyncClient, pattern: str
+) -> Iterator[tuple[list[str], list[bytes]]]:
+    """The keys that match a pattern, some at a time, and the names that are no text."""
+    found = client.scan_iter(match=names.pattern(pattern), count=_AT_ONCE)
+    while some := [*islice(found, _AT_ONCE)]:
+        keys, odd = [], []
+        for name in some:
+            try:
+                key = names.key(name)
+            except ValueError:
+                text = name if isinstance(name, str) else repr(name)[2:-1]
+                if fnmatchcase(text.partition("}:count:")[2], pattern):
+                    odd.append(name if isinstance(name, bytes) else name.encode())
+            else:
+                if fnmatchcase(key, pattern):
+                    keys.append(key)
+        yield keys, odd

@@ -1,33 +1,26 @@
 """The names of keys in Redis."""
 
 import re
+from dataclasses import dataclass
 from hashlib import sha256
 
-from langchain_quota.stores.keys import split_shard
 
-
+@dataclass(frozen=True, slots=True)
 class Names:
     """The names of keys in Redis.
 
-    Args:
-        prefix: What all names begin with.
-        shard: The shard whose hash slot has the markers.
+    Attributes:
+        prefix: What all names begin with: the hash tag, by which a cluster finds the node.
+        is_in_keys: Whether keys begin with it, too.
     """
 
-    def __init__(self, prefix: str, shard: str = "") -> None:
-        self.prefix = prefix
-        self._plain = _tag(prefix, "")
-        self._tag = _tag(prefix, shard)
-
-    def of(self, shard: str) -> "Names":
-        """The names for requests to one shard."""
-        return Names(self.prefix, shard) if shard else self
+    prefix: str
+    is_in_keys: bool = False
 
     def count(self, key: str) -> bytes:
         """The name of a count in Redis."""
-        shard, rest = split_shard(key)
-        tag = _tag(self.prefix, shard) if shard else self._plain
-        return f"{tag}count:{rest}".encode(errors="surrogatepass")
+        rest = key.removeprefix(f"{self.prefix}/") if self.is_in_keys else key
+        return f"{{{self.prefix}}}:count:{rest}".encode(errors="surrogatepass")
 
     def key(self, name: bytes | str) -> str:
         """The key of a count, by its name in Redis; the client may have decoded the name.
@@ -36,13 +29,8 @@ class Names:
             ValueError: It is not the name of a count.
         """
         text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
-        known = rf"\{{{re.escape(self.prefix)}(?::([^:{{}}]+))?\}}:count:(.*)"
-        found = re.fullmatch(known, text, re.DOTALL)
-        if found is None:
-            raise ValueError(f"not the name of a count: {text!r}")
-        shard, rest = found.groups()
-        key = rest if shard is None else f"{shard}/{rest}"
-        if split_shard(key) != (shard or "", rest):
+        before, found, key = text.partition(f"{{{self.prefix}}}:count:")
+        if before or not found:
             raise ValueError(f"not the name of a count: {text!r}")
         return key
 
@@ -54,25 +42,10 @@ class Names:
         """
         # Redis reads character classes and escapes differently.
         simple, *others = re.split(r"[\[\\]", keys, maxsplit=1)
-        more = "*" if others else ""
-        shard, slash, rest = simple.partition("/")
-        literal = re.split(r"[*?]", simple.lstrip("*"), maxsplit=1)[0]
-        if slash:
-            found = f"{_tag(self.prefix, shard)}count:{rest}{more}"
-        elif ":" not in literal:  # it may be the beginning of a shard
-            found = f"{{{self.prefix}[:}}]*count:*"
-        elif simple.startswith("*"):
-            found = f"{{{self.prefix}[:}}]*count:{simple}{more}"
-        else:
-            found = f"{self._plain}count:{simple}{more}"
+        found = f"{{{self.prefix}}}:count:{simple}{'*' if others else ''}"
         return found.encode(errors="surrogatepass")
 
     def marker(self, kind: str, name: str) -> bytes:
         """The key in Redis that remembers something by a name of any length."""
         digest = sha256(name.encode(errors="surrogatepass")).hexdigest()
-        return f"{self._tag}{kind}:{digest}".encode()
-
-
-def _tag(prefix: str, shard: str) -> str:
-    """What the names of a shard begin with: the hash tag. A cluster computes the slot from it."""
-    return f"{{{prefix}:{shard}}}:" if shard else f"{{{prefix}}}:"
+        return f"{{{self.prefix}}}:{kind}:{digest}".encode()

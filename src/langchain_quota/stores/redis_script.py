@@ -190,7 +190,7 @@ class ScriptCall:
         }
 
     def _count(self, key: str, ends: int | None, start: int) -> tuple[int, ...]:
-        name, idle = _place(self._names.prefix, key, self._idle)
+        name, idle = _place(self._names, key, self._idle)
         return (self._index(name), _clamped(ends), idle, _exact(start))
 
     def _marker(self, kind: str, name: str | None) -> int:
@@ -201,9 +201,9 @@ class ScriptCall:
 
 
 @lru_cache(maxsize=4096)
-def _place(prefix: str, key: str, idle: int) -> tuple[bytes, int]:
+def _place(names: Names, key: str, idle: int) -> tuple[bytes, int]:
     """The name of a count in Redis, and for how many seconds it is kept without a charge."""
-    return Names(prefix).count(key), idle_time(key, idle)
+    return names.count(key), idle_time(key, idle)
 
 
 def result(reply: object, request: AcquireRequest) -> AcquireResult:
