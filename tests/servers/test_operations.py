@@ -613,9 +613,12 @@ def test_keys_take_the_memory_that_the_page_says(redis_server: RedisServer) -> N
         asked: Any = {"messages": [("user", "hi")]}
         asyncio.run(agent.ainvoke(asked, config, context={"user_id": "user-00000001"}))
         taken: dict[str, int] = {}
-        for name in client.scan_iter(match=f"*{store.prefix}*"):
+        for name in client.scan_iter(match=f"*{store.prefix!s}*"):
             kind = re.sub(r"^.*?:(count:[^:]*:|)", "", name.decode()).partition(":")[0]
-            taken[kind] = client.memory_usage(name) - len(store.prefix) + len("langchain_quota")
+            named = len(str(store.prefix)) - len("langchain_quota")
+            taken[kind] = client.memory_usage(name) - named
+                client.memory_usage(name) - len(str(store.prefix)) + len("langchain_quota")
+            )
     kinds = ("result", "attempt", "run", "thread", "user_id")
     assert taken.keys() == {*kinds}
     for kind, number in zip(kinds, said, strict=True):

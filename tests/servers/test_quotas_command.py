@@ -62,7 +62,7 @@ def store(redis_server: RedisServer) -> Iterator[RedisStore]:
 def run(redis_server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the command on the store; the environment names the server."""
     monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", redis_server.url)
-    return lambda *arguments: main(["quotas", *arguments, "--prefix", store.prefix])
+    return lambda *arguments: main(["quotas", *arguments, "--prefix", str(store.prefix)])
 
 
 def used(store: RedisStore) -> list[int]:
@@ -205,10 +205,10 @@ ODD: dict[str, Callable[[redis.Redis, bytes], object]] = {
 @pytest.fixture(params=ODD)
 def odd(request: pytest.FixtureRequest, redis_server: RedisServer, store: RedisStore) -> str:
     """Leaves something among the counts that is none; how the command names it."""
-    name = f"{{{store.prefix}}}:count:search:user_id:odd\x1b[2J\n".encode()
+    name = f"{{{store.prefix!s}}}:count:search:user_id:odd\x1b[2J\n".encode()
     with redis_server.client() as client:
         ODD[request.param](client, name)
-        [found] = client.scan_iter(match=f"{{{store.prefix}}}*odd*", count=10_000)
+        [found] = client.scan_iter(match=f"{{{store.prefix!s}}}*odd*", count=10_000)
     return repr(found)
 
 
@@ -237,7 +237,7 @@ def test_reset_beside_what_is_no_count(
 ) -> None:
     """The counts are reset, what is none is left as it is and named, and the code is 1."""
     with redis_server.client() as client:
-        [name] = client.scan_iter(match=f"{{{store.prefix}}}*odd*", count=10_000)
+        [name] = client.scan_iter(match=f"{{{store.prefix!s}}}*odd*", count=10_000)
         before = client.dump(name)
         assert run("reset", "--yes") == 1
         assert client.dump(name) == before
@@ -266,7 +266,7 @@ def test_much_that_is_no_count(
     """Of many some are named, and of a long name the beginning."""
     with redis_server.client() as client:
         for number in range(30):
-            client.set(f"{{{store.prefix}}}:count:odd:{number}:{'x' * 10_000}", 1)
+            client.set(f"{{{store.prefix!s}}}:count:odd:{number}:{'x' * 10_000}", 1)
     assert run("show") == 1
     *named, last = capsys.readouterr().err.splitlines()
     assert len(named) == 20
@@ -289,7 +289,7 @@ def test_terminal_without_all_characters(store: RedisStore, redis_server: RedisS
     done = run_python(
         COMMAND_LINE,
         *("quotas", "show", "--redis", redis_server.url),
-        *("--prefix", store.prefix, "--key", "*C3*"),
+        *("--prefix", str(store.prefix), "--key", "*C3*"),
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
     assert done.returncode == 0, done.stderr
@@ -363,7 +363,7 @@ def test_reset_asks(
         start_python(
             COMMAND_LINE,
             *("quotas", "reset", "--redis", redis_server.url),
-            *("--prefix", store.prefix, "--key", "search:*"),
+            *("--prefix", str(store.prefix), "--key", "search:*"),
             stdin=terminal,
             stdout=writable,
             stderr=2,
@@ -607,7 +607,7 @@ def watching(
     """The command, looking ten times a second."""
     return start_python(
         COMMAND_LINE,
-        *("quotas", "watch", "--redis", redis_server.url, "--prefix", store.prefix),
+        *("quotas", "watch", "--redis", redis_server.url, "--prefix", str(store.prefix)),
         *("--every", "0.1"),
         stdin=stdin,
         stdout=stdout,

@@ -8,6 +8,7 @@ import pytest
 from langchain_quota.admission import AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
+from langchain_quota.stores.redis_names import Names
 from langchain_quota.stores.redis_together import MOST
 from tests.servers.redis import Detour, RedisServer, detour
 from tests.servers.stores import calls
@@ -69,7 +70,7 @@ async def test_a_pipeline_is_not_longer_than_that(redis_server: RedisServer) -> 
 async def test_an_error_is_its_callers(store: RedisStore, redis_server: RedisServer) -> None:
     """What is wrong with one request fails this one only."""
     with redis_server.client() as client:
-        client.set(store._names.count("odd"), "no count")
+        client.set(Names(str(store.prefix)).count("odd"), "no count")
     results = await asyncio.gather(*asking(store, "a", "b", "odd", "c"), return_exceptions=True)
     failed = results.pop(2)
     assert isinstance(failed, QuotaStoreError)
