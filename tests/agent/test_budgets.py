@@ -201,6 +201,43 @@ async def test_a_budget_on_trial_refuses_nothing(signals: Signals) -> None:
     assert spent(scene) == (100, 100)
 
 
+RETRY = ModelRetryMiddleware(max_retries=1, initial_delay=0, jitter=False)
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("script", "beside", "reserve", "allowed", "over"),
+    [
+        pytest.param([30, 30, 10, 10], [], None, 2, 2, id="no reserve"),
+        pytest.param([15, 20, 10, 10], [], 20, 2, 2, id="reserve"),
+        pytest.param([15, 20, 10, 10], [], lambda _: 20, 2, 2, id="function"),
+        pytest.param([60, 10, ProviderError(), 10], [RETRY], None, 1, 2, id="retry"),
+        pytest.param([ProviderError(), 60, 10], [RETRY], lambda _: 20, 1, 1, id="first retry"),
+        pytest.param([10, 10, 10], [], None, 3, 0, id="under it"),
+    ],
+)
+async def test_a_budget_on_trial_counts_a_call_once(
+    signals: Signals,
+    kind: type[QuotaMiddleware[Any, Any]],
+    script: list[Any],
+    beside: list[Middleware],
+    reserve: Any,
+    allowed: int,
+    over: int,
+) -> None:
+    """A call that a budget on trial would refuse counts as `would_block`, and not as allowed."""
+    calls = [answer(each, "search") if isinstance(each, int) else each for each in script[:-1]]
+    limit = TokenLimit(run_limit=50, reserve=reserve, enforce=False)
+    scene = scene_of(signals, [*calls, answer(script[-1])], limit, kind=kind, beside=beside)
+
+    await scene.turn()
+
+    assert len(scene.model.calls) == len(script)
+    assert scene.metric("tokens", "allowed") == allowed
+    assert scene.metric("tokens", "would_block", "run") == over
+    assert scene.metric("tokens", "blocked", "run") == 0
+
+
 @EITHER
 @pytest.mark.parametrize(
     ("script", "beside", "tokens"),

@@ -268,6 +268,20 @@ async def test_a_loop_is_charged(
 
 
 @shapes
+async def test_a_budget_on_trial_counts_each_call_once(signals: Signals, shape: str) -> None:
+    """However the loop is written, a call beyond a budget on trial is `would_block`, once."""
+    script = [answer(60, "search"), answer(45, "search"), answer(7, "search"), answer(9)]
+    loop = Loop(signals, shape, script, TokenLimit(run_limit=100, enforce=False))
+
+    await loop.turn()
+
+    assert loop.spent() == (121, 121)
+    name, limit = "langchain_quota_limit_decisions_total", {"agent": "unnamed", "limit": "tokens"}
+    assert signals.value(name, **limit, scope="none", decision="allowed") == 2
+    assert signals.value(name, **limit, scope="run", decision="would_block") == 2
+
+
+@shapes
 async def test_money(signals: Signals, shape: str) -> None:
     """Costs are charged by the prices given, and shown in dollars."""
     loop = Loop(

@@ -84,8 +84,10 @@ class ChargeRecorder:
             return
         agent, thread = self._labels(call.agent, call.thread_id)
         shown = self._exemplar(None)
+        # A limit on trial counts a call when it judges it: it may let it run and would refuse it.
+        counted = call.amount if is_call and status.enforced else 0
         try:
-            self._metrics.charged(agent, status, call.amount if is_call else 0, shown)
+            self._metrics.charged(agent, status, counted, shown)
         except Exception as error:
             self._failed("metrics", error)
         self._tell(status, call, agent, thread)

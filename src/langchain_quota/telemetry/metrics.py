@@ -166,7 +166,8 @@ class Metrics:
                 self._calls_after_refusal[agent, call.kind][decision.outcome].inc()
             for status in decision.limits:
                 limit = self._meet(agent, status)
-                if status.charged:
+                on_trial = status.deferred and not status.enforced and not status.refused
+                if status.charged or on_trial:
                     limit.charged.inc(call.amount, exemplar)
                 elif status.refusal_scope is not None:
                     outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
