@@ -56,6 +56,7 @@ EITHER = pytest.mark.parametrize(
 )
 GLOBAL = f"{TOTAL}:global:"
 ASKED: Any = {"messages": [("user", "Hi!")]}
+FORMS = ["number", "function"]
 
 
 def answer(tokens: int, *calls: str) -> AIMessage:
@@ -199,19 +200,38 @@ async def test_a_true_reserve_is_never_exceeded(signals: Signals) -> None:
     assert counts(store) == {GLOBAL: 80}
 
 
-async def test_limits_on_one_count_hold_the_most_that_one_reserves(signals: Signals) -> None:
-    """Two limits on the same tokens hold the larger reserve, once."""
+@pytest.mark.parametrize("form_of", [lambda each: each, lambda each: lambda _: each], ids=FORMS)
+@pytest.mark.parametrize(
+    ("reserves", "held"),
+    [
+        ((25, 70), 70),
+        ((70, 25), 70),
+        ((25, 70, 40), 70),
+        ((70, None), 70),
+        ((None, 70), 70),
+        ((None, None), 1),
+    ],
+    ids=str,
+)
+async def test_limits_on_one_count_hold_the_most_that_one_reserves(
+    signals: Signals, reserves: tuple[int | None, ...], held: int, form_of: Callable[[int], Any]
+) -> None:
+    """Limits on the same tokens hold the largest of their reserves, once, in whichever order."""
     store, seen = MemoryStore(clock=lambda: NOON), list[dict[str, int]]()
     limits = [
-        TokenLimit(quotas=[Quota(1000, per="global")], reserve=25),
-        TokenLimit(quotas=[Quota(500, per="global")], reserve=70, name="other"),
+        TokenLimit(
+            quotas=[Quota(1000 - index, per="global")],
+            reserve=None if each is None else form_of(each),
+            name=f"limit-{index}",
+        )
+        for index, each in enumerate(reserves)
     ]
     during = During(lambda: seen.append(counts(store)))
     scene = scene_of(signals, [answer(5)], *limits, store=store, beside=[during])
 
     await scene.turn()
 
-    assert seen == [{GLOBAL: 70}]
+    assert seen == [{GLOBAL: held}]
     assert counts(store) == {GLOBAL: 5}
 
 
@@ -246,6 +266,31 @@ async def test_a_reserve_refuses_for_its_own_limit_only(
     assert last(scene) == "Hello."
     outcomes = [each.outcome for each in decisions if each.call.kind == "model"]
     assert outcomes == [*[Outcome.ALLOWED] * 3, Outcome.WOULD_BLOCK]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in order", "turned"])
+@pytest.mark.parametrize(
+    ("small", "large", "refusing"),
+    [(40, 85, []), (39, 85, ["small"]), (40, 84, ["large"]), (39, 84, ["small", "large"])],
+)
+async def test_each_limit_on_one_count_is_judged_by_its_own_reserve(
+    signals: Signals, small: int, large: int, refusing: list[str], *, turned: bool
+) -> None:
+    """After 15 tokens a reserve of 25 needs a limit of 40, one of 70 needs 85, in any order."""
+    limits = [
+        TokenLimit(quotas=[Quota(small, per="global")], reserve=25, name="small"),
+        TokenLimit(quotas=[Quota(large, per="global")], reserve=70, name="large"),
+    ]
+    store, script = MemoryStore(clock=lambda: NOON), [answer(15, "search"), answer(5)]
+    ordered = limits[::-1] if turned else limits
+    scene = scene_of(signals, script, *ordered, store=store)
+
+    with captured_decisions() as decisions:
+        await scene.turn()
+
+    *_, newest = (each for each in decisions if each.call.kind == "model")
+    assert sorted(each.limit for each in newest.refused_by) == sorted(refusing)
+    assert len(scene.model.calls) == (1 if refusing else 2)
 
 
 async def test_a_window_that_ends_during_a_call_is_charged(signals: Signals) -> None:
