@@ -1,13 +1,12 @@
 """The limit on tool calls that repeat earlier ones, and how calls and answers are compared."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from langchain_quota.arguments import (
@@ -40,8 +39,11 @@ _VOLATILE = re.compile(
 )
 """The parts of an answer that may change without saying anything new."""
 
-_LONG = 20_000
-"""Longer answers, in characters, are compared exactly: a search through them takes too long."""
+MOST_COMPARED = 20_000
+"""How much of a call or an answer is compared, in characters."""
+
+_PER_VALUE = 16
+"""How many characters a value in a list or a mapping counts for, beside its own."""
 
 _LEAST_ID = 6
 """A shorter id of a call, such as `"1"`, is part of many texts that do not name it."""
@@ -52,7 +54,9 @@ class RepeatLimit:
     """How often a run may make the same tool call without getting a new answer.
 
     `run_limit` equal calls are admitted, and the next one is refused: its answer says to the model
-    that it repeats itself. Calls are equal if they have the same tool and the same arguments.
+    that it repeats itself. Calls are equal if they have the same tool and the same arguments. At
+    most 20,000 characters are compared: of a text of more than half of that the beginning, the end
+    and the length, of a long list or mapping the beginning and the length.
 
     An answer is new if the call has not had it before in this run. A new answer sets the counts of
     all calls back to one. So polling is not refused while the answer changes, and tests that run
@@ -308,18 +312,18 @@ def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) ->
         return None
     # The function does not get calls that are never refused.
     if limit.key is None or not matches:
-        return _digest(_canonical([call["name"], call["args"]], default=str))
+        return _digest(_part([call["name"], call["args"]]))
     try:
         # A function that changes its argument must not change the call.
-        key = limit.key(deepcopy(dict(call)))
+        key = limit.key(_copied(dict(call)))
     except Exception as error:
         error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
         raise
     if key is None:
         return None
     try:
-        return _digest(_canonical(key))
-    except (TypeError, ValueError) as error:
+        return _digest(_part(key, is_json=True))
+    except TypeError as error:
         raise TypeError(
             f"key of limit {limit.name!r} must give a string or another JSON value, not {key!r}"
         ) from error
@@ -334,14 +338,15 @@ def answer_digest(content: object, call_id: str, args: object, *, failed: bool) 
         args: The arguments of the call: what they name must not be ignored as a moment or an id.
         failed: Whether it is an error.
     """
-    text = content if isinstance(content, str) else _canonical(content, default=str)
+    text = _part(content, has_length=not failed)
     if len(call_id) >= _LEAST_ID:
         text = text.replace(call_id, "")
     if failed:
         text = _without_arguments(text)
-    if len(text) <= _LONG:
-        asked = str(args)
-        text = _VOLATILE.sub(lambda found: found[0] if found[0] in asked else "", text)
+    named = {found[0] for found in _VOLATILE.finditer(_part(args))}
+    # Of a moment that the arguments name, the answer may repeat the date alone.
+    named |= {each[:10] for each in named}
+    text = _VOLATILE.sub(lambda found: found[0] if found[0] in named else "", text)
     return ("!" if failed else "+") + _digest(text)
 
 
@@ -352,18 +357,55 @@ def _without_arguments(error: str) -> str:
     return before + after if begins and ends else error
 
 
-def _canonical(value: object, default: Callable[[Any], str] | None = None) -> str:
-    """A JSON value as a text; equal values have equal texts."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), default=default)
+def _part(value: object, *, is_json: bool = False, has_length: bool = True) -> str:
+    """What is compared of a value, as a text: equal values have equal texts, however long.
+
+    Each text, list or mapping gets half of what is left at most, so that a short argument is
+    compared beside a long one.
+    """
+    left, parts, values = MOST_COMPARED, list[str](), [value]
+    while values:
+        each = values.pop()
+        inner: Sequence[object] = ()
+        if isinstance(each, str):
+            text, kind = each, '"'
+        elif isinstance(each, list | tuple):
+            text, kind = str(len(each)), "list "
+            inner = each[: left // 2 // _PER_VALUE]
+        elif isinstance(each, Mapping):
+            text, kind = str(len(each)), "mapping "
+            first = islice(each.items(), left // 4 // _PER_VALUE)
+            pairs = sorted(((str(key), one) for key, one in first), key=itemgetter(0))
+            inner = [one for pair in pairs for one in pair]
+        else:
+            text, kind = _written(each, is_json=is_json), ""
+        half = left // 4
+        if len(text) > 2 * half:
+            length = f"\0{len(text)}" if has_length else ""
+            text = f"{text[:half]}\0{text[len(text) - half :]}{length}"
+        left = max(0, left - len(text) - len(inner) * _PER_VALUE)
+        parts.append(kind + text)
+        values += reversed(inner)
+    return "\0".join(parts)
 
 
-def _plain(value: object) -> object:
-    """A JSON value in which 1.0 is 1, as JSON has only one kind of number."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _written(value: object, *, is_json: bool) -> str:
+    """A value without parts; as JSON has only one kind of number, 1.0 is 1."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        # In decimal, the work grows with the square of the digits.
+        return f"{value:d}" if value.bit_length() < 1_000 else f"{value:x}"  # noqa: PLR2004
+    if is_json and not (value is None or isinstance(value, bool | float)):
+        raise TypeError(f"no JSON value: {value!r}")
+    return str(value)
+
+
+def _copied(value: Any) -> Any:
+    """A JSON value whose lists and mappings are others."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 def _digest(text: str, size: int = 8) -> str:

@@ -218,6 +218,7 @@ RETRY = ModelRetryMiddleware(max_retries=1, initial_delay=0, jitter=False)
 )
 async def test_a_budget_on_trial_counts_a_call_once(
     signals: Signals,
+    *,
     kind: type[QuotaMiddleware[Any, Any]],
     script: list[Any],
     beside: list[Middleware],

@@ -1,6 +1,7 @@
 """RepeatLimit in real agents: the loops that it notices, and the repetitions that it lets be."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -360,6 +361,116 @@ def harmless() -> dict[str, Harmless]:
 async def test_harmless_repetitions(tools: dict[str, Answer], steps: list[Step]) -> None:
     """None of their calls is refused."""
     assert await refusals([as_tool(*each) for each in tools.items()], steps) == []
+
+
+LONG = "x y " * 250_000
+"""A megabyte."""
+
+
+def long_loops() -> dict[str, Shape]:
+    """Loops of calls with long arguments or answers: what differs is not compared."""
+    texts = [f"{LONG}{number}{LONG}" for number in range(5)]
+    moments = [f"2026-01-0{number + 1}" for number in range(5)]
+    rows = [[*range(50_000), number, *range(50_000)] for number in range(5)]
+    told = [f"{LONG}{day}{LONG}" for day in moments]
+    search: Step = [("search", {"query": "rome"})]
+    return {
+        "answers with another middle": ({"search": saying(*texts)}, [search] * 5, (4, 1)),
+        "answers with other moments": (
+            {"search": saying(*(f"{day}\n{LONG}\n{day}" for day in moments))},
+            [search] * 5,
+            (4, 1),
+        ),
+        "texts with another middle": (
+            {"save": echoing("saved")},
+            [[("save", {"content": each, "path": "a"})] for each in texts],
+            (4, 1),
+        ),
+        "lists with another middle": (
+            {"save": echoing("saved")},
+            [[("save", {"rows": each, "path": "a"})] for each in rows],
+            (4, 1),
+        ),
+        "errors that name what is far inside of the arguments": (
+            {"save": lambda args: failing(args["text"].strip("x y\n") + " is taken")(args)},
+            [[("save", {"text": each})] for each in told],
+            (4, 1),
+        ),
+        "one error of long arguments": (
+            {"save": failing("Error invoking tool 'save' with kwargs {{{text}}} with error:\n no")},
+            [[("save", {"text": LONG * number})] for number in range(1, 6)],
+            (4, 1),
+        ),
+    }
+
+
+@pytest.mark.parametrize(("tools", "steps", "first"), long_loops().values(), ids=long_loops())
+async def test_long_loops(
+    tools: dict[str, Answer], steps: list[Step], first: tuple[int, int]
+) -> None:
+    """Of long texts and lists a part is compared: what differs beyond it does not hide a loop."""
+    refused = await refusals([as_tool(*each) for each in tools.items()], steps)
+    assert refused[0] == first
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param([f"{number}{LONG}" for number in range(5)], id="beginning"),
+        pytest.param([f"{LONG}{number}" for number in range(5)], id="end"),
+        pytest.param([LONG + "x" * number + LONG for number in range(5)], id="length"),
+    ],
+)
+async def test_long_answers_that_differ(answers: list[str]) -> None:
+    """The beginning, the end and the length of a long text are compared, as answer and argument."""
+    tools = [as_tool("search", saying(*answers)), as_tool("save", echoing("saved"))]
+    searches: list[Step] = [[("search", {})]] * 5
+    assert await refusals(tools, searches) == []
+    saves: list[Step] = [[("save", {"text": each, "path": "a"})] for each in answers]
+    assert await refusals(tools, saves) == []
+
+
+@pytest.mark.parametrize("other", ["aa", "path"])
+@pytest.mark.parametrize(
+    "long",
+    [LONG, ["x y"] * 100_000, {str(n): n for n in range(100_000)}],
+    ids=["text", "list", "mapping"],
+)
+async def test_short_arguments_beside_long_ones(long: Any, other: str) -> None:
+    """However long one argument is, a short one beside it makes calls different."""
+    tools = [as_tool("save", echoing("saved"))]
+    steps: list[Step] = [[("save", {"content": long, other: str(number)})] for number in range(5)]
+    assert await refusals(tools, steps) == []
+    assert await refusals(tools, [steps[0]] * 4) == [(4, 1)]
+
+
+async def calls_made_for(rows: Any, answer: str) -> int:
+    """How many functions this library calls in a run with a repeated call."""
+    found = 0
+
+    def count_call(frame: Any, event: str, _: object) -> None:
+        nonlocal found
+        ours = frame.f_globals.get("__name__", "").startswith("langchain_quota.")
+        found += ours and event in {"call", "c_call"}
+
+    steps: list[Step] = [[("search", {"rows": rows})]] * 3
+    before = sys.getprofile()
+    sys.setprofile(count_call)
+    try:
+        assert await refusals([as_tool("search", lambda _: answer)], steps) == []
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+async def test_the_work_is_bounded() -> None:
+    """With a hundred times the arguments and the answer, as many functions are called."""
+    row, moment = {"name": "x", "values": [1, 2.5, "y"]}, "2026-01-02T03:04:05Z "
+    # What is made at the first run in a process is not counted.
+    await calls_made_for([row], moment)
+    some = await calls_made_for([row] * 2_000, moment * 2_000)
+    many = await calls_made_for([row] * 20_000, moment * 200_000)
+    assert many < some * 1.1
 
 
 async def test_excluded_tools() -> None:
