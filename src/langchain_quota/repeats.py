@@ -68,9 +68,7 @@ class RepeatLimit:
 
     Args:
         run_limit: Most equal calls, a whole number from 1 to 100. With 1 no call is admitted twice.
-        steps: Count only the calls in so many of the model's newest answers: more than
-            `run_limit`, or 1 for equal calls of one message. `None` counts those of the whole run,
-            of which the newest 100 calls are remembered.
+            Of a run, the newest 100 calls are remembered.
         key: What is compared instead of tool and arguments: a function from the tool call (`name`,
             `args`, `id`) to a string or another JSON value. Calls with equal values are equal. A
             call with `None` is ignored.
@@ -121,7 +119,6 @@ class RepeatLimit:
 
     run_limit: int
     _: KW_ONLY
-    steps: int | None = None
     key: Callable[[Any], object] | None = None
     tools: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -150,14 +147,6 @@ class RepeatLimit:
                 f"{self.run_limit!r}"
             )
         check_options(self)
-        if self.steps is not None:
-            check_count("steps", self.steps, least=1)
-            if 1 < self.steps <= self.run_limit:
-                raise ValueError(
-                    f"steps={self.steps!r} must be more than run_limit={self.run_limit!r}: a call "
-                    "that comes once in each of so few answers is never refused; or 1, for equal "
-                    "calls of one message"
-                )
         if self.key is not None and not callable(self.key):
             raise TypeError(f"key must be a function of the tool call or None, not {self.key!r}")
         check_sync_function("key", self.key, "call")

@@ -507,16 +507,6 @@ async def test_the_usage_of_some_tools(signals: Signals) -> None:
     assert usage(scene.agent.get_state(CONFIG)).repeats == {"repeats": 1}
 
 
-async def test_a_window_of_steps() -> None:
-    """Calls of answers that are further back are forgotten."""
-    tools = [as_tool("search", echoing("-")), as_tool("ls", echoing("a"))]
-    steps: list[Step] = [[("search", {})], [("search", {})], [("ls", {})], [("ls", {})]] * 2
-    assert await refusals(tools, steps, RepeatLimit(2)) == [(6, 1), (7, 1), (8, 1)]
-    assert await refusals(tools, steps, RepeatLimit(2, steps=3)) == []
-    again: list[Step] = [[("search", {})]] * 7
-    assert await refusals(tools, again, RepeatLimit(2, steps=3)) == [(3, 1), (6, 1)]
-
-
 async def test_a_key_of_the_users_own() -> None:
     """What has one key is one call, and without one a call is left out."""
     tools = [as_tool("read", echoing("{path} {offset}")), as_tool("wait", echoing("waited"))]
@@ -985,14 +975,13 @@ async def test_an_agent_without_such_a_limit(signals: Signals) -> None:
 class Reference:
     """What a limit admits, by looking back at all that was called and answered in the run."""
 
-    def __init__(self, most: int, steps: int | None) -> None:
+    def __init__(self, most: int) -> None:
         self.most = most
-        self.steps = steps
         self.log: list[tuple[int, str, str, str]] = []
 
-    def step(self, number: int, batch: Sequence[tuple[str, str]]) -> list[bool]:
+    def step(self, batch: Sequence[tuple[str, str]]) -> list[bool]:
         """Which calls of an answer run."""
-        log = [each for each in self.log if self.steps is None or each[0] > number - self.steps]
+        log = self.log
         runs = []
         admitted: list[tuple[str, str]] = []
         for tool, query in batch:
@@ -1034,14 +1023,13 @@ worlds = st.lists(st.lists(calls, min_size=1, max_size=4), min_size=1, max_size=
 @given(
     batches=worlds,
     most=st.integers(1, 3),
-    window=st.sampled_from([None, 1, 4]),
     answers=st.lists(st.sampled_from("xy"), min_size=9, max_size=9),
 )
 async def test_what_runs_is_what_the_reference_admits(
-    batches: list[list[tuple[str, str]]], most: int, window: int | None, answers: list[str]
+    batches: list[list[tuple[str, str]]], most: int, answers: list[str]
 ) -> None:
     """In real agents, for any batches of calls: some always answer the same, some change, fail."""
-    reference = Reference(most, window)
+    reference = Reference(most)
     now = [0]
     changing: Answer = lambda args: answers[now[0]]  # noqa: E731 - one of many
     tools = [
@@ -1064,7 +1052,7 @@ async def test_what_runs_is_what_the_reference_admits(
             return "done"
         now[0] = number
         batch = batches[number]
-        runs = reference.step(number + 1, batch)
+        runs = reference.step(batch)
         expected.extend(runs)
         for (tool, query), run in zip(batch, runs, strict=True):
             if run:
@@ -1072,7 +1060,7 @@ async def test_what_runs_is_what_the_reference_admits(
         return [(tool, {"query": query}) for tool, query in batch]
 
     middleware: AgentMiddleware[Any, Any, Any] = QuotaMiddleware(
-        [RepeatLimit(most, steps=window)],
+        [RepeatLimit(most)],
         telemetry=Telemetry(registry=CollectorRegistry(), spans="off"),
     )
     agent: Any = create_agent(

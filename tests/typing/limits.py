@@ -113,7 +113,7 @@ def path(call: ToolCall) -> str | None:
 
 repeats: list[Limit] = [
     RepeatLimit(3),
-    RepeatLimit(run_limit=3, steps=20, key=path, tools="read_file", name="files"),
+    RepeatLimit(run_limit=3, key=path, tools="read_file", name="files"),
     RepeatLimit(5, key=lambda call: [call["name"], 1], exclude=("wait", "think"), give_up_after=3),
     RepeatLimit(3, exit_behavior="end", message=lambda decision: str(decision.call.tool)),
     RepeatLimit(3, near=0.5, enforce=False, alert=False),

@@ -97,8 +97,6 @@ class Repeats:
             others = {key: each for key, each in record["waiting"].items() if key not in again}
             step, record = record["step"], {**record, "waiting": {}}
         made = calls_made(record, messages)
-        if limit.steps is not None:
-            made = [each for each in made if each.step > step - limit.steps]
         asked: list[tuple[str, str] | None] = []
         for call, judged in zip(self._calls, calls, strict=True):
             matches = limit.matches(judged)
