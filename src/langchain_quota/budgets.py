@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 from langchain_quota.arguments import (
     by_name,
     check_choice,
-    check_count,
     check_sync_function,
     checked_name,
 )
@@ -61,9 +60,6 @@ class TokenLimit:
             List the middleware after those that retry or fall back: each attempt then has a reserve
             of its own. If it is listed before them, all attempts of a call share one reserve, and
             can exceed the budget.
-        cap_answers: With a `reserve` that gives a `ModelUsage`: the fewest tokens, from 1, to
-            which the `max_tokens` of an answer may be lowered. If at least so many are left, a
-            call is not refused: its answer is limited to what is left.
         exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
             with a `reserve`.
         grant: With `"ask"`: how many more tokens an approval grants, from 1; by default as many as
@@ -72,8 +68,8 @@ class TokenLimit:
             needs `"finalize"`. When no more than these are left, the next call is the last one.
             It must be at least a `reserve` that is a number, and less than every limit and quota
             except those of 0. If `reserve` is a function, a call whose reserve is more than what
-            is left becomes the last one, too. The last call has no tools and, if necessary, a
-            shorter answer. If even that does not fit, the run ends as with `"end"`.
+            is left becomes the last one, too. The last call has no tools. If its reserve does not
+            fit either, the run ends as with `"end"`: keep twice as much as `reserve` gives.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
@@ -110,7 +106,6 @@ class TokenLimit:
     run_limit: MaxTokens = None
     tokens: TokenKind = "total"
     reserve: int | Callable[[Any], ModelUsage | int] | None = None
-    cap_answers: int | None = None
     exit_behavior: ModelExitBehavior = "end"
     grant: int | None = None
     keep: int | None = None
@@ -157,10 +152,6 @@ class CostLimit:
             A function of the `ModelRequest`, such as `usage_bound`, gives dollars, or a
             `ModelUsage` with the most that the call can use. The highest price of this usage is
             held. See `TokenLimit`.
-        cap_answers: With a `reserve` that gives a `ModelUsage`: the fewest tokens, from 1, to
-            which the `max_tokens` of an answer may be lowered. If the dollars that are left pay for
-            at least so many tokens, a call is not refused: its answer is limited to the tokens that
-            they pay for.
         exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
             with a `reserve`.
         grant: With `"ask"`: how many more dollars an approval grants, above 0; by default as many
@@ -207,7 +198,6 @@ class CostLimit:
     thread_limit: MaxDollars = None
     run_limit: MaxDollars = None
     reserve: Dollars | Callable[[Any], ModelUsage | Dollars] | None = None
-    cap_answers: int | None = None
     exit_behavior: ModelExitBehavior = "end"
     grant: Dollars | None = None
     keep: Dollars | None = None
@@ -247,13 +237,6 @@ def _check_budget(limit: Any) -> None:
             continue
         if not whole_amount(limit.unit, argument, value):
             raise ValueError(f"{argument} must be above 0, not {value!r}")
-    if limit.cap_answers is not None:
-        check_count("cap_answers", limit.cap_answers, least=1)
-        if not callable(limit.reserve):
-            raise ValueError(
-                f"cap_answers={limit.cap_answers!r} needs a reserve that is a function, such "
-                "as usage_bound"
-            )
     finalizes = limit.exit_behavior == "finalize"
     if finalizes and not limit.enforce:
         raise ValueError("exit_behavior='finalize' needs enforce=True")

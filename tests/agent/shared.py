@@ -16,7 +16,7 @@ from langchain_quota.model_usage import ModelUsage
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import dimension_of
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.testing import ScriptedChatModel, Turn
+from langchain_quota.testing import Turn
 from tests.agent.rules import Scene
 from tests.conftest import Signals
 
@@ -191,14 +191,3 @@ def bound_of(request: Any) -> ModelUsage:
     """Ten tokens of input, and as long an answer as the request allows."""
     made: int = request.model_settings.get("max_tokens", 50)
     return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)
-
-
-class Capped(ScriptedChatModel):
-    """Keeps the limit of each answer that it is asked for."""
-
-    max_tokens: int = 50
-    limits: Any
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        self.limits.append(kwargs.get("max_tokens"))
-        return super()._generate(*args, **kwargs)

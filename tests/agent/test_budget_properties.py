@@ -353,51 +353,48 @@ def test_random_agents(
 
 @given(
     limit=st.integers(1, 200),
-    least=st.integers(1, 30),
     given=st.integers(1, 30),
     longest=st.integers(1, 60),
     calls=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     shared=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_random_answers_are_capped(
-    limit: int, least: int, given: int, longest: int, calls: list[int], *, shared: bool
+def test_random_calls_are_made_if_their_bound_fits(
+    limit: int, given: int, longest: int, calls: list[int], *, shared: bool
 ) -> None:
-    """Whatever is left, an answer may be as long as fits, or the call is refused."""
+    """Whatever is left, a call is made as it is if its bound fits, and else refused."""
 
     def bound(request: Any) -> ModelUsage:
-        made = request.model_settings.get("max_tokens", longest)
-        return ModelUsage(input_tokens=given, output_tokens=made, total_tokens=given + made)
+        total = given + longest
+        return ModelUsage(input_tokens=given, output_tokens=longest, total_tokens=total)
 
-    caps: list[int] = []
+    asked: list[object] = []
 
-    class Caps(AgentMiddleware):
-        """Notes how long an answer may be."""
+    class Settings(AgentMiddleware):
+        """Notes the settings of the calls that are made."""
 
         def wrap_model_call(self, request: Any, handler: Any) -> Any:
-            caps.append(request.model_settings.get("max_tokens", longest))
+            asked.append(request.model_settings)
             return handler(request)
 
     store = MemoryStore() if shared else None
     quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        [TokenLimit(thread_limit=limit, reserve=bound, cap_answers=least)],
+        [TokenLimit(thread_limit=limit, reserve=bound)],
         store=store,
         telemetry=Telemetry(registry=CollectorRegistry(), tracer_provider=NoOpTracerProvider()),
     )
     wished = iter(calls)
     model = ScriptedChatModel(
-        script=lambda _: answer((given, min(next(wished), caps[-1])), goes_on=False)
+        script=lambda _: answer((given, min(next(wished), longest)), goes_on=False)
     )
-    agent: Any = create_agent(model, middleware=[quota, Caps()], checkpointer=InMemorySaver())
-    expected: list[int] = []
-    used = 0
+    agent: Any = create_agent(model, middleware=[quota, Settings()], checkpointer=InMemorySaver())
+    expected = used = 0
     for wish in calls:
         agent.invoke({"messages": [("user", "Hi!")]}, CONFIG)
-        longest_now = min(longest, limit - used - given)
-        if longest_now < min(least, longest) or used + 1 > limit:
+        if used + given + longest > limit:
             break
-        expected.append(longest_now)
-        used += given + min(wish, longest_now)
+        expected += 1
+        used += given + min(wish, longest)
 
-    assert caps == expected
+    assert asked == [{}] * expected
     assert usage(agent.get_state(CONFIG)).spent.get(NAMES["total"], 0) == used <= limit

@@ -393,26 +393,6 @@ async def test_a_reserve_of_the_request_raises(signals: Signals, shape: str) -> 
         await loop.turn()
 
 
-@both_forms
-@pytest.mark.parametrize("shape", BOUNDED)
-async def test_answers_are_capped(signals: Signals, shape: str, form: Form) -> None:
-    """With `cap_answers` the model is asked for an answer that fits into what is left."""
-    asked: list[Any] = []
-
-    class Capped(ScriptedChatModel):
-        def _generate(self, *args: Any, **kwargs: Any) -> Any:
-            asked.append(kwargs.get("max_tokens"))
-            return super()._generate(*args, **kwargs)
-
-    limit = TokenLimit(run_limit=5000, reserve=usage_bound, cap_answers=10)
-    loop = Loop(signals, shape, [answer(5)], limit, form=form, model=Capped)
-
-    await loop.turn()
-
-    assert len(asked) == 1
-    assert 10 <= asked[0] < 5000
-
-
 async def test_what_nobody_sees_is_an_error(signals: Signals) -> None:
     """A function `reserve` needs the request: hooks alone are refused, a node's own call raises."""
     limit = TokenLimit(run_limit=100, reserve=usage_bound, name="mine")

@@ -33,7 +33,7 @@ from langchain_quota.resolved import LEASE
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, Middleware
-from tests.agent.shared import Capped, FickleStore, SharedScene, bound_of, counts
+from tests.agent.shared import FickleStore, SharedScene, bound_of, counts
 from tests.conftest import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
@@ -407,23 +407,27 @@ async def test_a_call_that_does_not_fit_is_the_last_one(
 ) -> None:
     """With `"finalize"` a call that its bound refuses is made as the last one, if that fits."""
     store = MemoryStore()
-    options: dict[str, Any] = {"quotas": [Quota(100, per="global")]} if shared else {}
+    options: dict[str, Any] = {"quotas": [Quota(50, per="global")]} if shared else {}
     limit = TokenLimit(
-        run_limit=100, reserve=bound_of, exit_behavior="finalize", keep=20, **options
+        run_limit=50,
+        # The tools are a part of what a call can use: the last one has none.
+        reserve=lambda request: 60 if request.tools else 40,
+        exit_behavior="finalize",
+        keep=20,
+        **options,
     )
     quota = kind([limit], store=store if shared else None, telemetry=signals.telemetry)
-    limits: list[object] = []
     scene = SharedScene(signals, [], [quota], form=form)
-    model = Capped(script=[answer(60, "search"), answer(35, "search", text="")], limits=limits)
+    model = ScriptedChatModel(script=[answer(35, "search", text="")])
     scene.agent = create_agent(model, [_search], middleware=[quota], checkpointer=InMemorySaver())
 
     await scene.turn()
 
     told = ["last model call" in each.messages[-1].text for each in model.calls]
-    assert (told, limits) == ([False, True], [None, 30])
+    assert (told, model.calls[0].tools) == ([True], ())
     # It asks for a tool all the same.
-    assert "run limit (60/100 tokens, the rest was kept for the last answer)" in last(scene)
-    assert counts(store) == ({GLOBAL: 95} if shared else {})
+    assert "run limit (0/50 tokens, the rest was kept for the last answer)" in last(scene)
+    assert counts(store) == ({GLOBAL: 35} if shared else {})
 
 
 def _search() -> str:
@@ -432,13 +436,14 @@ def _search() -> str:
 
 
 async def test_a_last_call_that_does_not_fit_is_not_made(signals: Signals) -> None:
-    """Where not even the input of the last answer is left, the run ends with the final message."""
+    """Where the last answer's bound does not fit, the run ends: no answer is made shorter."""
     limit = TokenLimit(run_limit=100, reserve=bound_of, exit_behavior="finalize", keep=20)
-    scene = scene_of(signals, Watched(), [answer(95, "search")], limit)
+    scene = scene_of(signals, Watched(), [answer(60, "search")], limit)
 
     await scene.turn()
 
-    assert last(scene) == ("Token limits exceeded: run limit (95/100 tokens, the call may need 60)")
+    assert len(scene.model.calls) == 1
+    assert last(scene) == ("Token limits exceeded: run limit (60/100 tokens, the call may need 60)")
 
 
 async def test_a_store_that_is_down_is_asked_once(signals: Signals) -> None:
@@ -449,7 +454,7 @@ async def test_a_store_that_is_down_is_asked_once(signals: Signals) -> None:
         async def abefore_model(self, state: Any, runtime: Any) -> None:
             store.down = True
 
-    limit = limit_of(100, bound_of, exit_behavior="finalize", keep=20, cap_answers=1)
+    limit = limit_of(100, bound_of, exit_behavior="finalize", keep=20)
     quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
         [limit], store=store, telemetry=signals.telemetry
     )

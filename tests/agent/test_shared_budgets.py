@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import replace
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -33,17 +32,15 @@ from langchain_quota.prices import Price, resolve_prices
 from langchain_quota.resolved import LEASE
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import Middleware, recording
+from tests.agent.rules import Middleware
 from tests.agent.shared import (
     ANN,
     DAY,
     NOON,
     TODAY,
-    Capped,
     Clock,
     FickleStore,
     SharedScene,
-    bound_of,
     counts,
     quota,
     run_counts,
@@ -645,70 +642,3 @@ async def test_a_refusal_by_a_bound_may_raise(
 
     with pytest.raises(ModelCallLimitExceededError, match="0/100 tokens, the call may need 101"):
         await scene.turn()
-
-
-@EITHER
-@both_forms
-@pytest.mark.parametrize("shared", [False, True])
-async def test_an_answer_is_made_shorter_instead_of_refused(
-    signals: Signals, kind: type[QuotaMiddleware[Any, Any]], form: Form, *, shared: bool
-) -> None:
-    """A call gets as long an answer as fits; less than is worth it is refused."""
-    store = MemoryStore()
-
-    options: dict[str, Any] = {"quotas": [Quota(100, per="global")]} if shared else {}
-    limit = TokenLimit(run_limit=100, reserve=bound_of, cap_answers=20, **options)
-    money = CostLimit(run_limit="0.0009", reserve=bound_of, cap_answers=1)
-    made = kind(
-        [limit, money],
-        store=store if shared else None,
-        prices=lambda used: Decimal(used.output_tokens) / 100_000,
-        telemetry=signals.telemetry,
-    )
-    scene = SharedScene(signals, [], [made], form=form)
-    asked_for: list[object] = []
-    script = [answer(60, "search"), answer(25, "search"), answer(1)]
-    model = Capped(script=script, limits=asked_for)
-    scene.agent = create_agent(model, [recording("search", [])], middleware=[made])
-    result = await scene.invoke({"messages": [("user", "Hi!")]})
-
-    assert asked_for == [None, 30]
-    assert result["messages"][-1].text.startswith("Token limits exceeded: run limit (85/100")
-    assert counts(store) == ({GLOBAL: 85} if shared else {})
-
-
-async def test_the_shortest_of_several_budgets_counts(signals: Signals) -> None:
-    """Where tokens and money are left for answers of different lengths, the shorter one is made."""
-    limits: list[Limit] = [
-        TokenLimit(run_limit=40, reserve=bound_of, cap_answers=1),
-        CostLimit(run_limit="0.00017", reserve=bound_of, cap_answers=1),
-    ]
-    made: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        limits,
-        prices=lambda used: Decimal(used.output_tokens) / 100_000,
-        telemetry=signals.telemetry,
-    )
-    asked_for: list[object] = []
-    model = Capped(script=[answer(20)], limits=asked_for)
-    await create_agent(model, middleware=[made]).ainvoke(ASKED)
-
-    assert asked_for == [17]
-
-
-@pytest.mark.parametrize(("thinks", "asked"), [(16, [17]), (17, [])])
-async def test_an_answer_is_not_capped_below_its_thinking(
-    signals: Signals, thinks: int, asked: list[object]
-) -> None:
-    """Anthropic refuses a limit of an answer that is not above `budget_tokens`: so do we."""
-
-    class Thinking(Capped):
-        thinking: dict[str, Any]
-
-    limit = TokenLimit(run_limit=27, reserve=bound_of, cap_answers=1)
-    made: QuotaMiddleware[Any, Any] = QuotaMiddleware([limit], telemetry=signals.telemetry)
-    asked_for: list[object] = []
-    budget = {"type": "enabled", "budget_tokens": thinks}
-    model = Thinking(script=[answer(20)], limits=asked_for, thinking=budget)
-    await create_agent(model, middleware=[made]).ainvoke(ASKED)
-
-    assert asked_for == asked

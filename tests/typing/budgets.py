@@ -32,7 +32,7 @@ def price(usage: ModelUsage) -> Decimal | None:
 
 limits: list[Limit] = [
     TokenLimit(run_limit=100_000, tokens="input", reserve=bound),
-    TokenLimit(run_limit=100_000, reserve=usage_bound, cap_answers=500),
+    TokenLimit(run_limit=100_000, reserve=usage_bound),
     TokenLimit(thread_limit=100_000, exit_behavior="ask", grant=50_000),
     CostLimit(run_limit=5, exit_behavior="ask", grant="2.50", name="asks"),
     CostLimit(run_limit="0.50", thread_limit=plan, quotas=[Quota("100", per="tenant")]),

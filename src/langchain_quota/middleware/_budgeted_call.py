@@ -19,7 +19,6 @@ from langchain_quota.admission import AcquireRequest, AcquireResult, Compensatio
 from langchain_quota.decision import STORE, Call, Decision, Outcome
 from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Conclusion, Request, Update
-from langchain_quota.middleware._caps import capped
 from langchain_quota.middleware._let_through import Admitted
 from langchain_quota.middleware._model_calls import conclude, held_amounts, held_for, uncounted
 from langchain_quota.middleware._model_request import last_call, with_state
@@ -129,7 +128,7 @@ class BudgetedCall:
         return response, self._joined(update)
 
     def _asking(self) -> Iterator[Request]:
-        """Ask for all that the call can use, then for less, if it can be made with less.
+        """Ask for all that the call can use, then for a last call, if it can be the last one.
 
         The caller, sync or async, puts each answer into `_result` before it asks for the next.
         """
@@ -185,17 +184,9 @@ class BudgetedCall:
         return {**update, LEDGER: merge_ledgers(update.get(LEDGER, Ledger()), self._written)}
 
     def _ask(self, request: ModelRequest[Any]) -> Generator[Request, None, Request]:
-        """Ask for a call and, if it is refused, for one with a shorter answer."""
+        """Ask for a call."""
         asked = self._budgets.bounded(request, self._limits, task=self._task)
         yield asked
-        if _is_too_much(self._result):
-            is_last = bool(ledger(_state(request)).get("final"))
-            most = self._budgets.charging.most
-            shorter = capped(request, asked, self._result, most, is_last=is_last)
-            if shorter is not None:
-                request = shorter
-                asked = self._budgets.bounded(request, self._limits, task=self._task)
-                yield asked
         self._request = request
         return asked
 
