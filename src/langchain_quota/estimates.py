@@ -1,7 +1,6 @@
 """Tokens that nobody reports: estimated after a model run, and bounded before it."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -30,21 +29,11 @@ _MOST_FOR_TOOLS = 1_000
 _MOST_BYTES = 8
 """More bytes of text than a token has on average."""
 
-_PIECES = re.compile(r"[A-Z]?[a-z]{1,6}|[A-Z]{1,2}|[0-9]{1,3}|[^\sA-Za-z0-9\x80-\U0010ffff]|\n+")
-"""What is about one token, in ASCII text."""
-
-_PER_BYTE = 0.4
-"""About how many tokens a byte of other text is."""
-
-_SAMPLES = 50
-_SAMPLE = 1_000
-"""A longer text is estimated by so many parts of it, each of so many characters."""
-
-_PER_MESSAGE = 4
-"""About how many tokens a chat template puts around a message."""
+_BYTES = 3
+"""How many bytes of text a token is taken for in an estimate."""
 
 _PER_MEDIUM = 1_000
-"""About how many tokens an image is."""
+"""How many tokens a medium is taken for in an estimate."""
 
 _TEXTS = {"text", "input_text", "output_text"}
 _MEDIA = {
@@ -71,6 +60,11 @@ class _Content:
     media: Sequence[int]
     messages: int
 
+    @property
+    def size(self) -> int:
+        """The bytes of the text, in UTF-8."""
+        return len(self.text.encode("utf-8", "surrogatepass"))
+
 
 def estimated_usage(
     asked: ModelUsage,
@@ -81,8 +75,8 @@ def estimated_usage(
 ) -> ModelUsage:
     """An estimate of what a model run has used, for a provider that reports nothing.
 
-    It is meant to be too high rather than too low, in most scripts and formats. In a text of more
-    than 50,000 characters only parts are counted. Reasoning that is not in the answer is missing.
+    It is a token for three bytes of text in UTF-8, and 1,000 for a medium, such as an image.
+    Reasoning that is not in the answer is missing.
 
     Args:
         asked: What is known from the request: the model and its provider.
@@ -90,9 +84,7 @@ def estimated_usage(
         answer: What has arrived.
         tools: The tools that the request offers, as they are sent.
     """
-    sent, made = _content(prompt, tools), _content(answer)
-    given = _estimated(sent) + _PER_MESSAGE * sent.messages
-    said = _estimated(made)
+    given, said = _estimated(_content(prompt, tools)), _estimated(_content(answer))
     return replace(
         asked, input_tokens=given, output_tokens=said, total_tokens=given + said, estimated=True
     )
@@ -154,7 +146,7 @@ def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
         tools = [*map(_as_sent, request.tools), *_schemas(request.response_format)]
         content = _content([*system, *request.messages], tools)
         given = _MOST_FOR_TOOLS if tools else 0
-    given += len(content.text.encode("utf-8", "surrogatepass"))
+    given += content.size
     given += sum(max(MOST_PER_MEDIUM, size) for size in content.media)
     given += _MOST_PER_MESSAGE * (content.messages + 1)
     made = _max_tokens(request.model, request.model_settings) * (setting("n") or 1)
@@ -197,20 +189,7 @@ def _asked(provider: str, model: str, speed: str) -> ModelUsage:
 
 
 def _estimated(content: _Content) -> int:
-    """About how many tokens that is."""
-    text = content.text
-    if len(text) > _SAMPLES * _SAMPLE:
-        # Only parts of a long text: all of it would block an event loop too long.
-        step = (len(text) - _SAMPLE) / (_SAMPLES - 1)
-        starts = [round(step * index) for index in range(_SAMPLES)]
-        text = "".join(text[start : start + _SAMPLE] for start in starts)
-    other = len(text.encode("utf-8", "surrogatepass")) - len(text)
-    # A character beyond ASCII has two to four bytes; one of them is in the length of the text.
-    others = sum(1 for each in text if each > "\x7f") if other else 0
-    pieces = sum(1 for _ in _PIECES.finditer(text))
-    share = len(content.text) / len(text) if text else 1
-    tokens = round(share * (pieces + _PER_BYTE * (other + others)))
-    return tokens + _PER_MEDIUM * len(content.media)
+    return -(-content.size // _BYTES) + _PER_MEDIUM * len(content.media)
 
 
 def _content(messages: Iterable[BaseMessage], tools: object = None) -> _Content:
@@ -283,8 +262,7 @@ def _total(reported: Mapping[str, Any]) -> int:
 
 def _explains(tokens: int, messages: Sequence[AnyMessage]) -> bool:
     """Whether a call may have used so few tokens for these messages."""
-    size = len(_content(messages).text.encode("utf-8", "surrogatepass"))
-    return tokens >= max(len(messages), size / _MOST_BYTES)
+    return tokens >= max(len(messages), _content(messages).size / _MOST_BYTES)
 
 
 def _as_sent(tool: Any) -> Mapping[str, Any]:

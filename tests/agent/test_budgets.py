@@ -355,6 +355,42 @@ async def test_what_a_failed_call_has_used_counts_when_the_run_goes_on(signals: 
     assert spent(scene) == (99, 99)
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 10_000}"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "tokens"),
+    [
+        pytest.param("", "x" * 3000, (0, 1000), id="letters"),
+        pytest.param("x" * 300_000, "7" * 100_000, (100_000, 33_334), id="long"),
+        pytest.param("", "你好世界", (0, 4), id="Chinese"),
+        pytest.param("", "😀" * 3, (0, 4), id="emoji"),
+        pytest.param([IMAGE], "Yes.", (1000, 2), id="image"),
+        pytest.param(
+            [IMAGE, {"type": "text", "text": "What?"}], "", (1002, 0), id="image and text"
+        ),
+    ],
+)
+async def test_unreported_tokens_are_a_third_of_the_bytes(
+    signals: Signals, asked: Any, said: str, tokens: tuple[int, int]
+) -> None:
+    """A model that reports nothing is charged a token for three bytes, marked as estimated."""
+    kinds: list[TokenKind] = ["input", "output"]
+    limits = [TokenLimit(run_limit=10**6, tokens=each) for each in kinds]
+    quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
+    model = ScriptedChatModel(script=[said])
+    agent: Any = create_agent(model, middleware=[quota], checkpointer=InMemorySaver())
+
+    with pytest.warns(QuotaWarning, match="reports no usage"):
+        await agent.ainvoke({"messages": [("user", asked)]}, CONFIG)
+
+    used = usage(agent.get_state(CONFIG)).run_spent
+    assert (used["model.input_tokens"], used["model.output_tokens"]) == tokens
+    runs, labels = "langchain_quota_model_runs_total", {"agent": "unnamed", "model": "unnamed"}
+    assert signals.value(runs, **labels, usage="estimated") == 1
+    assert not signals.value(runs, **labels, usage="reported")
+
+
 async def test_a_cancelled_call_is_charged_an_estimate(signals: Signals) -> None:
     """A call that its caller does not wait for may have been paid: it is charged an estimate."""
     began = asyncio.Event()
