@@ -39,7 +39,6 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.forked import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-OPENINFERENCE = "openinference.instrumentation.langchain"
 GENAI = "opentelemetry.instrumentation.genai.langchain"
 THREAD: RunnableConfig = {"configurable": {"thread_id": "thread-1"}}
 
@@ -122,10 +121,7 @@ def play(module: str, limiters: str, form: str, switched: str, active: str) -> N
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     instrumentor = import_module(module).LangChainInstrumentor()
     if switched != "off":
-        separate = switched == "separate"
-        instrumentor.instrument(
-            tracer_provider=provider, separate_trace_from_runtime_context=separate
-        )
+        instrumentor.instrument(tracer_provider=provider)
     telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
     agent: Any = create_agent(
         ScriptedChatModel(script=[["search", "search"], ["ask"], "done"]),
@@ -147,7 +143,7 @@ def play(module: str, limiters: str, form: str, switched: str, active: str) -> N
     state = agent.get_state(THREAD)
     if state.next:
         raise RuntimeError(f"the run waits before {state.next}")
-    if switched in {"on", "separate"}:
+    if switched == "on":
         instrumentor.uninstrument()
     spans = [
         (
@@ -180,47 +176,6 @@ def played(module: str, *runs: tuple[str, str, str, str]) -> list[Played]:
     ]
 
 
-def hooks(limiters: str) -> tuple[str, str]:
-    """The names of the nodes that judge model calls and tool calls."""
-    if limiters == "quota":
-        return "QuotaMiddleware.before_model", "QuotaMiddleware.after_model"
-    return "ModelCallLimitMiddleware.before_model", "ToolCallLimitMiddleware[search].after_model"
-
-
-def test_within_the_spans_of_openinference() -> None:
-    """Each of ours is below OpenInference's span of the step that judged, and nothing is kept.
-
-    That span is no active one; where the caller has one, OpenInference's are below it.
-    """
-    runs = [(limiters, form, "on", active) for limiters, form, active in SITUATIONS]
-    for (limiters, *_), run in zip(SITUATIONS, played(OPENINFERENCE, *runs), strict=True):
-        before, after = hooks(limiters)
-        searches = [("check_quota tool search", after)] * 2
-        asked = [("check_quota tool ask", after)] if limiters == "quota" else []
-        model = ("check_quota model", before)
-        assert run.parents() == [model, *searches, model, *asked, model]
-        nodes = {span.id: span for span in run.spans}
-        assert all(span.trace == nodes[span.parent or 0].trace for span in run.ours)
-        agents = [span for span in run.spans if span.name == "researcher"]
-        assert {nodes[span.parent or 0].parent for span in run.ours} == {span.id for span in agents}
-        requests: set[int | None] = {span.id for span in run.spans if span.name == "request"}
-        assert {span.parent for span in agents} == (requests or {None})
-        assert run.kept is None
-
-
-def test_openinference_in_a_trace_apart() -> None:
-    """Where OpenInference is told to keep away from the caller's trace, ours stay in that."""
-    runs = [("quota", form, "separate", "active") for form in ("ainvoke", "invoke")]
-    for run in played(OPENINFERENCE, *runs):
-        (request,) = [span for span in run.spans if span.name == "request"]
-        agents = [span for span in run.spans if span.name == "researcher"]
-        assert agents
-        assert request.trace not in {span.trace for span in agents}
-        assert len(run.ours) == 6
-        assert {(span.trace, span.parent) for span in run.ours} == {(request.trace, request.id)}
-        assert run.kept is None
-
-
 def test_within_the_span_of_the_genai_instrumentation() -> None:
     """Each of ours is below the `invoke_agent` span that the OpenTelemetry project's makes."""
     runs = [(limiters, form, "on", active) for limiters, form, active in SITUATIONS]
@@ -235,11 +190,10 @@ def test_within_the_span_of_the_genai_instrumentation() -> None:
         assert run.kept is None
 
 
-@pytest.mark.parametrize("module", [OPENINFERENCE, GENAI])
-def test_beside_one_that_is_not_switched_on(module: str) -> None:
+def test_beside_one_that_is_not_switched_on() -> None:
     """One that is only imported, or switched off again, changes nothing and prints nothing."""
     runs = [("quota", "ainvoke", switched, "none") for switched in ("off", "on and off")]
-    for run in played(module, *runs):
+    for run in played(GENAI, *runs):
         assert run.spans == run.ours
         first, *later = run.ours
         assert len(later) == 5

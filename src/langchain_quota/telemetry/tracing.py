@@ -1,10 +1,9 @@
 """The OpenTelemetry span of a judged call."""
 
-import sys
 import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context, get_current
@@ -102,8 +101,6 @@ _ROOT = Place(None, is_root=True)
 NOWHERE = Place(None, is_root=False)
 """The place below the active span, if there is one."""
 
-_OPENINFERENCE = "openinference.instrumentation.langchain"
-
 
 class Tracing:
     """Spans for decisions.
@@ -128,16 +125,9 @@ class Tracing:
             carrier: The first span of the run, if no span was active.
         """
         current = get_current()
-        other = _span_of_openinference() if _OPENINFERENCE in sys.modules else None
-        if not current and other is None:
+        if not current:
             return _place_below(*carrier.items()) if carrier else _ROOT
         active = trace.get_current_span(current).get_span_context()
-        # It is below the active span of its trace.
-        if other is not None and active.trace_id in {
-            trace.INVALID_TRACE_ID,
-            other.get_span_context().trace_id,
-        }:
-            return Place(trace.set_span_in_context(other), is_root=False)
         if active.is_valid or not carrier:
             return NOWHERE if active.is_valid else _ROOT
         below = _place_below(*carrier.items())
@@ -292,20 +282,6 @@ def carried(span: trace.Span) -> Carrier:
 def _place_below(*headers: tuple[str, str]) -> Place:
     """Below the span that the headers name, with nothing else in the context."""
     return Place(_PROPAGATOR.extract(dict(headers), Context()), is_root=False)
-
-
-def _span_of_openinference() -> trace.Span | None:
-    """The span of OpenInference's LangChain instrumentation, which does not make it active."""
-    module: Any = sys.modules.get(_OPENINFERENCE)
-    get_current_span = getattr(module, "get_current_span", None)
-    # If it is imported but not switched on, it prints that at every call.
-    if (
-        not callable(get_current_span)
-        or not module.LangChainInstrumentor().is_instrumented_by_opentelemetry
-    ):
-        return None
-    span = get_current_span()
-    return span if isinstance(span, trace.Span) else None
 
 
 def exemplar(span: trace.Span | None) -> dict[str, str] | None:
