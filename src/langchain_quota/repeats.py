@@ -379,7 +379,11 @@ def _part(value: object, *, is_json: bool = False, has_length: bool = True) -> s
 
 
 def _written(value: object, *, is_json: bool) -> str:
-    """A value without parts; as JSON has only one kind of number, 1.0 is 1."""
+    """A value without parts; as JSON has only one kind of number, 1.0 is 1.
+
+    Raises:
+        TypeError: It must be JSON, and is not.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
