@@ -136,6 +136,8 @@ class Ledger(TypedDict, total=False):
     """What a store holds for the model call that is about to be made."""
     uncharged: bool
     """Whether this step's model call is still to be charged, in a graph of the user's own."""
+    admitted: str | None
+    """The model's node whose next call was admitted, in a graph of the user's own."""
     granted: dict[str, dict[str, Granted]]
     """What is granted to the thread, if the state counts it, by counter and id."""
     pending_refunds: dict[str, Amounts]

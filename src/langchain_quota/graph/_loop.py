@@ -29,6 +29,9 @@ Jump = Literal["model", "tools", "end"]
 Tools = Sequence[BaseTool | Callable[..., Any] | dict[str, Any]]
 Prompt = str | SystemMessage | None
 
+CALLED: Update = {LEDGER: Ledger(admitted=None)}
+"""What the model's node of a graph writes: the call that was admitted is made."""
+
 
 class Loop(QuotaMiddleware[Any, Any]):
     """Judges in a loop of model and tools that `create_agent` did not make."""
@@ -51,7 +54,7 @@ class Loop(QuotaMiddleware[Any, Any]):
     def begin(self, state: State) -> Update:
         """Begin a new run, whether or not one has begun."""
         update = self._begin_run(state, running_runtime())
-        update[LEDGER]["begun_in"] = _invocation()
+        update[LEDGER] |= Ledger(begun_in=_invocation(), admitted=None)
         return update
 
     def begin_once(self, state: State) -> Update:
@@ -175,6 +178,11 @@ class Loop(QuotaMiddleware[Any, Any]):
     def has_caps(self) -> bool:
         """Whether tool calls wait where too many run."""
         return self._at_once is not None
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether no limit refuses anything."""
+        return not any(limit.enforce for limit in self._limits)
 
     @property
     def has_budgets(self) -> bool:

@@ -15,16 +15,20 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel
 from langgraph.types import Command, Send
 
-from langchain_quota.graph._loop import Loop, Prompt, State, Tools, merged, open_calls
+from langchain_quota.graph._charges import joined
+from langchain_quota.graph._loop import CALLED, Loop, Prompt, State, Tools, merged, open_calls
 from langchain_quota.graph._own_node import ChargedNode
 from langchain_quota.middleware._calls import Update
+from langchain_quota.middleware._context import running_config
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,
     RUN_TOOLS,
     THREAD_MODEL,
     THREAD_TOOLS,
+    Ledger,
     QuotaState,
+    ledger,
 )
 
 _KEPT = (LEDGER, RUN_MODEL, RUN_TOOLS, THREAD_MODEL, THREAD_TOOLS)
@@ -125,12 +129,14 @@ class Nodes:
         def said(message: Any, charged: Update) -> Update:
             if self._name is not None:
                 message.name = self._name
-            return {"messages": [message], **charged}
+            return joined({"messages": [message], **charged}, CALLED)
 
         def call(state: State) -> Update:
+            self._check_admitted(state)
             return said(*self._loop.ask(model, state, tools, prompt))
 
         async def acall(state: State) -> Update:
+            self._check_admitted(state)
             return said(*await self._loop.aask(model, state, tools, prompt))
 
         return RunnableLambda(call, acall, name=self._model)
@@ -143,12 +149,11 @@ class Nodes:
         spec = StateGraph(self._graph.state_schema).add_node("model", model).nodes["model"]
         asked: Any = spec.input_schema
         hints = get_type_hints(asked, include_extras=True)
-        if not self._loop.has_budgets:
-            return model, {"input_schema": _with_counts(hints)} if _is_mapping(asked) else {}
         own: Any = spec.runnable
         keys = {*hints, *_KEPT}
 
         def given(state: State) -> Any:
+            self._check_admitted(state)
             return _as_schema(asked, {key: each for key, each in state.items() if key in keys})
 
         schema = _schema(self._graph, hints)
@@ -181,8 +186,27 @@ class Nodes:
         return self._to_tools(state, await self._loop.ajudge_tools(state))
 
     def _to_model(self, update: Update) -> Command[Any]:
-        goto = self._model if update.pop("jump_to") == "model" else self._end
-        return Command(update=update, goto=goto)
+        is_admitted = update.pop("jump_to") == "model"
+        update = joined(update, {LEDGER: Ledger(admitted=self._model if is_admitted else None)})
+        return Command(update=update, goto=self._model if is_admitted else self._end)
+
+    def _check_admitted(self, state: State) -> None:
+        """Check that the model's call was judged.
+
+        Raises:
+            RuntimeError: The graph leads to the model's node in another way.
+        """
+        if self._loop.on_trial:
+            return
+        # A `Send` gives its node a state of its own, which may say anything.
+        path: Any = (running_config().get("metadata") or {}).get("langgraph_path") or ()
+        if ledger(state).get("admitted") != self._model or "__pregel_push" in path:
+            raise RuntimeError(
+                f"the node {self._model!r} was about to call its model, and no limit has judged "
+                f"the call: the graph leads to {self._model!r} past {self._before!r}. Lead it to "
+                f"{self._begin!r} instead. If a node of yours reads the model's answer and may ask "
+                "again, give it as the loop's end: add_to(…, end='its name')"
+            )
 
     def _to_tools(self, state: State, update: Update) -> Command[Any]:
         jump = update.pop("jump_to")

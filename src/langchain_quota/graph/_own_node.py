@@ -1,4 +1,4 @@
-"""A model node of the user's own, in a loop with budgets."""
+"""A model node of the user's own."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.types import Command
 
-from langchain_quota.graph._loop import Loop, State
+from langchain_quota.graph._charges import joined
+from langchain_quota.graph._loop import CALLED, Loop, State
 from langchain_quota.middleware._calls import Update
 
 
@@ -14,9 +15,9 @@ class ChargedNode(Runnable[Any, Any]):
     """The node; all model runs in it are charged.
 
     Args:
-        loop: Charges.
+        loop: Charges, if it has budgets.
         node: The node, as LangGraph runs it.
-        given: Makes of the state what the node asks for.
+        given: Makes of the state what the node asks for, if its call was admitted.
     """
 
     def __init__(self, loop: Loop, node: Runnable[Any, Any], given: Callable[[State], Any]) -> None:
@@ -27,20 +28,26 @@ class ChargedNode(Runnable[Any, Any]):
     def invoke(self, input: State, config: RunnableConfig | None = None, **_: Any) -> Any:  # noqa: A002 - LangChain's name
         """Run the node."""
         given = self._given(input)
+        if not self._loop.has_budgets:
+            return _with(self._node.invoke(given, config), {})
         return _with(*self._loop.run_node(input, lambda: self._node.invoke(given, config)))
 
     async def ainvoke(self, input: State, config: RunnableConfig | None = None, **_: Any) -> Any:  # noqa: A002 - the same
         """Run the node."""
         given = self._given(input)
+        if not self._loop.has_budgets:
+            return _with(await self._node.ainvoke(given, config), {})
         return _with(*await self._loop.arun_node(input, lambda: self._node.ainvoke(given, config)))
 
 
 def _with(result: Any, charged: Update) -> Any:
     """What the node writes, with its charge; if that is impossible, the next hook writes it."""
+    charged = joined(charged, CALLED)
     if result is None:
         return charged
     if isinstance(result, Mapping):
         return {**result, **charged}
     if isinstance(result, Command) and result.graph is None and isinstance(result.update, Mapping):
         return Command(goto=result.goto, resume=result.resume, update={**result.update, **charged})
-    return result
+    results = result if isinstance(result, list | tuple) else [result]
+    return [*results, Command(update=CALLED)]
