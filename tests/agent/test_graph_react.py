@@ -14,6 +14,7 @@ from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command, interrupt
+from pydantic import BaseModel
 
 from langchain_quota import GraphQuota, ModelCallLimit, ToolCallLimit, usage
 from langchain_quota.limits import Limit
@@ -288,6 +289,62 @@ async def test_in_a_tool_with_a_model(signals: Signals) -> None:
     assert "Model call limits exceeded" in result["messages"][-2].content
     assert result["messages"][-1].content == "done"
     assert len(inner.calls) == 1
+
+
+class Found(BaseModel):
+    """What was found."""
+
+    text: str = ""
+
+
+@both_forms
+@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize("subclassed", [True, False])
+async def test_a_response_format_is_an_error_before_a_call(
+    form: Form,
+    signals: Signals,
+    *,
+    has_tools: bool,
+    subclassed: bool,
+) -> None:
+    """LangGraph would ask for it past the limits: the agent's first step says so, and the way."""
+    quota = GraphQuota([ModelCallLimit(run_limit=2)], telemetry=signals.telemetry)
+    model = ScriptedChatModel(script=lambda messages: "done")
+    hooks = quota.react_hooks(model, [recording("search", [])] if has_tools else [])
+    if subclassed:
+
+        class Own(hooks["state_schema"]):  # type: ignore[misc]
+            topic: str
+
+        hooks["state_schema"] = Own
+    agent: Any = create_react_agent(**hooks, response_format=Found)
+
+    with pytest.raises(RuntimeError, match=r"create_agent\(model, tools, middleware=.*format=…\)"):
+        if form == "sync":
+            await asyncio.to_thread(agent.invoke, HELLO)
+        else:
+            await agent.ainvoke(HELLO)
+
+    assert model.calls == ()
+
+
+class Structured(ScriptedChatModel):
+    """Gives a structured answer."""
+
+    def with_structured_output(self, schema: Any, **_: Any) -> Any:
+        return self | RunnableLambda(lambda said: schema(text=said.text))
+
+
+async def test_a_response_format_where_the_agent_has_the_model(signals: Signals) -> None:
+    """Hooks without a model leave the response format to LangGraph, which asks the model itself."""
+    limit = ModelCallLimit(run_limit=2, exit_behavior="error")
+    quota = GraphQuota([limit], telemetry=signals.telemetry)
+    model = Structured(script=lambda messages: "done")
+    agent: Any = create_react_agent(model, [], **quota.react_hooks(), response_format=Found)
+
+    result = await agent.ainvoke(HELLO)
+
+    assert result["structured_response"] == Found(text="done")
 
 
 def test_arguments() -> None:

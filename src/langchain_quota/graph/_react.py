@@ -13,7 +13,7 @@ from langgraph.types import Command
 from langchain_quota.graph._charges import joined
 from langchain_quota.graph._loop import Loop, State, Tools, merged
 from langchain_quota.middleware._calls import Update
-from langchain_quota.middleware._context import running_runtime, runs_tools
+from langchain_quota.middleware._context import running_config, running_runtime, runs_tools
 from langchain_quota.state import LEDGER, Ledger, QuotaState, ledger, merge_ledgers
 
 _MANAGED = ("remaining_steps", "is_last_step")
@@ -85,8 +85,16 @@ class ReactHooks:
         """The state without a mark, if a run can be ended before its model.
 
         Raises:
-            RuntimeError: The hooks have no model, and this graph is not a node of another one.
+            RuntimeError: The hooks have no model, and this graph is not a node of another one; or
+                they have one, and the agent has a `response_format`.
         """
+        if self._has_model and _has_response_format():
+            raise RuntimeError(
+                "create_react_agent(**quota.react_hooks(model, tools)) cannot have a "
+                "response_format: LangGraph would ask the model for it past the limits. Take "
+                "create_agent(model, tools, middleware=[QuotaMiddleware(limits)], "
+                "response_format=…), or leave response_format out"
+            )
         known = ledger(state)
         unmarked = {key: each for key, each in known.items() if key != "in_graph"}
         info = getattr(running_runtime(), "execution_info", None)
@@ -135,6 +143,19 @@ class ReactModel:
             return message
 
         return RunnableLambda(ask, aask)
+
+
+def _has_response_format() -> bool:
+    """Whether the agent that runs has the node that asks the model for a structured response."""
+    # Nothing else says so before the model is called.
+    read: Any = (running_config().get("configurable") or {}).get("__pregel_read")
+    if read is None:
+        return False
+    try:
+        read("branch:to:generate_structured_response")
+    except KeyError:
+        return False
+    return True
 
 
 def _without_jump(update: Update) -> Update:
