@@ -72,6 +72,7 @@ lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check --preview --select DOC102,DOC202,DOC403,DOC501 src
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file= --strict -c "$$(sed -n '/^```python$$/,/^```$$/{/^```/!p}' README.md)"
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.develop ## Mend what can be mended of the style.

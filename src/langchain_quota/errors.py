@@ -194,7 +194,8 @@ class UnknownPriceError(LookupError):
             text = (
                 f"no price is known for the model {model!r}{served}: give it, "
                 f'prices={{{model!r}: Price(input="2.50", output="10")}}, in dollars per million '
-                "tokens; or give the chat model the name that its provider lists, model="
+                "tokens; or give the chat model the name that its provider lists, model=. Its own "
+                "class also names the provider: _get_ls_params returns ls_provider, as 'openai'"
             )
         else:
             text = (

@@ -41,7 +41,7 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
         decision: The refusal.
         limits: The limits by name.
     """
-    refusing = [each for each in decision.refused_by if each.enforced]
+    refusing = _said_once([each for each in decision.refused_by if each.enforced], limits)
     texts = [
         _busy(limits[each.limit], decision, each)
         if each.quota(AT_ONCE) is not None and each.reason != "store"
@@ -63,9 +63,11 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
         breaches: The limits.
         is_last: Whether the run ends with a last call, for which budgets keep something.
     """
+    alike = [each for each in breaches if each.unchecked and not each.limit.limit.message]
     return " ".join(
         _own_final(breach.limit.limit.message, breach.decision) or reached(breach, is_last=is_last)
         for breach in breaches
+        if not any(breach is each for each in alike[1:])
     )
 
 
@@ -175,6 +177,14 @@ def _repeats(limit: RepeatLimit, decision: Decision) -> tuple[str, str]:
         "Do not repeat this call: use the answer that you have, change the arguments, do something "
         "else, or say what you cannot do."
     )
+
+
+def _said_once(refusing: list[LimitStatus], limits: Mapping[str, Limit]) -> list[LimitStatus]:
+    """The limits without those that would say again that the store could not be asked."""
+    alike = [each for each in refusing if each.reason == "store" and not limits[each.limit].message]
+    # A limit of all tools does not name the call's.
+    alike.sort(key=lambda each: not limits[each.limit].tools)
+    return [each for each in refusing if each not in alike[1:]]
 
 
 def _unchecked(limit: Limit) -> str:

@@ -17,6 +17,7 @@ from langchain.agents.middleware import (
 from langchain.agents.middleware.types import ModelResponse
 from langchain.agents.structured_output import ProviderStrategy, StructuredOutputValidationError
 from langchain_core.caches import InMemoryCache
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -477,6 +478,38 @@ async def test_what_ends_a_run_is_told_with_true_amounts(signals: Signals) -> No
         "Model call limits exceeded: run limit (2/2) "
         "Cost limits exceeded: run limit ($3.50/$5.00, the rest was kept for the last answer)"
     )
+
+
+class OwnModel(ScriptedChatModel):
+    """A chat model of the user's own, for a model that the price list has."""
+
+    model: str = "gpt-4o"
+
+
+class OwnModelOfOpenAI(OwnModel):
+    """The same, as the error says that it should be."""
+
+    def _get_ls_params(self, stop: list[str] | None = None, **settings: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **settings)
+        return LangSmithParams({**params, "ls_provider": "openai"})
+
+
+async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) -> None:
+    """Its error says that the class names its provider; with the provider, the list prices it."""
+    pytest.importorskip("genai_prices")
+    limit = CostLimit(run_limit=1)
+    limiter = QuotaMiddleware[Any, Any]([limit], telemetry=signals.telemetry)
+    script = [answer(70, text="Hello.")]
+    unnamed, named = OwnModel(script=script), OwnModelOfOpenAI(script=script)
+    with pytest.raises(UnknownPriceError, match="_get_ls_params returns ls_provider"):
+        await create_agent(unnamed, middleware=[limiter]).ainvoke({"messages": [("user", "hi")]})
+    assert unnamed.calls == ()
+
+    config: Any = CONFIG
+    agent: Any = create_agent(named, middleware=[limiter], checkpointer=InMemorySaver())
+    await agent.ainvoke({"messages": [("user", "hi")]}, config)
+
+    assert usage(agent.get_state(config)).spent["model.microdollars"] > 0
 
 
 @both_forms

@@ -319,11 +319,9 @@ async def test_a_response_format_is_an_error_before_a_call(
         hooks["state_schema"] = Own
     agent: Any = create_react_agent(**hooks, response_format=Found)
 
+    call = asyncio.to_thread(agent.invoke, HELLO) if form == "sync" else agent.ainvoke(HELLO)
     with pytest.raises(RuntimeError, match=r"create_agent\(model, tools, middleware=.*format=…\)"):
-        if form == "sync":
-            await asyncio.to_thread(agent.invoke, HELLO)
-        else:
-            await agent.ainvoke(HELLO)
+        await call
 
     assert model.calls == ()
 

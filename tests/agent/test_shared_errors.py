@@ -14,6 +14,7 @@ from langchain_quota import (
     ModelCallLimit,
     ModelCallLimitExceededError,
     Outcome,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
@@ -151,6 +152,40 @@ async def test_denied_model_calls(exit_behavior: Any, nobody: RedisStore, signal
     assert scene.model.calls == ()
     assert scene.metric("model", "blocked", "store") == 1
     assert scene.fallbacks("deny") == 1
+
+
+@pytest.mark.parametrize("exit_behavior", ["continue", "end"])
+async def test_a_call_that_two_limits_deny(
+    exit_behavior: Any, nobody: RedisStore, signals: Signals
+) -> None:
+    """With nobody to ask, the model reads once that the call was not run; own words stay."""
+    quotas = [Quota(9, per="user_id")]
+    limits = [
+        ToolCallLimit(quotas=quotas, exit_behavior=exit_behavior, name="all tools"),
+        per_user(exit_behavior=exit_behavior, name="searches"),
+        ToolCallLimit("search", quotas=quotas, message="Ask the desk.", name="desk"),
+    ]
+    scene = scene_of(signals, asking("search"), *limits, store=nobody)
+
+    result = await scene.turn()
+
+    (text,) = texts(result)
+    assert text == f"{UNCHECKED} Ask the desk."
+    if exit_behavior == "end":
+        assert str(result["messages"][-1].content).count("could not be checked") == 1
+    assert scene.ran == []
+
+
+async def test_a_model_call_that_two_limits_deny(nobody: RedisStore, signals: Signals) -> None:
+    """With nobody to ask, the last message says once that the model was not called."""
+    tokens = TokenLimit(quotas=[Quota(9, per="user_id")])
+    scene = scene_of(signals, asking("search"), per_user("model"), tokens, store=nobody)
+
+    result = await scene.turn()
+
+    says = "Model call limit could not be checked: try again later."
+    assert result["messages"][-1].content == says
+    assert scene.model.calls == ()
 
 
 async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
