@@ -501,13 +501,14 @@ async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) ->
     limiter = QuotaMiddleware[Any, Any]([limit], telemetry=signals.telemetry)
     script = [answer(70, text="Hello.")]
     unnamed, named = OwnModel(script=script), OwnModelOfOpenAI(script=script)
+    asked: Any = {"messages": [("user", "hi")]}
     with pytest.raises(UnknownPriceError, match="_get_ls_params returns ls_provider"):
-        await create_agent(unnamed, middleware=[limiter]).ainvoke({"messages": [("user", "hi")]})
+        await create_agent(unnamed, middleware=[limiter]).ainvoke(asked)
     assert unnamed.calls == ()
 
     config: Any = CONFIG
     agent: Any = create_agent(named, middleware=[limiter], checkpointer=InMemorySaver())
-    await agent.ainvoke({"messages": [("user", "hi")]}, config)
+    await agent.ainvoke(asked, config)
 
     assert usage(agent.get_state(config)).spent["model.microdollars"] > 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -312,11 +313,7 @@ async def test_a_response_format_is_an_error_before_a_call(
     model = ScriptedChatModel(script=lambda messages: "done")
     hooks = quota.react_hooks(model, [recording("search", [])] if has_tools else [])
     if subclassed:
-
-        class Own(hooks["state_schema"]):  # type: ignore[misc]
-            topic: str
-
-        hooks["state_schema"] = Own
+        hooks["state_schema"] = types.new_class("Own", (hooks["state_schema"],))
     agent: Any = create_react_agent(**hooks, response_format=Found)
 
     call = asyncio.to_thread(agent.invoke, HELLO) if form == "sync" else agent.ainvoke(HELLO)

@@ -77,7 +77,9 @@ class Reflection:
         self, signals: Signals, limit: Limit, *, way: str, node: str, form: Form = "async"
     ) -> None:
         self.form = form
-        self.model = ScriptedChatModel(script=searching if way in SECOND_EDGES else answer)
+        self.model: ScriptedChatModel = ScriptedChatModel(
+            script=searching if way in SECOND_EDGES else answer
+        )
         prices = half_a_dollar if isinstance(limit, CostLimit) else None
         self.quota = GraphQuota([limit], telemetry=signals.telemetry, prices=prices)
         graph: Any = StateGraph(Reviewed)
@@ -273,7 +275,7 @@ async def test_a_way_past_the_limits_is_an_error(
 @every_node
 @every_exit
 async def test_the_way_that_the_error_names(
-    form: Form, node: str, exit_behavior: str, signals: Signals
+    form: Form, node: str, exit_behavior: Any, signals: Signals
 ) -> None:
     """A node that reviews behind the loop's end may ask again: the limit lets two calls run."""
     limit = ModelCallLimit(run_limit=MOST, exit_behavior=exit_behavior)
