@@ -4,8 +4,6 @@ import json
 import os
 import pty
 import re
-import signal
-import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -30,7 +28,7 @@ from langchain_quota.cli import main
 from langchain_quota.limit_options import MICRODOLLARS
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
-from tests.forked import COMMAND_LINE, Program, run_python, start_python
+from tests.forked import COMMAND_LINE, run_python, start_python
 from tests.servers.agents import build_agent
 from tests.servers.proxy import proxy
 from tests.servers.redis import RedisServer, free_port, running_redis
@@ -599,53 +597,3 @@ def only_small(reply: bytes) -> Iterator[bytes]:
     if b"quota" in reply or b"reason" in reply:
         raise ConnectionResetError
     yield reply
-
-
-def watching(
-    store: RedisStore, redis_server: RedisServer, stdin: int | None, stdout: int
-) -> Program:
-    """The command, looking ten times a second."""
-    return start_python(
-        COMMAND_LINE,
-        *("quotas", "watch", "--redis", redis_server.url, "--prefix", str(store.prefix)),
-        *("--every", "0.1"),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=2,
-    )
-
-
-def test_watch_in_a_pipe(store: RedisStore, redis_server: RedisServer) -> None:
-    """What is there is printed, and then what changes, each line with the time."""
-    readable, writable = os.pipe()
-    with os.fdopen(readable) as output, watching(store, redis_server, None, writable) as process:
-        os.close(writable)
-        lines = [output.readline().split()[1] for _ in range(5)]
-        assert lines == ["counted", "__all__", "email", "search", "search"]
-        store.grant(ADA, 50)
-        assert output.readline().split()[1:] == [
-            *("search", "user_id", "'ada'", "3", "55", "reset")
-        ]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-
-
-def test_watch_in_a_terminal(store: RedisStore, redis_server: RedisServer) -> None:
-    """The table is drawn anew in place until q is pressed, and the terminal is as it was."""
-    keyboard, terminal = pty.openpty()
-    before = termios.tcgetattr(terminal)
-    seen = b""
-    with watching(store, redis_server, terminal, terminal) as process:
-        while b"q ends" not in seen:
-            seen += os.read(keyboard, 4096)
-        assert b"\r\n" in seen
-        store.grant(ADA, 50)
-        while b"  55  " not in seen:
-            seen += os.read(keyboard, 4096)
-        os.write(keyboard, b"q")
-        while not seen.endswith(b"\x1b[?1049l"):
-            seen += os.read(keyboard, 4096)
-        assert process.wait(60) == 0
-    assert termios.tcgetattr(terminal) == before
-    os.close(keyboard)
-    os.close(terminal)

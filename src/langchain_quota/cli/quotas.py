@@ -15,7 +15,6 @@ from langchain_quota.cli.command import (
     table,
     when,
 )
-from langchain_quota.cli.watch import watch
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limit_options import UNITS
@@ -56,14 +55,6 @@ def _show(store: RedisStore, arguments: Namespace) -> int:
     return _name(odd)
 
 
-def _watch(store: RedisStore, arguments: Namespace) -> int:
-    def lines() -> list[str]:
-        found, _ = _found(store, arguments.keys)
-        return _lines(found)
-
-    return watch(lines, arguments.every)
-
-
 def _reset(store: RedisStore, arguments: Namespace) -> int:
     found, odd = _found(store, arguments.keys)
     _print_table(found)
@@ -84,7 +75,6 @@ def _reset(store: RedisStore, arguments: Namespace) -> int:
 
 _ACTIONS: dict[str, Callable[[RedisStore, Namespace], int]] = {
     "show": _show,
-    "watch": _watch,
     "reset": _reset,
     "grant": grants.grant,
     "revoke": grants.revoke,
@@ -135,14 +125,11 @@ def _name(odd: Sequence[bytes]) -> int:
 
 
 def _print_table(uses: Sequence[QuotaUsage]) -> None:
-    for line in _lines(uses):
-        say(line)
-
-
-def _lines(uses: Sequence[QuotaUsage]) -> list[str]:
     if not uses:
-        return ["no counts"]
-    return table(_HEADINGS, [*map(_row, uses)], right={"used", "of"})
+        say("no counts")
+        return
+    for line in table(_HEADINGS, [*map(_row, uses)], right={"used", "of"}):
+        say(line)
 
 
 def _row(use: QuotaUsage) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from datetime import timedelta
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
-_MAX_SECONDS = 3600
 NO_WINDOW = "none"
 """The value of `--window` for a count without a window."""
 
@@ -40,14 +39,6 @@ def add_arguments(quotas: ArgumentParser) -> None:
     one.add_argument("--key", required=True, help="the count's key, such as 'email:user_id:ada'")
     actions.add_parser(
         "show", parents=[several], help="print what is used, of which limit, and until when"
-    )
-    watch = actions.add_parser("watch", parents=[several], help="the same, until you quit")
-    watch.add_argument(
-        "--every",
-        type=_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="seconds between two updates (default: 2)",
     )
     reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
     reset.add_argument("--yes", action="store_true", help="do not ask")
@@ -97,18 +88,3 @@ def _duration(text: str) -> timedelta:
 def _window(text: str) -> timedelta | None:
     """A window; `None` for a count without one."""
     return None if text == NO_WINDOW else _duration(text)
-
-
-def _seconds(text: str) -> float:
-    """How long to wait between two questions, in seconds.
-
-    Raises:
-        ArgumentTypeError: The text is no such time.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= _MAX_SECONDS:  # noqa: PLR2004 - said in the message
-        raise ArgumentTypeError(f"must be seconds from 0.1 to {_MAX_SECONDS}, not {text!r}")
-    return seconds
