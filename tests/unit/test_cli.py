@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from langchain_quota import Call, Decision, Level, ModelCallLimit, ToolCallLimit, __version__
-from langchain_quota.cli import _parser, main
+from langchain_quota.cli import main
 from langchain_quota.cli.bars import STYLES
 from langchain_quota.cli.demo import prevented
 from langchain_quota.cli.demo_board import Board, Row, Use
@@ -77,51 +77,6 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert ended.value.code == 2
     assert "required: command" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "command"),
-    [
-        (["--nope"], ""),
-        (["--nope", "quotas"], ""),
-        (["quotas", "--nope", "redis://127.0.0.1", "show"], " quotas"),
-        (["quotas", "grant", "--key", "a", "--nope=5"], " quotas grant"),
-        (["export", "grafana", "--selector", 'job="a"', "--nope", "x"], " export grafana"),
-    ],
-)
-def test_unknown_option(
-    arguments: list[str], command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An unknown option is named before what is missing, by the command that does not have it."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    usage, *_, reason = capsys.readouterr().err.splitlines()
-    assert usage.startswith(f"usage: langchain-quota{command} [")
-    assert reason == f"langchain-quota{command}: error: unrecognized arguments: --nope"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["quotas", "grant", "5", "--k", "a", "--reason", "-all of it"],
-        ["quotas", "grant", "5", "--key=-a", "--redis", "redis://127.0.0.1:1"],
-        ["top", "--nope", "--help"],
-    ],
-)
-def test_known_option(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What argparse takes is not unknown: options cut short, values with a dash, and help."""
-    with pytest.raises(SystemExit) as ended:
-        _parser().parse_args([*arguments, "--help"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """An unknown command is what is wrong, and not the options that stand behind it."""
-    with pytest.raises(SystemExit):
-        main(["quota", "--key", "a"])
-    assert "invalid choice: 'quota'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])

@@ -11,7 +11,6 @@ from typing import Any
 from langchain_quota._version import __version__
 from langchain_quota.cli import export, quotas_arguments, top_options
 from langchain_quota.cli.command import CommandError, complain
-from langchain_quota.cli.parsing import Parser
 
 FAILED = 2
 """The exit code of a command that failed: the same as for wrong arguments."""
@@ -77,7 +76,7 @@ def _module(command: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="langchain-quota",
         description="Limits for LangChain agents: try, monitor and manage them.",
     )
