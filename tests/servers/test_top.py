@@ -1,4 +1,4 @@
-"""`langchain-quota top` in a real terminal, beside running services and a real Prometheus."""
+"""`langchain-quota top` in a real terminal, beside running services."""
 
 import asyncio
 import os
@@ -30,7 +30,6 @@ from langchain_quota.cli import main
 from langchain_quota.cli.top_options import TOKEN_VARIABLE
 from tests.forked import COMMAND_LINE, start_python
 from tests.servers.agents import build_agent
-from tests.servers.conftest import StartPrometheus
 from tests.servers.prometheus import eventually
 from tests.servers.service import TOKEN, running_service
 from tests.servers.terminal import Terminal, command, running_terminal
@@ -129,34 +128,12 @@ agent  limit  allowed  refused  /min  on trial  near  exhausted  ended runs  gra
 support  tool:search  7  1  -  0  1  1  0  0
 support  money  5  0  -  0  1  0  0  0
 support  tokens  5  0  -  0  0  0  0  0
-
-spending:
-agent  limit  model  spent  an hour
-support  money  gpt-5  $0.55  -
-support  tokens  gpt-5  5,500 tok  -
 """
 
 
 def test_two_workers(workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]) -> None:
-    """What two workers say is one set of figures: threads, tenants, limits, money and tokens."""
+    """What two workers say is one set of figures: threads, tenants, limits."""
     assert printed(capsys, *addresses(workers)) == EXPECTED
-
-
-def test_prometheus(
-    workers: tuple[Worker, Worker],
-    start_prometheus: StartPrometheus,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A Prometheus that scrapes both says the same as they do, line by line."""
-    one, two = addresses(workers)
-    prometheus = start_prometheus({"one": one, "two": two})
-    for job in ("one", "two"):
-        prometheus.wait_for_scrape(job)
-    by_job = printed(capsys, "--prometheus", prometheus.url, "--selector", 'job="one"')
-    directly = printed(capsys, one)
-    assert by_job == directly
-    both = printed(capsys, "--prometheus", prometheus.url)
-    assert {*re.findall(r"\w+/support", both)} == {"one/support", "two/support"}
 
 
 @pytest.fixture
@@ -187,8 +164,6 @@ def test_keys(workers: tuple[Worker, Worker], terminal: Terminal) -> None:
     terminal.wait_for("acme", "tenant", "7/8", "87%~")
     terminal.press("3")
     terminal.wait_for("allowed", "on trial")
-    terminal.press("4")
-    terminal.wait_for(MODEL, "$0.55", "5,500 tok", "$0.00")
     terminal.press("1", "s")
     terminal.wait_for("by refused")
     terminal.press("/", "m", "O", "Down", "Enter")
@@ -234,14 +209,13 @@ def test_news_are_shown(terminal: Terminal) -> None:
         terminal.wait_for("1 process at 1 address", "no thread has used anything yet")
         worker.turn("ann", 6, 4_000)
         terminal.wait_for("ann", "5/5", "1 refused")
-        assert re.search(r"\$\d", terminal.wait_for("tok/h")[1])
     terminal.wait_for(" s old): [Errno 111] Connection refused", "5/5")
     worker = Worker(store, worker.server.port)
     with worker.server:
         worker.turn("bob", 0, 100)
         lines = terminal.wait_for("bob", "$0.01/$0.50")
         assert "ann" not in "".join(lines)
-        assert not re.search(r"-\d|Errno", lines[1] + lines[2].partition("spending")[0])
+        assert not re.search(r"-\d|Errno", lines[1] + lines[2].partition("limits")[0])
         terminal.press("q")
         terminal.wait_for("ended with 0")
 
@@ -322,11 +296,17 @@ def test_hostile_names(terminal: Terminal) -> None:
         for name in names:
             worker.turn(name, 1, 100)
         terminal.type(top(*addresses((worker,))))
-        lines = terminal.wait_for("of 18", "q quit")
-        # Three limits have judged each thread: each has a line, and the keys have the last.
-        assert all(" support " in line for line in lines[4:22])
-        assert lines[0].startswith("langchain-quota top")
-        assert lines[23].startswith("q quit")
+
+        def drawn() -> bool:
+            lines = terminal.lines
+            # Three limits have judged each thread: each has a line, and the keys have the last.
+            return (
+                all(" support " in line for line in lines[4:22])
+                and lines[0].startswith("langchain-quota top")
+                and lines[23].startswith("q quit")
+            )
+
+        eventually(drawn)
 
 
 def test_no_color(workers: tuple[Worker, Worker], terminal: Terminal) -> None:

@@ -1,8 +1,6 @@
 """`langchain-quota top`: from answers to figures, rows, screens and lines; the keys."""
 
 import io
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +13,9 @@ from rich.console import Console
 
 from langchain_quota import Level
 from langchain_quota.cli import main
-from langchain_quota.cli.top_figures import WINDOW, Figures, Growth, Limit, Spending, Use, figures
+from langchain_quota.cli.top_figures import WINDOW, Figures, Growth, Limit, Use, figures
 from langchain_quota.cli.top_options import ORDERS
-from langchain_quota.cli.top_sources import Scrape, Series, SourceError, of_prometheus, of_text
+from langchain_quota.cli.top_sources import Scrape, Series, of_text
 from langchain_quota.cli.top_table import (
     View,
     compact,
@@ -35,7 +33,6 @@ from langchain_quota.telemetry.names import MetricSpec
 ANN = {"agent": "support", "limit": "tool:search", "thread_id": "ann"}
 DECIDED = names.LIMIT_DECISIONS
 NOW = 1_800_000_000.0
-MOST = 1_000
 
 Sample = tuple[Series, float]
 
@@ -44,8 +41,8 @@ def sample(spec: MetricSpec, value: float, **labels: str) -> Sample:
     return (spec.name, *(labels[each] for each in spec.labels)), value
 
 
-def process(*samples: Sample, instance: str = "one", service: str = "") -> Scrape:
-    return {(service, instance): dict(samples)}
+def process(*samples: Sample) -> Scrape:
+    return dict(samples)
 
 
 def use_of(used: float, limit: float, unit: Unit = "calls", **labels: str) -> list[Sample]:
@@ -62,29 +59,21 @@ def refusals(value: float) -> Sample:
     return sample(DECIDED, value, **of)
 
 
-def spent(value: float, unit: Unit = "microdollars", limit: str = "budget") -> Sample:
-    return sample(names.SPENT[unit], value, agent="support", limit=limit, model="gpt-5")
-
-
 REFUSED = refusals(0)[0]
-
-
-def read(text: bytes, part: int = 1_000_000) -> dict[Series, float]:
-    return of_text((text[at : at + part] for at in range(0, len(text), part)), MOST)
 
 
 class TestAnswers:
     """What answers are read as."""
 
-    @given(st.lists(st.text(max_size=9), min_size=3, max_size=3), st.integers(1, 200))
-    def test_text(self, values: list[str], part: int) -> None:
-        """Whatever is in a label, what prometheus_client has written is read, part by part."""
+    @given(st.lists(st.text(max_size=9), min_size=3, max_size=3))
+    def test_text(self, values: list[str]) -> None:
+        """Whatever is in a label, what prometheus_client has written is read."""
         registry = CollectorRegistry()
         spec = names.THREAD_USED["calls"]
         Gauge("other", "Of somebody else.", registry=registry).set(3)
         gauge = Gauge(spec.name, "With\nlines.", spec.labels, registry=registry)
         gauge.labels(*(each.encode(errors="ignore").decode() for each in values)).set(0.5)
-        found = read(generate_latest(registry), part)
+        found = of_text(generate_latest(registry).decode())
         known = tuple(each.encode(errors="ignore").decode() for each in values)
         assert found == {(spec.name, *known): 0.5}
 
@@ -96,57 +85,7 @@ class TestAnswers:
             f'{used}{{agent="a",limit="l",thread_id="u"}} NaN\n'
             '{"quoted.name", a="b"} 1\n'
         )
-        assert read(text.encode()) == {(used, "a", "l", "t"): 3}
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            b"langchain_quota_thread_used{, =+Inf=} 1",
-            b'langchain_quota_thread_used{agent="a",limit="b} 1',
-            b'langchain_quota_thread_used{agent="a",limit="l",thread_id="t"}',
-            b'langchain_quota_thread_used{agent="a",limit="l",thread_id="t"} x',
-            b'langchain_quota_thread_used{agent="a"} 1',
-            b"\xff\xfe",
-            b"\0" * (2 << 20),
-        ],
-    )
-    def test_broken_text(self, line: bytes) -> None:
-        """A broken line is an error of this address, and a short one."""
-        with pytest.raises(ValueError) as failed:  # noqa: PT011 - of float and of decode, too
-            read(line, part=1 << 16)
-        assert len(str(failed.value)) < 300
-
-    def test_too_many(self) -> None:
-        """An answer with more series than there is room for is refused while it is read."""
-        line = b'langchain_quota_thread_used{agent="a",limit="l",thread_id="%d"} 1\n'
-
-        def endless() -> Iterator[bytes]:
-            for number in range(2 * MOST):
-                yield line % number
-            raise AssertionError("it is read to the end")
-
-        with pytest.raises(SourceError, match="more than 1,000 series"):
-            of_text(endless(), MOST)
-
-    def test_prometheus(self) -> None:
-        """What Prometheus adds to a series says which process it is; its job is the service."""
-        labels = {"__name__": names.RUNS_ENDED.name, "agent": "a", "limit": "l", "job": "web"}
-        result = [{"metric": {**labels, "instance": "h:1", "pod": "p"}, "value": [1, "3"]}]
-        answer: Any = {"status": "success", "data": {"resultType": "vector", "result": result}}
-        read = of_prometheus(json.dumps(answer).encode(), MOST)
-        ended = sample(names.RUNS_ENDED, 3, agent="a", limit="l")
-        assert read == process(ended, instance="h:1,p", service="web")
-        with pytest.raises(SourceError, match="more than 0 series"):
-            of_prometheus(json.dumps(answer).encode(), 0)
-
-    @pytest.mark.parametrize(
-        "answer",
-        ["[]", '{"data": {"result": [{}]}}', "nothing", '{"data":{"result":3}}', "[" * 10**5],
-    )
-    def test_no_prometheus(self, answer: str) -> None:
-        """An answer in another shape, or without end, is an error of this address."""
-        with pytest.raises(ValueError):  # noqa: PT011 - of the parser of JSON, too
-            of_prometheus(answer.encode(), MOST)
+        assert of_text(text) == {(used, "a", "l", "t"): 3}
 
 
 class TestGrowth:
@@ -162,31 +101,30 @@ class TestGrowth:
         growth = Growth()
         for at, value in enumerate(values):
             assert growth.rates(at) is None or at > 1
-            growth.take("one", process(*([] if value is None else [refusals(value)]), spent(1)), at)
+            growth.take("one", process(*([] if value is None else [refusals(value)])), at)
         rates = growth.rates(len(values) - 1)
         assert rates is not None
-        assert rates["", REFUSED] * (len(values) - 1) == gain
+        assert rates[REFUSED] * (len(values) - 1) == gain
 
     def test_several_processes(self) -> None:
         """Gains are added; what a process had before it was first seen is none."""
         growth = Growth()
-        growth.take("a", process(refusals(5), instance="a"), 0)
-        growth.take("b", process(refusals(100), instance="b"), 0)
-        later = process(refusals(900), instance="later")
-        growth.take("a", process(refusals(8), instance="a") | later, 10)
-        growth.take("b", process(refusals(107), instance="b"), 10)
-        assert growth.rates(10) == {("", REFUSED): 1.0}
+        growth.take("a", process(refusals(5)), 0)
+        growth.take("b", process(refusals(100)), 0)
+        growth.take("later", process(refusals(900)), 10)
+        growth.take("a", process(refusals(8)), 10)
+        growth.take("b", process(refusals(107)), 10)
+        assert growth.rates(10) == {REFUSED: 1.0}
 
     def test_window(self) -> None:
         """What was gained before the window counts no more, and takes no room."""
         growth = Growth()
         for second in range(2_000):
             growth.take("one", process(refusals(1_000_000 if second else 0)), second)
-        rates = growth.rates(2_000)
+            rates = growth.rates(second + 0.5)
         assert rates is not None
         assert sum(rates.values()) == 0
-        assert growth._halves[0][0] >= 2_000 - WINDOW - 1
-        assert len(growth._halves) == 2
+        assert len(growth._gains) <= WINDOW + 1
 
 
 class TestFigures:
@@ -201,9 +139,8 @@ class TestFigures:
                 sample(names.THREAD_BLOCKED, used, **ANN),
                 sample(names.THREAD_REFUSED, at, **ANN),
                 refusals(used),
-                instance=name,
             )
-            for name, used, at in (("one", 9, NOW - 5), ("two", 1, NOW))
+            for used, at in ((9, NOW - 5), (1, NOW))
         ]
         for order in (scrapes, scrapes[::-1]):
             found = figures(order)
@@ -216,22 +153,10 @@ class TestFigures:
         """Who is near is counted once, though two processes have served them."""
         ann = [*use_of(9, 10), sample(names.SUBJECTS, 1, **ANN, scope="thread", state="near")]
         tenants = sample(names.SUBJECTS, 3, **ANN, scope="tenant", state="near")
-        scrapes = [process(*ann, tenants, instance=each) for each in ("one", "two")]
+        scrapes = [process(*ann, tenants)] * 2
         assert [each.near for each in figures(scrapes).limits] == [1 + 3]
-        bob = process(*use_of(9, 10, thread_id="bob"), instance="three")
+        bob = process(*use_of(9, 10, thread_id="bob"))
         assert [each.near for each in figures([*scrapes, bob]).limits] == [2 + 3]
-
-    def test_services_are_apart(self) -> None:
-        """The same names in two jobs are two rows, with the job in front of the agent."""
-        scrape = {
-            **process(*use_of(1, 9), refusals(1), instance="h:1", service="web"),
-            **process(*use_of(2, 9), refusals(2), instance="h:2", service="batch"),
-        }
-        found = figures([scrape], {("web", REFUSED): 1.0})
-        threads = {(each.agent, each.used) for each in found.threads}
-        assert threads == {("web/support", 1), ("batch/support", 2)}
-        limits = {(each.agent, each.refused, each.refused_a_minute) for each in found.limits}
-        assert limits == {("web/support", 1, 60), ("batch/support", 2, 0)}
 
     def test_level(self) -> None:
         """How near a thread is, by the limit's own share; nobody is near what is on trial."""
@@ -244,7 +169,7 @@ class TestFigures:
         """A thread's use of a budget is in dollars; of one without thread limit, what it spent."""
         tokens = sample(names.THREAD_SPENT["tokens"], 1200, **ANN | {"limit": "per run"})
         dollars = use_of(0.45, 0.5, "microdollars")
-        scrapes = [process(*dollars, tokens, instance=name) for name in ("one", "two")]
+        scrapes = [process(*dollars, tokens)] * 2
         found = {(each.unit, each.used, each.most) for each in figures(scrapes).threads}
         assert found == {("microdollars", 0.45, 0.5), ("tokens", 2400, None)}
 
@@ -279,7 +204,7 @@ class TestFigures:
             sample(names.RUNS_ENDED, 8, **of),
             sample(names.GRANTED["microdollars"], 1.5, **of),
         )
-        (found,) = figures([scrape], {("", REFUSED): 0.5}).limits
+        (found,) = figures([scrape], {REFUSED: 0.5}).limits
         assert found == Limit(
             *("support", "tool:search", 7, 13, 4, 30.0),
             exhausted=7,
@@ -288,25 +213,12 @@ class TestFigures:
             unit="microdollars",
         )
 
-    def test_spending(self) -> None:
-        """What was spent is added over workers, and as an hour's; the largest limit counts."""
-        scrapes = [
-            process(spent(1.5), spent(1.5, limit="other"), spent(700, "tokens"), instance=name)
-            for name in ("one", "two")
-        ]
-        gained = {("", spent(0)[0]): 0.001, ("", spent(0, limit="other")[0]): 0.002}
-        found = figures(scrapes, gained)
-        assert Spending("support", "budget", "gpt-5", "microdollars", 3.0, 3.6) in found.spending
-        assert Spending("support", "budget", "gpt-5", "tokens", 1400, 0) in found.spending
-        assert found.an_hour("microdollars") == pytest.approx(7.2)
-        assert figures(scrapes).an_hour("microdollars") is None
-
     def test_calls(self) -> None:
         """Calls that ran and calls that were refused; a call that would be refused ran."""
         of = {"agent": "support", "kind": "tool", "tool": "search"}
         decided = {"allowed": 5, "would_block": 1, "blocked": 2, "skipped": 4}
         calls = [sample(names.CALLS, n, **of, decision=each) for each, n in decided.items()]
-        found = figures([process(*calls)], {("", calls[2][0]): 0.1})
+        found = figures([process(*calls)], {calls[2][0]: 0.1})
         assert (found.ran, found.refused) == (6, 2)
         assert found.refused_a_minute == pytest.approx(6)
 
@@ -326,11 +238,6 @@ class TestView:
             use("cid", 7, refused=8),
             use("dan", 99, level=None, limit="trial"),
         ),
-        spending=(
-            Spending("a", "l", "small", "microdollars", 9, 1),
-            Spending("a", "l", "many", "tokens", 9e9, 9e9),
-            Spending("a", "l", "large", "microdollars", 1, 2),
-        ),
         limits=(Limit("a", "one", refused=9, near=1), Limit("a", "two", refused_a_minute=1)),
     )
 
@@ -340,25 +247,23 @@ class TestView:
             (View(), ["bob", "cid", "ann", "dan"]),
             (View(order="refused"), ["cid", "ann", "bob", "dan"]),
             (View(order="name"), ["ann", "bob", "cid", "dan"]),
-            (View(order="spent"), ["bob", "cid", "ann", "dan"]),
             (View(text="WRIT"), ["bob"]),
             (View(text="trial"), ["dan"]),
             (View(text="["), []),
-            (View("spending"), ["large", "small", "many"]),
             (View("limits"), ["two", "one"]),
             (View("limits", "share"), ["one", "two"]),
         ],
     )
     def test_rows(self, view: View, expected: list[str]) -> None:
         """Orders, and texts that a name must have; what is on trial is near to nothing."""
-        name = {"threads": "subject", "spending": "model", "limits": "limit"}[view.name]
+        name = {"threads": "subject", "limits": "limit"}[view.name]
         assert [getattr(row, name) for row in rows(self.KNOWN, view)] == expected
 
     @pytest.mark.parametrize(
         ("keys", "expected"),
         [
             (["3"], {"name": "limits"}),
-            (["5", "0", "²", "x", "é", "\r"], {}),
+            (["4", "0", "²", "x", "é", "\r"], {}),
             (["s"], {"order": "refused"}),
             (["s", "s", "s"], {"order": "share"}),
             (["2", "s"], {"name": "quotas", "order": "name"}),
@@ -447,7 +352,6 @@ class TestScreen:
             threads=tuple(use(each, agent=each, limit=each) for each in HOSTILE) * 30,
             quotas=tuple(use(each, agent=each, scope=each) for each in HOSTILE) * 30,
             limits=tuple(Limit(each, each) for each in HOSTILE) * 30,
-            spending=tuple(Spending(each, each, each, "tokens", 5e9, 1e9) for each in HOSTILE) * 30,
         )
         shown = drawn(known, View(name), width=width, height=height)
         assert len(shown) == height
@@ -514,14 +418,13 @@ def test_lines() -> None:
         threads=(use("ann\nlimit", 3, 4, refused=2, refused_at=NOW - 5), use("bob")),
         quotas=(use("", 0.5, 1, scope="tenant", unit="microdollars", resets_at=NOW + 3600),),
         limits=(Limit("support", "model", 5, 6, near=1),),
-        spending=(Spending("support", "budget", "gpt-5", "tokens", 1200, 60),),
         ran=10,
         refused=2,
         refused_a_minute=0.5,
     )
     found = [" ".join(each.split()) for each in lines(known, View(), [*ORDERS], NOW)]
     assert [each for each in found if each] == [
-        "calls 10 ran, 2 refused (0.5/min) 1 near, 0 exhausted 60 tok/h",
+        "calls 10 ran, 2 refused (0.5/min) 1 near, 0 exhausted",
         "threads:",
         "thread agent limit used/of share state refused ago ends in",
         "ann\\nlimit support tool:search 3/4 75% ok 2 5s",
@@ -532,9 +435,6 @@ def test_lines() -> None:
         "limits:",
         "agent limit allowed refused /min on trial near exhausted ended runs granted",
         "support model 5 6 - 0 1 0 0 0",
-        "spending:",
-        "agent limit model spent an hour",
-        "support budget gpt-5 1,200 tok 60 tok",
     ]
 
 
@@ -546,7 +446,6 @@ def test_lines() -> None:
         (["--interval", "0"], "--interval"),
         (["--interval", "nan"], "--interval"),
         (["--view", "all"], "--view"),
-        (["--prometheus", "http://h", "--selector", 'agent="x"'], "--selector"),
     ],
 )
 def test_wrong_arguments(

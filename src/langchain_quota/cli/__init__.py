@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     top_options.add_arguments(
-        commands.add_parser("top", help="watch who is near a limit, who is refused, what is spent")
+        commands.add_parser("top", help="watch who is near a limit, and who is refused")
     )
     return parser
 

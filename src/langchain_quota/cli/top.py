@@ -1,4 +1,4 @@
-"""A live view of running services: who is near a limit, who is refused, what is spent."""
+"""A live view of running services: who is near a limit, and who is refused."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 from rich.console import Console
@@ -19,8 +19,8 @@ from rich.live import Live
 
 from langchain_quota.cli.command import complain, say
 from langchain_quota.cli.top_figures import Figures, Growth, figures
-from langchain_quota.cli.top_options import INTERVAL, ORDERS, environment_of_console
-from langchain_quota.cli.top_sources import LONGEST, Source, sources
+from langchain_quota.cli.top_options import INTERVAL, ORDERS
+from langchain_quota.cli.top_sources import LONGEST, UNASKED, Scrape, Source, sources
 from langchain_quota.cli.top_table import KEYS, View, lines, page, press, rows, screen
 
 try:
@@ -38,24 +38,18 @@ _NO_KEYS = "no keys are read here: use the options; Ctrl-C quits"
 _NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
 """Wrapping is off: a character that is wider than expected must not move the lines below."""
 _PAUSE = 0.2
-"""The seconds between two checks for new answers."""
+"""The seconds between two looks at new answers."""
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
 
 
 class Watch:
-    """Asks addresses again and again, in threads: a slow one holds up neither keys nor the others.
-
-    Args:
-        sources: The addresses.
-    """
+    """Asks addresses, each in a thread: a slow one holds up neither keys nor the others."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = sources
         self.figures: Figures | None = None
-        self.failure: Exception | None = None
         self._growth = Growth()
-        self._taken: dict[str, float] = {}
-        self._news = Event()
+        self._taken: dict[Source, Scrape] = {}
 
     def ask_all(self) -> None:
         """Ask each once, and wait for the answers."""
@@ -67,43 +61,32 @@ class Watch:
     def start(self, interval: float) -> None:
         """Ask each again and again, as long as the process lasts."""
         for each in self.sources:
-            _in_background(self._ask, each, interval)
-        _in_background(self._gather)
+            _in_background(_ask, each, interval)
 
     def gather(self) -> None:
-        """Make figures of their latest answers."""
-        scrapes = []
-        for each in self.sources:
-            scrape, at = each.scrape, each.answered_at
-            if scrape is None:
-                continue
-            scrapes.append(scrape)
-            if self._taken.get(each.name) != at:
-                self._taken[each.name] = at
-                self._growth.take(each.name, scrape, at)
-        self.figures = figures(scrapes, self._growth.rates(time.monotonic()))
+        """Make figures of their latest answers, if there is a new one."""
+        news = [
+            (each, scrape)
+            for each in self.sources
+            if (scrape := each.scrape) is not None and scrape is not self._taken.get(each)
+        ]
+        for source, scrape in news:
+            self._taken[source] = scrape
+            self._growth.take(source.name, scrape, source.answered_at)
+        if news or (self.figures is None and any(each.failure != UNASKED for each in self.sources)):
+            self.figures = figures(self._taken.values(), self._growth.rates(time.monotonic()))
 
     @property
     def faults(self) -> list[str]:
         """A line for each address that fails."""
         return [fault for each in self.sources if (fault := each.fault) is not None]
 
-    def _ask(self, source: Source, interval: float) -> None:
-        while True:
-            asked_at = time.monotonic()
-            source.poll()
-            self._news.set()
-            time.sleep(max(0.0, asked_at + interval - time.monotonic()))
 
-    def _gather(self) -> None:
-        try:
-            while True:
-                self._news.wait()
-                self._news.clear()
-                self.gather()
-                time.sleep(_PAUSE)  # many addresses answer all the time
-        except Exception as error:  # noqa: BLE001 - it is raised where the screen is drawn
-            self.failure = error
+def _ask(source: Source, interval: float) -> None:
+    while True:
+        asked_at = time.monotonic()
+        source.poll()
+        time.sleep(max(0.0, asked_at + interval - time.monotonic()))
 
 
 def _in_background(work: Callable[..., None], *arguments: Any) -> Thread:
@@ -114,14 +97,12 @@ def _in_background(work: Callable[..., None], *arguments: Any) -> Thread:
 
 
 def run(arguments: Namespace) -> int:
-    """Show the view in a terminal, else print the figures.
-
-    Raises:
-        CommandError: An option cannot be used.
-    """  # noqa: DOC501 - `sources` raises it
+    """Show the view in a terminal, else print the figures."""
     watch = Watch(sources(arguments))
     view = View(arguments.view or "threads", arguments.sort, arguments.filter)
-    console = Console(_environ=environment_of_console())
+    # Rich would take a size from COLUMNS and LINES, and these do not change with the terminal's.
+    environment = {key: os.environ[key] for key in os.environ.keys() - {"COLUMNS", "LINES"}}
+    console = Console(_environ=environment)
     is_screen = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
     if is_screen and not arguments.once:
         watch.start(arguments.interval or INTERVAL)
@@ -157,24 +138,21 @@ def _show(watch: Watch, view: View, console: Console) -> int:
     drawn: Any = None
     with _keys() as pressed, _screen(console) as live:
         while not view.ended:
-            if watch.failure is not None:
-                raise watch.failure
+            watch.gather()
             known = drawn[0] if drawn and view.paused else watch.figures
             now = (known, view, watch.faults, console.size)
             if now != drawn:
                 drawn = now
-                live.update(
-                    screen(
-                        known,
-                        view,
-                        console=console,
-                        addresses=len(watch.sources),
-                        faults=now[2],
-                        now=time.time(),
-                        keys=KEYS if pressed is not _wait else _NO_KEYS,
-                    ),
-                    refresh=True,
+                shown = screen(
+                    known,
+                    view,
+                    console=console,
+                    addresses=len(watch.sources),
+                    faults=now[2],
+                    now=time.time(),
+                    keys=KEYS if pressed is not _wait else _NO_KEYS,
                 )
+                live.update(shown, refresh=True)
             size = page(console.height, len(now[2]))
             for key in pressed(_PAUSE):
                 view = press(view, key, page=size)

@@ -1,9 +1,6 @@
 """The arguments of `top`."""
 
 import argparse
-import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,47 +19,20 @@ ORDERS = {
     "threads": ("share", "refused", "name"),
     "quotas": ("share", "name"),
     "limits": ("refused", "share", "name"),
-    "spending": ("spent", "name"),
 }
 """The views, and the orders that each has."""
-
-_LEAST_SECONDS, _MOST_SECONDS = 0.1, 3600.0
-
-
-def token_of_environment() -> str:
-    """The token that the environment variable has; empty for none."""
-    return os.environ.get(TOKEN_VARIABLE, "")
-
-
-def environment_of_console() -> dict[str, str]:
-    """The environment without COLUMNS and LINES: they do not change with the terminal's size."""
-    return {key: each for key, each in os.environ.items() if key not in ("COLUMNS", "LINES")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.description = (
-        "Shows who is near a limit, who is refused and what is spent, again and again."
-    )
+    parser.description = "Shows who is near a limit and who is refused, again and again."
     add = parser.add_argument
     add(
         "addresses",
         nargs="*",
-        type=_address("/metrics"),
+        type=_address,
         metavar="ADDRESS",
         help=f"the /metrics of each process, such as host:9464 (default: {DEFAULT})",
-    )
-    add(
-        "--prometheus",
-        type=_address(""),
-        metavar="URL",
-        help="ask this Prometheus instead of the processes",
-    )
-    add(
-        "--selector",
-        type=_selector,
-        metavar="MATCHERS",
-        help="with --prometheus: only series that match, such as 'job=\"agents\"'",
     )
     add(
         "--token-file",
@@ -70,9 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"the token to send (default: the one in {TOKEN_VARIABLE})",
     )
-    add("--cafile", metavar="FILE", help="authorities to trust (default: the system's)")
-    add("--certfile", metavar="FILE", help="a certificate, for servers with client_cafile")
-    add("--keyfile", metavar="FILE", help="the certificate's key")
     add("--once", action="store_true", help="print everything once, as plain text")
     add(
         "--interval",
@@ -87,34 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--filter", default="", metavar="TEXT", help="only rows with this text in a name")
 
 
-def _address(path: str) -> Callable[[str], str]:
-    """Gives a function that reads an address, and adds this path to one without a path."""
-
-    def address(text: str) -> str:
-        url = text if "://" in text else f"http://{text}"
-        fault = checks.url_fault(url)
-        if fault is not None:
-            raise argparse.ArgumentTypeError(fault.replace(repr(url), repr(text)))
-        url = url.rstrip("/")
-        return url if urlsplit(url).path else url + path
-
-    return address
-
-
-def _selector(text: str) -> str:
-    fault = checks.selector_fault(text)
+def _address(text: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    fault = checks.url_fault(url)
     if fault is not None:
-        raise argparse.ArgumentTypeError(fault)
-    return text
+        raise argparse.ArgumentTypeError(fault.replace(repr(url), repr(text)))
+    url = url.rstrip("/")
+    return url if urlsplit(url).path else f"{url}/metrics"
 
 
 def _seconds(text: str) -> float:
+    fault = argparse.ArgumentTypeError(f"must be from 0.1 to 3600 seconds, not {text!r}")
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
-    if not _LEAST_SECONDS <= value <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"must be from {_LEAST_SECONDS} to {_MOST_SECONDS:.0f} seconds, not {text!r}"
-        )
+        raise fault from None
+    if not 0.1 <= value <= 3600:  # noqa: PLR2004 - said in the message
+        raise fault
     return value

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from langchain_quota.cli.bars import STYLES, bar, bar_characters, is_utf
 from langchain_quota.cli.command import printable, table
-from langchain_quota.cli.top_figures import Figures, Limit, Spending, Use
+from langchain_quota.cli.top_figures import Figures, Limit, Use
 from langchain_quota.cli.top_options import ORDERS
 from langchain_quota.decision import Unit
 from langchain_quota.levels import Level
 
-KEYS = "q quit  1-4 view  s sort  / filter  space pause  arrows scroll"
+KEYS = "q quit  1-3 view  s sort  / filter  space pause  arrows scroll"
 FAULTS = 3
 """How many lines name addresses that fail."""
 
@@ -28,7 +28,6 @@ _NOTHING = {
     "threads": "no thread has used anything yet",
     "quotas": "no subject has used anything yet; users and tenants are seen with subject_label",
     "limits": "no limit has judged anything yet",
-    "spending": "nothing is spent yet",
 }
 _LONGEST_FILTER = 100
 _THOUSAND = 1_000
@@ -36,7 +35,7 @@ _WHOLE_UP_TO = 100_000
 _DIME = 0.1
 _TIMES = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 
-Row = Use | Limit | Spending
+Row = Use | Limit
 
 
 def compact(value: float | None, unit: Unit = "calls") -> str:
@@ -79,7 +78,7 @@ def lasting(seconds: float | None) -> str:
 
 
 class _Column(NamedTuple):
-    """A column: its heading, a row's text, its style, and whether it needs a wide terminal."""
+    """A column: its heading, a row's text, its style; `wide` ones need a wide terminal."""
 
     title: str
     cell: Callable[[Any, float], str]
@@ -164,12 +163,6 @@ _COLUMNS: Mapping[str, Sequence[_Column]] = {
         _number("ended runs", "ended", wide=True),
         _Column("granted", lambda row, _: compact(row.granted, row.unit), right=True, wide=True),
     ),
-    "spending": (
-        *_WHOSE,
-        _Column("model", lambda row, _: row.model),
-        _Column("spent", lambda row, _: compact(row.spent, row.unit), right=True),
-        _Column("an hour", lambda row, _: compact(row.an_hour, row.unit), right=True),
-    ),
 }
 
 
@@ -189,25 +182,13 @@ def _by_refused(row: Use | Limit) -> tuple[float, ...]:
 _ORDERS: Mapping[str, Callable[[Any], Any]] = {
     "share": _by_share,
     "refused": _by_refused,
-    # Amounts of different units have no order: money comes first.
-    "spent": lambda row: (row.unit, -(row.an_hour or 0), -row.spent),
     "name": lambda _: (),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the user looks at.
-
-    Attributes:
-        name: One of `ORDERS`.
-        order: How rows are ordered; the view's first order replaces one that it does not have.
-        text: What rows must have in one of their names.
-        first: How many rows are above the first one that is shown.
-        paused: Whether the figures are not updated.
-        is_typing: Whether `text` is being typed.
-        ended: Whether the user has quit.
-    """
+    """What the user looks at: rows with `text` in a name, and `first` rows above those shown."""
 
     name: str = "threads"
     order: str | None = None
@@ -226,19 +207,17 @@ class View:
 
 def rows(figures: Figures, view: View) -> list[Row]:
     """The rows of a view, filtered and in order."""
-    text = view.text.casefold()
-    order = _ORDERS[view.used_order]
-    named = ((_names(row), row) for row in getattr(figures, view.name))
-    found = [each for each in named if any(text in name for name in each[0])]
-    return [row for _, row in sorted(found, key=lambda each: (order(each[1]), each[0]))]
+    text, order = view.text.casefold(), _ORDERS[view.used_order]
+    found = [
+        row for row in getattr(figures, view.name) if any(text in name for name in _names(row))
+    ]
+    return sorted(found, key=lambda row: (order(row), _names(row)))
 
 
 def _names(row: Row) -> tuple[str, ...]:
-    names: tuple[str, ...] = (row.agent, row.limit)
+    names = (row.agent, row.limit)
     if isinstance(row, Use):
         names = (row.subject, *names, row.scope)
-    elif isinstance(row, Spending):
-        names = (*names, row.model)
     return tuple(each.casefold() for each in names)
 
 
@@ -284,17 +263,7 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     now: float,
     keys: str = KEYS,
 ) -> RenderableType:
-    """The whole screen.
-
-    Args:
-        known: All that is known; `None` before the first answer.
-        view: What is looked at.
-        console: Where it is shown.
-        addresses: How many addresses are asked.
-        faults: A line for each of them that fails.
-        now: The time, in seconds since the Unix epoch.
-        keys: What the keys do.
-    """
+    """The whole screen; `known` is `None` before the first answer."""
     figures = known or Figures()
     found = rows(figures, view)
     shown = page(console.height, len(faults))
@@ -336,11 +305,6 @@ def summary(figures: Figures) -> Text:
     for before, level in (("  ", Level.NEAR), (", ", Level.EXHAUSTED)):
         count = sum(getattr(each, level) for each in figures.limits)
         text.append(before).append(f"{compact(count)} {level}", STYLES[level] if count else "")
-    units: tuple[Unit, ...] = ("microdollars", "tokens")
-    for unit in units:
-        an_hour = figures.an_hour(unit)
-        if an_hour is not None:
-            text.append(f"  {compact(round(an_hour, 6 if unit == 'microdollars' else 0), unit)}/h")
     if figures.hidden:
         text.append(f"  {compact(figures.hidden)} threads hidden", "dim")
     return text
