@@ -773,7 +773,7 @@ def test_logs_and_spans_name_every_agent(caplog: pytest.LogCaptureFixture) -> No
     recorder.record_question("boss", ["search"])
     recorder.record_answer("boss", ["search"], Answer("reject"), None)
     recorder.record_unknown_price("boss", "model-1")
-    recorder.warn_unknown_tool("boss", "search", "serach", "did you mean 'search'?")
+    recorder.warn_misspelt("boss", {"serach": "search"})
     assert recorder.unjudged is not None
     recorder.unjudged.record("boss", "model", None, "model")
     assert refused.outcome is Outcome.BLOCKED

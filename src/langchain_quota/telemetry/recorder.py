@@ -55,7 +55,6 @@ class Recorder(ChargeRecorder):
 
     Attributes:
         near: The used share from which a limit without a share of its own is near.
-        offered_tools: The tools that agents offer their models, for advice on limits.
         unjudged: Counts the calls that no limit judges; `None` if they are not counted.
     """
 
@@ -66,7 +65,6 @@ class Recorder(ChargeRecorder):
         self._tools = instruments.tools
         self._stores = instruments.stores
         self._tracing = tracing
-        self.offered_tools: set[str] = set()
         self.unjudged: UnjudgedCalls | None = None
         if count_unjudged_calls:
             self.unjudged = UnjudgedCalls(instruments)
@@ -284,16 +282,14 @@ class Recorder(ChargeRecorder):
         except Exception as error:
             self._failed("metrics", error)
 
-    def warn_unknown_tool(self, agent: str | None, limit: str, tool: str, hint: str) -> None:
-        """Log that a limit names a tool that no agent has offered so far, and what to do."""
+    def warn_misspelt(self, agent: str | None, meant: Mapping[str, str]) -> None:
+        """Log the tools that limits name and the agent does not have, each with one like it."""
         try:
+            hints = (f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
             logger.warning(
-                "limit %r names the tool %r, which neither agent %r nor any other has offered its "
-                "model so far: %s",
-                limit,
-                tool,
+                "limits name tools that agent %r does not have: %s",
                 agent_name(agent),
-                hint,
+                ", ".join(hints),
             )
         except Exception as error:
             self._failed("observer", error)
