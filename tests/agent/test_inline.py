@@ -91,8 +91,6 @@ NOT_AS_IS = {
     "test_judged_twice_over_the_edge_of_a_window",
     "test_a_replay",
     # They subclass QuotaMiddleware.
-    "test_a_subclass_with_one_form",
-    "test_a_subclass_that_forgets_super",
     "test_hooks_that_crash_again_and_again",
     "test_a_crash_in_the_last_of_the_quota",
     "test_a_refusal_that_crashed",

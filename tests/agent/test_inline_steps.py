@@ -257,13 +257,6 @@ class Watching(InlineQuotaMiddleware[Any, Any]):
         return await super().awrap_model_call(request, handler)
 
 
-class Forgetful(InlineQuotaMiddleware[Any, Any]):
-    """Begins runs in its own way, in one form, and forgets `super()`."""
-
-    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        return {"messages": [("user", "by the way")]}
-
-
 @both_forms
 async def test_a_subclass(form: Form, signals: Signals) -> None:
     """A subclass that overrides both forms is called once a model call, and limits as before."""
@@ -275,30 +268,6 @@ async def test_a_subclass(form: Form, signals: Signals) -> None:
 
     assert mine.seen == [form] * 2
     scene.check()
-
-
-async def test_a_subclass_that_forgets_super(signals: Signals) -> None:
-    """A subclass with its own before_agent gets a new budget each turn, and its own message."""
-    limits: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=2)]
-    mine = Forgetful(limits, telemetry=signals.telemetry)
-    scene = Scene(signals, [["search"] * 2, "done"] * 2, [mine])
-
-    for turn in (1, 2):
-        result = await scene.turn()
-        assert scene.ran == ["search"] * turn
-        scene.check()
-
-    assert [each.content for each in result["messages"]].count("by the way") == 2
-
-
-def test_a_half_overridden_wrap_is_refused() -> None:
-    """A subclass whose wrap_model_call would be ignored by ainvoke is refused at once."""
-    with pytest.raises(TypeError, match="override awrap_model_call, too"):
-        type(
-            "Half",
-            (InlineQuotaMiddleware,),
-            {"wrap_model_call": lambda self, request, handler: handler(request)},
-        )
 
 
 async def test_the_same_spans(signals: Signals) -> None:

@@ -18,7 +18,6 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langchain_quota import (
     Decision,
     ModelCallLimit,
-    ModelCallLimitMiddleware,
     Outcome,
     QuotaMiddleware,
     ToolCallLimit,
@@ -263,13 +262,3 @@ async def test_an_agent_as_a_node(signals: Signals) -> None:
     thread = CONFIG["configurable"]["thread_id"]
     labels = {"agent": agent_label, "limit": "model", "thread_id": thread}
     assert signals.value("langchain_quota_thread_used", **labels) == 1
-
-
-def test_a_half_overridden_wrap_is_refused() -> None:
-    """A subclass whose wrap_model_call would be ignored by ainvoke is refused at once."""
-    with pytest.raises(TypeError, match="override awrap_model_call, too"):
-        type(
-            "Half",
-            (ModelCallLimitMiddleware,),
-            {"wrap_model_call": lambda self, request, handler: handler(request)},
-        )

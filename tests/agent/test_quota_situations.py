@@ -30,7 +30,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, Order, both_forms, in_order, orders
+from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Middleware, Scene, cancel_at, check_history, recording
 from tests.conftest import Signals
 
@@ -462,46 +462,3 @@ async def test_a_sub_agent(signals: Signals) -> None:
         if sample.name == "langchain_quota_thread_used"
     }
     assert threads == {"model": 3, "tool:*": 2}
-
-
-class SyncOnly(QuotaMiddleware[Any, Any]):
-    """Overrides the sync hook only."""
-
-    log: list[str]
-
-    def after_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        self.log.append("mine")
-        return super().after_model(state, runtime)
-
-
-@both_forms
-async def test_a_subclass_with_one_form(form: Form, signals: Signals) -> None:
-    """An override of the sync after_model alone runs once per model call, in async too."""
-    mine = SyncOnly(LIMITS, telemetry=signals.telemetry)
-    mine.log = []
-    scene = Scene(signals, TURN, [mine], form=form)
-
-    await scene.turn()
-
-    assert mine.log == ["mine"] * 3
-    assert Counter(scene.ran) == LIMITED
-    scene.check()
-
-
-class Forgetful(QuotaMiddleware[Any, Any]):
-    """Begins runs in its own way, and forgets `super()`."""
-
-    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        return {"messages": [("user", "by the way")]}
-
-
-async def test_a_subclass_that_forgets_super(signals: Signals) -> None:
-    """A subclass with its own before_agent gets a new budget each turn, and its own message."""
-    scene = Scene(signals, [*TURN, *TURN], [Forgetful(LIMITS, telemetry=signals.telemetry)])
-
-    for turn in (1, 2):
-        result = await scene.turn()
-        assert Counter(scene.ran) == {tool: turn * times for tool, times in LIMITED.items()}
-        scene.check()
-
-    assert [each.content for each in result["messages"]].count("by the way") == 2

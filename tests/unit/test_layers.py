@@ -56,7 +56,7 @@ MIDDLEWARE_LAYERS = [
     {"_abandoned", "_repeats", "_root_run", "_run_tree", "_spending", "_turn"},
     {"_calls", "_settlements"},
     {"_let_through", "_questions"},
-    {"_late_use", "_model_calls", "_store", "_subclassing", "_tool_calls", "_wiring"},
+    {"_late_use", "_model_calls", "_store", "_tool_calls", "_wiring"},
     {"_asking", "_charging", "_leases", "_other_runs"},
     {"_budgets", "_charged_response", "_model_request", "_offered_tools", "_root_subject"},
     {

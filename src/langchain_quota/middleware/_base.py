@@ -1,4 +1,4 @@
-"""What every limiting middleware shares: its name, the beginning of a run, subclassing."""
+"""What every limiting middleware shares: its name, and the beginning of a run."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,6 @@ from langchain_quota.middleware._interpreters import unseen_calls
 from langchain_quota.middleware._offered_tools import OfferedTools
 from langchain_quota.middleware._root_run import root_run, watch_root_runs
 from langchain_quota.middleware._sub_agents import starters, unlimited_sub_agents
-from langchain_quota.middleware._subclassing import begins_runs, complete
 from langchain_quota.middleware._tool_counts import ToolCounts
 from langchain_quota.middleware._unjudged import count_unjudged_calls, mark_judged
 from langchain_quota.middleware._wiring import REMEDY, Wiring
@@ -99,15 +98,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         # The functions that start sub-agents and that have been checked already.
         self._looked_at: WeakSet[FunctionType] = WeakSet()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make a subclass's sync hooks work in async runs, and its runs begin without `super()`.
-
-        Raises:
-            TypeError: It overrides `wrap_model_call`, and not `awrap_model_call`.
-        """
-        super().__init_subclass__(**kwargs)
-        complete(cls)
-
     @property
     def name(self) -> str:
         """The middleware's name in the graph: its class, the limited tools and the limit's name."""
@@ -118,7 +108,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         inner = "/".join(parts).replace(":", "_").replace("|", "_")
         return f"{type(self).__name__}[{inner}]"
 
-    @begins_runs
     def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run: set the run's counts to 0, and answer every call left without an answer.
 
@@ -130,7 +119,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """
         return self._begin_run(state, runtime)
 
-    @begins_runs
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run: set the run's counts to 0, and answer every call left without an answer.
 

@@ -9,7 +9,6 @@ from langchain.agents.middleware.types import AgentMiddleware, ModelRequest
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._charged_response import ChargedResponse
-from langchain_quota.middleware._subclassing import begins_runs
 
 
 def leave_out_before_model(middleware: Any) -> None:
@@ -32,7 +31,6 @@ def leave_out_before_model(middleware: Any) -> None:
 def _without_before_model(cls: Any) -> type:
     """The same class without `before_model`."""
 
-    @begins_runs
     def before_agent(self: Any, state: Any, runtime: Any) -> Update | None:
         # Around the model call, another middleware could take the error for one of the model.
         self._observers.refuse_async()
