@@ -522,7 +522,7 @@ def _agents(board: Dashboard) -> None:
             "Model and tool calls that no limit judged, in runs with limits: calls of agents "
             "without limits, and calls that tools make directly. The variables Agent and Limit "
             "do not narrow this panel. The bars add up to what was counted.",
-            [Query(grown("agent, kind, tool", select(UNJUDGED)), "{{agent}}: {{kind}} {{tool}}")],
+            [Query(grown("agent, kind", select(UNJUDGED)), "{{agent}}: {{kind}}")],
         ).no_value("None, or they are not counted: see Telemetry(count_unjudged_calls=…).")
     )
 

@@ -43,7 +43,6 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.middleware import _unjudged
-from langchain_quota.middleware._unjudged import MOST_WAITING
 from langchain_quota.state import QuotaState
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
@@ -75,10 +74,10 @@ class Watched:
         return ToolCallLimitMiddleware(tool_name=tool_name, run_limit=99, telemetry=self.telemetry)
 
     @property
-    def unjudged(self) -> dict[tuple[str, str, str], float]:
-        """How many calls, by agent, kind and tool."""
+    def unjudged(self) -> dict[tuple[str, str], float]:
+        """How many calls, by agent and kind."""
         return {
-            (sample.labels["agent"], sample.labels["kind"], sample.labels["tool"]): sample.value
+            (sample.labels["agent"], sample.labels["kind"]): sample.value
             for family in self.registry.collect()
             for sample in family.samples
             if sample.name == NAME
@@ -149,7 +148,7 @@ async def test_an_agent_in_a_tool(form: Form, watched: Watched, search: BaseTool
 
     await play(parent, form)
 
-    assert watched.unjudged == {("child", "model", "none"): 2, ("child", "tool", "search"): 1}
+    assert watched.unjudged == {("child", "model"): 2, ("child", "tool"): 1}
 
 
 @pytest.mark.parametrize("limiter", LIMITERS)
@@ -195,7 +194,7 @@ async def test_agents_with_threads_of_their_own(watched: Watched, search: BaseTo
 
     await play(parent)
 
-    assert watched.unjudged == {("bare", "model", "none"): 3, ("bare", "tool", "search"): 2}
+    assert watched.unjudged == {("bare", "model"): 3, ("bare", "tool"): 2}
 
 
 async def test_what_comes_before_the_first_limiter(watched: Watched) -> None:
@@ -205,26 +204,13 @@ async def test_what_comes_before_the_first_limiter(watched: Watched) -> None:
 
     await play(parent)
 
-    assert watched.unjudged == {("parent", "model", "none"): 2, ("parent", "tool", "ask"): 1}
-
-
-async def test_a_bounded_number_comes_before(watched: Watched) -> None:
-    """Of what comes before the first limiter, a bounded number of calls is kept."""
-    child = new_agent(model("found"), middleware=[watched.quota()])
-    chatty = ScriptedChatModel(script=lambda messages: "hm", keep_calls=0)
-    early = asking("early", *[chatty, "Hm?"] * (MOST_WAITING + 5))
-    flow: Any = early | RunnableLambda(lambda _: GO) | child
-
-    await flow.ainvoke({})
-
-    # The first is the tool itself.
-    assert sum(watched.unjudged.values()) == MOST_WAITING
+    assert watched.unjudged == {("parent", "model"): 2, ("parent", "tool"): 1}
 
 
 async def test_a_bounded_number_is_looked_at(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a root run a bounded number of calls is looked at, and no judged one is counted then."""
+    """A root run with too many calls is not looked at."""
     monkeypatch.setattr(_unjudged, "MOST_CALLS", 10)
     chatty = ScriptedChatModel(script=lambda messages: "hm", keep_calls=0)
     ask = asking("ask", *[chatty, "Hm?"] * 20)
@@ -232,8 +218,7 @@ async def test_a_bounded_number_is_looked_at(
 
     await play(limited)
 
-    # The first two are the agent's model and its tool.
-    assert sum(watched.unjudged.values()) == 8
+    assert watched.unjudged == {}
 
 
 @both_forms
@@ -245,7 +230,7 @@ async def test_direct_calls_in_a_tool(form: Form, watched: Watched, search: Base
 
     await play(agent, form)
 
-    assert watched.unjudged == {("agent", "model", "none"): 1, ("agent", "tool", "search"): 2}
+    assert watched.unjudged == {("agent", "model"): 1, ("agent", "tool"): 2}
 
 
 async def test_no_limits_in_the_run(watched: Watched, search: BaseTool) -> None:
@@ -273,13 +258,13 @@ async def test_limits_that_do_not_count(watched: Watched) -> None:
     await flow(plain).ainvoke(GO)
     assert watched.unjudged == {}
     await flow(watched.quota()).ainvoke(GO)
-    assert watched.unjudged == {("bare", "model", "none"): 1}
+    assert watched.unjudged == {("bare", "model"): 1}
 
 
 async def test_a_middlewares_own_model_calls(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A summary is a model call that no limit judged; the log line names its node."""
+    """A summary is a model call that no limit judged; the log line names its agent."""
     agent = new_agent(
         model("done"),
         middleware=[
@@ -293,18 +278,17 @@ async def test_a_middlewares_own_model_calls(
     with caplog.at_level(logging.WARNING, "langchain_quota"):
         await agent.ainvoke(given)
 
-    assert watched.unjudged == {("agent", "model", "none"): 1}
+    assert watched.unjudged == {("agent", "model"): 1}
     (line,) = caplog.messages
     assert line.startswith(
-        "no limit judged a model call of agent 'agent' (node "
-        "'SummarizationMiddleware.before_model'), and its run has limits: give the agent"
+        "no limit judged a model call of agent 'agent', and its run has limits: give the agent"
     )
 
 
 async def test_the_log(
     watched: Watched, search: BaseTool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each kind of call is logged once, with where it ran and what to do."""
+    """Each kind of call is logged once, with its agent and what to do."""
     child = new_agent(
         ScriptedChatModel(script=lambda messages: "found" if len(messages) > 1 else ["search"] * 3),
         [search],
@@ -317,10 +301,10 @@ async def test_the_log(
     with caplog.at_level(logging.WARNING, "langchain_quota"):
         await agent.ainvoke(GO)
 
-    assert watched.unjudged == {("child", "model", "none"): 4, ("child", "tool", "search"): 6}
+    assert watched.unjudged == {("child", "model"): 4, ("child", "tool"): 6}
     model_line, tool_line = caplog.records
-    assert "model call of agent 'child' (node 'tools > model')" in model_line.getMessage()
-    assert "call of tool 'search' of agent 'child' (node 'tools > tools')" in tool_line.getMessage()
+    assert "model call of agent 'child'" in model_line.getMessage()
+    assert "tool call of agent 'child'" in tool_line.getMessage()
     for remedy in ("QuotaMiddleware", "with_limits(", ".react_hooks()", NAME):
         assert remedy in model_line.getMessage()
 
@@ -332,7 +316,7 @@ async def test_two_agents_of_one_chain(watched: Watched) -> None:
 
     await (limited | bare).ainvoke(GO)
 
-    assert watched.unjudged == {("bare", "model", "none"): 1}
+    assert watched.unjudged == {("bare", "model"): 1}
 
 
 class Answer(BaseModel):
@@ -400,16 +384,6 @@ ORDINARY: dict[str, tuple[list[Any], Callable[[Watched], list[Any]], dict[str, A
         lambda w: [PIIMiddleware("email"), TodoListMiddleware(), w.quota()],
         {},
     ),
-    "a selection of tools": (
-        [["search"], "done"],
-        lambda w: [
-            LLMToolSelectorMiddleware(
-                model=model(*[[("ToolSelectionResponse", {"tools": ["search"]})]] * 2)
-            ),
-            w.quota(),
-        ],
-        {},
-    ),
 }
 
 
@@ -453,7 +427,7 @@ async def test_streaming(how: str, watched: Watched, search: BaseTool) -> None:
     else:
         _ = [each async for each in agent.astream_events(GO, version="v2")]
 
-    assert watched.unjudged == {("bare", "model", "none"): 2, ("bare", "tool", "search"): 1}
+    assert watched.unjudged == {("bare", "model"): 2, ("bare", "tool"): 1}
 
 
 @pytest.mark.parametrize("limiter", LIMITERS)
@@ -492,20 +466,15 @@ async def test_a_review(
 async def test_a_resumed_tool(
     limiter: Callable[[Watched], Any], root: str, watched: Watched, search: BaseTool
 ) -> None:
-    """Tools that a resumed run begins with are older than it; what comes later is counted."""
+    """A run that waits for a person, or that goes on then, counts none of its judged calls."""
 
     async def confirm() -> str:
         """Ask the user."""
         return str(interrupt("Sure?"))
 
-    bare = new_agent(
-        ScriptedChatModel(script=lambda messages: ["search"] if len(messages) < 2 else "found"),
-        [search],
-        name="bare",
-    )
     agent = new_agent(
-        model(["confirm", "search"], ["ask"], "done"),
-        [confirm, search, asking("ask", bare, GO)],
+        model(["confirm", "search"], ["search"], "done"),
+        [confirm, search],
         middleware=[limiter(watched)],
         checkpointer=InMemorySaver(),
     )
@@ -521,7 +490,7 @@ async def test_a_resumed_tool(
     assert watched.unjudged == {}
     await play(flow, given=Command(resume="Yes."))
 
-    assert watched.unjudged == {("bare", "model", "none"): 2, ("bare", "tool", "search"): 1}
+    assert watched.unjudged == {}
 
 
 async def test_resumed_beside_a_thread_of_its_own(watched: Watched, search: BaseTool) -> None:
@@ -547,48 +516,6 @@ async def test_resumed_beside_a_thread_of_its_own(watched: Watched, search: Base
     assert watched.unjudged == {}
 
 
-async def test_resumed_sub_agents(watched: Watched, search: BaseTool) -> None:
-    """Of sub-agents that go on in parallel, those with limits are not counted, bare ones are."""
-
-    async def confirm() -> str:
-        """Ask the user."""
-        return str(interrupt("Sure?"))
-
-    def child(name: str, *middleware: AgentMiddleware[Any, Any, Any]) -> BaseTool:
-        # Each is asked twice more after it was resumed.
-        agent = new_agent(
-            model(["confirm"], ["search"], "found"),
-            [confirm, search],
-            middleware=list(middleware),
-            name=name,
-        )
-        return asking(f"ask_{name}", agent, GO)
-
-    agent = new_agent(
-        model(["ask_first", "ask_second", "ask_bare"], "done"),
-        [
-            child("first", watched.quota()),
-            child("second", watched.tools()),
-            child("bare"),
-        ],
-        middleware=[watched.quota()],
-        checkpointer=InMemorySaver(),
-    )
-
-    await play(agent)
-    assert watched.unjudged == {("bare", "model", "none"): 1, ("bare", "tool", "confirm"): 1}
-    while interrupts := agent.get_state(CONFIG).interrupts:
-        await play(agent, given=Command(resume={each.id: "Yes." for each in interrupts}))
-
-    assert watched.unjudged.keys() == {
-        ("bare", "model", "none"),
-        ("bare", "tool", "confirm"),
-        ("bare", "tool", "search"),
-    }
-    assert watched.unjudged["bare", "model", "none"] == 3
-    assert watched.unjudged["bare", "tool", "search"] == 1
-
-
 async def test_agents_as_nodes(watched: Watched, search: BaseTool) -> None:
     """Of agents that are nodes of a graph, in parallel, those without limits are counted."""
 
@@ -609,10 +536,7 @@ async def test_agents_as_nodes(watched: Watched, search: BaseTool) -> None:
     await graph.compile().ainvoke({"messages": [("user", "Go!")]})
 
     # Before 1.2, LangGraph does not give an agent that is a node its name.
-    assert {(kind, tool): n for (_, kind, tool), n in watched.unjudged.items()} == {
-        ("model", "none"): 2,
-        ("tool", "search"): 1,
-    }
+    assert {kind: n for (_, kind), n in watched.unjudged.items()} == {"model": 2, "tool": 1}
 
 
 async def test_a_node_of_ones_own(watched: Watched) -> None:
@@ -629,26 +553,13 @@ async def test_a_node_of_ones_own(watched: Watched) -> None:
 
     await graph.compile().ainvoke(GO)
 
-    assert watched.unjudged == {("unnamed", "model", "none"): 1}
+    assert watched.unjudged == {("unnamed", "model"): 1}
 
 
-@pytest.mark.parametrize(
-    ("pauses", "counted"),
-    [
-        (False, {("unnamed", "model", "none"): 1, ("unnamed", "tool", "search"): 1}),
-        # The message may be older than the run that is resumed.
-        (True, {("unnamed", "model", "none"): 1}),
-    ],
-    ids=["at once", "resumed"],
-)
-async def test_a_loop_by_hand(
-    *, pauses: bool, counted: Any, watched: Watched, search: BaseTool
-) -> None:
+async def test_a_loop_by_hand(watched: Watched, search: BaseTool) -> None:
     """A node that calls a model, and by id the tools that it asks for, is counted with both."""
 
     async def loop(state: MessagesState) -> dict[str, Any]:
-        if pauses:
-            interrupt("Sure?")
         asked = await model(["search"]).ainvoke(state["messages"])
         return {"messages": [asked, await search.ainvoke(asked.tool_calls[0])]}
 
@@ -657,13 +568,10 @@ async def test_a_loop_by_hand(
     graph.add_node("agent", new_agent(model("done"), middleware=[watched.quota()]))
     graph.add_edge(START, "loop")
     graph.add_edge("loop", "agent")
-    app = graph.compile(checkpointer=InMemorySaver())
 
-    await play(app)
-    if pauses:
-        await play(app, given=Command(resume="Yes."))
+    await play(graph.compile())
 
-    assert watched.unjudged == counted
+    assert watched.unjudged == {("unnamed", "model"): 1, ("unnamed", "tool"): 1}
 
 
 @pytest.mark.parametrize(
@@ -699,7 +607,21 @@ async def test_a_limiter_in_a_graph_by_hand(
     # As in a tool of an agent with a name.
     await graph.compile().ainvoke(GO, {"metadata": {"lc_agent_name": "outer"}})
 
-    assert watched.unjudged == {("outer", "model", "none"): 1}
+    assert watched.unjudged == {("outer", "model"): 1}
+
+
+async def test_a_selection_of_tools(watched: Watched, search: BaseTool) -> None:
+    """A model that another middleware asks which tools to offer is one that no limit judged."""
+    selecting = model(*[[("ToolSelectionResponse", {"tools": ["search"]})]] * 2)
+    agent = new_agent(
+        model(["search"], "done"),
+        [search],
+        middleware=[LLMToolSelectorMiddleware(model=selecting), watched.quota()],
+    )
+
+    await play(agent)
+
+    assert watched.unjudged == {("unnamed", "model"): 2}
 
 
 async def test_an_emulated_tool(watched: Watched, search: BaseTool) -> None:
@@ -712,7 +634,7 @@ async def test_an_emulated_tool(watched: Watched, search: BaseTool) -> None:
 
     await play(agent)
 
-    assert watched.unjudged == {("unnamed", "model", "none"): 1}
+    assert watched.unjudged == {("unnamed", "model"): 1}
 
 
 def transfer(name: str) -> list[str]:
@@ -732,11 +654,10 @@ async def test_a_supervisor(watched: Watched, search: BaseTool) -> None:
     await langgraph_supervisor.create_supervisor(workers, model=own).compile().ainvoke(GO)
 
     assert watched.unjudged == {
-        ("unnamed", "model", "none"): 3,
-        ("unnamed", "tool", "transfer_to_limited"): 1,
-        ("unnamed", "tool", "transfer_to_bare"): 1,
-        ("bare", "model", "none"): 2,
-        ("bare", "tool", "search"): 1,
+        ("unnamed", "model"): 3,
+        ("unnamed", "tool"): 2,
+        ("bare", "model"): 2,
+        ("bare", "tool"): 1,
     }
 
 
@@ -760,9 +681,8 @@ async def test_a_swarm(watched: Watched, search: BaseTool) -> None:
     await swarm.ainvoke(GO)
 
     assert watched.unjudged == {
-        ("bare", "model", "none"): 2,
-        ("bare", "tool", "search"): 1,
-        ("bare", "tool", "transfer_to_limited"): 1,
+        ("bare", "model"): 2,
+        ("bare", "tool"): 2,
     }
 
 
@@ -808,8 +728,8 @@ async def test_deepagents(watched: Watched) -> None:
         await deep_agent(watched.quota(), name="parent").ainvoke(GO)
 
     assert watched.unjudged == {
-        ("general-purpose", "model", "none"): 2,
-        ("general-purpose", "tool", "search"): 1,
+        ("general-purpose", "model"): 2,
+        ("general-purpose", "tool"): 1,
     }
 
 

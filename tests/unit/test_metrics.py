@@ -99,7 +99,7 @@ def test_names_types_and_labels(signals: Signals) -> None:
     signals.recorder.record_run("boss", None)
     counting = recorder_of(Telemetry(registry=signals.registry, count_unjudged_calls=True))
     assert counting.unjudged is not None
-    counting.unjudged.record("boss", "tool", "search", "tools")
+    counting.unjudged.record("boss", "tool", 1)
     tomorrow = datetime.now(UTC) + timedelta(days=1)
     for per in ("global", "thread"):
         quota = ResolvedQuota(per, 5, "t1", per, tomorrow, per)

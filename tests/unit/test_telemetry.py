@@ -775,7 +775,7 @@ def test_logs_and_spans_name_every_agent(caplog: pytest.LogCaptureFixture) -> No
     recorder.record_unknown_price("boss", "model-1")
     recorder.warn_misspelt("boss", {"serach": "search"})
     assert recorder.unjudged is not None
-    recorder.unjudged.record("boss", "model", None, "model")
+    recorder.unjudged.record("boss", "model", 1)
     assert refused.outcome is Outcome.BLOCKED
     assert len(caplog.messages) >= 6
     assert all("agent 'boss'" in each for each in caplog.messages)

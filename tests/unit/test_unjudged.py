@@ -32,39 +32,15 @@ def test_it_is_off_by_default() -> None:
     assert recorder_of(Telemetry(registry=CollectorRegistry())).unjudged is None
 
 
-def test_the_tools_are_bounded() -> None:
-    """Tools beyond `max_tools`, and odd names, are one series."""
-    registry = CollectorRegistry()
-    unjudged = counting(registry, max_tools=1)
-
-    for tool in ("search", "another", "an odd one"):
-        unjudged.record("boss", "tool", tool, "tools")
-
-    labels = {"agent": "boss", "kind": "tool"}
-    name = "langchain_quota_unjudged_calls_total"
-    assert registry.get_sample_value(name, {**labels, "tool": "search"}) == 1
-    assert registry.get_sample_value(name, {**labels, "tool": "_other"}) == 2
-
-
 def test_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """However many kinds of calls there are, so many are logged."""
     unjudged = counting(CollectorRegistry())
 
     with caplog.at_level(logging.WARNING, "langchain_quota"):
         for index in range(1010):
-            unjudged.record(f"agent {index}", "model", None, "model")
+            unjudged.record(f"agent {index}", "model", 1)
 
     assert len(caplog.records) == 1000
-
-
-def test_outside_of_a_graph(caplog: pytest.LogCaptureFixture) -> None:
-    """Where no node is known, the line says so."""
-    unjudged = counting(CollectorRegistry())
-
-    with caplog.at_level(logging.WARNING, "langchain_quota"):
-        unjudged.record(None, "model", None, "")
-
-    assert "model call of agent 'unnamed' (outside of a graph), and its run" in caplog.text
 
 
 def fail(*_: object) -> None:
@@ -77,7 +53,7 @@ def test_a_failing_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     unjudged = counting(registry)
     monkeypatch.setattr(Metrics, "unjudged", fail)
 
-    unjudged.record("boss", "model", None, "model")
+    unjudged.record("boss", "model", 2)
 
     labels = {"component": "metrics", "error_type": "OSError"}
     assert registry.get_sample_value("langchain_quota_errors_total", labels) == 1
@@ -90,7 +66,7 @@ def test_a_failing_log() -> None:
     logger = logging.getLogger("langchain_quota")
     logger.addFilter(fail)  # type: ignore[arg-type]
     try:
-        unjudged.record("boss", "model", None, "model")
+        unjudged.record("boss", "model", 2)
     finally:
         logger.removeFilter(fail)  # type: ignore[arg-type]
 

@@ -169,13 +169,12 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                     "parent's limits: with_limits(create_deep_agent, quota)(…)"
                 )
 
-    def _mark_judged(self, state: Mapping[str, Any] | None = None) -> None:
-        """Note that this agent's calls are judged; with a state, those of its newest message."""
+    def _mark_judged(self, state: Mapping[str, Any]) -> None:
+        """Note that this agent's newest model call is judged, and its tool calls."""
         mark_judged(self._recorder.unjudged, state)
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Runtime[ContextT]) -> Update:
         context = call_context(runtime, model_name=None)
-        self._mark_judged()
         self._warn_if_forgetful(context)
         update: Update = {}
         history = state.get("messages") or ()
@@ -251,7 +250,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     def _record(self, request: Request, conclusion: Conclusion) -> Conclusion:
         """Make a conclusion visible, unless the hook runs again."""
-        self._mark_judged(request.state)
         known = request.known.get("trace")
         recorded = self._recorder.record(
             conclusion.decisions,

@@ -172,6 +172,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 if response is None:
                     return step.response()
                 step.answer(response)
+            self._mark_judged(step.state)
             calls = step.tool_calls(self._resolve("tool", step.state, request.runtime))
             if calls is not None:
                 result = self._acquire(calls)
@@ -216,6 +217,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 if response is None:
                     return step.response()
                 step.answer(response)
+            self._mark_judged(step.state)
             calls = step.tool_calls(await self._aresolve("tool", step.state, request.runtime))
             if calls is not None:
                 result = await self._aacquire(calls)

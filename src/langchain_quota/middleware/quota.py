@@ -227,6 +227,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             ValueError: It is out of bounds or missing.
         """
         self._check_wiring(state, runtime)
+        self._mark_judged(state)
         if self._budgets is not None:
             self._budgets.learn_written(state)
         limits = self._resolve("tool", state, runtime)
@@ -254,6 +255,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             ValueError: It is out of bounds or missing.
         """
         self._check_wiring(state, runtime)
+        self._mark_judged(state)
         if self._budgets is not None:
             self._budgets.learn_written(state)
         limits = await self._aresolve("tool", state, runtime)

@@ -223,10 +223,10 @@ class Metrics:
         with self._lock:
             self._decision_seconds[kind,]["store" if shared else "state"].observe(seconds)
 
-    def unjudged(self, agent: str, kind: str, tool: str) -> None:
-        """Count a call that no limit judged."""
+    def unjudged(self, agent: str, kind: str, count: int) -> None:
+        """Count calls that no limit judged."""
         with self._lock:
-            self.unjudged_calls.labels(agent, kind, tool).inc()
+            self.unjudged_calls.labels(agent, kind).inc(count)
 
     def run_begun(self, agent: str) -> None:
         """Count a run."""

@@ -88,7 +88,7 @@ CALLS_AFTER_REFUSAL = MetricSpec(
 UNJUDGED_CALLS = MetricSpec(
     "langchain_quota_unjudged_calls_total",
     "Model and tool calls in runs with limits that no limit judged.",
-    ("agent", "kind", "tool"),
+    ("agent", "kind"),
     "counter",
 )
 SPENT: ByUnit = {

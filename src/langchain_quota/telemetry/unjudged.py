@@ -27,40 +27,25 @@ class UnjudgedCalls:
     def __init__(self, instruments: Instruments) -> None:
         self._metrics = instruments.metrics
         self._agents = instruments.agents
-        self._tools = instruments.tools
         self._failed = instruments.failures.record
-        self._logged: set[tuple[str, str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
-    def record(self, agent: str | None, kind: str, tool: str | None, nodes: str) -> None:
-        """Count a call, and log it if it is the first of its kind.
-
-        Args:
-            agent: The name of the agent in which it ran, if it has one.
-            kind: `"model"` or `"tool"`.
-            tool: The tool; `None` for a model call.
-            nodes: The nodes in which it ran, from the outermost in; empty outside of a graph.
-        """
+    def record(self, agent: str | None, kind: str, count: int) -> None:
+        """Count an agent's calls of a kind, and log them if they are the first."""
         try:
-            name = self._agents.label(agent)
-            shown = self._tools.label(name, tool)
-            self._metrics.unjudged(name, kind, shown)
+            self._metrics.unjudged(self._agents.label(agent), kind, count)
         except Exception as error:
             self._failed("metrics", error)
             return
         try:
-            self._log(agent_name(agent), kind, shown, nodes)
+            known = agent_name(agent), kind
+            if known not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(known)
+                logger.warning(
+                    "no limit judged a %s call of agent %r, and its run has limits: %s",
+                    kind,
+                    known[0],
+                    _REMEDY,
+                )
         except Exception as error:
             self._failed("observer", error)
-
-    def _log(self, agent: str, kind: str, tool: str, nodes: str) -> None:
-        known = (agent, kind, nodes if kind == "model" else tool)
-        if known in self._logged or len(self._logged) >= _MOST_LOGGED:
-            return
-        self._logged.add(known)
-        logger.warning(
-            "no limit judged a %s of agent %r (%s), and its run has limits: %s",
-            "model call" if kind == "model" else f"call of tool {tool!r}",
-            agent,
-            f"node {nodes!r}" if nodes else "outside of a graph",
-            _REMEDY,
-        )
