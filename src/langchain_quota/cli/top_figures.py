@@ -203,6 +203,7 @@ def _total(amounts: Mapping[Series, float], name: str, *decisions: str) -> float
 
 
 def _use(key: Series, parts: list[_Part], near: float | None) -> Use:
+    agent, limit, scope, subject = key
     latest = max(parts, key=lambda part: part.get("decided", 0))
     used, most, unit = latest.get("used"), latest.get("most"), latest["unit"]
     if used is None and any("spent" in part for part in parts):
@@ -210,7 +211,7 @@ def _use(key: Series, parts: list[_Part], near: float | None) -> Use:
         used = sum(part.get("spent", 0) for part in parts)
     scale = MICRODOLLARS if unit == "microdollars" else 1
     return Use(
-        *(*key, unit, used, most),
+        *(agent, limit, scope, subject, unit, used, most),
         level=None
         if used is None or most is None or near is None
         else level(round(used * scale), round(most * scale), near),
@@ -242,7 +243,7 @@ def _limits(
             found[key[1:3]]["lately"] += gain
     return tuple(
         Limit(
-            *key,
+            *(key[0], key[1]),
             allowed=of[Outcome.ALLOWED] - of["refunded"],
             refused=of[Outcome.BLOCKED],
             on_trial=of[Outcome.WOULD_BLOCK],

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from prometheus_client.parser import text_fd_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota.cli.command import CommandError, printable
 from langchain_quota.cli.top_options import DEFAULT, TOKEN_VARIABLE
@@ -136,7 +136,7 @@ def of_text(text: str) -> Scrape:
         (sample.name, *(sys.intern(sample.labels[each]) for each in WANTED[sample.name])): float(
             sample.value
         )
-        for family in text_fd_to_metric_families(wanted)
+        for family in text_string_to_metric_families("\n".join(wanted))
         for sample in family.samples
         if math.isfinite(sample.value)
     }

@@ -215,7 +215,7 @@ def rows(figures: Figures, view: View) -> list[Row]:
 
 
 def _names(row: Row) -> tuple[str, ...]:
-    names = (row.agent, row.limit)
+    names: tuple[str, ...] = (row.agent, row.limit)
     if isinstance(row, Use):
         names = (row.subject, *names, row.scope)
     return tuple(each.casefold() for each in names)

@@ -32,7 +32,7 @@ class CountingRootRun(RootRun):
     Threads that run tools in parallel change it, each by single operations.
     """
 
-    ignore_llm = ignore_chat_model = ignore_agent = ignore_chain = False  # type: ignore[assignment]
+    ignore_llm = ignore_chat_model = ignore_agent = ignore_chain = False
 
     def __init__(self) -> None:
         self.counter: UnjudgedCalls | None = None
@@ -51,26 +51,24 @@ class CountingRootRun(RootRun):
                 self._judged[graph, agent, name] = len(message.tool_calls)
                 return
 
-    def on_chain_start(
-        self, *given: Any, run_id: UUID, run_type: object = None, **more: Any
-    ) -> None:
+    def on_chain_start(self, *given: Any, **more: Any) -> None:
         """Learn how the root run begins, and see a call of a decision model: it is a chain."""
         if self._outermost is None:
-            self._outermost = run_id
+            self._outermost = more["run_id"]
         if not self.key:
             super().on_chain_start(*given, **more)
-        if run_type == DECISION:
-            self._start("model", run_id=run_id, **more)
+        if more.get("run_type") == DECISION:
+            self._start("model", **more)
 
-    def on_chain_end(self, output: object, *, run_id: UUID, **__: object) -> None:
+    def on_chain_end(self, *_: object, **more: Any) -> None:
         """Record what is seen minus what is judged, if the root run is over.
 
         What a run that waits for a person has not judged yet is judged after it is resumed. Then
         what it has judged before is not known any more.
         """
-        self._end(output, run_id=run_id)
+        self._end(**more)
         is_known = len(self._seen) < MOST_CALLS and not self.resumes and not self._waits
-        if run_id != self._outermost or self.counter is None or not is_known:
+        if more["run_id"] != self._outermost or self.counter is None or not is_known:
             return
         judged = Counter[_Where]()
         for (graph, agent, _name), tools in self._judged.items():
@@ -85,9 +83,9 @@ class CountingRootRun(RootRun):
             if count:
                 self.counter.record(agent, kind, count)
 
-    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
+    def on_chain_error(self, error: BaseException, **more: Any) -> None:
         """See a run that waits for a person."""
-        self._fail(error, run_id=run_id)
+        self._fail(**more)
         self._waits |= isinstance(error, GraphInterrupt)
 
     def on_chat_model_start(self, *_: object, **more: Any) -> None:
@@ -102,21 +100,19 @@ class CountingRootRun(RootRun):
         """See a tool call."""
         self._start("tool", **more)
 
-    def _start(
-        self, kind: Kind, *, run_id: UUID, metadata: Mapping[str, Any] | None = None, **_: object
-    ) -> None:
-        known = metadata or {}
+    def _start(self, kind: Kind, **more: Any) -> None:
+        known: Mapping[str, Any] = more.get("metadata") or {}
         graph = graph_of(known.get("langgraph_checkpoint_ns") or "")
-        self._running[run_id] = graph, known.get("lc_agent_name"), kind
+        self._running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
 
-    def _end(self, _: object, *, run_id: UUID, **__: object) -> None:
-        where = self._running.pop(run_id, None)
+    def _end(self, *_: object, **more: Any) -> None:
+        where = self._running.pop(more["run_id"], None)
         if where is not None and len(self._seen) < MOST_CALLS:
             self._seen.append(where)
 
-    def _fail(self, _: object, *, run_id: UUID, **__: object) -> None:
+    def _fail(self, *_: object, **more: Any) -> None:
         # A call that fails may be made once more by another middleware: only one is judged.
-        self._running.pop(run_id, None)
+        self._running.pop(more["run_id"], None)
 
     on_llm_end = on_tool_end = _end
     on_llm_error = on_tool_error = _fail
