@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test docker-test stack-test dashboards bench soak dashboard-pictures lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
+.PHONY: help demo up down test docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -57,15 +57,8 @@ bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/b
 soak: $(VENV)/.develop ## Run agents for half an hour, and fail if anything grows; ARGS="--minutes 5" for less.
 	@$(BIN)/python -m tests.benchmarks.soak $(ARGS)
 
-picture: $(VENV)/.develop ## Draw the demo, top, a trace, an alert and the social card anew.
+picture: $(VENV)/.develop ## Draw the demo and top for the docs anew.
 	@$(BIN)/python -m tools.picture $(ARGS)
-	@$(BIN)/python -m tools.top_picture
-	@$(BIN)/python -m tools.trace_picture
-	@$(BIN)/python -m tools.alert_picture
-	@$(BIN)/python -m tools.social_card
-
-dashboard-pictures: $(VENV)/.develop ## Draw the dashboards for the docs, from half an hour of traffic; RENDER=program.
-	@$(BIN)/python -m tools.dashboard_pictures $(RENDER) $(ARGS)
 
 lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check
@@ -85,10 +78,8 @@ test-matrix: ## Run unit and agent tests on every Python found, and oldest and n
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
 	@$(BIN)/python tools/upstream.py
 
-docs: $(VENV)/.docs ## Build the documentation into site/; a dead link, or a search that misleads, fails.
+docs: $(VENV)/.docs ## Build the documentation into site/; a dead link fails.
 	@$(MKDOCS) build --strict
-	@$(BIN)/python -m tools.search_docs
-	@$(BIN)/python -m tools.social_card --check site
 
 docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 while you write it.
 	@$(MKDOCS) serve $(ARGS)

@@ -1,7 +1,6 @@
-"""The quickstart's picture: the demo's own view at the end of its own traffic, as SVG.
+"""The docs' pictures of the terminal: the demo, and `top` beside it, at the end of its traffic.
 
-`make picture` writes docs/images/demo.svg. The demo's script decides every number in it, so that it
-comes out the same each time.
+`make picture` writes docs/images/demo.svg and top.svg.
 """
 
 import argparse
@@ -9,41 +8,48 @@ import asyncio
 import io
 import logging
 import re
-from collections.abc import Sequence
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client import generate_latest
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
 from langchain_quota.cli.demo import _Traffic
-from langchain_quota.cli.demo_board import Row
 from langchain_quota.cli.demo_traffic import scripted_model
 from langchain_quota.cli.demo_view import Display, table
+from langchain_quota.cli.top_figures import figures
+from langchain_quota.cli.top_sources import of_text
+from langchain_quota.cli.top_table import View, screen
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-PICTURE = IMAGES / "demo.svg"
-TITLE = "langchain-quota demo"
 THREADS = 6
-WIDTH = 124
+SIZES = {"demo": (124, None), "top": (114, 22)}
 """In characters; the bars have the space that the names leave."""
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 
-def rows(seconds: int) -> Sequence[Row]:
-    """The demo's threads when its traffic is over."""
+def drawn(seconds: int) -> dict[str, RenderableType]:
+    """What the demo and `top` show when the demo's traffic is over."""
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
     options = argparse.Namespace(threads=THREADS, seconds=seconds, model=None)
     traffic = _Traffic(options, scripted_model(), TracerProvider())
     with TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
         asyncio.run(traffic.run(Path(directory) / "threads.sqlite", Display()))
-    return traffic.board.rows()
+    known = figures([of_text(generate_latest().decode())])
+    board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())
+    return {
+        "demo": table(traffic.board.rows(), board),
+        "top": screen(known, View(), console=top, addresses=1, faults=(), now=time.time()),
+    }
 
 
-def svg(shown: RenderableType, *, title: str, width: int, height: int | None = None) -> str:
+def svg(shown: RenderableType, name: str) -> str:
     """A terminal with something, drawn with fonts that the reader's machine has."""
+    width, height = SIZES[name]
     console = Console(
         record=True,
         width=width,
@@ -53,21 +59,21 @@ def svg(shown: RenderableType, *, title: str, width: int, height: int | None = N
         color_system="truecolor",
     )
     console.print(shown)
-    drawn = console.export_svg(title=title, theme=MONOKAI, unique_id=title.rsplit(maxsplit=1)[-1])
+    made = console.export_svg(title=f"langchain-quota {name}", theme=MONOKAI, unique_id=name)
     # Rich's own style sheet loads a font from elsewhere.
-    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
-    return drawn.replace("Fira Code, monospace", FONTS) + "\n"
+    made = re.sub(r"@font-face \{.*?\}\s*", "", made, flags=re.DOTALL)
+    return made.replace("Fira Code, monospace", FONTS) + "\n"
 
 
 def main() -> None:
-    """Write the picture."""
+    """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=Path, default=PICTURE)
+    parser.add_argument("--to", type=Path, default=IMAGES)
     parser.add_argument("--seconds", type=int, default=10, help="how long the traffic lasts")
     arguments = parser.parse_args()
-    arguments.to.parent.mkdir(parents=True, exist_ok=True)
-    made = table(rows(arguments.seconds), Console(width=WIDTH, file=io.StringIO()))
-    arguments.to.write_text(svg(made, title=TITLE, width=WIDTH), encoding="utf-8")
+    arguments.to.mkdir(parents=True, exist_ok=True)
+    for name, shown in drawn(arguments.seconds).items():
+        (arguments.to / f"{name}.svg").write_text(svg(shown, name), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -314,18 +314,19 @@ def _check(svg: str) -> None:
 
 def test_the_picture_is_the_demos() -> None:
     """The committed picture shows what the demo shows, of all three levels, and loads nothing."""
-    svg = picture.PICTURE.read_text()
+    svg = (picture.IMAGES / "demo.svg").read_text()
     _check(svg)
     assert len(set(re.findall(r"\.demo-r\d+ \{ fill: (#\w+)", svg))) >= 4
     assert any(" 8/8 " in line for line in _lines(svg))
 
 
 def test_the_picture_can_be_made(tmp_path: Path) -> None:
-    """`make picture` draws such a picture from the demo's own traffic."""
-    target = tmp_path / "images" / "demo.svg"
+    """`make picture` draws such a picture, and one of top, from the demo's own traffic."""
+    target = tmp_path / "images"
     done = run_python(as_module("tools.picture"), "--seconds", "1", "--to", str(target), cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    _check(target.read_text())
+    _check((target / "demo.svg").read_text())
+    assert "customer-1" in (target / "top.svg").read_text()
 
 
 def test_nothing_is_cut_in_the_view() -> None:

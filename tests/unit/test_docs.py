@@ -13,7 +13,6 @@ import yaml
 import langchain_quota
 from langchain_quota import cli, testing
 from tests.faults import differences, no_faults
-from tools import search_docs, social_card
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -231,53 +230,3 @@ def test_llms_txt_lists_every_page() -> None:
         differences(LLMS, links, expected, kind="page"),
         remedy="Give each page of the site one line in docs/llms.txt.",
     )
-
-
-# The site's search, which `make docs` asks.
-
-
-def test_a_search_that_misleads_is_found() -> None:
-    """Another page that comes first is found, and so is a word that finds nothing."""
-    right = {word: [*pages] for word, pages in search_docs.WORDS.items()}
-    assert len(right) == 40
-    assert search_docs.faults(right) == []
-    assert search_docs.faults({**right, "loop": ["index/", *right["loop"]]}) == [
-        "'loop' finds index/, how-to/stop-loops/, and not how-to/stop-loops/ first"
-    ]
-    assert search_docs.faults({**right, "loop": []}) == [
-        "'loop' finds nothing, and not how-to/stop-loops/ first"
-    ]
-    assert "\t@$(BIN)/python -m tools.search_docs\n" in (ROOT / "Makefile").read_text()
-
-
-# The card that chats show for a link, which `make docs` looks for.
-
-CARD_SAYS = """
-<meta property="og:title" content="Concepts">
-<meta property="og:description" content="Limits">
-<meta property="og:image" content="{image}">
-<meta name="twitter:card" content="summary_large_image">
-"""
-
-
-def test_a_page_without_the_card_is_found(tmp_path: Path) -> None:
-    """A page of the site without a title for the card, or with another picture, is found."""
-    text = CARD_SAYS.format(image=social_card.URL + social_card.CARD.name)
-    (tmp_path / "right.html").write_text(text)
-    (tmp_path / "untitled.html").write_text(text.replace("Concepts", ""))
-    (tmp_path / "other.html").write_text(text.replace(social_card.CARD.name, "other.png"))
-    assert social_card.faults(tmp_path) == [
-        "other.html has no right og:image",
-        "untitled.html has no right og:title",
-    ]
-    checks = "\t@$(BIN)/python -m tools.social_card --check site\n"
-    assert checks in (ROOT / "Makefile").read_text()
-
-
-def test_the_card_has_the_right_size() -> None:
-    """The card is a PNG of 1200 x 630 pixels, and small enough for those who show it."""
-    png = social_card.CARD.read_bytes()
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    size = tuple(int.from_bytes(png[at : at + 4]) for at in (16, 20))
-    assert size == (social_card.WIDTH, social_card.HEIGHT)
-    assert len(png) <= 80_000
