@@ -19,7 +19,7 @@ from rich.live import Live
 
 from langchain_quota.cli.command import complain, say
 from langchain_quota.cli.top_figures import Figures, Growth, figures
-from langchain_quota.cli.top_options import INTERVAL, ORDERS
+from langchain_quota.cli.top_options import INTERVAL, ORDERS, environment_of_console
 from langchain_quota.cli.top_sources import LONGEST, UNASKED, Scrape, Source, sources
 from langchain_quota.cli.top_table import KEYS, View, lines, page, press, rows, screen
 
@@ -100,9 +100,7 @@ def run(arguments: Namespace) -> int:
     """Show the view in a terminal, else print the figures."""
     watch = Watch(sources(arguments))
     view = View(arguments.view or "threads", arguments.sort, arguments.filter)
-    # Rich would take a size from COLUMNS and LINES, and these do not change with the terminal's.
-    environment = {key: os.environ[key] for key in os.environ.keys() - {"COLUMNS", "LINES"}}
-    console = Console(_environ=environment)
+    console = Console(_environ=environment_of_console())
     is_screen = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
     if is_screen and not arguments.once:
         watch.start(arguments.interval or INTERVAL)

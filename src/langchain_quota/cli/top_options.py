@@ -1,6 +1,7 @@
 """The arguments of `top`."""
 
 import argparse
+import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +22,16 @@ ORDERS = {
     "limits": ("refused", "share", "name"),
 }
 """The views, and the orders that each has."""
+
+
+def token_of_environment() -> str:
+    """The token that the environment variable has; empty for none."""
+    return os.environ.get(TOKEN_VARIABLE, "")
+
+
+def environment_of_console() -> dict[str, str]:
+    """The environment without COLUMNS and LINES: they do not change with the terminal's size."""
+    return {key: each for key, each in os.environ.items() if key not in ("COLUMNS", "LINES")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

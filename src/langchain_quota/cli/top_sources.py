@@ -1,7 +1,6 @@
 """The addresses of `/metrics` that `top` asks, and how their answers are read."""
 
 import math
-import os
 import ssl
 import sys
 import time
@@ -14,7 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota.cli.command import CommandError, printable
-from langchain_quota.cli.top_options import DEFAULT, TOKEN_VARIABLE
+from langchain_quota.cli.top_options import DEFAULT, TOKEN_VARIABLE, token_of_environment
 from langchain_quota.telemetry import names
 
 Series = tuple[str, ...]
@@ -169,7 +168,7 @@ def _token(file: Path | None) -> str:
         CommandError: The file cannot be read, or has no token.
     """
     if file is None:
-        token, where = os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
+        token, where = token_of_environment(), TOKEN_VARIABLE
     else:
         where = f"--token-file {str(file)!r}"
         try:
