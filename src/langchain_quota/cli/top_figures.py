@@ -40,11 +40,7 @@ _GROWING = {names.CALLS.name, names.LIMIT_DECISIONS.name}
 
 
 class Use(NamedTuple):
-    """What a thread, or a subject of a shared quota, has used of a limit, in its base unit.
-
-    `scope` is `"thread"`, or the quota's name. `used` and `most` are `None` where that is not
-    known, and `level` where the limit is on trial or has no `most`.
-    """
+    """What a thread, or a subject of the quota `scope`, has used of a limit, in its base unit."""
 
     agent: str
     limit: str
@@ -67,11 +63,7 @@ class Use(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What happened to the calls that a limit matches, and how many are near the limit.
-
-    `allowed` is without refunds. `near` and `exhausted` count threads and subjects of quotas: those
-    that one process knows, or that have series, whichever are more.
-    """
+    """What happened to the calls that a limit matches, and how many subjects are near the limit."""
 
     agent: str
     limit: str
@@ -112,21 +104,16 @@ class Growth:
         self._began: float | None = None
 
     def take(self, name: str, scrape: Scrape, at: float) -> None:
-        """Take in an address's answer.
-
-        A counter that is lower than before began again at 0, with its process. A series that was
-        not there before began at 0. What a process had before it was first seen is no gain.
-        """
+        """Take in an address's answer: what a process had before it was first seen is no gain."""
         now = {key: value for key, value in scrape.items() if key[0] in _GROWING}
         before = self._last.get(name)
         self._last[name] = now
         if self._began is None:
             self._began = at
         if before is not None:
-            gains = {
-                key: value - before.get(key, 0.0) if value >= before.get(key, 0.0) else value
-                for key, value in now.items()
-            }
+            # A counter that is lower than before began again at 0, with its process.
+            known = {key: last for key, last in before.items() if now.get(key, 0.0) >= last}
+            gains = {key: value - known.get(key, 0.0) for key, value in now.items()}
             self._gains.append((at, gains))
 
     def rates(self, at: float) -> Rates | None:

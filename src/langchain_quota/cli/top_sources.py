@@ -44,14 +44,7 @@ class SourceError(Exception):
 
 
 class Source:
-    """An address that is asked again and again.
-
-    Attributes:
-        name: Its URL.
-        scrape: What it answered last.
-        answered_at: When that was, by `time.monotonic`.
-        failure: Why the latest answer cannot be used; `None` if it can.
-    """
+    """An address that is asked again and again: its latest answer, or why it cannot be used."""
 
     def __init__(self, name: str, client: httpx.Client) -> None:
         self.name = name

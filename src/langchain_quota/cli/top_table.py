@@ -166,24 +166,15 @@ _COLUMNS: Mapping[str, Sequence[_Column]] = {
 }
 
 
-def _by_share(row: Use | Limit) -> tuple[float, ...]:
+def _order(row: Row, by: str) -> tuple[float, ...]:
+    if by == "name":
+        return ()
     if isinstance(row, Limit):
-        return (-row.exhausted, -row.near)
+        share = (-row.exhausted, -row.near)
+        return share if by == "share" else (-(row.refused_a_minute or 0), -row.refused)
     # A limit on trial refuses nobody, so nobody counts as near it.
-    return (row.level is None, -(row.share or 0), -row.refused)
-
-
-def _by_refused(row: Use | Limit) -> tuple[float, ...]:
-    if isinstance(row, Limit):
-        return (-(row.refused_a_minute or 0), -row.refused)
-    return (-row.refused, *_by_share(row))
-
-
-_ORDERS: Mapping[str, Callable[[Any], Any]] = {
-    "share": _by_share,
-    "refused": _by_refused,
-    "name": lambda _: (),
-}
+    order = (row.level is None, -(row.share or 0), -row.refused)
+    return order if by == "share" else (-row.refused, *order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +198,11 @@ class View:
 
 def rows(figures: Figures, view: View) -> list[Row]:
     """The rows of a view, filtered and in order."""
-    text, order = view.text.casefold(), _ORDERS[view.used_order]
+    text, order = view.text.casefold(), view.used_order
     found = [
         row for row in getattr(figures, view.name) if any(text in name for name in _names(row))
     ]
-    return sorted(found, key=lambda row: (order(row), _names(row)))
+    return sorted(found, key=lambda row: (_order(row, order), _names(row)))
 
 
 def _names(row: Row) -> tuple[str, ...]:
