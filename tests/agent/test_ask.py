@@ -574,6 +574,31 @@ class TestBesideOtherLimits:
         assert scene.ran == ["search"] * 3
         assert scene.question()[0] == {"user": 3}
 
+    @pytest.mark.parametrize("store", [None, MemoryStore], ids=["state", "store"])
+    async def test_a_grant_that_raises_another_limit(self, signals: Signals, store: Any) -> None:
+        """What is offered is enough for the calls that its grant lets past a limit beside it."""
+        forbidden = ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="asks")
+        hard = ToolCallLimit("search", thread_limit=2, run_limit=1, name="hard")
+        quota = {"store": store() if store else None}
+        scene = Asking(signals, [["search"] * 2, "done"], forbidden, hard, quota=quota)
+        await scene.turn()
+        assert scene.question()[0] == {"asks": 2}
+        await scene.resume(APPROVE)
+        assert scene.ran == ["search"] * 2
+        assert scene.outcomes() == ["allowed"] * 2
+
+    async def test_a_grant_that_would_end_the_run(self, signals: Signals) -> None:
+        """Nobody is asked if the calls that a grant lets past one limit end the run at another."""
+        forbidden = ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="asks")
+        beside = ToolCallLimit("search", thread_limit=2, run_limit=1, name="beside")
+        hard = ToolCallLimit(run_limit=2, exit_behavior="end", name="hard")
+        script = [["search", "search", "calc"], "done"]
+        scene = Asking(signals, script, forbidden, beside, hard)
+        result = await scene.turn()
+        assert scene.questions() == []
+        assert scene.ran == ["calc"]
+        assert result["messages"][-1].content == "done"
+
 
 @both_forms
 async def test_an_exhausted_tool_is_offered(signals: Signals, form: Form) -> None:

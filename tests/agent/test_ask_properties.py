@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, BaseMessage
@@ -334,15 +334,46 @@ steps = st.lists(
 )
 
 
-@given(shared=st.booleans(), data=st.data(), played=steps)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_random_answers(*, shared: bool, data: st.DataObject, played: list[Step]) -> None:
-    """Whatever is asked and answered, calls run, are counted and granted as the rules say."""
-    limits = data.draw(st.lists(limits_of(shared=shared), min_size=1, max_size=4))
+def stories_of(*, shared: bool) -> st.SearchStrategy[tuple[bool, list[Limit], list[Step]]]:
+    """Whether a store counts, the limits, and what happens."""
+    limits = st.lists(limits_of(shared=shared), min_size=1, max_size=4).filter(_may_be_reached)
+    return st.tuples(st.just(shared), limits, steps)
+
+
+def _may_be_reached(limits: Sequence[Limit]) -> bool:
     try:
         check_together(limits)
     except ValueError:
-        reject()  # a limit that can never be reached
+        return False
+    return True
+
+
+def approved(batches: list[list[str]]) -> list[Step]:
+    """A run that waits, and an approval."""
+    return [Step("one", each, "approve", [], twice=False) for each in (batches, [])]
+
+
+A_GRANT_LETS_MORE_PAST_ANOTHER_LIMIT: Any = (
+    [
+        ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="asks"),
+        ToolCallLimit("search", thread_limit=2, run_limit=1, name="hard"),
+    ],
+    approved([["search", "search"]]),
+)
+
+
+@given(st.booleans().flatmap(lambda shared: stories_of(shared=shared)))
+@example((False, *A_GRANT_LETS_MORE_PAST_ANOTHER_LIMIT))
+@example((True, *A_GRANT_LETS_MORE_PAST_ANOTHER_LIMIT))
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+def test_random_answers(story: tuple[bool, list[Limit], list[Step]]) -> None:
+    """Whatever is asked and answered, calls run, are counted and granted as the rules say."""
+    shared, limits, played = story
     world = World(limits, MemoryStore() if shared else None)
 
     async def play() -> None:

@@ -169,15 +169,24 @@ class Question:
         found.stops = {name: n for name, n in found.stops.items() if name not in asking}
         return found
 
-    def _grants(self) -> Iterator[tuple[Exhausted, Grant]]:
-        """What the answer grants: once for each count, which limits can share."""
-        given = {} if self.answer is None else self.answer.granted
+    @property
+    def raises(self) -> dict[str, int]:
+        """How much an approval grants, by counter."""
+        return {counter: amount for counter, (amount, _) in self._most(self.offered).items()}
+
+    def _most(self, given: Mapping[str, int]) -> dict[str, tuple[int, Exhausted]]:
+        """What is granted to each count, which limits can share: the most, by counter."""
         most: dict[str, tuple[int, Exhausted]] = {}
         for each in self.exhausted:
             amount = given.get(each.limit.name, 0)
             if amount > most.get(each.counter, (0, each))[0]:
                 most[each.counter] = amount, each
-        for amount, each in most.values():
+        return most
+
+    def _grants(self) -> Iterator[tuple[Exhausted, Grant]]:
+        """What the answer grants: once for each count."""
+        given = {} if self.answer is None else self.answer.granted
+        for amount, each in self._most(given).values():
             yield each, self._grant(each, amount)
 
     def _grant(self, exhausted: Exhausted, amount: int) -> Grant:
@@ -204,6 +213,32 @@ def question_of(request: RequestT, result: AcquireResult) -> Question:
         request: The calls.
         result: The answer to their request.
     """
+    question = Question(request, (), (), {})
+    needs: dict[tuple[str, Scope], int] = {}
+    while True:
+        found = _needed(request, result, question.raises)
+        if found is None:
+            return Question(request, (), (), {})
+        # A grant also raises limits that do not ask: then more calls run, and need more.
+        more = {name: max(found.get(name, 0), needs.get(name, 0)) for name in {**needs, **found}}
+        if more == needs:
+            return question
+        needs = more
+        question = _question(request, result, needs)
+
+
+def _needed(
+    request: Request, result: AcquireResult, granted: Mapping[str, int]
+) -> dict[tuple[str, Scope], int] | None:
+    """How much more the calls need that no other limit refuses, by limit and scope.
+
+    `None` if they do not run whatever is granted.
+
+    Args:
+        request: The calls.
+        result: The answer to their request.
+        granted: How much an approval grants, by counter.
+    """
     asking = request.limits.asking
     # The answer if all that these calls need were granted.
     hits = [
@@ -211,15 +246,23 @@ def question_of(request: RequestT, result: AcquireResult) -> Question:
         for amounts, over in request.hits
     ]
     stops = {name: after for name, after in request.stops.items() if name not in asking}
-    free = admit(hits, result.used, stops)
+    free = admit(hits, result.used, stops, granted)
+    if free.stopped or (request.sent is not None and not request.answered):
+        return None
     needs: dict[tuple[str, Scope], int] = {}
-    if not free.stopped and (request.sent is None or request.answered):
-        added = free.charged(hits)
-        for (_, thresholds), runs in zip(request.hits, free.admitted, strict=True):
-            for each in thresholds if runs else ():
-                lacking = result.used[each.counter] + added[each.counter] - each.most
-                if each.limit in asking and lacking > 0:
-                    needs[each.limit, each.scope] = lacking
+    added = free.charged(hits)
+    for (_, thresholds), runs in zip(request.hits, free.admitted, strict=True):
+        for each in thresholds if runs else ():
+            lacking = result.used[each.counter] + added[each.counter] - each.most
+            if each.limit in asking and lacking > 0:
+                needs[each.limit, each.scope] = lacking
+    return needs
+
+
+def _question(
+    request: Request, result: AcquireResult, needs: Mapping[tuple[str, Scope], int]
+) -> Question:
+    """The question that offers what calls need, by limit and scope."""
     exhausted: list[Exhausted] = []
     offered: dict[str, int] = {}
     for resolved in request.limits.limits:
