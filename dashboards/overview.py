@@ -78,7 +78,7 @@ _OF_MODEL = 'kind="model"'
 _REFUSALS = select(DECISIONS, AGENT, LIMIT, _BLOCKED)
 _OF_THREAD = "job, agent, limit, thread_id"
 _DECIDED = {"allowed": OK, "blocked": CRITICAL, "would_block": WARNING, "skipped": NEUTRAL}
-_SAID = {"approve": OK, "edit": WARNING, "reject": CRITICAL}
+_SAID = {"approve": OK, "reject": CRITICAL}
 _NEAREST, _REFUSED = "nearest", "refused"
 
 

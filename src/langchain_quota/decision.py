@@ -328,7 +328,7 @@ class Answer:
     """A person's answer to the question whether a run may go on at a limit.
 
     Attributes:
-        type: `"approve"` grants what was offered, `"edit"` other amounts; `"reject"` ends the run.
+        type: `"approve"` grants what was offered, or another amount; `"reject"` ends the run.
         granted: How much more is granted, by the name of the limit, in the limit's unit.
         by: Who has answered, if the answer or LangGraph's authentication says it; else empty.
         message: What they say about it; a rejected run ends with it.
@@ -340,7 +340,7 @@ class Answer:
         ...         print(decision.answer.by, decision.answer.type, decision.answer.granted)
     """
 
-    type: Literal["approve", "edit", "reject"]
+    type: Literal["approve", "reject"]
     granted: Mapping[str, int] = field(default_factory=dict, hash=False)
     by: str = ""
     message: str = ""

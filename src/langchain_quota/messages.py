@@ -83,10 +83,7 @@ def question(
     """
     more = ", ".join(_more(name, amount, units[name]) for name, amount in offered.items())
     what = " ".join(f"{reached(each).rstrip('.')}." for each in breaches)
-    return (
-        f"{what} Approve to allow {more}. Edit the amount to allow another one. Reject to end the "
-        "run."
-    )
+    return f"{what} Approve to allow {more}. Reject to end the run."
 
 
 def _more(name: str, amount: int, unit: Unit) -> str:

@@ -61,10 +61,9 @@ def answer(kind: str, **said: Any) -> dict[str, Any]:
     return {"decisions": [{"type": kind, **said}]}
 
 
-def edit(**args: Any) -> dict[str, Any]:
-    """An answer with other amounts, by the name of the limit; `_` stands for a colon."""
-    named = {name.replace("_", ":"): amount for name, amount in args.items()}
-    return answer("edit", edited_action={"name": "raise_limits", "args": named})
+def amount(given: object) -> dict[str, Any]:
+    """An approval with another amount than the question offers."""
+    return answer("approve", amount=given)
 
 
 APPROVE, REJECT = answer("approve"), answer("reject")
@@ -101,10 +100,7 @@ class Asking(Scene):
         TypeAdapter(HITLRequest).validate_python(asked)
         (action,) = asked["action_requests"]
         assert asked["review_configs"] == [
-            {
-                "action_name": action["name"],
-                "allowed_decisions": ["approve", "edit", "reject"],
-            }
+            {"action_name": action["name"], "allowed_decisions": ["approve", "reject"]}
         ]
         return action["args"], action["description"]
 
@@ -129,8 +125,7 @@ class TestToolCalls:
         assert args == {"tool:search": 1}
         assert text == (
             "'search' tool call limit reached: run limit exceeded (2/1 calls). Approve to "
-            "allow 1 more call for 'tool:search'. Edit the amount to allow another one. Reject to "
-            "end the run."
+            "allow 1 more call for 'tool:search'. Reject to end the run."
         )
         result = await scene.resume(APPROVE)
         assert sorted(scene.ran) == ["calc", "search", "search"]
@@ -158,23 +153,22 @@ class TestToolCalls:
         result = await scene.resume(REJECT)
         assert "run limit exceeded" in result["messages"][-1].content
 
-    async def test_edited(self, signals: Signals) -> None:
-        """Another amount is granted as it is written; what is over it is refused, and no more."""
+    async def test_another_amount(self, signals: Signals) -> None:
+        """Another amount is granted as it is given; what is over it is refused, and no more."""
         scene = Asking(signals, [["search"] * 4, "done"], SEARCH)
         await scene.turn()
         assert scene.question()[0] == {"tool:search": 3}
-        await scene.resume(edit(tool_search="2"))
+        await scene.resume(amount(2))
         assert scene.ran == ["search"] * 3
         assert scene.outcomes() == ["allowed"] * 3 + ["blocked"]
-        assert scene.decisions[-2].answer == Answer("edit", {"tool:search": 2})
+        assert scene.decisions[-2].answer == Answer("approve", {"tool:search": 2})
         assert len({*scene.decisions[1:-1]}) == 4
 
-    @pytest.mark.parametrize("args", [{}, {"tool_search": 0}])
-    async def test_nothing_is_granted(self, signals: Signals, args: Any) -> None:
-        """Who edits it to nothing refuses the calls, and lets the agent go on without them."""
+    async def test_nothing_is_granted(self, signals: Signals) -> None:
+        """An amount of 0 refuses the calls, and lets the agent go on without them."""
         scene = Asking(signals, [["search", "search"], "done"], SEARCH)
         await scene.turn()
-        result = await scene.resume(edit(**args))
+        result = await scene.resume(amount(0))
         assert scene.ran == ["search"]
         assert result["messages"][-1].content == "done"
         check_history(result["messages"])
@@ -224,7 +218,7 @@ class TestModelCalls:
     """Calls of the model over a limit."""
 
     @both_forms
-    @pytest.mark.parametrize("kind", ["approve", "edit", "reject"])
+    @pytest.mark.parametrize("kind", ["approve", "amount", "reject"])
     async def test_answers(self, signals: Signals, form: Form, kind: str) -> None:
         """The model is called again as often as is granted; else the run ends, with a text."""
         scene = Asking(signals, [["calc"], ["calc"], ["calc"], "done"], MODEL, form=form)
@@ -233,11 +227,11 @@ class TestModelCalls:
         assert scene.question()[0] == {"model": 1}
         given = {
             "approve": APPROVE,
-            "edit": edit(model=2),
+            "amount": amount(2),
             "reject": answer("reject", message="No."),
         }
         result = await scene.resume(given[kind])
-        assert len(scene.model.calls) == {"approve": 2, "edit": 3, "reject": 1}[kind]
+        assert len(scene.model.calls) == {"approve": 2, "amount": 3, "reject": 1}[kind]
         assert bool(scene.questions()) is (kind != "reject")
         assert usage(scene.agent.get_state(CONFIG)).run_model == len(scene.model.calls)
         if kind == "reject":
@@ -248,7 +242,7 @@ class TestModelCalls:
         """There is no run without a model: it ends, as with `end`."""
         scene = Asking(signals, [["calc"]], MODEL)
         await scene.turn()
-        result = await scene.resume(edit(model=0))
+        result = await scene.resume(amount(0))
         assert "Model call limits exceeded" in result["messages"][-1].content
         assert len(scene.model.calls) == 1
 
@@ -267,7 +261,7 @@ async def test_a_stream(signals: Signals, form: Form) -> None:
 
 
 async def test_one_question_for_a_batch(signals: Signals) -> None:
-    """Several calls over several limits are one question, with an amount for each limit."""
+    """Several calls over several limits are one question; one amount raises each of them."""
     limits = [
         ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
         ToolCallLimit("calc", thread_limit=2, exit_behavior="ask", grant=7, name="sums"),
@@ -276,8 +270,22 @@ async def test_one_question_for_a_batch(signals: Signals) -> None:
     scene = Asking(signals, [["search", "calc"] * 3, "done"], *limits)
     await scene.turn()
     assert scene.question()[0] == {"tool:search": 2, "sums": 7, "all": 3}
-    await scene.resume(edit(tool_search=9, sums=1, all=2))
+    await scene.resume(amount(2))
     assert scene.ran == ["search", "calc"] * 2 + ["search"]
+
+
+async def test_one_amount_for_two_units(signals: Signals) -> None:
+    """Where calls and tokens are asked about at once, an amount cannot be meant for both."""
+    tokens = TokenLimit(run_limit=10, exit_behavior="ask", name="tokens")
+    scene = Asking(signals, [used(10, "calc"), "done"], MODEL, tokens)
+    await scene.turn()
+    assert scene.question()[0] == {"model": 1, "tokens": 10}
+    await scene.resume(amount(5))
+    args, text = scene.question()
+    assert args == {"model": 1, "tokens": 10}
+    assert "limits 'model', 'tokens' do not count the same: approve without" in text
+    result = await scene.resume(APPROVE)
+    assert result["messages"][-1].content == "done"
 
 
 class TestScopes:
@@ -330,13 +338,12 @@ class TestUnusable:
             ({"decisions": []}, "it must be"),
             ({"decisions": [{"type": "approve"}, {"type": "approve"}]}, "it must be"),
             (answer("respond", message="hm"), "it must be"),
-            (edit(tool_calc=1), "amounts for 'tool:search', not"),
-            (answer("edit", edited_action={"name": "raise_limits", "args": 3}), "amounts for"),
-            (edit(tool_search=-1), "must be calls from 0, not -1"),
-            (edit(tool_search=1.5), "must be calls from 0, not 1.5"),
-            (edit(tool_search=True), "must be calls from 0, not True"),
-            (edit(tool_search="many"), "must be calls from 0, not 'many'"),
-            (edit(tool_search=10**18), "not 1000000000000000000"),
+            (answer("edit", edited_action={"name": "raise_limits", "args": {}}), "it must be"),
+            (amount(-1), '"amount" must be 0 or more, not -1'),
+            (amount(1.5), '"amount" must be a whole number or None, not 1.5'),
+            (amount(True), "not True"),
+            (amount("2"), "not '2': write 2"),
+            (amount(10**18), "not 1000000000000000000"),
         ],
         ids=str,
     )
@@ -416,9 +423,8 @@ class TestBudgets:
         assert len(scene.model.calls) == 2
         assert usage(scene.agent.get_state(CONFIG)).spent["model.total_tokens"] == 160
 
-    @pytest.mark.parametrize("given", ["0.30", 0.3, "$0.30"], ids=str)
-    async def test_dollars(self, signals: Signals, has_store: bool, given: Any) -> None:  # noqa: FBT001
-        """Dollars are offered as text, and are read as a form gives them; metrics have dollars."""
+    async def test_dollars(self, signals: Signals, has_store: bool) -> None:  # noqa: FBT001
+        """Dollars are offered as text, and are given as text; metrics have dollars."""
         limit = CostLimit(run_limit="1.50", exit_behavior="ask", grant="0.25", name="cost")
         script = [used(1500, "calc"), used(299, "calc", number=1), used(2, "calc", number=2)]
         store = MemoryStore() if has_store else None
@@ -428,7 +434,7 @@ class TestBudgets:
         args, text = scene.question()
         assert args == {"cost": "0.25"}
         assert "allow $0.25 more for 'cost'" in text
-        await scene.resume(edit(cost=given))
+        await scene.resume(amount("0.30"))
         assert len(scene.model.calls) == 3
         assert scene.count("granted_dollars_total", limit="cost", scope="run") == 0.3
         assert scene.question()[0] == {"cost": "0.25"}
@@ -449,7 +455,7 @@ class TestNotAnswered:
         assert scene.question()[0] == {"tool:search": 1}
         check_history(scene.model.calls[-1].messages)
         assert scene.ran == []
-        await scene.resume(edit(tool_search=0))
+        await scene.resume(amount(0))
         assert scene.ran == ["search"]
         assert usage(scene.agent.get_state(CONFIG)).tools == {"search": 1}
         assert "granted" not in scene.state()["langchain_quota"]
@@ -774,7 +780,7 @@ class TestShared:
         await scene.resume(APPROVE)
         await scene.turn()
         assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(edit(tool_search=1))
+        await scene.resume(amount(1))
         assert scene.ran == ["search"] * 4
         assert "granted" not in scene.state()["langchain_quota"]
 
@@ -801,25 +807,28 @@ class TestShared:
         await scene.turn()
         asked = scene.agent.get_state(CONFIG).config
         for _ in range(2):
-            result = await scene.invoke(Command(resume=edit(tokens=10)), asked)
+            result = await scene.invoke(Command(resume=amount(10)), asked)
             assert "limit" in result["messages"][-1].content
             assert [each.amount for each in scene.store.grants()] == [10]
 
-    async def test_edited_twice(self, signals: Signals, form: Form) -> None:
-        """An edit that grants a part is as usable the second time, when only the rest is over."""
+    async def test_a_part_twice(self, signals: Signals, form: Form) -> None:
+        """An amount that is enough for one of two limits is as usable the second time."""
         options: dict[str, Any] = {"exit_behavior": "ask"}
         run = ToolCallLimit("search", run_limit=0, name="run", **options)
         thread = ToolCallLimit("search", thread_limit=0, name="thread", **options)
         script = [["search", "calc"], "done", "done"]
-        scene = Shared(signals, script, run, thread, store=MemoryStore(), form=form)
+        store = MemoryStore()
+        before = Compensation("before", {"search:thread:thread-1": 1})
+        store.acquire(AcquireRequest("", "", compensations=(before,)))
+        scene = Shared(signals, script, run, thread, store=store, form=form)
         await scene.turn()
-        assert scene.question()[0] == {"run": 1, "thread": 1}
+        assert scene.question()[0] == {"run": 1, "thread": 2}
         asked = scene.agent.get_state(CONFIG).config
         for _ in range(2):
-            result = await scene.invoke(Command(resume=edit(run=0, thread=1)), asked)
+            result = await scene.invoke(Command(resume=amount(1)), asked)
             assert "__interrupt__" not in result
             check_history(result["messages"])
-            assert [each.key for each in scene.store.grants()] == ["search:thread:thread-1"]
+            assert [each.amount for each in store.grants()] == [1, 1]
         assert scene.ran == ["calc"] * 2
 
     async def test_resumed_at_the_same_time(self, signals: Signals, form: Form) -> None:
@@ -927,7 +936,7 @@ class TestOutage:
         assert [each.amount for each in store.grants()] == [1]
 
     async def test_between_two_grants(self, signals: Signals) -> None:
-        """If the store fails after the first of two grants, the same edit gives the second one."""
+        """If the store fails after the first of two grants, the same amount gives the second."""
         store = Fickle(MemoryStore())
         limits = [
             ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="run"),
@@ -937,13 +946,13 @@ class TestOutage:
         await scene.turn()
         store.refuses_grants = ":thread:"
         with pytest.raises(QuotaStoreError):
-            await scene.resume(edit(run=1, thread=2))
-        assert [each.amount for each in store.grants()] == [1]
+            await scene.resume(amount(2))
+        assert [each.amount for each in store.grants()] == [2]
         store.refuses_grants = None
         await scene.go_on()
         assert scene.questions() == []
         assert scene.ran == ["search"]
-        assert sorted(each.amount for each in store.grants()) == [1, 2]
+        assert [each.amount for each in store.grants()] == [2, 2]
 
 
 class Fickle(FickleStore, Granting):

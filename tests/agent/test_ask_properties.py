@@ -2,8 +2,8 @@
 
 1. No more calls run than a limit admits with what was granted on top of it.
 2. What state and store count equals what ran, also if a question is answered twice.
-3. Only an approval or an edit grants: as much as it says, once for each count. Both are usable,
-   also if a question is answered twice.
+3. Only an approval grants: as much as it says, once for each count. It is as usable if a question
+   is answered twice.
 4. What was offered is enough: an approved call is not refused by a limit that was asked about.
 5. Where a run is rejected nothing runs; whatever the model was sent is a valid history.
 
@@ -52,10 +52,9 @@ TOOLS = ("search", "calc", "pause")
 """`pause` waits for an answer of its own."""
 TOKENS = 10
 """What each model call uses."""
-ACTION = "raise_limits"
 
-Grants = dict[tuple[str, str], int]
-"""Amounts by the name of the count and the id of the grant."""
+Grants = Counter[str]
+"""What is granted, by the name of the count."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,14 @@ class Step:
         thread: The thread.
         batches: If a run begins: the tool calls that the model makes, message by message.
         reply: What is answered, if somebody is asked.
-        amounts: The amounts of an edit.
+        amount: The amount that an approval names, if it names one.
         twice: Whether the question is answered twice, from the same checkpoint.
     """
 
     thread: str
     batches: list[list[str]]
     reply: str
-    amounts: list[int]
+    amount: int | None
     twice: bool
 
 
@@ -157,27 +156,22 @@ class World:
         return self.check(step.thread)
 
     def grants(self, thread: str) -> Grants:
-        """What is granted, by count and id."""
+        """What is granted."""
         known = self.agent.get_state({"configurable": {"thread_id": thread}}).values
-        by_state = (known.get("langchain_quota") or {}).get("granted") or {}
-        found = {
-            (counter, name): each["amount"]
-            for counter, grants in by_state.items()
-            for name, each in grants.items()
-        }
-        in_store = self.store.grants() if self.store else ()
-        return found | {(each.key, each.id): each.amount for each in in_store}
+        found: Grants = Counter()
+        for counter, grants in (known.get("langchain_quota") or {}).get("granted", {}).items():
+            found[counter] = sum(each["amount"] for each in grants.values())
+        for each in self.store.grants() if self.store else ():
+            found[each.key] += each.amount
+        return found
 
     def new_grants(self, thread: str, before: Grants) -> Grants:
         """What is granted more than before."""
-        after = self.grants(thread)
-        return {name: amount for name, amount in after.items() if name not in before}
+        return self.grants(thread) - before
 
     def check_answer(self, step: Step, offered: list[Any], granted: Grants, ran: int) -> None:
         """Rules 3, 4 and 5, after a reply to the questions that offered this."""
         answered = [each for each in self.decisions if each.answer is not None]
-        counts = Counter(counter for counter, _ in granted)
-        assert all(number == 1 for number in counts.values())
         if not answered:
             assert not granted
             return
@@ -186,12 +180,12 @@ class World:
         if step.reply == "reject":
             assert not granted
             assert ran == 0
-        elif step.reply == "edit":
-            given = _edited(step, args)
-            assert set(granted.values()) <= {*given.values()} - {0}
-            assert bool(granted) is any(given.values())
+        elif _amount(step, args) is not None:
+            assert set(granted.values()) <= {step.amount}
+            assert bool(granted) is bool(step.amount)
         else:
             assert granted
+            assert {*granted.values()} <= {*args.values()}
             assert not any(
                 each.refused_by and {status.limit for status in each.refused_by} <= args.keys()
                 for each in answered
@@ -199,9 +193,7 @@ class World:
 
     def check(self, thread: str) -> None:
         """Rules 1 and 2."""
-        granted: Counter[str] = Counter()
-        for (counter, _), amount in self.grants(thread).items():
-            granted[counter] += amount
+        granted = self.grants(thread)
         if self.store is None:
             self._check_state(thread, granted)
         else:
@@ -273,16 +265,19 @@ def _offered(value: Any) -> dict[str, Any]:
     return value["action_requests"][0]["args"] if isinstance(value, dict) else {}
 
 
-def _edited(step: Step, args: Mapping[str, Any]) -> dict[str, int]:
-    return dict(zip(args, step.amounts, strict=False))
+def _amount(step: Step, args: Mapping[str, Any]) -> int | None:
+    """The amount of an approval; `None` for what is offered, as for calls and tokens at once."""
+    has_one_unit = len({name.startswith("tokens") for name in args}) == 1
+    return step.amount if has_one_unit else None
 
 
 def _reply(step: Step, args: Mapping[str, Any]) -> Any:
     if step.reply == "unusable":
         return {"decisions": ["?"]}
     said: dict[str, Any] = {"type": step.reply}
-    if step.reply == "edit":
-        said["edited_action"] = {"name": ACTION, "args": _edited(step, args)}
+    amount = _amount(step, args)
+    if step.reply == "approve" and amount is not None:
+        said["amount"] = amount
     return {"decisions": [said]}
 
 
@@ -317,16 +312,14 @@ def limits_of(draw: st.DrawFn, *, shared: bool) -> Limit:
 
 
 batches = st.lists(st.lists(st.sampled_from(TOOLS), min_size=1, max_size=4), max_size=3)
-replies = st.sampled_from(
-    ["approve"] * 4 + ["edit"] * 3 + ["reject", "unusable", "nothing", "new run"]
-)
+replies = st.sampled_from(["approve"] * 7 + ["reject", "unusable", "nothing", "new run"])
 steps = st.lists(
     st.builds(
         Step,
         st.sampled_from(THREADS),
         batches,
         replies,
-        st.lists(numbers, min_size=8, max_size=8),
+        st.none() | numbers,
         st.booleans(),
     ),
     min_size=2,
@@ -350,7 +343,7 @@ def _may_be_reached(limits: Sequence[Limit]) -> bool:
 
 def approved(batches: list[list[str]]) -> list[Step]:
     """A run that waits, and an approval."""
-    return [Step("one", each, "approve", [], twice=False) for each in (batches, [])]
+    return [Step("one", each, "approve", None, twice=False) for each in (batches, [])]
 
 
 A_GRANT_LETS_MORE_PAST_ANOTHER_LIMIT: Any = (
@@ -382,7 +375,7 @@ def test_random_answers(story: tuple[bool, list[Limit], list[Step]]) -> None:
         for thread in THREADS:
             # Whatever waits comes to its end.
             while world.agent.get_state({"configurable": {"thread_id": thread}}).interrupts:
-                await world.play(Step(thread, [], "reject", [], twice=False))
+                await world.play(Step(thread, [], "reject", None, twice=False))
             known = world.agent.get_state({"configurable": {"thread_id": thread}}).values
             if known:
                 check_history(known["messages"])

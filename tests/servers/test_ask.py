@@ -346,22 +346,21 @@ def test_answered_in_the_next_window(shared: Shared, order: Order, tmp_path: Pat
     assert len(ran(tmp_path)) == LIMIT + LIMIT + 2
 
 
-def edited(amount: object) -> dict[str, Any]:
-    """An answer with another amount."""
-    action = {"name": "raise_limits", "args": {"tool:search": amount}}
-    return {"decisions": [{"type": "edit", "edited_action": action}]}
+def amount(given: object) -> dict[str, Any]:
+    """An approval with another amount than the question offers."""
+    return {"decisions": [{"type": "approve", "amount": given}]}
 
 
 def test_unusable_answers(shared: Shared, order: Order, tmp_path: Path) -> None:
     """What cannot be used is asked again, and the next answer is read, whichever process asks."""
     done(order)
     # Redis could not keep so much: the run could never go on.
-    found = done(resumed(order, edited(10**15 + 1)))
+    found = done(resumed(order, amount(10**15 + 1)))
     (question,) = found["asked"]
     (action,) = question["action_requests"]
-    assert "the amount for limit 'tool:search' must be calls from 0" in action["description"]
+    assert '"amount" must be at most 1000000000000000, not' in action["description"]
 
-    found = done(resumed(order, edited(" 1,000 ")))
+    found = done(resumed(order, amount(1000)))
     assert (found["last"], found["error"]) == ("done", "")
     assert shared.granted == [1000]
     assert len(ran(tmp_path)) == shared.used == LIMIT + 1
@@ -371,7 +370,7 @@ def test_killed_when_a_part_is_granted(shared: Shared, order: Order, tmp_path: P
     """Calls for which a person grants too few run as far as it goes, also after a kill."""
     order = replace(order, text=f"{LIMIT} 3")
     done(order)
-    with started(replace(resumed(order, edited("2")), at="judged")) as life:
+    with started(replace(resumed(order, amount(2)), at="judged")) as life:
         assert life.end() == KILLED
 
     found = done(resumed(order, None))

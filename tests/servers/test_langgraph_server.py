@@ -348,10 +348,9 @@ def test_a_person_is_asked(server: Server, user: User, redis_server: RedisServer
     assert action["args"] == {"tool:search": 2}
     assert config["action_name"] == action["name"]
 
-    # A text area gives text. Who answers is who the server says, not who the request says.
+    # Who answers is who the server says, not who the request says.
     name = f"user-{uuid4().hex}"
-    edited = {"name": action["name"], "args": {"tool:search": "1"}}
-    decision = {"type": "edit", "edited_action": edited, "by": "somebody"}
+    decision = {"type": "approve", "amount": 1, "by": "somebody"}
     claimed = {"configurable": {"langgraph_auth_user_id": "somebody"}}
     approver = server.user(name)
     messages = approver.resume("asking", thread, decision, config=claimed)["messages"]

@@ -53,7 +53,7 @@ def read(decision: Decision) -> str:
 
 def answered(answer: Answer) -> int:
     """What a person has answered."""
-    assert_type(answer.type, Literal["approve", "edit", "reject"])
+    assert_type(answer.type, Literal["approve", "reject"])
     assert_type(answer.by, str)
     assert_type(answer.message, str)
     return sum(answer.granted.values())

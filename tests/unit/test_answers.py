@@ -6,64 +6,55 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import Answer, CostLimit, ToolCallLimit
-from langchain_quota.limits import Limit
+from langchain_quota import Answer
+from langchain_quota.decision import Unit
 from langchain_quota.middleware._answers import ACTION, read_answer
 
-OFFERED = {"tool:search": 3, "cost": 2_500_000}
-LIMITS: Mapping[str, Limit] = {
-    "tool:search": ToolCallLimit("search", run_limit=3, exit_behavior="ask"),
-    "cost": CostLimit(run_limit="2.50", exit_behavior="ask"),
-}
+OFFERED = {"tool:search": 3, "all": 1}
+UNITS: Mapping[str, Unit] = {"tool:search": "calls", "all": "calls"}
 
 
-def edited(args: object) -> dict[str, Any]:
-    """An answer with other amounts."""
-    edit = {"type": "edit", "edited_action": {"name": ACTION, "args": args}}
-    return {"decisions": [edit]}
+def approved(amount: object) -> dict[str, Any]:
+    """An approval with an amount."""
+    return {"decisions": [{"type": "approve", "amount": amount}]}
 
 
-@pytest.mark.parametrize(
-    ("args", "granted"),
-    [
-        ({"tool:search": "5", "cost": "0.10"}, {"tool:search": 5, "cost": 100_000}),
-        ({"tool:search": " 1,000\n"}, {"tool:search": 1000}),
-        ({"cost": "$1,000.5"}, {"cost": 1_000_500_000}),
-        ({"tool:search": 0, "cost": 1.5}, {"tool:search": 0, "cost": 1_500_000}),
-        ({"tool:search": 10**15, "cost": 10**9}, {"tool:search": 10**15, "cost": 10**15}),
-        ({}, {}),
-    ],
-)
-def test_edited_amounts(args: object, granted: Mapping[str, int]) -> None:
-    """Forms give a number that is edited as text, and one that is not as it was."""
-    assert read_answer(edited(args), OFFERED, LIMITS).granted == granted
+@pytest.mark.parametrize("amount", [0, 5, 10**15])
+def test_an_amount(amount: int) -> None:
+    """The amount is granted to each limit of the question."""
+    granted = {"tool:search": amount, "all": amount}
+    assert read_answer(approved(amount), OFFERED, UNITS) == Answer("approve", granted)
 
 
-def test_an_edit_of_a_limit_with_room_again() -> None:
-    """An edit answers the question that was asked, and grants what is still missing."""
-    answer = read_answer(edited({"tool:search": 2, "cost": "1"}), {"cost": 2_500_000}, LIMITS)
-    assert answer.granted == {"cost": 1_000_000}
+@pytest.mark.parametrize(("given", "amount"), [("0.10", 100_000), (5, 5_000_000)])
+def test_dollars(given: object, amount: int) -> None:
+    """An amount of dollars is text, as everywhere, or a whole number."""
+    answer = read_answer(approved(given), {"cost": 1}, {"cost": "microdollars"})
+    assert answer.granted == {"cost": amount}
+
+
+def test_no_amount() -> None:
+    """A form without a number approves what is offered."""
+    assert read_answer(approved(None), OFFERED, UNITS) == Answer("approve", OFFERED)
 
 
 @pytest.mark.parametrize(
-    ("args", "problem"),
+    ("unit", "amount", "problem"),
     [
-        ({"tool:search": ""}, "limit 'tool:search' must be calls from 0"),
-        ({"tool:search": 10**15 + 1}, "not 1000000000000001"),
-        ({"tool:search": -1}, "not -1"),
-        ({"tool:search": True}, "not True"),
-        ({"tool:search": None}, "not None"),
-        ({"tool:search": "9" * 5000}, "must be calls"),
-        ({"cost": "0.0000001"}, "limit 'cost' must be dollars from 0"),
-        ({"cost": float("nan")}, "not nan"),
-        ({"tool:other": 1}, "amounts for 'tool:search', 'cost'"),
-        ([], "amounts for 'tool:search', 'cost'"),
+        ("calls", "", "\"amount\" must be a whole number or None, not ''"),
+        ("calls", 10**15 + 1, '"amount" must be at most 1000000000000000, not 1000000000000001'),
+        ("calls", -1, '"amount" must be 0 or more, not -1'),
+        ("calls", True, "not True"),
+        ("microdollars", 1.5, "write it as a string"),
+        ("microdollars", "$1", 'dollars in digits, such as "0.50"'),
+        ("microdollars", "0.0000001", "at most six decimal places"),
+        ("microdollars", 10**9 + 1, "must be from 0 to"),
     ],
 )
-def test_amounts_that_are_none(args: object, problem: str) -> None:
+def test_amounts_that_are_none(unit: Unit, amount: object, problem: str) -> None:
     """What no store can grant is no answer: an answer that failed later could not be replaced."""
     with pytest.raises(ValueError, match=re.escape(problem)):
-        read_answer(edited(args), OFFERED, LIMITS)
+        read_answer(approved(amount), {"limit": 1}, {"limit": unit})
 
 
 @pytest.mark.parametrize(
@@ -74,6 +65,7 @@ def test_amounts_that_are_none(args: object, problem: str) -> None:
         {"decisions": []},
         {"decisions": [{"type": "approve"}, {"type": "approve"}]},
         {"decisions": [{"type": "respond", "message": "Yes."}]},
+        {"decisions": [{"type": "edit", "edited_action": {"name": ACTION, "args": OFFERED}}]},
         {"decisions": {"type": "approve"}},
         [{"type": "approve"}],
         {"decisions": ["approve"]},
@@ -82,16 +74,14 @@ def test_amounts_that_are_none(args: object, problem: str) -> None:
 def test_what_is_no_answer(resumed: object) -> None:
     """Whatever a run is resumed with, only what says what to do is an answer."""
     with pytest.raises(ValueError, match=re.escape('it must be {"decisions"')):
-        read_answer(resumed, OFFERED, LIMITS)
+        read_answer(resumed, OFFERED, UNITS)
 
 
 def test_answers_of_agent_inbox() -> None:
     """Agent Inbox has other names for what an answer says, and the question's in an approval."""
-    args = {"tool:search": "5", "cost": "2.50"}
-    action = {"action": ACTION, "args": args}
+    action = {"action": ACTION, "args": OFFERED}
     for decision, answer in (
         ({"type": "approve", "args": action}, Answer("approve", OFFERED)),
-        ({"type": "edit", "args": action}, Answer("edit", {**OFFERED, "tool:search": 5})),
         ({"type": "reject", "args": "Not today."}, Answer("reject", message="Not today.")),
     ):
-        assert read_answer({"decisions": [decision]}, OFFERED, LIMITS) == answer
+        assert read_answer({"decisions": [decision]}, OFFERED, UNITS) == answer

@@ -255,12 +255,11 @@ async def answer_all(quota: Callable[..., Any]) -> None:
     asks: dict[str, Any] = {"exit_behavior": "ask"}
     searches: Script = [[TOOL] * 6, "done"]
     tokens: Script = [answer(4), answer(4, model=MODEL), "done"]
-    edited = {"name": "raise_limits", "args": {f"tool:{TOOL}": 2}}
-    edit = {"type": "edit", "edited_action": edited}
+    another = {**APPROVE, "amount": 2}
     store = MemoryStore()
     for script, limit, decision, options in (
         (searches, ToolCallLimit(TOOL, thread_limit=5, run_limit=5, **asks), APPROVE, {}),
-        (searches, ToolCallLimit(TOOL, run_limit=5, **asks), edit, {}),
+        (searches, ToolCallLimit(TOOL, run_limit=5, **asks), another, {}),
         (searches, ToolCallLimit(TOOL, run_limit=5, **asks), {"type": "reject"}, {}),
         (
             searches,

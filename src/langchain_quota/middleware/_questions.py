@@ -16,7 +16,7 @@ from langgraph.types import interrupt
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, Hits, admit
 from langchain_quota.decide import Breach
-from langchain_quota.decision import STORE, Answer, Scope
+from langchain_quota.decision import STORE, Answer, Scope, Unit
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._answers import ACTION, read_answer
@@ -71,11 +71,9 @@ class Question:
     answer: Answer | None = field(default=None, init=False)
 
     @property
-    def _limits(self) -> dict[str, Limit]:
-        """The limits that ask about such calls, also those that have room for them."""
-        asking = self.request.limits.asking
-        matching = (each.limit for asked in self.request.asked for each, _ in asked.limits)
-        return {each.name: each for each in matching if each.name in asking}
+    def _units(self) -> dict[str, Unit]:
+        """What the limits count to which an approval grants more, by name."""
+        return {each.limit.name: each.limit.unit for each in self.exhausted}
 
     @property
     def is_rejected(self) -> bool:
@@ -100,7 +98,7 @@ class Question:
                 recorder.record_question(context.agent, limits, problem, question_id)
                 raise
             try:
-                answer = read_answer(resumed, self.offered, self._limits)
+                answer = read_answer(resumed, self.offered, self._units)
             except ValueError as error:
                 # LangGraph keeps an answer: only a new question can get another one.
                 problem = f"The answer could not be used: {error}. "
@@ -120,7 +118,7 @@ class Question:
         Args:
             problem: Why the previous answer could not be used; empty for the first question.
         """
-        units = {name: limit.unit for name, limit in self._limits.items()}
+        units = self._units
         args = {
             name: as_dollars(amount).replace("$", "").replace(",", "")
             if units[name] == "microdollars"
@@ -130,9 +128,7 @@ class Question:
         text = problem + messages.question(self.breaches, self.offered, units)
         return {
             "action_requests": [{"name": ACTION, "args": args, "description": text}],
-            "review_configs": [
-                {"action_name": ACTION, "allowed_decisions": ["approve", "edit", "reject"]}
-            ],
+            "review_configs": [{"action_name": ACTION, "allowed_decisions": ["approve", "reject"]}],
         }
 
     def of_store(self) -> Iterator[tuple[str, dict[str, Any]]]:

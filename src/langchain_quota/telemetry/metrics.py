@@ -297,7 +297,7 @@ class Metrics:
         self.runs_ended.labels(agent, limit)
         if status.enforced and status.exit_behavior == "ask":
             self.questions.labels(agent, limit)
-            for answer in ("approve", "edit", "reject"):
+            for answer in ("approve", "reject"):
                 self.answers.labels(agent, limit, answer)
         for kind in ("model", "tool"):
             _ = self._calls_after_refusal[agent, kind]
