@@ -73,17 +73,6 @@ class Held(TypedDict):
     """The store's keys, each with the counter whose amounts it counts."""
 
 
-class Granted(TypedDict):
-    """A grant to a thread."""
-
-    amount: int
-    ends: int | None
-    """In seconds since the Unix epoch; `None` for as long as the thread lasts."""
-    at: float
-    reason: str
-    by: str
-
-
 class Ledger(TypedDict, total=False):
     """What the hooks of a thread pass on to later hooks; every value is plain JSON."""
 
@@ -138,8 +127,8 @@ class Ledger(TypedDict, total=False):
     """Whether this step's model call is still to be charged, in a graph of the user's own."""
     admitted: str | None
     """The model's node whose next call was admitted, in a graph of the user's own."""
-    granted: dict[str, dict[str, Granted]]
-    """What is granted to the thread, if the state counts it, by counter and id."""
+    granted: dict[str, int]
+    """What people have granted to the thread and to this run, if the state counts them."""
     pending_refunds: dict[str, Amounts]
     """What a store charged and is to take back with the next request, by the refund's name."""
 

@@ -158,9 +158,7 @@ class World:
     def grants(self, thread: str) -> Grants:
         """What is granted."""
         known = self.agent.get_state({"configurable": {"thread_id": thread}}).values
-        found: Grants = Counter()
-        for counter, grants in (known.get("langchain_quota") or {}).get("granted", {}).items():
-            found[counter] = sum(each["amount"] for each in grants.values())
+        found: Grants = Counter((known.get("langchain_quota") or {}).get("granted"))
         for each in self.store.grants() if self.store else ():
             found[each.key] += each.amount
         return found

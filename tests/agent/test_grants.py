@@ -1,7 +1,7 @@
 """More than limits say: what is granted to a thread or a user is judged, shown and counted."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -29,15 +29,11 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.graphs import GraphScene
-from tests.clock import Clock
 from tests.conftest import Signals, needs_inline
 
 SEARCH = ToolCallLimit("search", thread_limit=1)
 CONFIG: Any = {"configurable": {"thread_id": "7"}}
 DAY = timedelta(days=1)
-
-stores = pytest.mark.parametrize("has_store", [False, True], ids=["state", "store"])
-"""Where the thread is counted, as the argument `has_store`."""
 
 
 def search() -> str:
@@ -57,7 +53,7 @@ class Scene:
         **options: Any,
     ) -> None:
         self.decisions: list[Decision] = []
-        options = {"telemetry": signals.telemetry, **options}
+        options = {"telemetry": signals.telemetry, "store": MemoryStore(), **options}
         self.quota = middleware([*limits], on_decision=self.decisions.append, **options)
         self.agent: Any = create_agent(
             ScriptedChatModel(script=script),
@@ -78,27 +74,17 @@ class Scene:
             await self.agent.ainvoke(messages, CONFIG, context={"user_id": user})
         return [str(each.outcome) for each in self.decisions if each.call.kind == "tool"]
 
-    async def grant_after_a_run(self, amount: Any, **options: Any) -> None:
-        """Run once, so that the thread has a state, and grant it more."""
-        await self.run()
-        await self.grant("async", amount, **options)
-
     async def grant(self, form: Form, amount: Any, **options: Any) -> Any:
         """Grant the thread more."""
         if form == "sync":
-            return self.quota.grant(self.agent, CONFIG, amount, **options)
-        return await self.quota.agrant(self.agent, CONFIG, amount, **options)
-
-
-def store_if(has_store: bool) -> MemoryStore | None:  # noqa: FBT001 - the axis of tests
-    return MemoryStore() if has_store else None
+            return self.quota.grant(CONFIG, amount, **options)
+        return await self.quota.agrant(CONFIG, amount, **options)
 
 
 @both_forms
-@stores
-async def test_a_thread_is_granted_more(signals: Signals, form: Form, has_store: bool) -> None:  # noqa: FBT001
+async def test_a_thread_is_granted_more(signals: Signals, form: Form) -> None:
     """So many calls more run, once for an id; decisions, gauges and messages have the new limit."""
-    scene = Scene(signals, SEARCH, store=store_if(has_store))
+    scene = Scene(signals, SEARCH)
     assert await scene.run() == ["allowed", "blocked"]
     first = await scene.grant(form, 2, reason="ticket 4711", by="bo", id="4711")
     assert (first.amount, first.reason, first.by) == (2, "ticket 4711", "bo")
@@ -113,15 +99,11 @@ async def test_a_thread_is_granted_more(signals: Signals, form: Form, has_store:
     assert signals.value("langchain_quota_limit", **labels, scope="thread") == 1
 
 
-@stores
-async def test_a_grant_raises_every_limit_over_its_count(
-    signals: Signals,
-    has_store: bool,  # noqa: FBT001
-) -> None:
+async def test_a_grant_raises_every_limit_over_its_count(signals: Signals) -> None:
     """Two limits over one count are raised by one grant, and each counts it for itself."""
     trial = ToolCallLimit("search", name="trial", thread_limit=1, enforce=False)
-    scene = Scene(signals, SEARCH, trial, ModelCallLimit(thread_limit=9), store=store_if(has_store))
-    await scene.grant_after_a_run(2, limit="trial")
+    scene = Scene(signals, SEARCH, trial, ModelCallLimit(thread_limit=9))
+    await scene.grant("async", 2, limit="trial")
     assert await scene.run() == ["allowed", "allowed"]
     for limit in ("tool:search", "trial"):
         labels = {"agent": "boss", "limit": limit}
@@ -131,86 +113,14 @@ async def test_a_grant_raises_every_limit_over_its_count(
     assert signals.value("langchain_quota_thread_limit", **model, thread_id="7") == 9
 
 
-@stores
-async def test_a_reset_leaves_what_is_granted(signals: Signals, has_store: bool) -> None:  # noqa: FBT001
-    """A thread that is set back has its limit and the grant again, in a state as in a store."""
-    scene = Scene(signals, SEARCH, store=store_if(has_store))
+async def test_a_reset_leaves_what_is_granted(signals: Signals) -> None:
+    """A thread that is set back has its limit and the grant again."""
+    scene = Scene(signals, SEARCH)
     await scene.run()
     await scene.grant("async", 1)
     assert await scene.run() == ["allowed", "blocked"]
     scene.quota.reset(scene.agent, CONFIG)
     assert await scene.run() == ["allowed", "allowed"]
-
-
-async def test_a_grant_in_a_state_ends(signals: Signals) -> None:
-    """After its time a thread has what the limit says; a time that is over is refused."""
-    clock = Clock(int(datetime.now(UTC).timestamp()))
-    scene = Scene(signals, SEARCH)
-    scene.quota._clock = clock
-    await scene.run()
-    with pytest.raises(ValueError, match="until must be in the future"):
-        await scene.grant("async", 1, until=datetime.fromtimestamp(clock.now, UTC))
-    end = datetime.fromtimestamp(clock.now, UTC) + DAY
-    grant = await scene.grant("async", 1, until=end, id="a day")
-    assert grant.until == end
-    await scene.grant("async", 1)
-    assert await scene.run() == ["allowed", "allowed"]
-    scene.quota.reset(scene.agent, CONFIG)
-    clock.now += DAY.total_seconds() + 1
-    assert await scene.run() == ["allowed", "allowed"]
-    assert await scene.run() == ["blocked", "blocked"]
-
-
-async def test_a_grant_in_a_state_never_ends_late(signals: Signals) -> None:
-    """At the end of a grant, between two seconds, the thread has what the limit says."""
-    clock = Clock(int(datetime.now(UTC).timestamp()))
-    scene = Scene(signals, SEARCH)
-    scene.quota._clock = clock
-    await scene.run()
-    await scene.grant("async", 1, until=datetime.fromtimestamp(clock.now + 60.9, UTC))
-    clock.now += 60.9
-    assert await scene.run() == ["blocked", "blocked"]
-
-
-async def test_a_state_logs_its_grants(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
-    """Who reads the log sees a grant in a state as one in a store: once, with its reason."""
-    scene = Scene(signals, SEARCH)
-    await scene.run()
-    with caplog.at_level("INFO", "langchain_quota"):
-        await scene.grant("async", 2, reason="ticket 4711", id="4711")
-        await scene.grant("async", 2, reason="ticket 4711", id="4711")
-    [record] = [each for each in caplog.records if hasattr(each, "quota_grant")]
-    assert vars(record)["quota_reason"] == "ticket 4711"
-    assert vars(record)["quota_key"] == "search:thread:7"
-
-
-@both_forms
-async def test_a_state_that_cannot_be_written(
-    signals: Signals, form: Form, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log has what may be granted, and then what is: a grant whose writing failed."""
-    scene = Scene(signals, SEARCH)
-    await scene.run()
-    saver, scene.agent.checkpointer = scene.agent.checkpointer, FullDisk()
-    scene.agent.checkpointer.storage = saver.storage
-    scene.agent.checkpointer.blobs = saver.blobs
-    with caplog.at_level("INFO", "langchain_quota"):
-        with pytest.raises(OSError, match="no space"):
-            await scene.grant(form, 2, id="4711")
-        scene.agent.checkpointer = saver
-        await scene.grant(form, 2, id="4711")
-    logged = [each for each in caplog.records if hasattr(each, "quota_grant")]
-    assert [vars(each)["quota_event"] for each in logged] == ["grant_unconfirmed", "granted"]
-
-
-class FullDisk(InMemorySaver):
-    """A checkpointer that reads, and cannot write."""
-
-    def put(self, *args: Any) -> Any:
-        raise OSError("no space left")
-
-    async def aput(self, *args: Any) -> Any:
-        raise OSError("no space left")
 
 
 @needs_inline
@@ -268,8 +178,7 @@ def answer(tokens: int) -> AIMessage:
     return AIMessage("done", usage_metadata=used)
 
 
-@stores
-async def test_a_budget_is_granted_more(signals: Signals, has_store: bool) -> None:  # noqa: FBT001
+async def test_a_budget_is_granted_more(signals: Signals) -> None:
     """Dollars are granted as they are written; the gauges have them when the call is charged."""
     limit = CostLimit(thread_limit="2", exit_behavior="end")
     scene = Scene(
@@ -277,7 +186,6 @@ async def test_a_budget_is_granted_more(signals: Signals, has_store: bool) -> No
         limit,
         script=[answer(2) for _ in range(9)],
         prices=dollars,
-        store=store_if(has_store),
     )
     await scene.run()
     await scene.run()
@@ -292,11 +200,10 @@ async def test_a_budget_is_granted_more(signals: Signals, has_store: bool) -> No
     assert signals.value("langchain_quota_granted_dollars_total", **labels, scope="thread") == 2.5
 
 
-@stores
-async def test_the_last_call_is_the_last_with_the_grant(signals: Signals, has_store: bool) -> None:  # noqa: FBT001
+async def test_the_last_call_is_the_last_with_the_grant(signals: Signals) -> None:
     """Which call finalizes a run is judged by the raised limit."""
     limit = ModelCallLimit(thread_limit=1, exit_behavior="finalize")
-    scene = Scene(signals, limit, script=["one", "two", "three"], store=store_if(has_store))
+    scene = Scene(signals, limit, script=["one", "two", "three"])
     await scene.run()
     await scene.grant("async", 2)
     await scene.run()
@@ -353,6 +260,21 @@ async def test_a_graph_is_granted_more(signals: Signals, form: Form, what: str) 
     assert (use.granted, use.limit) == (amount, first)
 
 
+@both_forms
+async def test_a_thread_is_granted_more_before_it_runs_and_while_it_waits(
+    signals: Signals, form: Form
+) -> None:
+    """A store needs no run to grant more, and no run to be at rest."""
+    scene = Scene(signals, SEARCH, script=[["search", "search"], ["search"], "done"])
+    await scene.grant(form, 1)
+    scene.agent.interrupt_before_nodes = ["tools"]
+    assert await scene.run(form=form) == ["allowed", "allowed"]
+    await scene.grant(form, 1)
+    scene.agent.interrupt_before_nodes = []
+    await scene.agent.ainvoke(None, CONFIG, context={"user_id": "ada"})
+    assert [each.outcome for each in scene.decisions if each.limits] == [Outcome.ALLOWED] * 3
+
+
 class TestErrors:
     """What cannot be granted is refused, and named."""
 
@@ -375,21 +297,15 @@ class TestErrors:
         """Without a thread, the error says how to name one."""
         scene = Scene(signals, SEARCH)
         with pytest.raises(ValueError, match="config names no thread"):
-            scene.quota.grant(scene.agent, {}, 1)
+            scene.quota.grant({}, 1)
 
-    async def test_a_thread_that_waits(self, signals: Signals) -> None:
-        """A state is not written during a run: the error of a grant says so."""
-        scene = Scene(signals, SEARCH)
-        scene.agent.interrupt_before_nodes = ["tools"]
+    @both_forms
+    async def test_no_store(self, signals: Signals, form: Form) -> None:
+        """Only a store gives grants; without one, the error says how to have one."""
+        scene = Scene(signals, SEARCH, store=None)
         await scene.run()
-        with pytest.raises(RuntimeError, match="begin a new one, and then do this"):
-            await scene.grant("async", 1)
-
-    async def test_a_thread_without_a_state(self, signals: Signals) -> None:
-        """Without a store there is nowhere to keep a grant before the first run."""
-        scene = Scene(signals, SEARCH)
-        with pytest.raises(RuntimeError, match="thread '7' has no state: it has not run yet"):
-            await scene.grant("async", 1)
+        with pytest.raises(TypeError, match=r"needs a store that gives grants, not None: pass sto"):
+            await scene.grant(form, 1)
 
     async def test_a_store_that_gives_none(self, signals: Signals) -> None:
         """A user's own store need not give grants; the error of a grant says so."""
@@ -402,5 +318,5 @@ class TestErrors:
             peek, apeek, reset, areset = store.peek, store.apeek, store.reset, store.areset
 
         scene = Scene(signals, SEARCH, store=Own())
-        with pytest.raises(TypeError, match="the store gives no grants"):
+        with pytest.raises(TypeError, match="needs a store that gives grants, not <"):
             await scene.grant("async", 1)

@@ -43,7 +43,6 @@ MIDDLEWARE_LAYERS = [
     {
         "_context",
         "_corrections",
-        "_grants",
         "_history",
         "_interpreters",
         "_known_grants",

@@ -166,7 +166,7 @@ class _Traffic:
             if (number, turn) == (0, TURNS - 1):
                 # The first customer has asked for more, and uses it.
                 await self._quota.agrant(
-                    agent, _config(thread), 1, limit=SEARCH.name, reason="asked for more", id="demo"
+                    _config(thread), 1, limit=SEARCH.name, reason="asked for more", id="demo"
                 )
             with self._tracer.start_as_current_span(
                 "conversation turn", attributes={"gen_ai.conversation.id": thread}

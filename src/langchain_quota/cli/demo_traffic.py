@@ -16,6 +16,7 @@ from langchain_quota.budgets import TokenLimit
 from langchain_quota.limits import ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.repeats import RepeatLimit
+from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.testing import ScriptedChatModel
 
@@ -95,7 +96,9 @@ def limiter(threads: int, telemetry: Telemetry) -> QuotaMiddleware:
         telemetry: Makes the decisions visible.
     """
     at_once = ToolCallLimit("search", name="search at once", at_once=max(1, threads // 3))
-    return QuotaMiddleware([*LIMITS, at_once, RepeatLimit(3)], telemetry=telemetry)
+    # Only a store gives grants. It begins with the counts of the checkpointer.
+    store = MemoryStore()
+    return QuotaMiddleware([*LIMITS, at_once, RepeatLimit(3)], store=store, telemetry=telemetry)
 
 
 def build_agent(

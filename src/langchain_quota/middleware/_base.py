@@ -14,12 +14,11 @@ from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
-from langchain_quota.decision import ROOT_RUN, Call, Outcome
+from langchain_quota.decision import ROOT_RUN, THREAD, Call, Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._abandoned import abandoned_calls, take_back
 from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._context import CallContext, call_context, running_agent
-from langchain_quota.middleware._grants import of_threads
 from langchain_quota.middleware._history import (
     answered_history,
     dangling_calls,
@@ -217,7 +216,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if known.get("repeats"):
             update[LEDGER]["repeats"] = {}
         if granted := known.get("granted"):
-            update[LEDGER]["granted"] = of_threads(granted)
+            of_thread = {
+                name: each for name, each in granted.items() if name.endswith(f"/{THREAD}")
+            }
+            update[LEDGER]["granted"] = of_thread
         return update
 
     def _checked_mode(self, begun: str | None) -> str | None:

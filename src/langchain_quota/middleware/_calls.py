@@ -22,7 +22,7 @@ from langchain_quota.middleware._context import CallContext
 from langchain_quota.middleware._root_run import root_run
 from langchain_quota.raised import asked_again, raised
 from langchain_quota.resolved import Asked, Outage, ResolvedLimits
-from langchain_quota.state import Amounts, Granted, Ledger
+from langchain_quota.state import Amounts, Ledger
 
 Update = dict[str, Any]
 """What a hook writes to the state."""
@@ -79,7 +79,7 @@ class Request:
         late: What calls of the run have used of budgets that is not in the state yet.
         anew: Whether it asks for more than it has asked for before in this step.
         answer: A person's answer to the question whether these calls may run.
-        granted: What the thread's state then grants to the thread, in the form of the state.
+        granted: What the thread's state then grants, by counter.
     """
 
     state: Mapping[str, Any]
@@ -100,7 +100,7 @@ class Request:
     late: "Late | None" = None
     anew: bool = False
     answer: Answer | None = None
-    granted: Mapping[str, dict[str, Granted]] = field(default_factory=dict)
+    granted: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hits, self.index_of = hits_of(self.calls, self.asked)

@@ -6,10 +6,11 @@ from typing import Any
 from langchain_quota.decision import Kind
 from langchain_quota.limits import Limit, counts_calls, is_dynamic
 from langchain_quota.middleware._context import aresolve, resolve, store_prefix
-from langchain_quota.middleware._grants import with_granted
 from langchain_quota.middleware._root_subject import aroot_subject, root_subject
 from langchain_quota.middleware._store import StoreClient
+from langchain_quota.raised import raised
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
+from langchain_quota.state import ledger
 from langchain_quota.telemetry.recorder import Recorder
 
 
@@ -63,23 +64,28 @@ class CurrentLimits:
             runtime: The hook's runtime.
         """
         if self._fixed:
-            return with_granted(self._fixed[kind], state, now)
+            return _raised(self._fixed[kind], state)
         prefix = store_prefix(self._prefix, state, runtime)
         root = root_subject(state, runtime, self._numbers_root_runs, prefix)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
         found = resolve(
             limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix
         )
-        return with_granted(ResolvedLimits(found), state, now)
+        return _raised(ResolvedLimits(found), state)
 
     async def aat(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
         """`at`, where async functions of limits are awaited."""
         if self._fixed:
-            return with_granted(self._fixed[kind], state, now)
+            return _raised(self._fixed[kind], state)
         prefix = store_prefix(self._prefix, state, runtime)
         root = await aroot_subject(state, runtime, self._numbers_root_runs, prefix)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
         found = await aresolve(
             limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix
         )
-        return with_granted(ResolvedLimits(found), state, now)
+        return _raised(ResolvedLimits(found), state)
+
+
+def _raised(limits: ResolvedLimits, state: Any) -> ResolvedLimits:
+    """Limits, raised by what people have granted in the thread's state."""
+    return raised(limits, ledger(state).get("granted") or {})

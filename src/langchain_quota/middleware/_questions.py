@@ -4,9 +4,8 @@ The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware
 interfaces show: one action, whose arguments say how much more each limit would grant.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,13 +20,11 @@ from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._answers import ACTION, read_answer
 from langchain_quota.middleware._calls import Request
-from langchain_quota.middleware._grants import granted_now, kept
 from langchain_quota.money import as_dollars
 from langchain_quota.raised import raised
-from langchain_quota.resolved import ResolvedLimits, stored_as
-from langchain_quota.state import Granted, ledger
-from langchain_quota.stores.grants import MAX_TEXT, Grant, log_grant
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.state import ledger
+from langchain_quota.stores.grants import MAX_TEXT
 from langchain_quota.telemetry.recorder import Recorder
 
 
@@ -105,11 +102,11 @@ class Question:
         self.answer = self.request.answer = answer
         answer_id = context.task(f"{self.request.task}/answer")
         if recorder.record_answer(context.agent, limits, answer, answer_id):
-            granted = []
-            for each, grant in self._grants():
-                if each.key is None:
-                    log_grant("granted", grant)
-                    granted.append((each.limit.name, each.scope, each.limit.unit, grant.amount))
+            granted = [
+                (each.limit.name, each.scope, each.limit.unit, amount)
+                for amount, each in self._granted
+                if each.key is None
+            ]
             recorder.record_granted(context.agent, granted)
 
     def payload(self, problem: str) -> dict[str, Any]:
@@ -133,13 +130,26 @@ class Question:
 
     def of_store(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """What a store is to grant: keys, with the arguments of `store.grant`."""
-        for each, grant in self._grants():
-            if each.key is not None:
-                amount: object = grant.amount
-                if each.limit.unit == "microdollars":
-                    amount = Decimal(grant.amount).scaleb(-6)
-                given = {"id": grant.id, "by": grant.by, "reason": grant.reason}
-                yield each.key, {"amount": amount, **given}
+        context, answer = self.request.context, self.answer
+        for granted, each in self._granted:
+            if each.key is None or answer is None:
+                continue
+            amount: object = granted
+            if each.limit.unit == "microdollars":
+                amount = Decimal(granted).scaleb(-6)
+            # The same each time the run is resumed.
+            name = f"{context.step(self.request.task)}/{each.counter}"
+            thread = "" if context.run_thread_id is None else str(context.run_thread_id)
+            reason = answer.message or f"a person was asked in thread {thread!r}"
+            yield (
+                each.key,
+                {
+                    "amount": amount,
+                    "id": name[:MAX_TEXT],
+                    "by": answer.by[:MAX_TEXT],
+                    "reason": reason[:MAX_TEXT],
+                },
+            )
 
     def again(self, limits: ResolvedLimits, ask: Ask[RequestT]) -> RequestT:
         """The same request, made again after the answer. Nobody is asked about what is refused now.
@@ -150,17 +160,13 @@ class Question:
             limits: The limits for which the first request was made.
             ask: Makes the request.
         """
-        known: dict[str, dict[str, Granted]] = {**(ledger(self.request.state).get("granted") or {})}
-        more: dict[str, int] = {}
-        for each, grant in self._grants():
-            if each.key is None:
-                more[each.counter] = grant.amount
-                known[each.counter] = {**known.get(each.counter, {}), grant.id: kept(grant)}
+        more = {each.counter: amount for amount, each in self._granted if each.key is None}
         found = ask(raised(limits, more))
         assert found is not None  # noqa: S101 - for the type checker: the calls wait
         found.answer = self.answer
         if more:
-            found.granted = known
+            known = ledger(self.request.state).get("granted") or {}
+            found.granted = {**known, **{name: known.get(name, 0) + more[name] for name in more}}
         asking = found.limits.asking
         found.stops = {name: n for name, n in found.stops.items() if name not in asking}
         return found
@@ -168,35 +174,21 @@ class Question:
     @property
     def raises(self) -> dict[str, int]:
         """How much an approval grants, by counter."""
-        return {counter: amount for counter, (amount, _) in self._most(self.offered).items()}
+        return {each.counter: amount for amount, each in self._most(self.offered)}
 
-    def _most(self, given: Mapping[str, int]) -> dict[str, tuple[int, Exhausted]]:
-        """What is granted to each count, which limits can share: the most, by counter."""
+    @property
+    def _granted(self) -> Collection[tuple[int, Exhausted]]:
+        """What the answer grants."""
+        return self._most({} if self.answer is None else self.answer.granted)
+
+    def _most(self, given: Mapping[str, int]) -> Collection[tuple[int, Exhausted]]:
+        """What is granted, once for each count: limits can share one, and the most is granted."""
         most: dict[str, tuple[int, Exhausted]] = {}
         for each in self.exhausted:
             amount = given.get(each.limit.name, 0)
             if amount > most.get(each.counter, (0, each))[0]:
                 most[each.counter] = amount, each
-        return most
-
-    def _grants(self) -> Iterator[tuple[Exhausted, Grant]]:
-        """What the answer grants: once for each count."""
-        given = {} if self.answer is None else self.answer.granted
-        for amount, each in self._most(given).values():
-            yield each, self._grant(each, amount)
-
-    def _grant(self, exhausted: Exhausted, amount: int) -> Grant:
-        """A grant of this answer; its id is the same each time the run is resumed."""
-        assert self.answer is not None  # noqa: S101 - for the type checker
-        context = self.request.context
-        thread = "" if context.run_thread_id is None else str(context.run_thread_id)
-        counted = stored_as(exhausted.limit)
-        key = exhausted.key or str(CountKey(counted, exhausted.scope, thread))
-        reason = self.answer.message or f"a person was asked in thread {thread!r}"
-        name = f"{context.step(self.request.task)}/{exhausted.counter}"
-        by = self.answer.by
-        now = datetime.now(UTC)
-        return Grant(key, amount, name[:MAX_TEXT], now, None, reason[:MAX_TEXT], by[:MAX_TEXT])
+        return most.values()
 
 
 def question_of(request: RequestT, result: AcquireResult) -> Question:
@@ -291,5 +283,5 @@ def _key(request: Request, counter: str) -> str | None:
 
 def _granted_before(request: Request, result: AcquireResult, counter: str) -> int:
     """How much is granted already for a count."""
-    of_state = granted_now(request.state, request.started / 1e9)
-    return result.granted.get(counter, 0) + of_state.get(counter, 0)
+    in_state = ledger(request.state).get("granted") or {}
+    return result.granted.get(counter, 0) + in_state.get(counter, 0)

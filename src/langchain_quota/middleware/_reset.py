@@ -1,4 +1,4 @@
-"""The checks and names that `reset` and `grant` need."""
+"""The checks and names that `reset` needs."""
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta

@@ -39,8 +39,7 @@ class Grant:
         amount: How much more: calls, tokens or microdollars, as the key counts them.
         id: The grant's name. A second grant with the same key and id adds nothing.
         given_at: When it was given, in UTC.
-        until: When it ends, in UTC; never `None` in a store. `None` in a thread's state: it lasts
-            as long as the thread.
+        until: When it ends, in UTC; never `None` once a store has given it.
         reason: Why it was given.
         by: Who gave it.
 
@@ -361,9 +360,7 @@ def log_grant(event: str, grant: Grant) -> None:
         event,
         grant.key,
         shown(grant.amount, grant.unit),
-        f"the {CountKey.parse(grant.key).dimension} ends"
-        if grant.until is None
-        else grant.until.isoformat(),
+        fields(grant)["quota_until"],
         grant.by,
         grant.reason,
         grant.id,
