@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from langchain_quota.admission import Hits
+from langchain_quota.decision import Scope, Unit
 from langchain_quota.resolved import Asked, ResolvedLimit, ResolvedLimits, Row
 
 
@@ -21,6 +22,25 @@ def raised(limits: ResolvedLimits, granted: Mapping[str, int]) -> ResolvedLimits
     if all(new is old for new, old in zip(found, limits.limits, strict=True)):
         return limits
     return ResolvedLimits(found)
+
+
+def newly_raised(
+    limits: ResolvedLimits, granted: Mapping[str, int]
+) -> list[tuple[str, Scope, Unit, int]]:
+    """The thresholds that new grants raise, and by how much.
+
+    Args:
+        limits: The limits.
+        granted: What is newly granted, by a store's key.
+    """
+    if not granted:
+        return []
+    return [
+        (each.limit.name, row.scope, each.limit.unit, granted[row.key])
+        for each in limits.limits
+        for row in limits.rows(each)
+        if row.most is not None and row.key is not None and granted.get(row.key)
+    ]
 
 
 def asked_again(

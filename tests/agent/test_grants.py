@@ -213,6 +213,34 @@ async def test_the_last_call_is_the_last_with_the_grant(signals: Signals) -> Non
     assert scene.agent.get_state(CONFIG).values["langchain_quota"]["final"]
 
 
+@both_forms
+async def test_a_grant_before_a_charge_beside_calls(signals: Signals, form: Form) -> None:
+    """A grant is counted, also if the next thing that the store hears is a charge of a tool."""
+    store = MemoryStore()
+    beside = ScriptedChatModel(script=[answer(5), answer(5)])
+
+    def look() -> str:
+        """Look it up."""
+        store.grant("model.total_tokens:thread:7", 50)
+        beside.invoke("Where?")
+        return "found"
+
+    limit = TokenLimit(thread_limit=100, name="tokens", exit_behavior="end")
+    scene = Scene(signals, limit, store=store, charge_all_models=True)
+    scene.agent = create_agent(
+        ScriptedChatModel(script=[["look"], answer(2)]),
+        [look],
+        middleware=[scene.quota],
+        checkpointer=InMemorySaver(),
+        name="boss",
+    )
+    await scene.run(form=form)
+    labels = {"agent": "boss", "limit": "tokens", "scope": "thread"}
+    assert signals.value("langchain_quota_granted_tokens_total", **labels) == 50
+    [use] = store.usages()
+    assert use.granted == 50
+
+
 def numbers(status: LimitStatus) -> list[int | None]:
     """The limits of a thread or of quotas, as they are shown."""
     return [each.limit for each in status.quotas] or [status.thread_limit]

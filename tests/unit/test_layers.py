@@ -45,7 +45,6 @@ MIDDLEWARE_LAYERS = [
         "_corrections",
         "_history",
         "_interpreters",
-        "_known_grants",
         "_late_corrections",
         "_observers",
         "_reset",

@@ -134,8 +134,10 @@ class Asking:
 
     async def peek(self, *keys: str) -> dict[str, int] | None:
         if self.mode == "sync":
-            return self.client.peek(keys)
-        return await self.client.apeek(keys)
+            found = self.client.peek(keys)
+        else:
+            found = await self.client.apeek(keys)
+        return None if found is None else {key: each.used for key, each in found.items()}
 
     async def reset(self, *keys: str) -> None:
         if self.mode == "sync":

@@ -14,6 +14,7 @@ from typing import Any
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
 from langchain_core.messages import AIMessage
 
+from langchain_quota.admission import AcquireResult
 from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._budgets import Budgets, Paid
@@ -261,10 +262,10 @@ class LoopBudgets(Budgets):
         if step is not None:
             step.written = joined(step.written, update)
 
-    def _show(self, paid: Paid, counts: Mapping[str, int] | None) -> None:
+    def _show(self, paid: Paid, answer: AcquireResult | None) -> None:
         """Make visible what a call was charged; not of a refused call, which was not made."""
         if paid.used:
-            super()._show(paid, counts)
+            super()._show(paid, answer)
 
     def _running(self) -> _Step | None:
         """The node that runs, if it is charged for all model runs in it."""

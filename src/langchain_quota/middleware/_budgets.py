@@ -19,7 +19,7 @@ from langchain.agents.middleware.types import (
     ModelResponse,
 )
 
-from langchain_quota.admission import AcquireRequest
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.estimates import asked_of
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._calls import Late, Request, Update
@@ -184,12 +184,12 @@ class Budgets:
             except BaseException as error:
                 paid = self._paid(request, limits, held, collector)
                 if isinstance(error, Exception | CancelledError):
-                    counts = await self._asettle(paid)
+                    answer = await self._asettle(paid)
                 else:
                     # The event loop is closing: nothing can be awaited.
-                    counts = None
+                    answer = None
                     self._settle_soon(paid)
-                self._show(paid, counts)
+                self._show(paid, answer)
                 raise
         paid = self._paid(request, limits, held, collector)
         self._show(paid, await self._asettle(paid))
@@ -276,25 +276,25 @@ class Budgets:
         late = self._late.keep(state, added(each.amounts for each in used))
         return Paid(request, limits, used, before, late)
 
-    def charge(self, sent: AcquireRequest | None) -> Mapping[str, int] | None:
-        """Have the store make corrections; its counts by key, or `None` without them."""
+    def charge(self, sent: AcquireRequest | None) -> AcquireResult | None:
+        """Have the store make corrections; its answer by key, or `None` without one."""
         return None if sent is None or self._store is None else self._store.settle(sent)
 
-    async def acharge(self, sent: AcquireRequest | None) -> Mapping[str, int] | None:
-        """Have the store make corrections; its counts by key, or `None` without them."""
+    async def acharge(self, sent: AcquireRequest | None) -> AcquireResult | None:
+        """Have the store make corrections; its answer by key, or `None` without one."""
         return None if sent is None or self._store is None else await self._store.asettle(sent)
 
-    def _settle(self, paid: Paid) -> Mapping[str, int] | None:
-        """Have the store charge what was used; its counts by key, or `None` without them."""
-        counts = self.charge(_settlements(paid))
-        mirror_root_run(paid.limits, counts)
-        return counts
+    def _settle(self, paid: Paid) -> AcquireResult | None:
+        """Have the store charge what was used; its answer by key, or `None` without one."""
+        answer = self.charge(_settlements(paid))
+        mirror_root_run(paid.limits, answer)
+        return answer
 
-    async def _asettle(self, paid: Paid) -> Mapping[str, int] | None:
-        """Have the store charge what was used; its counts by key, or `None` without them."""
-        counts = await self.acharge(_settlements(paid))
-        mirror_root_run(paid.limits, counts)
-        return counts
+    async def _asettle(self, paid: Paid) -> AcquireResult | None:
+        """Have the store charge what was used; its answer by key, or `None` without one."""
+        answer = await self.acharge(_settlements(paid))
+        mirror_root_run(paid.limits, answer)
+        return answer
 
     def _settle_soon(self, paid: Paid) -> None:
         """Have the store charge what was used, without waiting for it."""
@@ -309,21 +309,19 @@ class Budgets:
                 model = next(iter(run.usage.models), "")
                 self.recorder.warn_of_estimate(model, self._made_at)
 
-    def _show(self, paid: Paid, counts: Mapping[str, int] | None) -> None:
-        """Make visible what a call was charged.
+    def _show(self, paid: Paid, answer: AcquireResult | None) -> None:
+        """Make visible what a call was charged, and what the store has granted.
 
         Args:
             paid: The call.
-            counts: The store's counts after it, by key.
+            answer: The store's answer, by key.
         """
         request, limits, used, before, _ = paid
-        if self._store is not None:
-            limits = self._store.raised(limits)
         call = made(_state(request), request.runtime)
         for run, amounts in used:
             record_run(self.recorder, call, limits, run, amounts)
         spent = added(each.amounts for each in used)
-        record_standing(self.recorder, call, limits, before=before, spent=spent, counts=counts)
+        record_standing(self.recorder, call, limits, before=before, spent=spent, answer=answer)
 
 
 def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from langchain_quota.admission import AcquireRequest
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.decision import Call
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._late_use import LateUse, added
@@ -178,8 +178,8 @@ class OtherRuns:
         charged = self._since_last_hook(step)
         if charged is not None:
             sent, store = joined(charged.sent), self._common.store
-            counts = None if store is None or sent is None else store.settle(sent)
-            self._settled(step, charged, counts)
+            answer = None if store is None or sent is None else store.settle(sent)
+            self._settled(step, charged, answer)
 
     async def asettle(self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits) -> None:
         """Have the store charge what the run has used, before its next model call is judged.
@@ -193,8 +193,8 @@ class OtherRuns:
         charged = self._since_last_hook(step)
         if charged is not None:
             sent, store = joined(charged.sent), self._common.store
-            counts = None if store is None or sent is None else await store.asettle(sent)
-            self._settled(step, charged, counts)
+            answer = None if store is None or sent is None else await store.asettle(sent)
+            self._settled(step, charged, answer)
 
     def learn_state(self, state: Mapping[str, Any]) -> None:
         """Learn the state after a model call.
@@ -244,12 +244,9 @@ class OtherRuns:
         charged = found.take()
         return charged if charged.amounts else None
 
-    def _settled(self, step: _Step, charged: _Charged, counts: Mapping[str, int] | None) -> None:
+    def _settled(self, step: _Step, charged: _Charged, answer: AcquireResult | None) -> None:
         """Learn the use of budgets and make it visible, with the store's counts if it answered."""
-        mirror_root_run(step.limits, counts)
-        store, limits = self._common.store, step.limits
-        if store is not None:
-            limits = store.raised(limits)
+        mirror_root_run(step.limits, answer)
         spent = added(charged.amounts)
         late = self._common.late.of(step.state)
         # With what was just charged.
@@ -258,10 +255,10 @@ class OtherRuns:
         record_standing(
             self._common.recorder,
             step.call,
-            limits,
+            step.limits,
             before=before,
             spent=spent,
-            counts=counts,
+            answer=answer,
             is_call=False,
         )
 

@@ -35,8 +35,8 @@ def root_subject(
     if run is None or subject is not None:
         return subject or caller.run()
     thread, key = _numbered(run, caller, prefix)
-    found = store.peek([key]) if run.resumes else None
-    number = (found or {}).get(key)
+    found = (store.peek([key]) or {}).get(key) if run.resumes else None
+    number = None if found is None else found.used
     if number is None:
         answer = store.ask(_addition(key, run.key))
         number = None if answer is None else answer.used[key] + 1
@@ -61,8 +61,8 @@ async def aroot_subject(
     if run is None or subject is not None:
         return subject or caller.run()
     thread, key = _numbered(run, caller, prefix)
-    found = await store.apeek([key]) if run.resumes else None
-    number = (found or {}).get(key)
+    found = (await store.apeek([key]) or {}).get(key) if run.resumes else None
+    number = None if found is None else found.used
     if number is None:
         answer = await store.aask(_addition(key, run.key))
         number = None if answer is None else answer.used[key] + 1

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.admission import AcquireRequest, Compensation, Counter
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.middleware._root_run import root_run
 from langchain_quota.resolved import ResolvedLimits
@@ -119,16 +119,17 @@ def _by_key(
             yield Compensation(f"{run}/{key}", {key: amounts[counter]}, starts=start, settles=run)
 
 
-def mirror_root_run(limits: ResolvedLimits, counts: Mapping[str, int] | None) -> None:
+def mirror_root_run(limits: ResolvedLimits, answer: AcquireResult | None) -> None:
     """Keep what the store has counted of the root run, if a budget is per root run.
 
     Args:
         limits: The limits on model calls.
-        counts: The store's counts, by key; `None` if it has not answered.
+        answer: The store's answer, by key; `None` if there is none.
     """
     run = root_run()
-    if run is None or run.subject is None or not counts:
+    if run is None or run.subject is None or answer is None:
         return
+    counts = answer.used
     rows = (row for each in limits.limits if each.is_budget for row in limits.rows(each))
     keys = {row.key for row in rows if row.quota is not None and row.quota.per == ROOT_RUN}
     run.learn_used({key: counts[key] for key in counts.keys() & keys})

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 
+from langchain_quota.admission import AcquireResult
 from langchain_quota.decide import status
 from langchain_quota.decision import Call
 from langchain_quota.model_runs import ModelRun
+from langchain_quota.raised import newly_raised, raised
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -46,10 +48,10 @@ def record_standing(  # noqa: PLR0913 - all of one charge
     *,
     before: Mapping[str, int],
     spent: Mapping[str, int],
-    counts: Mapping[str, int] | None,
+    answer: AcquireResult | None,
     is_call: bool = True,
 ) -> None:
-    """Make visible what is used of budgets after a charge.
+    """Make visible what is used of budgets after a charge, and what a store has newly granted.
 
     Args:
         recorder: Makes it visible.
@@ -57,16 +59,21 @@ def record_standing(  # noqa: PLR0913 - all of one charge
         limits: The limits on model calls.
         before: The state's counts before it, by name.
         spent: What is charged, by the model's counter.
-        counts: The store's counts after it, by key; `None` without them.
+        answer: The store's answer after it, by key; `None` without one.
         is_call: Whether the call itself is charged, and not what was used beside it.
     """
+    counts: Mapping[str, int] = {}
+    if answer is not None:
+        counts = answer.used
+        recorder.record_granted(call.agent, newly_raised(limits, answer.newly_granted))
+        limits = raised(limits, answer.granted)
     for each in limits.limits:
         if each.is_budget:
             amount = spent.get(each.limit.counter, 0)
             rows = limits.rows(each)
             known = {**before}
             for row in rows:
-                after = None if counts is None else counts.get(row.key or "")
+                after = counts.get(row.key or "")
                 if after is not None:
                     known[row.counter] = max(0, after - amount)
                 known.setdefault(row.counter, 0)

@@ -29,11 +29,10 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations
-from langchain_quota.middleware._known_grants import KnownGrants
 from langchain_quota.middleware._late_corrections import LateCorrections
-from langchain_quota.raised import raised
-from langchain_quota.resolved import Outage, ResolvedLimits
-from langchain_quota.stores import QuotaStore
+from langchain_quota.raised import newly_raised
+from langchain_quota.resolved import Outage
+from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -60,7 +59,6 @@ class StoreClient:
         self._down = False
         self._pending = PendingCompensations()
         self._late = LateCorrections(self._pending, self._send_waiting, self._asend_waiting)
-        self._granted = KnownGrants(recorder)
         self._fills = recorder.watch_store(store)
         """Whether it can be full, and has not been nearly so yet."""
 
@@ -106,51 +104,49 @@ class StoreClient:
                 result = _joined(result, await self.store.aacquire(again))
         return self._or_fallback(request, sent, result)
 
-    def settle(self, sent: AcquireRequest) -> Mapping[str, int] | None:
+    def settle(self, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held.
 
         Args:
             sent: Counters, and the corrections; what cannot be sent now is sent later.
 
         Returns:
-            The counts after it; `None` if the store does not answer.
+            The counts after it, and what is granted; `None` if the store does not answer.
         """
-        counts: Mapping[str, int] | None = None
+        result: AcquireResult | None = None
         last = False
         try:
             with self._asking("acquire"):
                 while not last:
                     with self._carrying(sent) as (asked, last):
                         answer = self.store.acquire(asked)
-                self._granted.learn(sent, answer)
-                counts = answer.used
+                result = answer
         finally:
-            if counts is None:
+            if result is None:
                 self._make_later(sent.compensations)
-        return counts
+        return result
 
-    async def asettle(self, sent: AcquireRequest) -> Mapping[str, int] | None:
+    async def asettle(self, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held.
 
         Args:
             sent: Counters, and the corrections; what cannot be sent now is sent later.
 
         Returns:
-            The counts after it; `None` if the store does not answer.
+            The counts after it, and what is granted; `None` if the store does not answer.
         """
-        counts: Mapping[str, int] | None = None
+        result: AcquireResult | None = None
         last = False
         try:
             with self._asking("acquire"):
                 while not last:
                     with self._carrying(sent) as (asked, last):
                         answer = await self.store.aacquire(asked)
-                self._granted.learn(sent, answer)
-                counts = answer.used
+                result = answer
         finally:
-            if counts is None:
+            if result is None:
                 self._make_later(sent.compensations)
-        return counts
+        return result
 
     def settle_soon(self, sent: AcquireRequest, *, may_wait: bool) -> None:
         """Charge what was used where nobody can await it: at once, or with the next request.
@@ -160,7 +156,8 @@ class StoreClient:
             may_wait: Whether this thread may wait for the store.
         """
         if may_wait or isinstance(self.store, MemoryStore):
-            self.settle(sent)
+            # Without counters, for nobody reads what is newly granted there.
+            self.settle(replace(sent, counters={}))
         else:
             self._make_later(sent.compensations)
 
@@ -192,25 +189,23 @@ class StoreClient:
                 result = _checked(answer, sent) if last else None
         return result
 
-    def peek(self, keys: Sequence[str]) -> dict[str, int] | None:
-        """What is used of each key that the store has, in calls; `None` if it does not answer."""
-        counts: dict[str, int] | None = None if keys else {}
+    def peek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
+        """What is kept under each key that the store has; `None` if it does not answer."""
+        uses: dict[str, QuotaUsage] | None = None if keys else {}
         if keys:
             with self._asking("peek"):
                 found = self.store.peek(keys)
-                self._granted.see(keys, found)
-                counts = {each.key: each.used for each in found if each is not None}
-        return counts
+                uses = {each.key: each for each in found if each is not None}
+        return uses
 
-    async def apeek(self, keys: Sequence[str]) -> dict[str, int] | None:
-        """What is used of each key that the store has, in calls; `None` if it does not answer."""
-        counts: dict[str, int] | None = None if keys else {}
+    async def apeek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
+        """What is kept under each key that the store has; `None` if it does not answer."""
+        uses: dict[str, QuotaUsage] | None = None if keys else {}
         if keys:
             with self._asking("peek"):
                 found = await self.store.apeek(keys)
-                self._granted.see(keys, found)
-                counts = {each.key: each.used for each in found if each is not None}
-        return counts
+                uses = {each.key: each for each in found if each is not None}
+        return uses
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set what is used of keys to 0. Corrections of them that wait are made first.
@@ -245,9 +240,9 @@ class StoreClient:
     ) -> AcquireResult:
         if result is not None:
             request.answered = True
-            self._granted.learn(sent, result)
-            request.raise_limits(self._granted.amounts)
-            self._granted.tell(request.context.agent, request.limits)
+            request.raise_limits(sent.keyed(result.granted))
+            new = newly_raised(request.limits, sent.keyed(result.newly_granted))
+            self._recorder.record_granted(request.context.agent, new)
             request.mirror_root_run(result)
             return result
         if request.answer is not None or (request.limits.asking and is_answered()):
@@ -265,10 +260,6 @@ class StoreClient:
         self.compensate_later(sent, ran)
         self._recorder.record_fallback(request.context.agent, self._outage, calls)
         return result
-
-    def raised(self, limits: ResolvedLimits) -> ResolvedLimits:
-        """Limits, raised by the grants that the store's answers have named."""
-        return raised(limits, self._granted.amounts)
 
     def compensate_later(
         self, request: AcquireRequest, amounts: Mapping[str, int] | None = None
