@@ -1,10 +1,15 @@
 """Caps on calls at once, through real agents: nobody is over, nobody is stuck, all is visible."""
 
 import asyncio
+import gc
+import os
+import random
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import pytest
@@ -15,6 +20,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.graph import MessagesState, StateGraph, add_messages
 from langgraph.prebuilt import ToolNode, create_react_agent
 from langgraph.types import Command, interrupt
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from langchain_quota import (
@@ -26,10 +32,11 @@ from langchain_quota import (
     Quota,
     QuotaMiddleware,
     RepeatLimit,
+    Telemetry,
     ToolCallLimit,
     usage,
 )
-from langchain_quota.middleware._slots import PROCESS, Slot
+from langchain_quota.middleware._semaphores import PROCESS
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import Scene
@@ -37,6 +44,8 @@ from tests.conftest import Signals, needs_inline
 
 CALLS = 50
 CAP = 3
+PATIENCE = 60
+"""Seconds after which something is stuck."""
 BUSY = "other calls were running, and at most 1 call of 'browser' may run at the same time"
 
 
@@ -69,8 +78,8 @@ class Browser:
     def open(self) -> str:
         self._begin()
         try:
-            self._together.wait(20)
-            while self.ran <= self._together.parties != 1 and not PROCESS._lines:
+            self._together.wait(PATIENCE)
+            while self.ran <= self._together.parties != 1 and not waiting():
                 time.sleep(0.001)
         finally:
             self._end()
@@ -99,22 +108,62 @@ def answers(result: dict[str, Any]) -> list[str]:
 
 
 def waiting() -> int:
-    """How many calls of this process wait."""
-    return sum(map(len, PROCESS._lines.values()))
+    """How many calls of this process wait for a page."""
+    return PROCESS.of("browser").waiting
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    asyncio.run(until(condition))
 
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let others run until something is so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.001)
 
 
+ASKED: Any = {"messages": [("user", "hi")]}
+
+
+def agent_of(tool: BaseTool, calls: int = 1, **options: Any) -> Any:
+    """An agent that opens pages, by default one at a time."""
+    limit = ToolCallLimit("browser", **{"at_once": 1, "wait": PATIENCE, **options})
+    quota = QuotaMiddleware([limit], telemetry=Telemetry(registry=CollectorRegistry()))
+    model = ScriptedChatModel(script=[["browser"] * calls, "done"])
+    return create_agent(model, [tool], middleware=[quota])
+
+
+def has_room() -> bool:
+    """Whether a page may be opened now, if no other one is open."""
+    return answers(agent_of(Browser().tool, wait=0).invoke(ASKED)) == ["seen"]
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """Another agent's page is open."""
+    opened, may_end = threading.Event(), threading.Event()
+
+    def browser() -> None:
+        opened.set()
+        may_end.wait(PATIENCE)
+
+    tool = StructuredTool.from_function(browser, name="browser", description="See a page.")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(agent_of(tool).invoke, ASKED)
+        assert opened.wait(PATIENCE)
+        try:
+            yield
+        finally:
+            may_end.set()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """No test leaves a slot of this process taken."""
+    """No test leaves a place of this process taken."""
     yield
-    assert PROCESS.running("browser") == PROCESS.running("__all__") == 0
+    assert has_room()
 
 
 @both_forms
@@ -133,18 +182,6 @@ async def test_no_more_run_than_may(signals: Signals, form: Form) -> None:
     waits = {"agent": "unnamed", "limit": "tool:browser", "decision": "allowed"}
     assert signals.value("langchain_quota_wait_seconds_count", **waits) == calls
     assert (signals.value("langchain_quota_wait_seconds_sum", **waits) or 0) > 0
-    spans = [each for each in signals.spans() if each.name == "wait_for_quota tool browser"]
-    assert spans
-    for span in spans:
-        assert span.attributes is not None
-        waited, ends, starts = (
-            span.attributes["langchain_quota.waited"],
-            span.end_time,
-            span.start_time,
-        )
-        assert waited == pytest.approx(((ends or 0) - (starts or 0)) / 1e9, abs=1e-6)
-        assert span.attributes["langchain_quota.at_once.limit"] == CAP
-        assert "langchain_quota.run.used" not in span.attributes
 
 
 @pytest.mark.parametrize(
@@ -264,9 +301,8 @@ async def test_a_wait_in_vain_is_no_repetition(signals: Signals, urls: str) -> N
     quota = QuotaMiddleware([cap, RepeatLimit(2)], telemetry=signals.telemetry)
     script = [*([("browser", {"url": url})] for url in urls), "done"]
     scene = Scene(signals, script, [quota], tools=[tool])
-    other = PROCESS.take(("browser",), {}, 0)
-    result = await scene.turn()
-    PROCESS.give_back(other)
+    with busy():
+        result = await scene.turn()
     assert [BUSY in each for each in answers(result)] == [True] * 4
 
 
@@ -315,7 +351,7 @@ async def test_limits_on_one_tool_and_on_all(signals: Signals) -> None:
     script = [["browser", "browser", "search"], "done"]
     scene = Scene(signals, script, [quota], tools=[browser.tool, tool])
     running = asyncio.create_task(scene.turn())
-    await asyncio.wait_for(ran.wait(), 20)
+    await asyncio.wait_for(ran.wait(), PATIENCE)
     browser.may_end.set()
     await running
     assert (browser.most, browser.ran) == (1, 2)
@@ -337,7 +373,7 @@ async def test_an_interrupt_and_an_error_free_the_slot(signals: Signals) -> None
     )
     scene = Scene(signals, [["browser"], "done"], [quota], tools=[tool])
     await scene.turn()
-    assert PROCESS.running("browser") == 0
+    assert has_room()
     with pytest.raises(ValueError, match="yes"):
         await scene.invoke(Command(resume="yes"))
     assert ran == 2
@@ -350,7 +386,7 @@ async def test_retries_around(signals: Signals) -> None:
     async def fails() -> str:
         nonlocal tries
         tries += 1
-        assert PROCESS.running("browser") == 1
+        assert not await asyncio.to_thread(has_room)
         raise ValueError("broken")
 
     tool = StructuredTool.from_function(coroutine=fails, name="browser", description="Fail.")
@@ -359,9 +395,8 @@ async def test_retries_around(signals: Signals) -> None:
     quota = QuotaMiddleware([limit], telemetry=signals.telemetry)
     script = [["browser"], "done", ["browser"], "done"]
     scene = Scene(signals, script, [retry, quota], tools=[tool])
-    other = PROCESS.take(("browser",), {}, 0)
-    (refused,) = answers(await scene.turn())
-    PROCESS.give_back(other)
+    with busy():
+        (refused,) = answers(await scene.turn())
     assert BUSY in refused
     assert tries == 0
     waits = {"agent": "unnamed", "limit": "tool:browser"}
@@ -374,26 +409,29 @@ async def test_retries_around(signals: Signals) -> None:
 @both_forms
 async def test_a_retry_that_waits_in_vain(signals: Signals, form: Form) -> None:
     """A call that has run, and waits in vain when it is tried again, stays counted."""
-    others: list[Slot] = []
+    others = ExitStack()
 
     def fails() -> str:
-        # Another one comes first while the retry pauses.
-        others.append(Slot(("browser",), {"browser": 1}, int))
-        PROCESS._ask(others[0])
         raise ValueError("broken")
 
     async def afails() -> str:
         return fails()
 
+    def another_comes_first(_: Exception) -> bool:
+        others.enter_context(busy())
+        return True
+
     tool = StructuredTool.from_function(fails, afails, name="browser", description="Fail.")
-    retry: Any = ToolRetryMiddleware(max_retries=1, initial_delay=0, jitter=False)
+    retry: Any = ToolRetryMiddleware(
+        max_retries=1, initial_delay=0, jitter=False, retry_on=another_comes_first
+    )
     store = MemoryStore()
     limit = ToolCallLimit("browser", at_once=1, wait=0, quotas=[Quota(5, per="global")])
     quota = QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)
     script = [["browser"], "done", "done"]
     scene = Scene(signals, script, [retry, quota], tools=[tool], form=form)
-    (refused,) = answers(await scene.turn())
-    PROCESS.give_back(*others)
+    with others:
+        (refused,) = answers(await scene.turn())
     assert BUSY in refused
     await scene.turn()
     assert [each.used for each in store.usages()] == [1]
@@ -417,12 +455,16 @@ async def test_a_hook_of_a_subclass_runs_inside(signals: Signals) -> None:
     """A subclass's own `awrap_tool_call` is called when the call has its slot."""
 
     class Mine(QuotaMiddleware[Any, Any]):
+        def __init__(self) -> None:
+            limits = [ToolCallLimit("browser", at_once=1)]
+            super().__init__(limits, telemetry=signals.telemetry)
+
         async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
-            assert PROCESS.running("browser") == 1
+            assert not await asyncio.to_thread(has_room)
             answer = await handler(request)
             return answer.model_copy(update={"content": f"{answer.content}, and checked"})
 
-    quota = Mine([ToolCallLimit("browser", at_once=1)], telemetry=signals.telemetry)
+    quota = Mine()
     scene = Scene(signals, [["browser", "browser"], "done"], [quota], tools=[Browser().tool])
     assert answers(await scene.turn()) == ["seen, and checked"] * 2
 
@@ -470,3 +512,116 @@ async def test_a_react_agent(signals: Signals) -> None:
         agent: Any = create_react_agent(**quota.react_hooks(model, [browser.tool]))
     assert answers(await agent.ainvoke({"messages": [("user", "hi")]})) == ["seen"] * 6
     assert (browser.most, browser.ran) == (2, 6)
+
+
+@contextmanager
+def left_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that may be closed before its tasks have ended."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # it says that a task was left
+    yield loop
+    gc.collect()
+
+
+LEFT = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning",
+    "ignore:coroutine .* was never awaited:RuntimeWarning",
+)
+"""Others, too, cannot end what they do in a loop that is closed, and Python says so."""
+
+
+def test_threads_and_loops_share_a_cap() -> None:
+    """Sync agents in 8 threads and async agents in 3 event loops: never more than 3, all run."""
+    browser = Browser()
+
+    async def loop() -> list[str]:
+        agents = [agent_of(browser.tool, 2, at_once=CAP) for _ in range(8)]
+        results = await asyncio.gather(*(each.ainvoke(ASKED) for each in agents))
+        return [said for each in results for said in answers(each)]
+
+    with ThreadPoolExecutor(11) as threads:
+        loops = [threads.submit(asyncio.run, loop()) for _ in range(3)]
+        runs = [
+            threads.submit(agent_of(browser.tool, 2, at_once=CAP).invoke, ASKED) for _ in range(8)
+        ]
+        assert all(each.result(PATIENCE) == ["seen"] * 16 for each in loops)
+        assert all(answers(each.result(PATIENCE)) == ["seen"] * 2 for each in runs)
+    assert (browser.most, browser.ran) == (CAP, 64)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_cancelled_calls_leave_no_place_taken(seed: int) -> None:
+    """Runs are cancelled while their calls wait or run, some give up: the others all run."""
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    browser = Browser()
+    agents = [
+        agent_of(browser.tool, at_once=CAP, wait=chance.choice([0, 0.005, PATIENCE]))
+        for _ in range(CALLS)
+    ]
+    runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
+    for run in chance.sample(runs, CALLS // 2):
+        for _ in range(chance.randrange(4)):
+            await asyncio.sleep(chance.choice([0, 0.001]))
+        run.cancel()
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.wait(runs)
+    assert 0 < browser.most <= CAP
+
+
+async def test_who_comes_first_is_served_first() -> None:
+    """Calls that wait run in the order in which they came."""
+    order: list[int] = []
+
+    async def browser(number: int) -> None:
+        order.append(number)
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+    calls: Any = [("browser", {"number": number}) for number in range(10)]
+    quota = QuotaMiddleware(
+        [ToolCallLimit("browser", at_once=1)], telemetry=Telemetry(registry=CollectorRegistry())
+    )
+    model = ScriptedChatModel(script=[calls, "done"])
+    agent: Any = create_agent(model, [tool], middleware=[quota])
+    with busy():
+        run = asyncio.create_task(agent.ainvoke(ASKED))
+        await until(lambda: waiting() == 10)
+    await run
+    assert order == [*range(10)]
+
+
+@LEFT
+def test_a_place_goes_on_from_a_loop_that_is_closed() -> None:
+    """Calls that wait in a loop that is gone keep nobody behind them from running."""
+    with left_loop() as loop:
+        with busy():
+            left = loop.create_task(agent_of(Browser().tool, CALLS).ainvoke(ASKED))
+            loop.run_until_complete(until(lambda: waiting() == CALLS))
+            loop.close()
+        assert has_room()
+        assert not left.done()
+        del left
+
+
+def test_a_wait_may_be_longer_than_a_thread_can_wait() -> None:
+    """A sync call with such a `wait` waits as one with a shorter one does."""
+    with ThreadPoolExecutor(1) as threads, busy():
+        run = threads.submit(agent_of(Browser().tool, wait=1e300).invoke, ASKED)
+        eventually(lambda: waiting() == 1 or run.done())
+    assert answers(run.result(PATIENCE)) == ["seen"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_begins_anew() -> None:
+    """What runs in the parent does not run in the child, and the child's end changes nothing."""
+    children: list[int] = []
+
+    def browser() -> str:
+        child = os.fork()
+        if not child:
+            os._exit(0 if has_room() else 1)
+        children.append(os.waitpid(child, 0)[1])
+        return "has room" if has_room() else "full"
+
+    tool = StructuredTool.from_function(browser, name="browser", description="See.")
+    assert answers(agent_of(tool).invoke(ASKED)) == ["full"]
+    assert children == [0]

@@ -48,7 +48,7 @@ MIDDLEWARE_LAYERS = [
         "_late_corrections",
         "_observers",
         "_reset",
-        "_slots",
+        "_semaphores",
     },
     {"_answers", "_sub_agents", "_tool_counts"},
     {"_abandoned", "_repeats", "_root_run", "_run_tree", "_spending", "_turn"},

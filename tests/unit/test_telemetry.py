@@ -769,7 +769,7 @@ def test_logs_and_spans_name_every_agent(caplog: pytest.LogCaptureFixture) -> No
     )
     (refused,) = decide(10, agent="boss")
     recorder.record([refused], started=0)
-    recorder.record_turn(refused, "search", 1.0, trace=None)
+    recorder.record_turn(refused, "search", 1.0)
     recorder.record_question("boss", ["search"])
     recorder.record_answer("boss", ["search"], Answer("reject"), None)
     recorder.record_unknown_price("boss", "model-1")
@@ -780,7 +780,7 @@ def test_logs_and_spans_name_every_agent(caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.messages) >= 6
     assert all("agent 'boss'" in each for each in caplog.messages)
     spans = exporter.get_finished_spans()
-    assert [(each.attributes or {})["gen_ai.agent.name"] for each in spans] == ["boss", "boss"]
+    assert [(each.attributes or {})["gen_ai.agent.name"] for each in spans] == ["boss"]
 
 
 def record_calls(recorder: Recorder, *tools: str, agent: str | None = "boss") -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from types import MethodType
@@ -16,20 +16,16 @@ from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
-from langchain_quota.decision import (
-    Decision,
-    Outcome,
-    Refund,
-)
+from langchain_quota.decision import Decision, Outcome, Refund
 from langchain_quota.limits import ToolCallLimit
 from langchain_quota.middleware._history import answer, answer_of_refused
 from langchain_quota.middleware._leases import Lease, pauses
 from langchain_quota.middleware._observers import Observers
-from langchain_quota.middleware._slots import slots_of
+from langchain_quota.middleware._semaphores import Slot, semaphores_of
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.middleware._tool_counts import charged_for
 from langchain_quota.middleware._turn import Turn, turn_of
-from langchain_quota.resolved import Outage, stored_as
+from langchain_quota.resolved import Outage
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -38,17 +34,21 @@ Handler = Callable[[ToolCallRequest], Answer]
 AsyncHandler = Callable[[ToolCallRequest], Awaitable[Answer]]
 
 
-class AtOnce:
-    """Holds tool calls to the number that may run at the same time.
+class Place:
+    """The slots and the lease of a call."""
 
-    Args:
-        limits: The limits that have such a number.
-        store: Keeps the counts for several processes; with none, or one in memory, this process
-            does.
-        outage: What happens to calls when the store cannot be asked.
-        recorder: Makes visible who waits and who is refused.
-        observers: Notified of every refusal.
-    """
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.lease: Lease | None = None
+
+    def free(self) -> None:
+        """Give the slots back."""
+        for slot in self.slots:
+            slot.give_back()
+
+
+class AtOnce:
+    """Holds tool calls to the number that may run at the same time, in this process or a store."""
 
     def __init__(
         self,
@@ -67,79 +67,86 @@ class AtOnce:
         self._observers = observers
         # Before a store is asked, the calls of this process wait in line. So they keep their order,
         # and the store gets few questions.
-        self._slots = slots_of(self._leases and self._leases.store)
+        self._semaphores = semaphores_of(self._leases and self._leases.store)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: copies of the middleware count their calls together."""
         return self
 
     def make(self, request: ToolCallRequest, handler: Handler) -> Answer:
-        """Make a tool call when it may run; if its wait is over first, answer it instead.
-
-        Args:
-            request: The call.
-            handler: Makes it.
-        """
+        """Make a tool call when it may run; if its wait is over first, answer it instead."""
         turn = turn_of(request, self._limits)
         if turn is None:
             return handler(request)
-        with self._cancellable(turn):
-            slot = self._slots.take(turn.counts, turn.caps, turn.until - turn.began)
+        place = Place()
         try:
-            turn.met(slot)
-            lease = None
-            if slot.taken and self._leases is not None:
-                with self._cancellable(turn):
-                    lease = self._lease(turn, self._leases)
-            with nullcontext() if lease is None else lease.kept():
-                refusal = self._record(turn)
-                if refusal is not None:
-                    self._observers.notify([refusal], None)
-                    if refusal.outcome is Outcome.BLOCKED:
-                        refund = self._refund(turn)
-                        if refund is not None and self._store is not None:
-                            self._store.settle(refund)
-                        return self._answer(turn, refusal)
-                with turn.trying():
-                    return handler(request)
+            with self._cancellable(turn):
+                for count, most in turn.needs:
+                    slot = self._semaphores.of(count).take(most, turn.until - time.monotonic())
+                    place.slots.append(slot)
+                    turn.met(count, slot)
+                    if not slot.taken:
+                        break
+                else:
+                    place.lease = self._lease(turn)
+            if place.lease is not None:
+                place.lease.keep()
+            refusal, refund = self._judged(turn)
+            if refusal is not None:
+                self._observers.notify([refusal], None)
+                if refund is not None and self._store is not None:
+                    self._store.settle(refund)
+                if refusal.outcome is Outcome.BLOCKED:
+                    return self._answer(turn, refusal)
+            with turn.trying():
+                return handler(request)
         finally:
-            self._slots.give_back(slot)
+            try:
+                if place.lease is not None:
+                    place.lease.end()
+            finally:
+                place.free()
 
     async def amake(self, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
-        """Make a tool call when it may run; if its wait is over first, answer it instead.
-
-        Args:
-            request: The call.
-            handler: Makes it.
-        """
+        """Make a tool call when it may run; if its wait is over first, answer it instead."""
         turn = turn_of(request, self._limits)
         if turn is None:
             return await handler(request)
-        with self._cancellable(turn):
-            slot = await self._slots.atake(turn.counts, turn.caps, turn.until - turn.began)
+        place = Place()
         try:
-            turn.met(slot)
-            lease = None
-            if slot.taken and self._leases is not None:
-                with self._cancellable(turn):
-                    lease = await self._alease(turn, self._leases)
-            async with nullcontext() if lease is None else lease.akept():
-                refusal = self._record(turn)
-                if refusal is not None:
-                    await self._observers.anotify([refusal], None)
-                    if refusal.outcome is Outcome.BLOCKED:
-                        refund = self._refund(turn)
-                        if refund is not None and self._store is not None:
-                            await self._store.asettle(refund)
-                        return self._answer(turn, refusal)
-                with turn.trying():
-                    return await handler(request)
+            with self._cancellable(turn):
+                for count, most in turn.needs:
+                    semaphore = self._semaphores.of(count)
+                    slot = await semaphore.atake(most, turn.until - time.monotonic())
+                    place.slots.append(slot)
+                    turn.met(count, slot)
+                    if not slot.taken:
+                        break
+                else:
+                    place.lease = await self._alease(turn)
+            if place.lease is not None:
+                place.lease.akeep()
+            refusal, refund = self._judged(turn)
+            if refusal is not None:
+                await self._observers.anotify([refusal], None)
+                if refund is not None and self._store is not None:
+                    await self._store.asettle(refund)
+                if refusal.outcome is Outcome.BLOCKED:
+                    return self._answer(turn, refusal)
+            with turn.trying():
+                return await handler(request)
         finally:
-            self._slots.give_back(slot)
+            try:
+                if place.lease is not None:
+                    await place.lease.aend()
+            finally:
+                place.free()
 
-    def _lease(self, turn: Turn, store: StoreClient) -> Lease | None:
+    def _lease(self, turn: Turn) -> Lease | None:
         """Wait for a place in the store; `None` where it keeps none for this call."""
-        lease = _lease_of(turn, store)
+        if self._leases is None:
+            return None
+        lease = Lease(self._leases, turn.limits.values())
         try:
             result = lease.ask()
             for pause in pauses(turn.until):
@@ -153,13 +160,15 @@ class AtOnce:
             raise
         return self._leased(turn, lease, result)
 
-    async def _alease(self, turn: Turn, store: StoreClient) -> Lease | None:
+    async def _alease(self, turn: Turn) -> Lease | None:
         """Wait for a place in the store; `None` where it keeps none for this call.
 
         Raises:
             CancelledError: The call is cancelled.
         """
-        lease = _lease_of(turn, store)
+        if self._leases is None:
+            return None
+        lease = Lease(self._leases, turn.limits.values())
         try:
             result = await lease.aask()
             for pause in pauses(turn.until):
@@ -196,11 +205,13 @@ class AtOnce:
             self._recorder.record_wait(turn.call.agent, name, "cancelled", seconds)
             raise
 
-    def _record(self, turn: Turn) -> Decision | None:
-        """Make the wait visible; the decision, if a limit refuses the call or would."""
+    def _judged(self, turn: Turn) -> tuple[Decision | None, AcquireRequest | None]:
+        """Make the wait visible; what refuses the call or would, and what a store takes back."""
         decision = turn.decision(self._outage)
-        self._recorder.record_turn(decision, turn.waited_for, turn.waited, trace=turn.trace)
-        return None if decision.outcome is Outcome.ALLOWED else decision
+        self._recorder.record_turn(decision, turn.waited_for, turn.waited)
+        refused = decision.outcome is Outcome.BLOCKED
+        shown = None if decision.outcome is Outcome.ALLOWED else decision
+        return shown, self._refund(turn) if refused else None
 
     def _refund(self, turn: Turn) -> AcquireRequest | None:
         """Give back what the call was charged: it does not run.
@@ -226,8 +237,7 @@ class AtOnce:
             Compensation(refund, {key: -amount for key, amount in amounts.items()})
             for refund, amounts in charged.items()
         )
-        keys = {key for amounts in charged.values() for key in amounts}
-        counters = {key: Counter(key) for key in keys}
+        counters = {key: Counter(key) for amounts in charged.values() for key in amounts}
         return AcquireRequest("", "", counters, compensations=made) if made else None
 
     def _answer(self, turn: Turn, refusal: Decision) -> ToolMessage:
@@ -239,39 +249,23 @@ class AtOnce:
         return answer_of_refused(call_id, tool, text, returned=turn.batch is not None)
 
 
-def wrap_tool_calls(middleware: Any, outage: Outage) -> AtOnce | None:
-    """Give a middleware hooks around tool calls if it has caps on calls at once.
+def caps_of(middleware: Any, outage: Outage) -> AtOnce | None:
+    """The caps of a middleware on calls at once, if it has any: it then gets hooks around tools.
 
     LangChain looks for such hooks in the class. On `QuotaMiddleware` they would give every agent
-    with limits a wrapper around each tool call, and an agent without tools a node for tools. So a
-    middleware with a cap gets a class of its own.
-
-    Args:
-        middleware: A `QuotaMiddleware` with its limits, store, recorder and observers.
-        outage: What happens to calls when the store cannot be asked.
-
-    Returns:
-        What the hooks call; `None` without a cap.
+    with limits a wrapper around each tool call, and an agent without tools a node for tools.
     """
-    capped = [
-        limit
-        for limit in middleware._limits  # noqa: SLF001 - it is put together here
-        if isinstance(limit, ToolCallLimit) and limit.at_once is not None
-    ]
+    known = vars(middleware)
+    capped = [each for each in known["_limits"] if getattr(each, "at_once", None) is not None]
     if not capped:
         return None
+    # `__new__` is too early: it does not see the limits that a subclass's `__init__` gives.
     own: Any = type(middleware)
-    middleware.__class__ = _wrapping(own)
+    middleware.__class__ = _with_hooks(own)
     if not tracing_is_enabled():
         # As with the hook around the model: without `async`, LangSmith's wrapper is not added.
-        vars(middleware)["awrap_tool_call"] = MethodType(_untraced, middleware)
-    return AtOnce(
-        capped,
-        middleware._store,  # noqa: SLF001 - it is put together here
-        outage,
-        middleware._recorder,  # noqa: SLF001 - it is put together here
-        middleware._observers,  # noqa: SLF001 - it is put together here
-    )
+        known["awrap_tool_call"] = MethodType(_untraced, middleware)
+    return AtOnce(capped, known["_store"], outage, known["_recorder"], known["_observers"])
 
 
 def _untraced(
@@ -282,20 +276,18 @@ def _untraced(
 
 
 @cache
-def _wrapping(cls: Any) -> type:
-    """The same class with hooks around tool calls."""
-    wraps = any(
-        getattr(cls, hook) is not getattr(AgentMiddleware, hook)
-        for hook in ("wrap_tool_call", "awrap_tool_call")
-    )
+def _with_hooks(cls: Any) -> type:
+    """The same class with hooks around tool calls; those that it has run inside."""
+    hooks = {cls.wrap_tool_call, cls.awrap_tool_call}
+    has_own = hooks != {AgentMiddleware.wrap_tool_call, AgentMiddleware.awrap_tool_call}
 
     def wrap_tool_call(self: Any, request: ToolCallRequest, handler: Handler) -> Answer:
-        inner = partial(cls.wrap_tool_call, self, handler=handler) if wraps else handler
+        inner = partial(cls.wrap_tool_call, self, handler=handler) if has_own else handler
         made: Answer = self._at_once.make(request, inner)
         return made
 
     async def awrap_tool_call(self: Any, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
-        inner = partial(cls.awrap_tool_call, self, handler=handler) if wraps else handler
+        inner = partial(cls.awrap_tool_call, self, handler=handler) if has_own else handler
         made: Answer = await self._at_once.amake(request, inner)
         return made
 
@@ -310,11 +302,3 @@ def _wrapping(cls: Any) -> type:
     }
     made: type = type(cls)(cls.__name__, (cls,), own)
     return made
-
-
-def _lease_of(turn: Turn, store: StoreClient) -> Lease:
-    caps = {
-        name: (stored_as(limit), limit.at_once or 0, limit.enforce)
-        for name, limit in turn.limits.items()
-    }
-    return Lease(store, turn.counts, caps)

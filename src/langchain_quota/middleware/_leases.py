@@ -7,9 +7,10 @@ and holds anew.
 
 import asyncio
 import random
+import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from threading import Event, Thread
 from uuid import uuid4
 
@@ -22,7 +23,9 @@ from langchain_quota.admission import (
     Threshold,
 )
 from langchain_quota.decision import AT_ONCE
+from langchain_quota.limits import ToolCallLimit
 from langchain_quota.middleware._store import StoreClient
+from langchain_quota.resolved import stored_as
 from langchain_quota.stores.keys import CountKey
 
 SLOT_LEASE = 60
@@ -38,33 +41,32 @@ about a half each time, at random, so that workers do not ask at the same moment
 
 
 class Lease:
-    """The place of one call.
+    """The place of one call in a store."""
 
-    Args:
-        store: Keeps the counts.
-        counts: The counts that the call is in.
-        caps: How many may be in a count at the same time, and whether that is enforced, by the
-            names of limits: `{name: (count, most, enforced)}`.
-    """
-
-    def __init__(
-        self,
-        store: StoreClient,
-        counts: tuple[str, ...],
-        caps: Mapping[str, tuple[str, int, bool]],
-    ) -> None:
+    def __init__(self, store: StoreClient, limits: Collection[ToolCallLimit]) -> None:
         self._store = store
-        keys = {count: str(CountKey(count, AT_ONCE, "")) for count in counts}
-        self._counters = {count: Counter(key, lease=SLOT_LEASE) for count, key in keys.items()}
+        self._counters = {
+            count: Counter(str(CountKey(count, AT_ONCE, "")), lease=SLOT_LEASE)
+            for count in map(stored_as, limits)
+        }
         thresholds = tuple(
-            Threshold(name, AT_ONCE, count, most, enforced)
-            for name, (count, most, enforced) in caps.items()
+            Threshold(each.name, AT_ONCE, stored_as(each), each.at_once or 0, each.enforce)
+            for each in limits
         )
-        self._hits = (Hits(dict.fromkeys(counts, 1), thresholds),)
+        self._hits = (Hits(dict.fromkeys(self._counters, 1), thresholds),)
         self._id = uuid4().hex
         self._number = 0
         # The requests that may hold something: without an answer it is unknown.
         self._open: list[str] = []
+        self._over = False
+        self._ended = Event()
+        self._idle = Event()
+        self._idle.set()
+        self._kept = False
+        # What renews it in an event loop, if something does.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken: asyncio.Event
+        self._keeper: asyncio.Task[None]
 
     def ask(self) -> AcquireResult | None:
         """Hold the place, if there is one; `None` if the store does not answer."""
@@ -78,77 +80,89 @@ class Lease:
         """Give the place back; what cannot be sent now is sent with the next request."""
         if self._open:
             self._store.settle(self._return())
+            self._open.clear()
 
     async def agive_back(self) -> None:
         """Give the place back; what cannot be sent now is sent with the next request."""
         if self._open:
             await self._store.asettle(self._return())
+            self._open.clear()
 
     def give_back_later(self) -> None:
-        """Give the place back where nobody can wait.
-
-        A store on the network gets it with the next request. Without one the lease ends by itself.
-        """
+        """Give the place back with the next request, where nobody can wait."""
         if self._open:
             self._store.settle_soon(self._return(), may_wait=False)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Renew the lease while the block runs, and then give it back."""
-        ended = Event()
+    def keep(self) -> None:
+        """Renew the lease in a thread until the call ends, while no event loop does."""
+        if not self._kept:
+            self._kept = True
+            Thread(target=self._keep, name="langchain-quota lease", daemon=True).start()
 
-        def renew() -> None:
-            while not ended.wait(SLOT_LEASE / RENEWALS):
-                self._renewed(self._store.ask(self._renewal()))
+    def akeep(self) -> None:
+        """Renew the lease in this event loop until the call ends."""
+        self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
+        self._keeper = self._loop.create_task(self._akeep())
 
-        thread = Thread(target=renew, name="langchain-quota lease", daemon=True)
-        thread.start()
+    def end(self) -> None:
+        """Note that the call has ended, and give its place back."""
+        if not self._told():
+            self._ended.set()
+            # A renewal that is being sent would hold again what is given back.
+            self._idle.wait()
+            # A store that serves only event loops gets it with the next request.
+            with suppress(TypeError):
+                self.give_back()
+
+    async def aend(self) -> None:
+        """Note that the call has ended in its event loop, and give its place back."""
+        told = self._told()
+        if isinstance(sys.exception(), GeneratorExit):
+            # The call is dropped: nothing can be awaited.
+            if not told:
+                self.give_back_later()
+            return
+        self._ended.set()
         try:
-            yield
+            # It may be cancelled, and be done: the loop ends.
+            await asyncio.shield(self._keeper)
         finally:
-            ended.set()
-            thread.join()
-            self.give_back()
+            if self._keeper.done():
+                await self.agive_back()
 
-    @asynccontextmanager
-    async def akept(self) -> AsyncIterator[None]:
-        """Renew the lease while the block runs, and then give it back.
+    def _told(self) -> bool:
+        """Note that the call is over; whether its event loop gives the place back."""
+        self._over = True
+        if self._loop is not None and self._renews():
+            # The loop may be closed meanwhile.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._woken.set)
+                return True
+        return False
 
-        Raises:
-            GeneratorExit: The call is dropped.
-        """
-        ended = asyncio.Event()
+    def _renews(self) -> bool:
+        """Whether an event loop renews it."""
+        return self._loop is not None and self._loop.is_running() and not self._keeper.done()
 
-        async def renew() -> None:
-            while True:
+    def _keep(self) -> None:
+        # A store that serves only event loops cannot be asked here: the lease ends by itself.
+        with suppress(TypeError):
+            while not (self._ended.wait(SLOT_LEASE / RENEWALS) or self._over):
+                self._idle.clear()
                 try:
-                    async with asyncio.timeout(SLOT_LEASE / RENEWALS):
-                        await ended.wait()
-                        return
-                except TimeoutError:
-                    self._renewed(await self._store.aask(self._renewal()))
+                    if not (self._over or self._renews()):
+                        self._renewed(self._store.ask(self._renewal()))
+                finally:
+                    self._idle.set()
 
-        task = asyncio.create_task(renew())
-        try:
-            yield
-        except GeneratorExit:
-            # Nobody waits for anything any more.
-            task.cancel()
-            self.give_back_later()
-            raise
-        except BaseException:
-            await self._end(task, ended)
-            raise
-        else:
-            await self._end(task, ended)
-
-    async def _end(self, task: asyncio.Task[None], ended: asyncio.Event) -> None:
-        ended.set()
-        try:
-            # A renewal that is being sent must end first: it would hold again what is given back.
-            await task
-        finally:
-            await self.agive_back()
+    async def _akeep(self) -> None:
+        while not self._over:
+            try:
+                async with asyncio.timeout(SLOT_LEASE / RENEWALS):
+                    await self._woken.wait()
+            except TimeoutError:
+                self._renewed(await self._store.aask(self._renewal()))
+        await self.agive_back()
 
     def _request(self, *compensations: Compensation) -> AcquireRequest:
         name = f"{self._id}/{self._number}"
@@ -184,11 +198,7 @@ class Lease:
 
 
 def pauses(until: float) -> Iterator[float]:
-    """How long to pause before each further question, in seconds, up to a moment.
-
-    Args:
-        until: The moment, by `time.monotonic`.
-    """
+    """How long to pause before each further question, in seconds, up to a `time.monotonic`."""
     pause = FIRST_PAUSE
     while (left := until - time.monotonic()) > 0:
         yield min(left, pause * random.uniform(0.5, 1))  # noqa: S311 - no secret

@@ -1,5 +1,6 @@
 """One tool call that is to run, and its status under the caps on calls at once."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,18 +12,10 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import AIMessage
 
 from langchain_quota.admission import AcquireResult
-from langchain_quota.decision import (
-    AT_ONCE,
-    Call,
-    Decision,
-    LimitStatus,
-    Outcome,
-    QuotaStatus,
-    Reason,
-)
+from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.limits import ToolCallLimit
 from langchain_quota.middleware._context import call_context, running_runtime
-from langchain_quota.middleware._slots import Slot
+from langchain_quota.middleware._semaphores import Slot
 from langchain_quota.resolved import Outage, stored_as
 from langchain_quota.state import Batch, ledger
 
@@ -32,32 +25,23 @@ _tried: WeakValueDictionary[int, object] = WeakValueDictionary()
 
 @dataclass(slots=True)
 class Turn:
-    """One call that is to run, and its status under its caps.
-
-    Attributes:
-        call: The call.
-        limits: The limits that match it, each with its count.
-        trace: The first span of the run, where none was active.
-        runtime: The tool's runtime; the same each time the call is tried.
-        batch: What the calls of its message were charged; `None` if the tool's state has none.
-        running: How many are in each count, without this call.
-        refused: The limits that refuse it, or would.
-        unchecked: Whether the store could not be asked.
-        waits: Whether it could not run when it came.
-        waited_for: The limit because of which it waits, if it does.
-    """
+    """One call that is to run, and its status under its caps."""
 
     call: Call
     limits: Mapping[str, ToolCallLimit]
-    trace: Mapping[str, str] | None
+    # The same each time the call is tried.
     runtime: object
+    # What the calls of its message were charged; `None` if the tool's state has none.
     batch: Batch | None
+    waited_for: str
     began: float = field(default_factory=time.monotonic)
-    running: Mapping[str, int] = field(default_factory=dict)
-    refused: Sequence[str] = ()
+    # How many are in each count, without this call.
+    running: dict[str, int] = field(default_factory=dict)
+    # The limits that refuse it, or would.
+    refused: list[str] = field(default_factory=list)
+    # Whether the store could not be asked.
     unchecked: bool = False
     waits: bool = False
-    waited_for: str = ""
 
     @property
     def tried(self) -> bool:
@@ -73,19 +57,21 @@ class Turn:
             _tried[id(self.runtime)] = self.runtime
 
     @property
-    def counts(self) -> tuple[str, ...]:
-        """The counts that it is in while it runs."""
-        return tuple({stored_as(limit): None for limit in self.limits.values()})
+    def needs(self) -> list[tuple[str, int | None]]:
+        """The counts that it is in while it runs, and how many may be in each, if that is enforced.
 
-    @property
-    def caps(self) -> dict[str, int]:
-        """How many may be in a count, by the limits that are enforced."""
-        caps: dict[str, int] = {}
+        Every call takes its slots in this order, so no two calls wait for each other. Counts of few
+        tools come first: who waits for one of them keeps other tools waiting as little as it can.
+        """
+        enforced: dict[tuple[int, str], int] = {}
+        counted = set()
         for limit in self.limits.values():
+            count = len(limit.tools) or sys.maxsize, stored_as(limit)
+            counted.add(count)
             if limit.enforce and limit.at_once is not None:
-                count = stored_as(limit)
-                caps[count] = min(limit.at_once, caps.get(count, limit.at_once))
-        return caps
+                enforced[count] = min(limit.at_once, enforced.get(count, limit.at_once))
+        needs = [*sorted(enforced), *sorted(counted - enforced.keys())]
+        return [(count[1], enforced.get(count)) for count in needs]
 
     @property
     def waited(self) -> float:
@@ -98,57 +84,43 @@ class Turn:
         waits = [each.wait or 0 for each in self.limits.values() if each.enforce]
         return self.began + min(waits, default=0)
 
-    def met(self, slot: Slot) -> None:
-        """Note the counts in this process: which limits would refuse it at once, and which do."""
-        self.running, self.waits = slot.found, slot.waits
-        full = [
-            name
-            for name, limit in self.limits.items()
-            if slot.found[stored_as(limit)] >= (limit.at_once or 0)
-        ]
-        enforced = [name for name, limit in self.limits.items() if limit.enforce]
-        # A call that finds room and waits nevertheless is queued after others.
-        found = [*(each for each in full if each in enforced), *enforced]
-        self.waited_for = found[0] if found else ""
-        self.refused = [each for each in full if each not in enforced]
-        if not slot.taken:
-            self.refused = [self.waited_for, *self.refused]
+    def met(self, count: str, slot: Slot) -> None:
+        """Note what it has found in a count of this process, and which limits refuse it."""
+        self.running[count] = slot.found
+        for name, limit in self.limits.items():
+            if stored_as(limit) != count:
+                continue
+            if not limit.enforce and slot.found >= (limit.at_once or 0):
+                self.refused.append(name)
+            if limit.enforce and slot.waits and limit.at_once == slot.most:
+                self.waits, self.waited_for = True, name
+                self.refused += [] if slot.taken else [name]
 
     def learned(self, result: AcquireResult | None) -> None:
         """Note a store's answer; `None` if it does not answer."""
         if result is None:
             self.unchecked = True
             return
-        self.running = result.used
+        self.running = {**result.used}
         self.refused = [*result.refused[0]]
         self.waited_for = next(
             (each for each in self.refused if self.limits[each].enforce), self.waited_for
         )
 
     def decision(self, outage: Outage) -> Decision:
-        """What is decided about the call.
-
-        Args:
-            outage: What happens to calls when the store cannot be asked.
-        """
-        refused = self.refused
+        """What is decided about the call, also while the store cannot be asked."""
+        refused: Sequence[str] = self.refused
         if self.unchecked:
             refused = [*self.limits] if outage == "deny" else []
-        reason: Reason = "store" if self.unchecked else "exhausted"
         outcome = Outcome.ALLOWED
         if refused:
             enforced = any(self.limits[each].enforce for each in refused)
             outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
-        statuses = (self._status(each, reason if each in refused else None) for each in self.limits)
+        statuses = (self._status(each, refused=each in refused) for each in self.limits)
         return Decision(self.call, outcome, tuple(statuses))
 
-    def _status(self, name: str, reason: Reason | None) -> LimitStatus:
-        """The status of a cap at the call: how many run, with this call, and how many may.
-
-        Args:
-            name: The limit's name.
-            reason: Why it refuses the call; `None` if it does not.
-        """
+    def _status(self, name: str, *, refused: bool) -> LimitStatus:
+        """The status of a cap at the call: how many run, with this call, and how many may."""
         limit = self.limits[name]
         running = self.running.get(stored_as(limit), 0)
         most = limit.at_once or 0
@@ -161,8 +133,8 @@ class Turn:
             run_before=0,
             run_used=0,
             run_limit=None,
-            reason=reason,
-            scope=AT_ONCE if reason == "exhausted" else None,
+            reason=("store" if self.unchecked else "exhausted") if refused else None,
+            scope=AT_ONCE if refused and not self.unchecked else None,
             enforced=limit.enforce,
             alert=limit.alert,
             quotas=(QuotaStatus(AT_ONCE, "", running, running + 1, most, per=AT_ONCE),),
@@ -170,12 +142,7 @@ class Turn:
 
 
 def turn_of(request: ToolCallRequest, capped: Sequence[ToolCallLimit]) -> Turn | None:
-    """The call of a request, if limits match it.
-
-    Args:
-        request: The request.
-        capped: The limits with a cap.
-    """
+    """The call of a request, if limits with a cap match it."""
     made = request.tool_call
     bare = Call("tool", made["name"], made["id"])
     limits = {each.name: each for each in capped if each.matches(bare)}
@@ -187,5 +154,5 @@ def turn_of(request: ToolCallRequest, capped: Sequence[ToolCallLimit]) -> Turn |
     name = None if newest is None else newest.name
     context = call_context(running_runtime(), model_name=name)
     call = Call("tool", bare.tool, bare.id, 1, context.agent, context.thread_id)
-    known = ledger(state)
-    return Turn(call, limits, known.get("trace"), request.runtime, known.get("batch"))
+    waited_for = next((name for name, each in limits.items() if each.enforce), "")
+    return Turn(call, limits, request.runtime, ledger(state).get("batch"), waited_for)

@@ -16,7 +16,7 @@ from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
 from langchain_quota.middleware._agent_budgets import alate_use, budgets_of, late_use
 from langchain_quota.middleware._asking import questions_of
-from langchain_quota.middleware._at_once import wrap_tool_calls
+from langchain_quota.middleware._at_once import caps_of
 from langchain_quota.middleware._base import ContextT, effect
 from langchain_quota.middleware._budgeted_call import BudgetedCall
 from langchain_quota.middleware._budgets import Budgets
@@ -160,7 +160,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         self._model_mode = "admitted" if self._current.of_kind["model"] else None
         if type(self) is QuotaMiddleware and self._model_mode is None:
             leave_out_before_model(self)
-        self._at_once = wrap_tool_calls(self, on_store_error)
+        self._at_once = caps_of(self, on_store_error)
 
     @hook_config(can_jump_to=["end"])
     def before_model(

@@ -230,23 +230,15 @@ class Recorder(ChargeRecorder):
         except Exception as error:
             self._failed("metrics", error)
 
-    def record_turn(
-        self,
-        decision: Decision,
-        waited_for: str,
-        seconds: float,
-        *,
-        trace: Mapping[str, str] | None,
-    ) -> None:
+    def record_turn(self, decision: Decision, waited_for: str, seconds: float) -> None:
         """Make visible that a call runs after it has waited, or that it has waited in vain.
 
         Args:
             decision: What was decided, by the caps on calls at once.
             waited_for: The limit that it has waited for; no other limit made it wait.
             seconds: How long it has waited; 0 if it did not have to.
-            trace: The first span of the run, if there is no active span as its parent.
         """
-        call, refused = decision.call, decision.outcome is not Outcome.ALLOWED
+        call = decision.call
         for status in decision.limits:
             mine = status.limit == waited_for
             # After a refusal on trial the call runs: the other limits have let it through.
@@ -255,22 +247,9 @@ class Recorder(ChargeRecorder):
                 continue
             self.record_wait(call.agent, status.limit, outcome, seconds if mine else 0.0)
         agent, thread = self._labels(call.agent, call.thread_id)
-        span = None
-        if refused or seconds > 0:
-            try:
-                tool = self._tools.label(agent, call.tool)
-                span = self._tracing.record_wait(
-                    decision,
-                    seconds,
-                    tool=tool,
-                    thread=thread,
-                    place=self._tracing.place(trace),
-                )
-            except Exception as failure:
-                self._failed("tracing", failure)
         for status in decision.refused_by:
             try:
-                self._metrics.refused_at_once(agent, status, self._exemplar(span))
+                self._metrics.refused_at_once(agent, status, self._exemplar(None))
             except Exception as error:
                 self._failed("metrics", error)
             self._tell(status, call, agent, thread)

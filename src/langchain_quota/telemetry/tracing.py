@@ -1,6 +1,5 @@
 """The OpenTelemetry span of a judged call."""
 
-import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -41,7 +40,6 @@ RUN_LIMIT = "langchain_quota.run.limit"
 QUOTA_USED = "langchain_quota.{scope}.used"
 QUOTA_LIMIT = "langchain_quota.{scope}.limit"
 UNIT = "langchain_quota.unit"
-WAITED = "langchain_quota.waited"
 RESETS_AT = "langchain_quota.resets_at"
 THREAD_LABEL = "langchain_quota.thread.id"
 
@@ -170,42 +168,6 @@ class Tracing:
         if error is not None:
             span.set_status(trace.StatusCode.ERROR, description)
         span.end()
-        return span
-
-    def record_wait(
-        self,
-        decision: Decision,
-        seconds: float,
-        *,
-        tool: str,
-        thread: str | None,
-        place: Place,
-    ) -> trace.Span | None:
-        """Make the span of a wait, which ends now; `None` if it gets none.
-
-        Args:
-            decision: What was decided, by the caps on calls at once.
-            seconds: How long the call has waited.
-            tool: The label of the tool.
-            thread: The label of the thread, if there is one.
-            place: Where it belongs.
-        """
-        if self._spans == "off" or (
-            self._spans == "refused" and decision.outcome is Outcome.ALLOWED
-        ):
-            return None
-        attributes = self._attributes(decision, tool, thread, None)
-        for counted in (THREAD_USED, RUN_USED):
-            # A cap does not count them.
-            attributes.pop(counted, None)
-        ends = time.time_ns()
-        span = self._tracer.start_span(
-            f"wait_for_quota tool {tool}",
-            context=place.parent,
-            attributes={**attributes, WAITED: seconds},
-            start_time=ends - round(seconds * 1e9),
-        )
-        span.end(ends)
         return span
 
     def _attributes(
