@@ -514,6 +514,85 @@ async def test_a_react_agent(signals: Signals) -> None:
     assert (browser.most, browser.ran) == (2, 6)
 
 
+class Work:
+    """What threads do: it takes real time, and nothing that is cancelled ends it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.may_end = threading.Event()
+        self.running = self.most = self.ran = 0
+
+    def do(self) -> str:
+        with self._lock:
+            self.running += 1
+            self.ran += 1
+            self.most = max(self.most, self.running)
+        assert self.may_end.wait(PATIENCE)
+        with self._lock:
+            self.running -= 1
+        return "seen"
+
+
+class SyncTool(BaseTool):
+    """A tool without an async form, which keeps what it has done."""
+
+    name: str = "browser"
+    description: str = "See a page."
+    work: Any
+    calls: int = 0
+
+    def _run(self) -> str:
+        self.calls += 1
+        return str(self.work.do())
+
+
+class OwnAsyncTool(SyncTool):
+    """A tool whose async form is its own."""
+
+    async def _arun(self) -> str:
+        self.calls += 1
+        return "seen"
+
+
+def sync_tool(work: Work) -> BaseTool:
+    """A function as a tool."""
+    return StructuredTool.from_function(work.do, name="browser", description="See a page.")
+
+
+@pytest.mark.parametrize("make", [sync_tool, lambda work: SyncTool(work=work)])
+@pytest.mark.parametrize("store", [None, MemoryStore()])
+async def test_a_cancelled_run_does_not_end_its_sync_tool(
+    make: Callable[[Work], BaseTool], store: MemoryStore | None
+) -> None:
+    """Of 20 runs that are cancelled while their tools run in threads, never more than 2 do so."""
+    work = Work()
+    tool = make(work)
+    limit = ToolCallLimit("browser", at_once=2, wait=PATIENCE)
+
+    def agent() -> Any:
+        telemetry = Telemetry(registry=CollectorRegistry())
+        quota = QuotaMiddleware([limit], store=store, telemetry=telemetry)
+        model = ScriptedChatModel(script=[["browser"], "done"])
+        return create_agent(model, [tool], middleware=[quota])
+
+    first = [asyncio.create_task(agent().ainvoke(ASKED)) for _ in range(2)]
+    await until(lambda: work.running == 2)
+    others = [asyncio.create_task(agent().ainvoke(ASKED)) for _ in range(18)]
+    await until(lambda: waiting() == 18)
+    for each in (*first, *others[:9]):
+        each.cancel()
+    await asyncio.wait([*first, *others[:9]])
+    # Whoever came next would run now.
+    assert not await asyncio.to_thread(has_room)
+    assert work.running == 2
+    work.may_end.set()
+    assert [answers(each) for each in await asyncio.gather(*others[9:])] == [["seen"]] * 9
+    await until(lambda: not work.running)
+    assert (work.most, work.ran) == (2, 11)
+    if isinstance(tool, SyncTool):
+        assert tool.calls == 11
+
+
 @contextmanager
 def left_loop() -> Iterator[asyncio.AbstractEventLoop]:
     """An event loop that may be closed before its tasks have ended."""
@@ -528,6 +607,50 @@ LEFT = pytest.mark.filterwarnings(
     "ignore:coroutine .* was never awaited:RuntimeWarning",
 )
 """Others, too, cannot end what they do in a loop that is closed, and Python says so."""
+
+
+@LEFT
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_an_event_loop_that_ends_before_the_thread_of_its_tool(cancelled: bool) -> None:  # noqa: FBT001
+    """The place is kept until the thread has ended: the loop is closed, and the run is gone."""
+    work = Work()
+    with left_loop() as loop:
+        run = loop.create_task(agent_of(sync_tool(work)).ainvoke(ASKED))
+        loop.run_until_complete(until(lambda: work.running == 1))
+        if cancelled:
+            run.cancel()
+            loop.run_until_complete(asyncio.wait([run]))
+        loop.close()
+        assert not has_room()
+        work.may_end.set()
+        eventually(has_room)
+        del run
+    assert has_room()
+    assert work.ran == 1
+
+
+async def test_a_tool_stays_the_tool_that_it_is() -> None:
+    """A hook inside gets a tool of the same class; what a tool keeps in itself stays there."""
+    seen: list[object] = []
+
+    class Looks(AgentMiddleware[Any, Any, Any]):
+        async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
+            seen.append(request.tool)
+            return await handler(request)
+
+    work = Work()
+    work.may_end.set()
+    for kind in (SyncTool, OwnAsyncTool):
+        tool = kind(work=work)
+        quota = QuotaMiddleware(
+            [ToolCallLimit("browser", at_once=1)], telemetry=Telemetry(registry=CollectorRegistry())
+        )
+        model = ScriptedChatModel(script=[["browser", "browser"], "done"])
+        agent: Any = create_agent(model, [tool], middleware=[quota, Looks()])
+        assert answers(await agent.ainvoke(ASKED)) == ["seen"] * 2
+        assert [type(each) for each in seen] == [kind, kind]
+        assert tool.calls == 2
+        seen.clear()
 
 
 def test_threads_and_loops_share_a_cap() -> None:

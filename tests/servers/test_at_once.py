@@ -2,8 +2,10 @@
 
 import asyncio
 import fcntl
+import gc
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
@@ -265,6 +267,103 @@ async def test_cancelled_calls_give_their_places_back(redis_server: RedisServer)
         (left,) = await store.apeek([KEY])
         assert left is not None
         assert left.used == 0
+
+
+async def test_a_cancelled_run_does_not_end_its_sync_tool(redis_server: RedisServer) -> None:
+    """Of 20 runs that are cancelled while tools run in threads, 2 of these run, in two processes.
+
+    Two stores are as two processes have them. Each place is free when its thread has ended.
+    """
+    lock, full, may_end = threading.Lock(), threading.Event(), threading.Event()
+    running = most = ran = 0
+
+    def browser() -> str:
+        nonlocal running, most, ran
+        with lock:
+            running, ran = running + 1, ran + 1
+            most = max(most, running)
+            if running == 2:
+                full.set()
+        assert may_end.wait(PATIENCE)
+        with lock:
+            running -= 1
+        return "seen"
+
+    tool = StructuredTool.from_function(browser, name="browser", description="See.")
+    prefix = redis_server.prefix()
+    limit = {"at_once": 2}
+    async with open_store(redis_server, prefix) as one, open_store(redis_server, prefix) as other:
+        runs = [
+            asyncio.create_task(agent_of(store, 1, tool, limit=limit).ainvoke(ASKED))
+            for store in (one, other) * 10
+        ]
+        await asyncio.to_thread(full.wait, PATIENCE)
+        for each in runs:
+            each.cancel()
+        await asyncio.wait(runs)
+        assert await taken(one) == 2
+        late = [
+            asyncio.create_task(agent_of(store, 2, tool, limit=limit).ainvoke(ASKED))
+            for store in (one, other)
+        ]
+        # They ask for places, and do not get any.
+        refused = await agent_of(one, 1, seen, limit={"at_once": 2, "wait": 0}).ainvoke(ASKED)
+        assert "other calls were running" in refused["messages"][2].content
+        assert running == 2
+        may_end.set()
+        for result in await asyncio.gather(*late):
+            assert [each.content for each in result["messages"][2:4]] == ["seen"] * 2
+        await used_is(one, 0)
+    assert (most, ran) == (2, 6)
+
+
+@pytest.mark.filterwarnings(
+    # Others, too, cannot end what they do in a loop that is closed, and Python says so.
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning",
+    "ignore:coroutine .* was never awaited:RuntimeWarning",
+    "ignore:unclosed:ResourceWarning",
+)
+@pytest.mark.parametrize("closed", ["as asyncio.run does", "at once"])
+def test_an_event_loop_that_ends_before_the_thread_of_its_tool(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """The lease is renewed until the thread has ended, and then the place is given back."""
+    monkeypatch.setattr(leases, "SLOT_LEASE", 1)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def browser() -> str:
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        return "seen"
+
+    tool = StructuredTool.from_function(browser, name="browser", description="See.")
+    prefix = redis_server.prefix()
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # it says that a task was left
+    used = RedisStore(redis_server.url, prefix=prefix, timeout=60)
+    run = loop.create_task(agent_of(used, 1, tool).ainvoke(ASKED))
+    loop.run_until_complete(asyncio.to_thread(begun.wait, PATIENCE))
+    if closed == "as asyncio.run does":
+        left = asyncio.all_tasks(loop)
+        for each in left:
+            each.cancel()
+        loop.run_until_complete(asyncio.wait(left))
+        loop.run_until_complete(used.aclose())
+    loop.close()
+    with closing(RedisStore(redis_server.url, prefix=prefix, timeout=60)) as store:
+
+        def taken() -> int:
+            (use,) = store.peek([KEY])
+            return 0 if use is None else use.used
+
+        for _ in range(6):
+            assert taken() == 1
+            time.sleep(0.5)
+        may_end.set()
+        eventually(lambda: taken() == 0)
+    used.close()
+    del run
+    gc.collect()
 
 
 async def test_a_place_that_nobody_heard_of_is_given_back(redis_server: RedisServer) -> None:

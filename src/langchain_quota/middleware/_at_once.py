@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any, Self
 
@@ -33,18 +34,65 @@ Answer = ToolMessage | Command[Any]
 Handler = Callable[[ToolCallRequest], Answer]
 AsyncHandler = Callable[[ToolCallRequest], Awaitable[Answer]]
 
+_RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
+"""The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
+
 
 class Place:
-    """The slots and the lease of a call."""
+    """The slots and the lease of a call, until its task and the threads of its tool have ended."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.lease: Lease | None = None
+        self._task_over = False
+        self._threads: list[None] = []
+
+    def task_over(self) -> bool:
+        """Note that the task has ended; whether the whole call has."""
+        # A thread looks at this after it has added itself: so one of both sees the other.
+        self._task_over = True
+        return not self._threads
 
     def free(self) -> None:
         """Give the slots back."""
         for slot in self.slots:
             slot.give_back()
+
+    def watching(self, request: ToolCallRequest) -> ToolCallRequest:
+        """The request, with a tool whose thread keeps the place: a cancelled run does not end it.
+
+        The tool is a copy, whose `_run` is that of the original.
+        """
+        tool: Any = request.tool
+        own = (getattr(getattr(type(tool), each, None), "__module__", "") for each in _RUNS)
+        if getattr(tool, "coroutine", None) or not all(
+            each.startswith("langchain_core.") for each in own
+        ):
+            return request
+        loop = asyncio.get_running_loop()
+        run = tool._run  # noqa: SLF001 - what all its sync forms call
+
+        @wraps(run)
+        def watched(*args: Any, **options: Any) -> Any:
+            self._threads.append(None)
+            try:
+                if self._task_over:
+                    raise asyncio.CancelledError("the run was cancelled before its tool began")
+                if self.lease is not None:
+                    # The thread may outlive the event loop.
+                    self.lease.keep()
+                return run(*args, **options)
+            finally:
+                self._threads.pop()
+                if (self._task_over or loop.is_closed()) and not self._threads:
+                    # First what needs no answer.
+                    self.free()
+                    if self.lease is not None:
+                        self.lease.end()
+
+        watched_tool = copy(tool)
+        vars(watched_tool)["_run"] = watched
+        return request.override(tool=watched_tool)
 
 
 class AtOnce:
@@ -134,13 +182,14 @@ class AtOnce:
                 if refusal.outcome is Outcome.BLOCKED:
                     return self._answer(turn, refusal)
             with turn.trying():
-                return await handler(request)
+                return await handler(place.watching(request))
         finally:
-            try:
-                if place.lease is not None:
-                    await place.lease.aend()
-            finally:
-                place.free()
+            if place.task_over():
+                try:
+                    if place.lease is not None:
+                        await place.lease.aend()
+                finally:
+                    place.free()
 
     def _lease(self, turn: Turn) -> Lease | None:
         """Wait for a place in the store; `None` where it keeps none for this call."""
