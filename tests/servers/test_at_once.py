@@ -130,10 +130,10 @@ def test_processes_share_a_cap(
         killed = start(CAP - 1)
         for _ in range(PROCESSES - 1):
             start()
-        eventually(lambda: ran() > ENOUGH // 2)
+        eventually(lambda: ran() > ENOUGH // 2, seconds=PATIENCE)
         killed.kill()
         start()
-        eventually(lambda: ran() > ENOUGH)
+        eventually(lambda: ran() > ENOUGH, seconds=PATIENCE)
     assert "over" not in diary.read_text()
     with (
         closing(RedisStore(redis_server.url, prefix=prefix, timeout=60)) as store,
