@@ -40,6 +40,7 @@ from dashboards.queries import (
     LIMIT,
     LIMIT_ALERT,
     LIMIT_NEAR,
+    LOST_ROOT_RUNS,
     NEAR,
     QUESTIONS,
     RUNS,
@@ -533,13 +534,17 @@ def _processes(board: Dashboard) -> None:
         bars(
             Place(15, 8, 7),
             "Errors",
-            "How often telemetry, observers, stores or functions that compute limits failed. The "
-            "bars add up to what was counted.",
+            "How often telemetry, observers, stores or functions that compute limits failed, and "
+            "runs that did not find their root run. The bars add up to what was counted.",
             [
                 Query(
                     grown("component, error_type", select(ERRORS)),
                     "{{component}}: {{error_type}}",
-                )
+                ),
+                Query(
+                    grown("agent, cause", select(LOST_ROOT_RUNS)),
+                    "{{agent}}: no root run ({{cause}})",
+                ),
             ],
         ).no_value("Nothing failed.")
     )

@@ -31,7 +31,7 @@ from langchain_quota import (
     Telemetry,
 )
 from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.middleware._root_run import _log_lost_context
+from langchain_quota.middleware._root_run import log_lost
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.shared import FickleStore
@@ -315,7 +315,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
 def test_in_a_bare_thread(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
     """An agent that a tool starts in a thread without context has its own budget: one log line."""
-    _log_lost_context.cache_clear()
+    log_lost.cache_clear()
     tree = Tree(signals.telemetry)
     child = tree.agent(9)
 
@@ -349,7 +349,7 @@ def test_in_a_thread_with_context(signals: Signals) -> None:
 
 def test_a_server_of_threads(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
     """Runs of a server whose threads have no context log nothing; each has its own budget."""
-    _log_lost_context.cache_clear()
+    log_lost.cache_clear()
     gc.collect()  # runs of other tests that wait for a human
     tree = Tree(signals.telemetry)
     agent = tree.agent(9)

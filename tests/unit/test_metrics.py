@@ -100,6 +100,7 @@ def test_names_types_and_labels(signals: Signals) -> None:
     counting = recorder_of(Telemetry(registry=signals.registry, count_unjudged_calls=True))
     assert counting.unjudged is not None
     counting.unjudged.record("boss", "tool", 1)
+    signals.recorder.record_lost_root_run("boss", "thread")
     tomorrow = datetime.now(UTC) + timedelta(days=1)
     for per in ("global", "thread"):
         quota = ResolvedQuota(per, 5, "t1", per, tomorrow, per)

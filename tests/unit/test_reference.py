@@ -6,6 +6,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.runnables import RunnableConfig
-from langchain_core.tools import tool
+from langchain_core.tools import StructuredTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -246,6 +247,25 @@ async def play_all(telemetry: Telemetry, hiding: Telemetry) -> None:
     await play([[TOOL], [TOOL], "done"], quota(RepeatLimit(1)))
     await spend(quota)
     await answer_all(quota)
+    await lose(quota)
+
+
+async def lose(quota: Callable[..., Any]) -> None:
+    """Runs that may belong to another root run: in a bare thread, and inside an unknown run."""
+    limited = quota(ToolCallLimit(TOOL, quotas=[Quota(5, per="root_run")]), store=MemoryStore())
+    child: Any = create_agent(ScriptedChatModel(script=["done", "done"]), middleware=[limited])
+    asked = {"messages": [("user", "go on")]}
+    thread = {"configurable": {"thread_id": THREAD}}
+
+    def elsewhere() -> str:
+        with ThreadPoolExecutor() as executor:
+            return str(executor.submit(child.invoke, asked, thread).result())
+
+    asks = StructuredTool.from_function(elsewhere, name=TOOL, description="Ask.")
+    model = ScriptedChatModel(script=[[TOOL], "done"])
+    top: Any = create_agent(model, [asks], middleware=[limited])
+    await top.ainvoke(asked, thread)
+    await child.ainvoke(asked, {**thread, "metadata": {"langgraph_node": "tools"}})
 
 
 async def answer_all(quota: Callable[..., Any]) -> None:

@@ -341,7 +341,7 @@ class GraphQuota:
             "state_schema": ReactState,
         }
         if model is not None:
-            given = self._loop.tool_node(tools) if self._loop.has_caps else list(tools)
+            given = self._loop.tool_node(tools) if self._loop.wraps_tools else list(tools)
             arguments |= {"model": ReactModel(self._loop, model, tools), "tools": given}
         return arguments
 

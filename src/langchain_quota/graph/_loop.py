@@ -136,11 +136,16 @@ class Loop(QuotaMiddleware[Any, Any]):
         return self._answer(state, await self.awrap_model_call(request, call))
 
     def tool_node(self, tools: Tools, **options: Any) -> ToolNode:
-        """A node of tools, whose calls wait where too many run."""
-        caps = self._at_once
+        """A node of tools, whose calls wait where too many run, and know their root run."""
         wrappers: dict[str, Any] = {}
-        if caps is not None:
-            wrappers = {"wrap_tool_call": caps.make, "awrap_tool_call": caps.amake}
+        # Up to LangGraph 1.1, a wrapped node that handles errors takes interrupts for errors.
+        if self._at_once is not None or (
+            self._counts_root_runs and not options.get("handle_tool_errors")
+        ):
+            wrappers = {
+                "wrap_tool_call": self.wrap_tool_call,
+                "awrap_tool_call": self.awrap_tool_call,
+            }
         return ToolNode(
             [each for each in tools if not isinstance(each, dict)], **wrappers, **options
         )
@@ -151,8 +156,8 @@ class Loop(QuotaMiddleware[Any, Any]):
         Raises:
             ValueError: They do not, and a limit has `at_once`.
         """
-        caps = self._at_once
-        if caps is not None and getattr(node, "_awrap_tool_call", None) != caps.amake:
+        own = getattr(node, "_awrap_tool_call", None)
+        if self._at_once is not None and own != self.awrap_tool_call:
             raise ValueError(
                 "a limit has at_once, and a ToolNode of your own does not wait: give the tools "
                 "as a list, or make the node with quota.tool_node(tools)"
@@ -175,9 +180,9 @@ class Loop(QuotaMiddleware[Any, Any]):
         return await self._budgets.arun_node(state, runtime, limits, run)
 
     @property
-    def has_caps(self) -> bool:
-        """Whether tool calls wait where too many run."""
-        return self._at_once is not None
+    def wraps_tools(self) -> bool:
+        """Whether something is done around tool calls."""
+        return self._at_once is not None or self._counts_root_runs
 
     @property
     def on_trial(self) -> bool:

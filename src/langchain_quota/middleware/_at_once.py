@@ -22,6 +22,7 @@ from langchain_quota.limits import ToolCallLimit
 from langchain_quota.middleware._history import answer, answer_of_refused
 from langchain_quota.middleware._leases import Lease, pauses
 from langchain_quota.middleware._observers import Observers
+from langchain_quota.middleware._root_run import in_tool
 from langchain_quota.middleware._semaphores import Slot, semaphores_of
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.middleware._tool_counts import charged_for
@@ -299,14 +300,14 @@ class AtOnce:
 
 
 def caps_of(middleware: Any, outage: Outage) -> AtOnce | None:
-    """The caps of a middleware on calls at once, if it has any: it then gets hooks around tools.
+    """The caps of a middleware on calls at once, if any. With caps or root runs it gets tool hooks.
 
     LangChain looks for such hooks in the class. On `QuotaMiddleware` they would give every agent
     with limits a wrapper around each tool call, and an agent without tools a node for tools.
     """
     known = vars(middleware)
     capped = [each for each in known["_limits"] if getattr(each, "at_once", None) is not None]
-    if not capped:
+    if not capped and not known["_counts_root_runs"]:
         return None
     # `__new__` is too early: it does not see the limits that a subclass's `__init__` gives.
     own: Any = type(middleware)
@@ -314,6 +315,8 @@ def caps_of(middleware: Any, outage: Outage) -> AtOnce | None:
     if not tracing_is_enabled():
         # As with the hook around the model: without `async`, LangSmith's wrapper is not added.
         known["awrap_tool_call"] = MethodType(_untraced, middleware)
+    if not capped:
+        return None
     return AtOnce(capped, known["_store"], outage, known["_recorder"], known["_observers"])
 
 
@@ -332,12 +335,16 @@ def _with_hooks(cls: Any) -> type:
 
     def wrap_tool_call(self: Any, request: ToolCallRequest, handler: Handler) -> Answer:
         inner = partial(cls.wrap_tool_call, self, handler=handler) if has_own else handler
-        made: Answer = self._at_once.make(request, inner)
+        caps = self._at_once
+        with in_tool(request):
+            made: Answer = inner(request) if caps is None else caps.make(request, inner)
         return made
 
     async def awrap_tool_call(self: Any, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
         inner = partial(cls.awrap_tool_call, self, handler=handler) if has_own else handler
-        made: Answer = await self._at_once.amake(request, inner)
+        caps = self._at_once
+        with in_tool(request):
+            made: Answer = await (inner(request) if caps is None else caps.amake(request, inner))
         return made
 
     own: dict[str, object] = {

@@ -14,7 +14,7 @@ from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
-from langchain_quota.decision import ROOT_RUN, THREAD, Call, Outcome
+from langchain_quota.decision import ROOT_RUN, THREAD, Call
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._abandoned import abandoned_calls, take_back
 from langchain_quota.middleware._calls import Conclusion, Request, Update
@@ -271,10 +271,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             written["trace"] = dict(recorded.trace)
         root = root_run() if self._counts_root_runs else None
         if root is not None:
-            root.in_tools = any(
-                each.call.kind == "tool" and each.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK)
-                for each in conclusion.decisions
-            )
             written.update(root.unsaved(request.known))
         if not written:
             return conclusion

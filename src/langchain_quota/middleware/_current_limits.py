@@ -66,7 +66,7 @@ class CurrentLimits:
         if self._fixed:
             return _raised(self._fixed[kind], state)
         prefix = store_prefix(self._prefix, state, runtime)
-        root = root_subject(state, runtime, self._numbers_root_runs, prefix)
+        root = root_subject(state, runtime, self._numbers_root_runs, prefix, self._recorder)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
         found = resolve(
             limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix
@@ -78,7 +78,7 @@ class CurrentLimits:
         if self._fixed:
             return _raised(self._fixed[kind], state)
         prefix = store_prefix(self._prefix, state, runtime)
-        root = await aroot_subject(state, runtime, self._numbers_root_runs, prefix)
+        root = await aroot_subject(state, runtime, self._numbers_root_runs, prefix, self._recorder)
         limits, counted_at = self.of_kind[kind], now if self._has_store else None
         found = await aresolve(
             limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix

@@ -3,17 +3,23 @@
 LangChain passes the callback handlers of a run on to everything that the run starts: sub-agents in
 tools, sub-graphs, `Send`, tasks of the functional API. Every root run gets a handler of its own, so
 calls with the same handler belong together. A child may have a `thread_id` of its own.
+
+A child may also be called without these handlers. Then it finds the root run in LangChain's context
+variable, which is set around each tool and node; or, in a thread without context, in the metadata
+of the tool's config.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import cache
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 from uuid import uuid4
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
+from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
@@ -22,6 +28,12 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._context import running_config
 from langchain_quota.state import Ledger
 from langchain_quota.telemetry.logs import logger
+
+_METADATA = "__langchain_quota_root_run"
+"""The key of the metadata that name the root run; checkpoints leave out keys that begin so."""
+
+Lost = Literal["inside", "thread"]
+"""Why a run may belong to another root run: it began inside one, or in a thread without context."""
 
 
 class RootRun(BaseCallbackHandler):
@@ -33,7 +45,9 @@ class RootRun(BaseCallbackHandler):
         resumes: Whether it resumes a run of its thread that was interrupted or that failed.
         subject: Whose calls a store counts together; `None` until a limiter has asked.
         used: What a store has counted of it, by key: a store that is full may drop it.
-        in_tools: Whether the newest decision let a tool call run.
+        tools: How many of its tool calls run now.
+        joined: The root run to which this one turned out to belong.
+        lost: Why it may belong to another root run, which it cannot find.
     """
 
     run_inline = True
@@ -46,8 +60,9 @@ class RootRun(BaseCallbackHandler):
     resumes = False
     subject: str | None = None
     used: Mapping[str, int] = MappingProxyType({})
-    in_tools = False
-    _lacks_context = False
+    tools = 0
+    joined: "RootRun | None" = None
+    lost: Lost | None = None
 
     @property
     def ignore_chain(self) -> bool:
@@ -62,15 +77,22 @@ class RootRun(BaseCallbackHandler):
         metadata: Mapping[str, Any] | None = None,
         **_: object,
     ) -> None:
-        """Learn how the root run begins."""
+        """Learn how the root run begins, or to which one it belongs."""
+        given, around = metadata or {}, running_config()
+        # Up to LangGraph 1.1, an agent's own metadata replace those around it.
+        nested = {**(around.get("metadata") or {}), **given}
+        known = _named.get(nested.get(_METADATA, ""))
+        if known is not None:
+            self.joined, self.key = known, known.key
+            return
         self.key = uuid4().hex
-        self.thread_id = (metadata or {}).get("thread_id")
+        self.thread_id = given.get("thread_id")
         self.resumes = isinstance(inputs, Command) or (
             inputs is None and self.thread_id is not None
         )
-        self._lacks_context = (
-            not copy_context() and threading.current_thread() is not threading.main_thread()
-        )
+        has_parent = getattr(around.get("callbacks"), "parent_run_id", None) is not None
+        if "langgraph_node" in nested or (has_parent and root_run() is None):
+            self.lost = "inside"
 
     def learn_used(self, counts: Mapping[str, int]) -> None:
         """Learn what a store has counted; the highest count, since answers may arrive late."""
@@ -93,10 +115,9 @@ class RootRun(BaseCallbackHandler):
     def count_as(self, subject: str) -> str:
         """Settle whose calls a store counts together, and return it."""
         with _lock:
-            if self._lacks_context and any(each.in_tools for each in _counted):
-                _log_lost_context()
+            if self.lost == "thread" and not any(each.tools for each in _counted):
+                self.lost = None
             _counted.add(self)
-        self._lacks_context = False
         self.subject = subject
         return subject
 
@@ -104,12 +125,23 @@ class RootRun(BaseCallbackHandler):
 _counted: WeakSet[RootRun] = WeakSet()
 """The root runs with quotas, until they are collected."""
 
+_named: WeakValueDictionary[str, RootRun] = WeakValueDictionary()
+"""The root runs that the metadata of a tool's config name, by key, until they are collected."""
+
 _lock = fork_safe_lock()
 
 
 @cache
-def _log_lost_context() -> None:
-    """Log once that the context is lost: no error, since a server may use such threads."""
+def log_lost(cause: Lost) -> None:
+    """Log once that a run begins a root run of its own: no error, since it may be meant so."""
+    if cause == "inside":
+        logger.warning(
+            "a run with a quota per 'root_run' has a budget of its own, though it began inside "
+            "another run, which it cannot find. Pass on that run's context, or the callbacks of "
+            "its config. Make middlewares when the program starts: the other run may have begun "
+            "before the first one with such a quota"
+        )
+        return
     logger.warning(
         "a run with a quota per 'root_run' began in a thread without LangChain's context, while a "
         "tool of another such run was running: if that tool started it, pass it the context, as "
@@ -118,12 +150,21 @@ def _log_lost_context() -> None:
 
 
 class _NewRootRun:
-    """Gives LangChain a handler for a run that has inherited none."""
+    """Gives LangChain a handler for a run that has inherited none.
+
+    LangChain asks in the context of whoever starts the run. So a run that was started without the
+    handlers around it gets that of its root run.
+    """
 
     kind = RootRun
 
     def get(self) -> RootRun:
-        return self.kind()
+        found = root_run()
+        if found is None:
+            found = self.kind()
+            if not copy_context() and threading.current_thread() is not threading.main_thread():
+                found.lost = "thread"
+        return found
 
 
 _watching = threading.Event()
@@ -148,4 +189,25 @@ def root_run() -> RootRun | None:
     if not _watching.is_set():
         return None
     handlers = getattr(running_config().get("callbacks"), "inheritable_handlers", ())
-    return next((each for each in handlers if isinstance(each, RootRun)), None)
+    found = next((each for each in handlers if isinstance(each, RootRun)), None)
+    return found and (found.joined or found)
+
+
+@contextmanager
+def in_tool(request: ToolCallRequest) -> Iterator[None]:
+    """Count a running tool, and name its root run in its config, which it may pass on."""
+    root = root_run()
+    if root is None:
+        yield
+        return
+    config = getattr(request.runtime, "config", None)
+    with _lock:
+        root.tools += 1
+        _named[root.key] = root
+    if config is not None:
+        config["metadata"] = {**(config.get("metadata") or {}), _METADATA: root.key}
+    try:
+        yield
+    finally:
+        with _lock:
+            root.tools -= 1

@@ -11,14 +11,19 @@ from uuid import uuid4
 from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.middleware._context import CallContext, call_context
-from langchain_quota.middleware._root_run import RootRun, root_run
+from langchain_quota.middleware._root_run import RootRun, log_lost, root_run
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey
+from langchain_quota.telemetry.recorder import Recorder
 
 
 def root_subject(
-    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, prefix: str
+    state: Mapping[str, Any],
+    runtime: Any,
+    store: StoreClient | None,
+    prefix: str,
+    recorder: Recorder,
 ) -> str:
     """Whose calls a store counts together with those of the running node.
 
@@ -27,11 +32,12 @@ def root_subject(
         runtime: The hook's runtime.
         store: Numbers the root runs of a thread; `None` where nothing is counted by them.
         prefix: What the store's keys begin with, if its prefix is a function.
+        recorder: Counts runs that may belong to another root run.
     """
     if store is None:
         return ""
     run, caller = root_run(), call_context(runtime, model_name=None)
-    subject = _known(run, state, caller)
+    subject = _known(run, state, caller, recorder)
     if run is None or subject is not None:
         return subject or caller.run()
     thread, key = _numbered(run, caller, prefix)
@@ -40,11 +46,15 @@ def root_subject(
     if number is None:
         answer = store.ask(_addition(key, run.key))
         number = None if answer is None else answer.used[key] + 1
-    return run.key if number is None else run.count_as(f"{thread}@{number}")
+    return run.key if number is None else _count(run, f"{thread}@{number}", caller, recorder)
 
 
 async def aroot_subject(
-    state: Mapping[str, Any], runtime: Any, store: StoreClient | None, prefix: str
+    state: Mapping[str, Any],
+    runtime: Any,
+    store: StoreClient | None,
+    prefix: str,
+    recorder: Recorder,
 ) -> str:
     """Whose calls a store counts together with those of the running node.
 
@@ -53,11 +63,12 @@ async def aroot_subject(
         runtime: The hook's runtime.
         store: Numbers the root runs of a thread; `None` where nothing is counted by them.
         prefix: What the store's keys begin with, if its prefix is a function.
+        recorder: Counts runs that may belong to another root run.
     """
     if store is None:
         return ""
     run, caller = root_run(), call_context(runtime, model_name=None)
-    subject = _known(run, state, caller)
+    subject = _known(run, state, caller, recorder)
     if run is None or subject is not None:
         return subject or caller.run()
     thread, key = _numbered(run, caller, prefix)
@@ -66,10 +77,12 @@ async def aroot_subject(
     if number is None:
         answer = await store.aask(_addition(key, run.key))
         number = None if answer is None else answer.used[key] + 1
-    return run.key if number is None else run.count_as(f"{thread}@{number}")
+    return run.key if number is None else _count(run, f"{thread}@{number}", caller, recorder)
 
 
-def _known(run: RootRun | None, state: Mapping[str, Any], caller: CallContext) -> str | None:
+def _known(
+    run: RootRun | None, state: Mapping[str, Any], caller: CallContext, recorder: Recorder
+) -> str | None:
     """The subject if it is known without the store. A run that resumes has it in its state."""
     known = ledger(state)
     kept = known.get("root_run")
@@ -77,10 +90,21 @@ def _known(run: RootRun | None, state: Mapping[str, Any], caller: CallContext) -
         return kept
     if kept is not None:
         run.learn_used(known.get("root_used") or {})
+        run.lost = None
         return run.count_as(kept)
     if run.subject is None and _thread(run, caller) is None:
-        return run.count_as(run.key)
+        return _count(run, run.key, caller, recorder)
     return run.subject
+
+
+def _count(run: RootRun, subject: str, caller: CallContext, recorder: Recorder) -> str:
+    """Begin a budget, and say so if another root run may have one for these calls."""
+    run.count_as(subject)
+    lost, run.lost = run.lost, None
+    if lost is not None:
+        recorder.record_lost_root_run(caller.agent, lost)
+        log_lost(lost)
+    return subject
 
 
 def _numbered(run: RootRun, caller: CallContext, prefix: str) -> tuple[object, str]:

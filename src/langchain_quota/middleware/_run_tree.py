@@ -118,7 +118,7 @@ class RunTree(ModelRunCollector):
     ) -> None:
         """Learn where a run is in the tree."""
         task = None if metadata is None else metadata.get("langgraph_checkpoint_ns")
-        self._places[run_id] = _Place(parent_run_id, task)
+        self._places[run_id] = _Place(parent_run_id or self._unnamed_parent(), task)
         if more.get("run_type") == DECISION:
             more |= {"parent_run_id": parent_run_id, "metadata": metadata}
             super().on_chain_start(*given, run_id=run_id, **more)
@@ -156,11 +156,16 @@ class RunTree(ModelRunCollector):
         metadata: Mapping[str, Any] | None,
         more: Mapping[str, Any],
     ) -> None:
-        parent = more.get("parent_run_id")
+        parent = more.get("parent_run_id") or self._unnamed_parent()
         if parent is not None:
             self._places[run_id] = _Place(parent, None)
             self._tasks[run_id] = _running_task()
             super()._start(run_id, prompt, metadata, more)
+
+    def _unnamed_parent(self) -> UUID | None:
+        """The run that has started one without saying so: its callbacks were not passed on."""
+        tree, running = run_tree()
+        return running if tree is self else None
 
     def _end(self, run_id: UUID, **run: Any) -> None:
         super()._end(run_id, **run)
@@ -195,13 +200,13 @@ def _running_task() -> asyncio.Task[Any] | None:
 
 
 class _NewRunTree:
-    """Gives LangChain a new tree for each run that has inherited none.
+    """Gives LangChain a tree for each run that has inherited none: a new one, if none encloses it.
 
     LangChain calls `get` of a context variable; this object replaces the variable.
     """
 
     def get(self) -> RunTree:
-        return RunTree()
+        return run_tree()[0] or RunTree()
 
 
 _enabled = threading.Event()

@@ -38,8 +38,8 @@ class CountingRootRun(RootRun):
         self.counter: UnjudgedCalls | None = None
         self._outermost: UUID | None = None
         self._waits = False
-        self._running: dict[UUID, _Where] = {}
-        self._seen: list[_Where] = []
+        self.running: dict[UUID, _Where] = {}
+        self.seen: list[_Where] = []
         # By message: stacked limiters judge the same one.
         self._judged: dict[tuple[str, str | None, str | int], int] = {}
 
@@ -67,7 +67,7 @@ class CountingRootRun(RootRun):
         what it has judged before is not known any more.
         """
         self._end(**more)
-        is_known = len(self._seen) < MOST_CALLS and not self.resumes and not self._waits
+        is_known = len(self.seen) < MOST_CALLS and not self.resumes and not self._waits
         if more["run_id"] != self._outermost or self.counter is None or not is_known:
             return
         judged = Counter[_Where]()
@@ -75,10 +75,10 @@ class CountingRootRun(RootRun):
             judged[graph, agent, "model"] += 1
             judged[graph, agent, "tool"] += tools
         unjudged = Counter[tuple[str | None, Kind]]()
-        for (graph, agent, kind), seen in Counter(self._seen).items():
+        for (graph, agent, kind), count in Counter(self.seen).items():
             # Before 1.2, LangGraph does not give the hooks of a node that is an agent its name.
             known = judged[graph, agent, kind] or judged[graph, None, kind]
-            unjudged[agent, kind] += max(0, seen - known)
+            unjudged[agent, kind] += max(0, count - known)
         for (agent, kind), count in unjudged.items():
             if count:
                 self.counter.record(agent, kind, count)
@@ -103,16 +103,21 @@ class CountingRootRun(RootRun):
     def _start(self, kind: Kind, **more: Any) -> None:
         known: Mapping[str, Any] = more.get("metadata") or {}
         graph = graph_of(known.get("langgraph_checkpoint_ns") or "")
-        self._running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
+        self._whole().running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
 
     def _end(self, *_: object, **more: Any) -> None:
-        where = self._running.pop(more["run_id"], None)
-        if where is not None and len(self._seen) < MOST_CALLS:
-            self._seen.append(where)
+        whole = self._whole()
+        where = whole.running.pop(more["run_id"], None)
+        if where is not None and len(whole.seen) < MOST_CALLS:
+            whole.seen.append(where)
 
     def _fail(self, *_: object, **more: Any) -> None:
         # A call that fails may be made once more by another middleware: only one is judged.
-        self._running.pop(more["run_id"], None)
+        self._whole().running.pop(more["run_id"], None)
+
+    def _whole(self) -> "CountingRootRun":
+        """The root run to which this one belongs."""
+        return self.joined if isinstance(self.joined, CountingRootRun) else self
 
     on_llm_end = on_tool_end = _end
     on_llm_error = on_tool_error = _fail

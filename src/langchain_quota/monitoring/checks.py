@@ -8,7 +8,7 @@ OWN_LABELS = frozenset(
     {
         *("agent", "limit", "scope", "decision", "kind", "tool", "state", "thread_id"),
         *("subject", "counts", "component", "error_type", "droppable", "operation", "outcome"),
-        *("le", "action", "version", "model", "usage", "answer"),
+        *("le", "action", "version", "model", "usage", "answer", "cause"),
     }
 )
 """The labels of the package's own metrics. Not every metric has all, so no selector names one."""

@@ -115,6 +115,7 @@ class Metrics:
         self.store_fallbacks = counter(names.STORE_FALLBACKS)
         self.calls_after_refusal = counter(names.CALLS_AFTER_REFUSAL)
         self.unjudged_calls = counter(names.UNJUDGED_CALLS)
+        self.lost_root_runs = counter(names.LOST_ROOT_RUNS)
         self.granted = {unit: counter(spec) for unit, spec in names.GRANTED.items()}
         self.spent = {unit: counter(spec) for unit, spec in names.SPENT.items()}
         self.questions = counter(names.QUESTIONS)
@@ -227,6 +228,11 @@ class Metrics:
         """Count calls that no limit judged."""
         with self._lock:
             self.unjudged_calls.labels(agent, kind).inc(count)
+
+    def lost_root_run(self, agent: str, cause: str) -> None:
+        """Count a run that may belong to another root run."""
+        with self._lock:
+            self.lost_root_runs.labels(agent, cause).inc()
 
     def run_begun(self, agent: str) -> None:
         """Count a run."""

@@ -91,6 +91,12 @@ UNJUDGED_CALLS = MetricSpec(
     ("agent", "kind"),
     "counter",
 )
+LOST_ROOT_RUNS = MetricSpec(
+    "langchain_quota_lost_root_runs_total",
+    "Runs with a root run's budget of their own that may belong to another root run.",
+    ("agent", "cause"),
+    "counter",
+)
 SPENT: ByUnit = {
     "tokens": MetricSpec(
         "langchain_quota_spent_tokens_total",

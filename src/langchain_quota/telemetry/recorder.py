@@ -183,6 +183,13 @@ class Recorder(ChargeRecorder):
         except Exception as error:
             self._failed("metrics", error)
 
+    def record_lost_root_run(self, agent: str | None, cause: str) -> None:
+        """Count a run with a budget of its own that may belong to another root run."""
+        try:
+            self._metrics.lost_root_run(self._agents.label(agent), cause)
+        except Exception as error:
+            self._failed("metrics", error)
+
     def record_error(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of a user's function or store, and log it.
 
