@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
+.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -32,11 +32,20 @@ down: ## Stop the stack; ARGS=--volumes forgets what it has stored.
 	@$(COMPOSE) rm --stop --force --volumes
 	@$(COMPOSE) down $(ARGS)
 
-test: $(VENV)/.develop ## Run all tests; ARGS="-k stacked" passes arguments to pytest.
-	@$(BIN)/pytest $(ARGS)
+test: $(VENV)/.develop ## Run the tests that need no server; ARGS="-k stacked" passes arguments to pytest.
+	@$(BIN)/pytest -m "not rest" $(ARGS)
+
+test-all: $(VENV)/.develop ## Run what `make test` leaves out: servers, kills, terminals, random agents in depth.
+	@PROPERTIES=deep $(BIN)/pytest -m "rest or hypothesis" $(ARGS)
+
+explore: $(VENV)/.develop ## Play random agents and stores that nobody has played; a find becomes an example.
+	@PROPERTIES=explore $(BIN)/pytest -m hypothesis $(ARGS)
+
+traffic: $(VENV)/.develop ## Simulate a service, with Prometheus and Alertmanager; ARGS="--profile loop".
+	@$(BIN)/python -m benchmarks.traffic $(ARGS)
 
 ifeq ($(CI),true)
-test: .venv-langgraph/.server
+test-all: .venv-langgraph/.server
 endif
 
 langgraph-server: .venv-langgraph/.server ## Install LangGraph's own server, which one test needs; CI=true does it.
@@ -52,10 +61,10 @@ dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's ale
 	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus --force
 
 bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
-	@$(BIN)/python -m tests.benchmarks $(ARGS)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(VENV)/.develop ## Run agents for half an hour, and fail if anything grows; ARGS="--minutes 5" for less.
-	@$(BIN)/python -m tests.benchmarks.soak $(ARGS)
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 picture: $(VENV)/.develop ## Draw the demo and top for the docs anew.
 	@$(BIN)/python -m tools.picture $(ARGS)

@@ -1,29 +1,48 @@
 """Fixtures for all tests: telemetry of each test's own, so that tests cannot see each other."""
 
-import gc
 import os
-from dataclasses import dataclass
-from importlib.metadata import version
+
+# No proxy and no setting of telemetry reaches a test. Some are read when a package is imported.
+for name in [*os.environ]:
+    if name.startswith(
+        ("OTEL_", "PROMETHEUS_", "LANGSMITH_", "LANGCHAIN_", "LANGFUSE_")
+    ) or name.lower() in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        del os.environ[name]
+
+import gc
+from pathlib import Path
+from shutil import which
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry
-from langchain_quota.middleware.inline import OLDEST_LANGCHAIN
-from langchain_quota.telemetry import recorder_of
-from langchain_quota.telemetry.recorder import Recorder
+from tests import examples  # noqa: F401 - it sets how property tests draw
+from tests.signals import Signals
 
-HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= OLDEST_LANGCHAIN
-needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
+SERVERS = Path(__file__).parent / "servers"
+STORES = {
+    *("test_store_contract.py", "test_store_agreement.py", "test_shared_agents.py"),
+    *("test_root_runs.py", "test_charges.py", "test_model_usage.py", "test_providers.py"),
+}
+"""Tests of stores and providers that need at most a Redis, which many machines have."""
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
-def pytest_xdist_auto_num_workers() -> int:
-    """Two workers for each processor: many tests wait for servers."""
-    return 2 * (os.cpu_count() or 1)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a server is left to `make test-all`, but for the store in Redis."""
+    for item in items:
+        if SERVERS in item.path.parents and item.path.name not in STORES:
+            item.add_marker("rest")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was not tested."""
+    if which("redis-server") is None:
+        terminalreporter.section("redis-server not found", red=True, bold=True)
+        terminalreporter.line("No test of the store in Redis ran: apt-get install redis-server")
 
 
 def pytest_collection_finish() -> None:
@@ -31,29 +50,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
-
-
-@dataclass(frozen=True)
-class Signals:
-    """A Telemetry, and what it made visible."""
-
-    telemetry: Telemetry
-    registry: CollectorRegistry
-    provider: TracerProvider
-    exporter: InMemorySpanExporter
-
-    @property
-    def recorder(self) -> Recorder:
-        """What middlewares tell."""
-        return recorder_of(self.telemetry)
-
-    def value(self, name: str, **labels: str) -> float | None:
-        """The value of one sample, if it exists."""
-        return self.registry.get_sample_value(name, labels)
-
-    def spans(self) -> list[ReadableSpan]:
-        """The finished spans, in order."""
-        return list(self.exporter.get_finished_spans())
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MINORS = range(11, 15)
 SAME_EVERYWHERE = (
-    "test_benchmarks.py",
-    "test_calls.py",
     "test_compose.py",
     "test_dashboards.py",
     "test_dist.py",

@@ -11,7 +11,7 @@ from langchain_quota import GraphQuota
 from langchain_quota.limits import Limit
 from tests.agent.conftest import Form
 from tests.agent.rules import Scene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 class GraphScene(Scene):

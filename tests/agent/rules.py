@@ -19,7 +19,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware._base import Limiter
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
 from tests.agent.conftest import Form
-from tests.conftest import Signals
+from tests.signals import Signals
 
 Middleware = AgentMiddleware[Any, Any, Any]
 

@@ -18,7 +18,7 @@ from langchain_quota.stores.keys import dimension_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import Turn
 from tests.agent.rules import Scene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 DAY = timedelta(days=1)
 NOON = 1_767_268_800.0

@@ -48,7 +48,7 @@ from tests.agent.rules import Scene, check_history, recording
 from tests.agent.shared import FickleStore
 from tests.agent.test_review import per_call
 from tests.agent.test_shared_reruns import DatabaseError, FailingSaver
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 SEARCH = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
 MODEL = ModelCallLimit(run_limit=1, exit_behavior="ask")

@@ -28,7 +28,7 @@ from tests.agent.rules import CONFIG, check_history, recording
 from tests.agent.test_ask import APPROVE, MODEL, SEARCH, answer, used
 from tests.agent.test_graph_functional import Functional, said
 from tests.agent.test_graph_react import ReactScene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 react = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 

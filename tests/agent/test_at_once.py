@@ -40,7 +40,7 @@ from langchain_quota.middleware._semaphores import PROCESS
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import Scene
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 CALLS = 50
 CAP = 3

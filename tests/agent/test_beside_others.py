@@ -35,7 +35,7 @@ from tests.agent.rules import (
     recording,
     tool_limiter,
 )
-from tests.conftest import Signals
+from tests.signals import Signals
 
 TURN = [["search"] * 3, ["calc"], "done"]
 """A turn that asks for more than the limits below admit."""

@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
@@ -29,6 +29,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import CONFIG, recording
+from tests.examples import examples
 
 PER_TOKEN = 7
 """What a token costs, in microdollars."""
@@ -301,7 +302,7 @@ runs = st.tuples(st.sampled_from(["1", "2"]), st.lists(sizes, min_size=1, max_si
 
 
 @given(shared=st.booleans(), data=st.data(), all_runs=st.lists(runs, min_size=1, max_size=4))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_random_agents(
     *, shared: bool, data: st.DataObject, all_runs: list[tuple[str, list[Size]]]
 ) -> None:
@@ -358,7 +359,7 @@ def test_random_agents(
     calls=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     shared=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_random_calls_are_made_if_their_bound_fits(
     limit: int, given: int, longest: int, calls: list[int], *, shared: bool
 ) -> None:

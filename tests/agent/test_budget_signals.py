@@ -11,7 +11,7 @@ from langchain_quota import CostLimit, QuotaMiddleware, TokenLimit
 from langchain_quota.limits import Limit
 from langchain_quota.model_usage import ModelUsage
 from tests.agent.rules import Scene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 USED = (60, 25, 30)
 """The tokens of three model calls. Together they are more than the limit."""

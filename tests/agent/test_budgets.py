@@ -41,7 +41,7 @@ from langchain_quota.model_usage import ModelUsage, TokenKind
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, Middleware, Scene
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
 EITHER = pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from langchain_quota.limits import Limit
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Scene, model_limiter, tool_limiter
 from tests.agent.shared import counts
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
 THREAD_KEY = f"{TOTAL}:thread:thread-1"

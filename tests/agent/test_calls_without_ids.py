@@ -6,7 +6,7 @@ from typing import Any
 
 import langchain.agents.middleware as langchain_middleware
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
@@ -34,7 +34,8 @@ from langchain_quota.quotas import Quota
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, Order, in_order, orders
 from tests.agent.rules import CONFIG, Scene, tool_limiter
-from tests.conftest import Signals, needs_inline
+from tests.examples import examples
+from tests.signals import Signals, needs_inline
 
 limiters = pytest.mark.parametrize(
     "kind", ["drop-in of a tool", "drop-in", "quota", pytest.param("inline", marks=needs_inline)]
@@ -493,7 +494,7 @@ messages_of_calls = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(batches=messages_of_calls, limits=st.tuples(st.integers(0, 4), st.integers(0, 6)))
 def test_any_batches(batches: list[list[tuple[str, str | None]]], limits: tuple[int, int]) -> None:
     """Whichever ids are missing: what runs is what the limits admit, counted and answered once."""

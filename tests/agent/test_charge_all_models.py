@@ -36,7 +36,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG
 from tests.agent.shared import FickleStore
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
 ASKED: Any = {"messages": [("user", "Hi!")]}

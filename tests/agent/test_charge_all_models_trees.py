@@ -11,7 +11,7 @@ from langchain_quota import MemoryStore, Quota, QuotaMiddleware, TokenLimit, usa
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG
-from tests.conftest import Signals
+from tests.signals import Signals
 
 # Among the oldest versions there are none.
 deepagents = pytest.importorskip("deepagents")

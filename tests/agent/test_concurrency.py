@@ -19,7 +19,7 @@ from langchain_quota import Decision, ModelCallLimitMiddleware, Outcome, ToolCal
 from langchain_quota.testing import ScriptedChatModel, Turn, captured_decisions
 
 if TYPE_CHECKING:
-    from tests.conftest import Signals
+    from tests.signals import Signals
 
 Saver = BaseCheckpointSaver[Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 import langchain.agents.middleware.model_call_limit as langchain_model
 import langchain.agents.middleware.tool_call_limit as langchain_tool
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolCall, ToolMessage
@@ -668,7 +668,6 @@ def next_state(state: State, update: State | None, keys: tuple[str, ...]) -> Sta
 
 
 @from_1_3_18
-@settings(deadline=None)
 @given(arguments=tool_limits(), batches=steps)
 async def test_tool_limiters_agree(
     arguments: State, batches: list[tuple[bool, Form, list[str]]]
@@ -695,7 +694,6 @@ async def test_tool_limiters_agree(
         assert outcomes[0] == outcomes[1]
 
 
-@settings(deadline=None)
 @given(
     arguments=st.fixed_dictionaries(
         {"thread_limit": thresholds, "run_limit": thresholds},

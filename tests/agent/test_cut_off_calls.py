@@ -18,7 +18,7 @@ from langchain_quota import CostLimit, MemoryStore, Quota, QuotaMiddleware, Toke
 from langchain_quota.resolved import LEASE
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.shared import Clock, FickleStore, counts
-from tests.conftest import Signals
+from tests.signals import Signals
 
 TOKENS = "model.total_tokens:global:"
 MONEY = "model.microdollars:global:"

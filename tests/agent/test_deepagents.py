@@ -24,7 +24,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, check_history, recording, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 # Among the oldest versions there is none.
 deepagents = pytest.importorskip("deepagents")

@@ -11,7 +11,7 @@ from langchain_core.tools import StructuredTool
 from langchain_quota import MemoryStore, QuotaMiddleware, RepeatLimit, with_limits
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent.rules import check_history, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 # Among the oldest versions there is none.
 deepagents = pytest.importorskip("deepagents")

@@ -31,7 +31,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import model_limiter, tool_limiter
 
 if TYPE_CHECKING:
-    from tests.conftest import Signals
+    from tests.signals import Signals
 
 Saver = BaseCheckpointSaver[Any]
 

@@ -42,7 +42,7 @@ from langchain_quota.middleware import inline
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import recording
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 from tests.troubleshooting import begins, messages, raised
 
 ASKED: Any = {"messages": [("user", "hi")]}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall
 from opentelemetry.sdk.trace import TracerProvider
@@ -36,7 +36,8 @@ from tests.agent.conftest import Form
 from tests.agent.rules import CONFIG, Middleware
 from tests.agent.shared import ANN, Clock, FickleStore, SharedScene
 from tests.agent.test_properties import Batch, ProviderError
-from tests.conftest import HAS_INLINE, Signals
+from tests.examples import examples
+from tests.signals import HAS_INLINE, Signals
 
 KINDS = ["quota", "stack", *(["inline"] if HAS_INLINE else [])]
 CLASSES: dict[str, Any] = {"quota": QuotaMiddleware, "inline": InlineQuotaMiddleware}
@@ -242,17 +243,11 @@ def _samples(registry: CollectorRegistry) -> dict[Any, float]:
     }
 
 
-def patient(examples: int) -> settings:
-    return settings(
-        max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
 def _with_kind(kind: str) -> st.SearchStrategy[tuple[str, Plan]]:
     return st.tuples(st.just(kind), plans(stacked=kind == "stack"))
 
 
-@patient(40)
+@examples(40)
 @given(st.sampled_from(KINDS).flatmap(_with_kind))
 def test_both_forms_do_the_same(planned: tuple[str, Plan]) -> None:
     """Of any limits, batches, failures and outages: all that one can see is the same."""

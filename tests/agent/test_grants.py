@@ -29,7 +29,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.graphs import GraphScene
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 SEARCH = ToolCallLimit("search", thread_limit=1)
 CONFIG: Any = {"configurable": {"thread_id": "7"}}

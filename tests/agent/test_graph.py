@@ -35,7 +35,7 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.graphs import GraphScene
 from tests.agent.rules import CONFIG, check_history, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 HELLO: Any = {"messages": [("user", "hi")]}
 NOTHING: Any = {"messages": []}

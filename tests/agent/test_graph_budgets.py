@@ -40,7 +40,7 @@ from tests.agent.conftest import Form, both_forms
 from tests.agent.graphs import GraphScene
 from tests.agent.rules import CONFIG, recording
 from tests.agent.shared import counts
-from tests.conftest import Signals
+from tests.signals import Signals
 
 TOTAL = "model.total_tokens"
 MONEY = "model.microdollars"

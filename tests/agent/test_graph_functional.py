@@ -20,7 +20,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.rules import CONFIG, check_history, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 TOOLS = [recording("search", [])]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count, cycle
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
@@ -32,6 +32,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.rules import CONFIG, check_history, recording
+from tests.examples import examples
 
 TOOLS = ("search", "calc", "ask")
 
@@ -228,7 +229,7 @@ class Played:
             return {}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(plan=plans)
 async def test_a_graph_and_an_agent_do_the_same(plan: Plan) -> None:
     """Counts, decisions, signals, requests, what ran and the history are equal.

@@ -23,7 +23,7 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.graphs import GraphScene
 from tests.agent.rules import CONFIG, Scene, check_history, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 

@@ -27,7 +27,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.graphs import GraphScene
 from tests.agent.rules import CONFIG, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 MOST = 2
 """How many model calls each of the limits lets run."""

@@ -34,7 +34,7 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, Middleware
 from tests.agent.shared import FickleStore, SharedScene, bound_of, counts
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
 GLOBAL = f"{TOTAL}:global:"

@@ -23,7 +23,7 @@ from tests.agent import (
     test_shared_reruns,
     test_shared_threads,
 )
-from tests.conftest import needs_inline
+from tests.signals import needs_inline
 
 pytestmark = needs_inline
 

@@ -21,7 +21,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from tests.agent.rules import CONFIG, Middleware, Scene
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 pytestmark = needs_inline
 

@@ -39,9 +39,10 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
 from tests.agent.rules import CONFIG, check_history
-from tests.agent.test_forms import Plan, patient, plans, play, possible
+from tests.agent.test_forms import Plan, plans, play, possible
 from tests.agent.test_properties import WORLD, ProviderError, TurnPlan, Unknown, World
-from tests.conftest import needs_inline
+from tests.examples import examples
+from tests.signals import needs_inline
 
 pytestmark = needs_inline
 
@@ -118,7 +119,7 @@ class Admitted:
         return {each.call.id for each in self.decisions if each.outcome in RAN}
 
 
-@patient(60)
+@examples(60)
 @given(scenarios)
 def test_four_rules(scenario: Scenario) -> None:
     """Under any limits, reviews, interrupts, failures and crashes the four rules hold."""
@@ -257,14 +258,14 @@ def _check_charges(limit: Limit, admitted: Admitted, registry: CollectorRegistry
     assert decisions("refunded") == 0
 
 
-@patient(30)
+@examples(30)
 @given(plans(failing=False))
 def test_the_same_as_quota_middleware(plan: Plan) -> None:
     """What runs, the answers, the counts, metrics, spans and messages are QuotaMiddleware's."""
     assert play(plan, "inline", "async") == play(plan, "quota", "async")
 
 
-@patient(12)
+@examples(12)
 @given(shared_quotas.scenarios)
 def test_a_shared_store(scenario: shared_quotas.Scenario) -> None:
     """Of any runs of any users on any threads, the store counts what ran; limits hold."""

@@ -23,7 +23,7 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, Middleware, Scene
 from tests.agent.test_quota import eight_limits
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 pytestmark = needs_inline
 

@@ -20,7 +20,7 @@ from langchain_quota import InlineQuotaMiddleware, ModelCallLimit, QuotaMiddlewa
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Scene, check_history, model_limiter, recording, tool_limiter
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 Handler = Callable[[ModelRequest[Any]], ModelResponse[Any]]
 AsyncHandler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]

@@ -19,7 +19,7 @@ from langgraph.types import Command
 from langchain_quota import ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import Scene, model_limiter, recording, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 MEETING = 30
 """The seconds within which tools that run in parallel meet; only a failure waits so long."""

@@ -24,7 +24,7 @@ from langchain_quota import (
     ToolCallLimit,
 )
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.conftest import needs_inline
+from tests.signals import needs_inline
 
 langfuse = pytest.importorskip("langfuse")
 handlers = pytest.importorskip("langfuse.langchain")

@@ -33,10 +33,10 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._base import Limiter
 from langchain_quota.testing import ScriptedChatModel
-from tests.conftest import needs_inline
+from tests.signals import needs_inline
 
 if TYPE_CHECKING:
-    from tests.conftest import Signals
+    from tests.signals import Signals
 
 Mode = Literal["sync", "async"]
 Make = Callable[..., Limiter[Any, Any, Any]]

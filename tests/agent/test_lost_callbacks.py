@@ -37,7 +37,7 @@ from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, recording
 from tests.agent.trees import ASKED, Tree, ask, config, human
-from tests.conftest import Signals
+from tests.signals import Signals
 
 LOST = "langchain_quota_lost_root_runs_total"
 

@@ -12,7 +12,7 @@ import pytest
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
 from langchain_quota.limits import Limit
 from tests.agent.rules import Scene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 pytest.importorskip("mcp")
 clients = pytest.importorskip("langchain_mcp_adapters.client")

@@ -20,7 +20,7 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.rules import model_limiter
 
 if TYPE_CHECKING:
-    from tests.conftest import Signals
+    from tests.signals import Signals
 
 THREAD: RunnableConfig = {"configurable": {"thread_id": "thread-1"}}
 

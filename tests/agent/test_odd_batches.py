@@ -11,7 +11,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langchain_quota.testing import captured_decisions
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import Scene, cancel_at, check_history, model_limiter, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 def call(tool: str, call_id: str) -> ToolCall:

@@ -15,7 +15,7 @@ from langchain_quota.quotas import Quota
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import Middleware, Scene, check_history, recording, tool_limiter
 from tests.agent.shared import ANN, SharedScene, counts, quota
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 
 class Patching(AgentMiddleware[Any, Any, Any]):

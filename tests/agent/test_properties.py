@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
@@ -42,6 +42,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.resolved import ResolvedLimit
 from langchain_quota.testing import ScriptedChatModel, ToolRequest
 from tests.agent.rules import check_history
+from tests.examples import examples
 
 TOOLS = ("search", "calc", "ask")
 INVENTED = "invented"
@@ -262,7 +263,7 @@ def scenarios(*, stacked: bool) -> st.SearchStrategy[Scenario]:
     )
 
 
-PATIENT = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = examples(80)
 
 
 @PATIENT

@@ -8,7 +8,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain_core.messages import BaseMessage
@@ -30,7 +30,8 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from tests.agent.conftest import Form, Order, in_order, orders
 from tests.agent.rules import Middleware, Scene, check_history
-from tests.conftest import Signals
+from tests.examples import examples
+from tests.signals import Signals
 
 TOOLS = ("search", "calc", "ask")
 
@@ -611,7 +612,7 @@ def play(plan: Plan, *, stacked: bool) -> Played:
     return played
 
 
-patient = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patient = examples(20)
 
 
 @patient

@@ -26,7 +26,7 @@ from langchain_quota import (
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Scene, model_limiter, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 class OtherQuota(QuotaMiddleware[Any, Any]):

@@ -12,7 +12,7 @@ from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
 from langchain_quota.limits import Limit
 from tests.agent.conftest import Form
 from tests.agent.rules import CONFIG, Scene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 SEARCHES = {"free": 1, "pro": 3, "unlimited": None}
 

@@ -20,7 +20,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from tests.agent.rules import Middleware, Scene
 from tests.agent.shared import ANN, FickleStore, SharedScene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 MESSAGES: dict[str, Any] = {
     "none": None,

@@ -19,7 +19,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.messages import FINALIZED
 from langchain_quota.testing import captured_decisions
 from tests.agent.rules import CONFIG, Middleware, Scene, check_history, recording, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 LAST = "last model call"
 REACHED = "Model call limits exceeded: run limit (2/2)"

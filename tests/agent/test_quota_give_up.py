@@ -17,7 +17,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.agent.rules import Scene, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 REACHED = "'search' tool call limit reached: run limit exceeded"
 

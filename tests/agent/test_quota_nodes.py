@@ -34,7 +34,7 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, Scene, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 SEARCH = ToolCallLimit("search", run_limit=9)
 MODEL = ModelCallLimit(run_limit=9)

@@ -22,7 +22,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.agent.conftest import Form
 from tests.agent.rules import Scene, cancel_at, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 Seen = tuple[str, str]
 

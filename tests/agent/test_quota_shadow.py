@@ -17,7 +17,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import Scene, check_history
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 def quota(signals: Signals, *limits: Limit, **options: Any) -> QuotaMiddleware[Any, Any]:

@@ -32,7 +32,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Middleware, Scene, cancel_at, check_history, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 LIMITS: tuple[Limit, ...] = (
     ModelCallLimit(thread_limit=9),

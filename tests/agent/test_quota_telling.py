@@ -18,7 +18,7 @@ from langchain_quota.limit_options import ModelExitBehavior
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ModelCall, ScriptedChatModel
 from tests.agent.rules import CONFIG, Scene, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 WEB_SEARCH = {"type": "web_search"}
 """A tool that the provider runs."""

@@ -20,7 +20,7 @@ from langchain_quota import (
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import check_history
-from tests.conftest import Signals
+from tests.signals import Signals
 
 CONFIG: RunnableConfig = {"configurable": {"thread_id": "7"}}
 ASK: Any = {"messages": [("user", "go on")]}

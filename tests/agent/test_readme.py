@@ -22,8 +22,8 @@ from langchain_quota.cli.demo_traffic import LIMITS
 from langchain_quota.cli.demo_view import table
 from langchain_quota.levels import Level
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.conftest import Signals
 from tests.forked import as_module, run_python
+from tests.signals import Signals
 from tools import picture
 
 ROOT = Path(__file__).resolve().parents[2]

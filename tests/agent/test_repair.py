@@ -21,7 +21,7 @@ from tests.agent.rules import (
     recording,
     tool_limiter,
 )
-from tests.conftest import Signals
+from tests.signals import Signals
 
 NEW_TURN = {"messages": [("user", "next")]}
 

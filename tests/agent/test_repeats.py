@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain.agents.middleware import (
@@ -42,7 +42,8 @@ from tests.agent.conftest import Form, both_forms
 from tests.agent.graphs import GraphScene
 from tests.agent.rules import CONFIG, Scene, check_history, recording, tool_limiter
 from tests.agent.shared import Clock, FickleStore, quota
-from tests.conftest import Signals, needs_inline
+from tests.examples import examples
+from tests.signals import Signals, needs_inline
 
 Args = dict[str, Any]
 Answer = Callable[[Args], str]
@@ -1019,7 +1020,7 @@ calls = st.tuples(st.sampled_from(["same", "other", "broken"]), st.sampled_from(
 worlds = st.lists(st.lists(calls, min_size=1, max_size=4), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(
     batches=worlds,
     most=st.integers(1, 3),

@@ -12,7 +12,7 @@ from langgraph.types import interrupt
 from langchain_quota import ToolCallLimitMiddleware
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Scene, model_limiter, recording, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 APPROVE = {"decisions": [{"type": "approve"}]}
 

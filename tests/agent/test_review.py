@@ -9,7 +9,7 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_quota import ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import Scene, check_history, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 Review = Literal["approve", "reject", "respond", "edit"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain_core.runnables import RunnableLambda
@@ -45,7 +45,8 @@ from tests.agent.trees import (
     inside,
     one_by_one,
 )
-from tests.conftest import Signals
+from tests.examples import examples
+from tests.signals import Signals
 
 
 @both_forms
@@ -281,7 +282,7 @@ async def test_not_resumed(signals: Signals) -> None:
     assert len(workers.tree.ran) == 2 + 5
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.recursive(
         st.integers(0, 3).map(lambda searches: (searches, [])),

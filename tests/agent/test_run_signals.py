@@ -17,7 +17,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from tests.agent.rules import Scene
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 LIMITS: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=3)]
 

@@ -45,7 +45,7 @@ from tests.agent.shared import (
     quota,
     run_counts,
 )
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
 EITHER = pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from langchain_quota.testing import captured_decisions
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG
 from tests.agent.shared import ANN, FickleStore, SharedScene, asking, counts, quota, texts
-from tests.conftest import Signals
+from tests.signals import Signals
 
 DEADLINE = 60
 """Seconds after which a run is taken to hang: its store's timeout is a small part of it."""

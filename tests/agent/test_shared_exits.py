@@ -32,7 +32,7 @@ from tests.agent.shared import (
     quota,
     texts,
 )
-from tests.conftest import Signals
+from tests.signals import Signals
 
 USER = Quota(2, per="user_id", window=DAY)
 MIDNIGHT = datetime(2026, 1, 2, tzinfo=UTC)

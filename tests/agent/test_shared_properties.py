@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from langchain.agents import create_agent
 from langchain_core.messages import BaseMessage
@@ -41,6 +41,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import check_history
 from tests.agent.shared import Clock, FickleStore
 from tests.agent.test_properties import Batch, ProviderError, Unknown, answers
+from tests.examples import examples
 
 TOOLS = ("search", "calc")
 AGENTS = ("first", "second")
@@ -197,7 +198,7 @@ scenarios = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25)
 @given(scenarios)
 def test_shared_quotas(scenario: Scenario) -> None:
     """Of any runs of any users on any threads, the store counts what ran; limits hold."""

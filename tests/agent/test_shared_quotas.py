@@ -27,7 +27,7 @@ from tests.agent.shared import (
     quota,
 )
 from tests.calls import calls_made
-from tests.conftest import Signals
+from tests.signals import Signals
 
 USER = Quota(2, per="user_id", window=DAY)
 

@@ -20,7 +20,7 @@ from langchain_quota.stores.memory import MemoryStore
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import CONFIG, Middleware, check_history, recording, tool_limiter
 from tests.agent.shared import ANN, FickleStore, SharedScene, asking, counts, quota
-from tests.conftest import Signals
+from tests.signals import Signals
 
 SEARCHES = "search:user_id:ann"
 CALCS = "calc:user_id:ann"

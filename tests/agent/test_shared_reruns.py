@@ -36,7 +36,7 @@ from tests.agent.shared import (
     counts,
     quota,
 )
-from tests.conftest import Signals
+from tests.signals import Signals
 
 USER = Quota(3, per="user_id")
 SEARCHES = "search:user_id:ann"

@@ -21,7 +21,7 @@ from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, check_history
 from tests.agent.shared import Clock, FickleStore, SharedScene, asking, counts, run_counts
-from tests.conftest import HAS_INLINE, Signals
+from tests.signals import HAS_INLINE, Signals
 
 HOUR = 3600.0
 THREAD = "search:thread:thread-1"

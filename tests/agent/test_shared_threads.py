@@ -19,7 +19,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, recording
 from tests.agent.shared import ANN, DAY, TODAY, SharedScene, asking, counts, quota
-from tests.conftest import Signals
+from tests.signals import Signals
 
 RUNS = 20
 DEADLINE = 60

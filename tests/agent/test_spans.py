@@ -29,7 +29,7 @@ from langchain_quota.telemetry.tracing import Spans, Tracing
 from langchain_quota.testing import ScriptedChatModel
 
 if TYPE_CHECKING:
-    from tests.conftest import Signals
+    from tests.signals import Signals
 
 forms = pytest.mark.parametrize("form", ["ainvoke", "astream", "invoke"])
 

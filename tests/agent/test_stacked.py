@@ -22,7 +22,7 @@ from tests.agent.rules import (
     recording,
     tool_limiter,
 )
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 class OtherToolLimit(ToolCallLimitMiddleware[Any, Any]):

@@ -18,7 +18,7 @@ from langchain_quota import (
 )
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
-from tests.conftest import Signals
+from tests.signals import Signals
 
 ASKED: Any = {"messages": [("user", "hi")]}
 ACME, BETA = {"tenant": "acme", "user_id": "ann"}, {"tenant": "beta", "user_id": "ann"}

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from langchain_quota import ToolCallLimitExceededError
 from tests.agent.conftest import Order, in_order, orders
 from tests.agent.rules import Scene, model_limiter, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 EXIT_BEHAVIORS = ["continue", "end", "error"]
 

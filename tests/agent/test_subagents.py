@@ -17,7 +17,7 @@ from langchain_quota import (
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import Middleware, Scene, model_limiter, recording, tool_limiter
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 def delegate(child: Any) -> BaseTool:

@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessage
 from langchain_quota import Decision, ModelCallLimitMiddleware, ToolCallLimitMiddleware
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import Scene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 class Recorder(ToolCallLimitMiddleware[Any, Any]):

@@ -24,7 +24,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import Script, ScriptedChatModel, Turn
 from tests.agent.rules import CONFIG, Middleware, check_history, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 # Among the oldest versions there is none.
 langgraph_swarm = pytest.importorskip("langgraph_swarm")

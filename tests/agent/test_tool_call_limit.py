@@ -21,7 +21,7 @@ from tests.agent.rules import model_limiter, tool_limiter
 from tests.agent.test_model_call_limit import THREAD, final, forms, turn
 
 if TYPE_CHECKING:
-    from tests.conftest import Signals
+    from tests.signals import Signals
 
 SEARCH_REFUSED = "Tool call limit exceeded. Do not call 'search' again."
 

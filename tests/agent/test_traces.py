@@ -43,7 +43,7 @@ from langchain_quota.telemetry.tracing import Spans
 from langchain_quota.testing import ScriptedChatModel
 
 if TYPE_CHECKING:
-    from tests.conftest import Signals
+    from tests.signals import Signals
 
 Limiters = Callable[[Telemetry], Sequence[Any]]
 

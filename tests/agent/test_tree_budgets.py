@@ -31,7 +31,7 @@ from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, check_history, recording
 from tests.agent.shared import counts
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
 MONEY = "model.microdollars"

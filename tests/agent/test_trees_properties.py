@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain.tools import ToolRuntime
 from langchain_core.callbacks import BaseCallbackHandler
@@ -23,6 +23,7 @@ from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.stores.redis import RedisStore
 from tests.agent.conftest import Form, both_forms
 from tests.agent.trees import ASKED, Tree, ask, config
+from tests.examples import examples
 from tests.servers.redis import RedisServer, running_redis
 
 LOST = "langchain_quota_lost_root_runs_total"
@@ -235,7 +236,7 @@ async def check(shape: Shape, most: int, form: Form, store: Any) -> None:
 
 
 @both_forms
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(shape=shapes(3), most=st.integers(0, 6))
 async def test_in_memory(form: Form, shape: Shape, most: int) -> None:
     """Exactly the budget runs, once for the whole tree; a bare thread has its own: counted."""
@@ -243,7 +244,7 @@ async def test_in_memory(form: Form, shape: Shape, most: int) -> None:
 
 
 @both_forms
-@settings(max_examples=10, deadline=None, derandomize=True)
+@examples(10)
 @given(shape=shapes(3), most=st.integers(1, 6))
 async def test_in_redis(redis_server: RedisServer, form: Form, shape: Shape, most: int) -> None:
     """The same where the budget is in Redis."""

@@ -47,7 +47,7 @@ from langchain_quota.state import QuotaState
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, recording
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 GO: dict[str, Any] = {"messages": [("user", "Go!")]}
 LIMITS: list[Limit] = [ModelCallLimit(run_limit=99), ToolCallLimit(run_limit=99)]

@@ -16,7 +16,7 @@ from langchain_quota import (
 )
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 ASKED: Any = {"messages": [("user", "hi")]}
 FORGETFUL = ToolCallLimit("search", thread_limit=9)

@@ -20,7 +20,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import Turn, assert_valid_history
 from tests.agent.rules import Scene
-from tests.conftest import Signals
+from tests.signals import Signals
 
 LIMITS: list[Limit] = [
     ToolCallLimit("search", run_limit=1, exit_behavior="continue"),

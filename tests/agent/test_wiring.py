@@ -26,7 +26,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent.rules import CONFIG, check_history, recording
-from tests.conftest import Signals
+from tests.signals import Signals
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 

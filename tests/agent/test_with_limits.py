@@ -28,7 +28,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, ToolRequest, Turn
 from tests.agent.rules import CONFIG, check_history, recording
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 # Among the oldest versions there is none.
 deepagents = pytest.importorskip("deepagents")

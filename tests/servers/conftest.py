@@ -10,11 +10,8 @@ from tests.servers.prometheus import Prometheus, running_prometheus
 from tests.servers.redis import RedisServer, running_redis
 
 WAITING = (
-    "test_notifications.py",
     "test_stack.py",
     "test_alerts.py",
-    "test_true_figures.py",
-    "test_traffic.py",
 )
 """Tests that wait for most of a minute, and leave the processor to others meanwhile."""
 

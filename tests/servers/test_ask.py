@@ -18,12 +18,12 @@ from langchain_quota import QuotaMiddleware, QuotaStoreError, RedisStore, ToolCa
 from langchain_quota.middleware._answers import KEPT
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import Scene
-from tests.conftest import Signals
 from tests.forked import Program, as_module, start_python
 from tests.servers.asking import APPROVE, GRANT, LIMIT, Moment, Order, diary, ran
 from tests.servers.postgres import PostgresServer
 from tests.servers.prometheus import eventually
 from tests.servers.redis import RedisServer
+from tests.signals import Signals
 
 IMPORTED = ("redis.asyncio", "langgraph.checkpoint.postgres.aio")
 """What each process imports, too."""

@@ -31,10 +31,10 @@ from langchain_quota import (
 from langchain_quota.resolved import LEASE
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
-from tests.conftest import Signals
 from tests.servers.priced import Answer, PricedProvider, running_priced_provider
 from tests.servers.prometheus import eventually
 from tests.servers.redis import RedisServer, time_from
+from tests.signals import Signals
 
 KEY = SecretStr("none")
 ASKED: Any = {"messages": [("user", "Hello!")]}

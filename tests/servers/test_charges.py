@@ -22,7 +22,6 @@ from pydantic import BaseModel
 from langchain_quota import CostLimit, QuotaMiddleware, TokenLimit, usage
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits import Limit
-from tests.conftest import Signals
 from tests.servers.clients import (
     KEY,
     PRICES,
@@ -37,6 +36,7 @@ from tests.servers.clients import (
     responses,
 )
 from tests.servers.priced import Answer, PricedProvider, running_priced_provider
+from tests.signals import Signals
 
 ASKED: Any = {"messages": [("user", "Hello!")]}
 CONFIG: Any = {"configurable": {"thread_id": "1"}}

@@ -12,8 +12,8 @@ from langchain_quota import QuotaMiddleware, RedisStore, ToolCallLimit, with_lim
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.agent.conftest import Form, both_forms
 from tests.agent.rules import CONFIG, check_history, recording
-from tests.conftest import Signals
 from tests.servers.redis import RedisServer
+from tests.signals import Signals
 
 # Among the oldest versions there is none.
 deepagents = pytest.importorskip("deepagents")

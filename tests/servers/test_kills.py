@@ -13,7 +13,6 @@ import pytest
 from langchain_quota import messages
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
-from tests.conftest import needs_inline
 from tests.servers.lives import (
     DONE,
     MODEL_LIMIT,
@@ -25,6 +24,7 @@ from tests.servers.lives import (
     zygote,
 )
 from tests.servers.redis import RedisServer
+from tests.signals import needs_inline
 
 KILLS = 14
 """How many of a thread's processes are killed."""

@@ -21,8 +21,8 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.limits import Limit
-from tests.conftest import Signals, needs_inline
 from tests.servers.providers import Provider, Turn, running_provider
+from tests.signals import Signals, needs_inline
 
 openai = pytest.importorskip("langchain_openai")
 anthropic = pytest.importorskip("langchain_anthropic")

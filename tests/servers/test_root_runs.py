@@ -7,8 +7,8 @@ from pathlib import Path
 
 from langchain_quota.stores.redis import RedisStore
 from tests.agent.trees import Tree, ask, config
-from tests.conftest import Signals
 from tests.servers.redis import RedisServer
+from tests.signals import Signals
 
 
 async def test_many_trees_at_once(redis_server: RedisServer, signals: Signals) -> None:

@@ -28,8 +28,8 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.agent.conftest import Form as Mode
 from tests.agent.rules import CONFIG, cancel_at, recording
 from tests.agent.shared import ANN, BOB, DAY, TODAY, SharedScene, asking, counts, quota
-from tests.conftest import Signals
 from tests.servers.redis import RedisServer, running_redis
+from tests.signals import Signals
 
 RUNS = 20
 DEADLINE = 120

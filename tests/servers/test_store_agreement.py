@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 import redis
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from langchain_quota.admission import (
@@ -34,6 +34,7 @@ from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 from tests.clock import Clock
+from tests.examples import examples
 from tests.servers.redis import RedisServer, time_from
 from tests.servers.stores import used
 
@@ -475,11 +476,7 @@ def _granted_again() -> list[Step]:
     return [gone, Give(key, 2, 2 * COMPENSATED, "h"), COMPENSATED + 4, gone, 1, gone]
 
 
-@settings(
-    deadline=None,
-    max_examples=400,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@examples(400)
 @given(steps=histories())
 @example(steps=_held_twice())
 @example(steps=_held_longest())

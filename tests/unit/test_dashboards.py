@@ -21,11 +21,11 @@ from langchain_quota import Call, Decision, LimitStatus, Outcome, Telemetry, Too
 from langchain_quota.monitoring import exports
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.names import METRICS
-from tests.conftest import Signals
 from tests.faults import at, differences, no_faults
 from tests.grafana import ALL, Board, Query, Values, boards, interpolate
 from tests.judged import Used, judge
 from tests.metrics import LABELS_OF, UNIT_OF, mixed
+from tests.signals import Signals
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "dashboards.md"

@@ -29,8 +29,8 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.metrics import STORE_BUCKETS, Metrics
 from langchain_quota.telemetry.names import METRICS
-from tests.conftest import Signals
 from tests.judged import Used, judge
+from tests.signals import Signals
 
 CALLS = "langchain_quota_calls_total"
 LIMIT_DECISIONS = "langchain_quota_limit_decisions_total"

@@ -23,7 +23,7 @@ from langchain_quota.middleware._model_request import (
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits, ResolvedQuota
 from langchain_quota.state import LEDGER, Ledger
 from langchain_quota.testing import ScriptedChatModel
-from tests.conftest import Signals
+from tests.signals import Signals
 
 NEAR = 0.8
 PROVIDER_TOOL = {"type": "web_search", "name": "web_search"}

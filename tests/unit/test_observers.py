@@ -12,7 +12,7 @@ import pytest
 from langchain_quota import Call, Decision, Outcome
 from langchain_quota.middleware import _observers as observers_module
 from langchain_quota.middleware._observers import Observers
-from tests.conftest import Signals
+from tests.signals import Signals
 
 Seen = list[tuple[str, str | None]]
 

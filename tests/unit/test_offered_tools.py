@@ -7,7 +7,7 @@ from langchain_core.tools import StructuredTool
 
 from langchain_quota.middleware._offered_tools import OfferedTools
 from langchain_quota.testing import ScriptedChatModel
-from tests.conftest import Signals
+from tests.signals import Signals
 
 
 def named(name: str) -> StructuredTool:

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.model_usage import ModelUsage
 from langchain_quota.prices import Price, cost, highest_cost, listed_price, priced, resolve_prices
+from tests.examples import examples
 from tests.forked import run_python, without
 
 genai_prices = pytest.importorskip("genai_prices")
@@ -142,7 +143,7 @@ def test_every_model_costs_what_the_list_says(tier: str) -> None:
     assert [run for run in runs if listed_price(run, at=DATE) != theirs(run)] == []
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(usage=usages(), hours=st.integers(-24 * 700, 24 * 90))
 def test_every_usage_costs_what_the_list_says(usage: ModelUsage, hours: int) -> None:
     """Whatever a run has used, and when, it costs what genai-prices says."""
@@ -333,7 +334,7 @@ def test_the_bound_takes_a_dear_cache() -> None:
     assert highest_cost(usage_of("mine", 1_000, 100), prices) == 2_100
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(usage=usages())
 def test_nothing_costs_more_than_the_bound(usage: ModelUsage) -> None:
     """However a provider splits the tokens of texts, they cost at most the bound."""

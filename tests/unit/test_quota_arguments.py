@@ -28,7 +28,7 @@ from langchain_quota import (
 from langchain_quota.arguments import shown
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._base import Limiter
-from tests.conftest import Signals, needs_inline
+from tests.signals import Signals, needs_inline
 
 SEARCH = ToolCallLimit("search", run_limit=3)
 

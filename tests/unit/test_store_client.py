@@ -18,8 +18,8 @@ from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import Outage
 from langchain_quota.state import Amounts
 from langchain_quota.stores import Occupancy
-from tests.conftest import Signals
 from tests.judged import KEY, request_of
+from tests.signals import Signals
 
 Mode = Literal["sync", "async"]
 modes = pytest.mark.parametrize("mode", ["sync", "async"])

@@ -45,8 +45,8 @@ from langchain_quota.telemetry.logs import log_refusal
 from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.reruns import RecentTasks
 from langchain_quota.testing import captured_decisions
-from tests.conftest import Signals
 from tests.judged import Used, judge
+from tests.signals import Signals
 
 LIMIT = ToolCallLimit("search", thread_limit=10, run_limit=10)
 LOGGER = "langchain_quota"

@@ -25,7 +25,7 @@ from langchain_quota.testing import (
     assert_valid_history,
     captured_decisions,
 )
-from tests.conftest import Signals
+from tests.signals import Signals
 
 ENOUGH = 10.0
 """Seconds until something that should happen counts as not happening."""

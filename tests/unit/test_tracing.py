@@ -44,8 +44,8 @@ from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.reruns import RecentTasks
 from langchain_quota.telemetry.tracing import LazyAttributes, Tracing
-from tests.conftest import Signals
 from tests.judged import Used, judge
+from tests.signals import Signals
 
 LIMIT = ToolCallLimit("search", thread_limit=20, run_limit=1)
 

@@ -6,9 +6,9 @@ from statistics import quantiles
 
 from langgraph.checkpoint.memory import InMemorySaver
 
-from tests.benchmarks.report import NOTHING, Result, Table, number
-from tests.benchmarks.scenes import NONE, agent, run
-from tests.benchmarks.sizes import Size
+from benchmarks.report import NOTHING, Result, Table, number
+from benchmarks.scenes import NONE, agent, run
+from benchmarks.sizes import Size
 
 COMPARED = (
     NONE,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.traffic.running import Traffic
 from langchain_quota.levels import Level
 from langchain_quota.money import MICRODOLLARS
 from langchain_quota.monitoring import exports
@@ -21,7 +22,6 @@ from tests.servers.alertmanager import (
     running_webhook,
 )
 from tests.servers.prometheus import Prometheus, eventually
-from tests.traffic.running import Traffic
 
 JOB = "agents"
 

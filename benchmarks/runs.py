@@ -9,10 +9,10 @@ from typing import Any
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
-from tests.benchmarks.report import Ratio, Result, Table, divided, number
-from tests.benchmarks.savers import SAVERS, Look, Stored
-from tests.benchmarks.scenes import IDLE_HOOKS, NONE, SETUPS, WRAP_HOOK, agent, run
-from tests.benchmarks.sizes import Size
+from benchmarks.report import Ratio, Result, Table, divided, number
+from benchmarks.savers import SAVERS, Look, Stored
+from benchmarks.scenes import IDLE_HOOKS, NONE, SETUPS, WRAP_HOOK, agent, run
+from benchmarks.sizes import Size
 
 STEPS = 10
 NO_SAVER = "no checkpointer"

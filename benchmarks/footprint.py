@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from benchmarks.report import Result, Table, number
+from benchmarks.scenes import UNREACHED
+from benchmarks.sizes import Size
 from langchain_quota import MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
 from langchain_quota.decision import Call
 from langchain_quota.resolved import ResolvedLimit
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.instruments import usage_of
-from tests.benchmarks.report import Result, Table, number
-from tests.benchmarks.scenes import UNREACHED
-from tests.benchmarks.sizes import Size
 from tests.judged import Used, judge
 
 FEW, MANY = 1, 8

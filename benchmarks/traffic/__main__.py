@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.traffic.agents import PROFILES
-from tests.traffic.running import running_traffic
-from tests.traffic.watched import Watch, watching
+from benchmarks.traffic.agents import PROFILES
+from benchmarks.traffic.running import running_traffic
+from benchmarks.traffic.watched import Watch, watching
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.traffic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.traffic", description=__doc__)
     parser.add_argument("--profile", choices=PROFILES, default="healthy")
     parser.add_argument("--seconds", type=float, default=600, help="of simulated time")
     parser.add_argument(

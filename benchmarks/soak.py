@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.soak --minutes 30`: agents run for a long time, and nothing may grow.
+"""`python -m benchmarks.soak --minutes 30`: agents run for a long time, and nothing may grow.
 
 The exit code is 1 if something has grown, and a line names it. `make soak` runs this.
 """
@@ -27,6 +27,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 from prometheus_client import CollectorRegistry, generate_latest
 
+from benchmarks.optional import required
+from benchmarks.report import Table, number
 from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
@@ -38,8 +40,6 @@ from langchain_quota import (
 )
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.benchmarks.optional import required
-from tests.benchmarks.report import Table, number
 
 if TYPE_CHECKING:
     from langchain_quota import RedisStore
@@ -314,7 +314,7 @@ def stores() -> Iterator[list[Store]]:
 
 def main() -> int:
     """Let agents work for as long as was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--threads", type=int, default=THREADS, help="threads in metrics at first")
     arguments = parser.parse_args()

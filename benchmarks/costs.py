@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from tests.benchmarks.workloads import Work, prepare
+from benchmarks.workloads import Work, prepare
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 UNIT = "µs of CPU time"
 """What is taken where instructions are not counted."""
 
@@ -78,7 +78,7 @@ def _instructions(works: Sequence[Work], times: tuple[int, int]) -> dict[Work, f
             [
                 *("valgrind", "--tool=callgrind", "--quiet"),
                 f"--callgrind-out-file={directory / '%p.callgrind'}",
-                *(sys.executable, "-m", "tests.benchmarks.counted", str(directory)),
+                *(sys.executable, "-m", "benchmarks.counted", str(directory)),
             ],
             cwd=ROOT,
             # Sets and dicts in the same order each time.

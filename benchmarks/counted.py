@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from benchmarks.workloads import KINDS, Counting, Judging, Step, Work, prepare
 from langchain_quota.telemetry import usage
-from tests.benchmarks.workloads import KINDS, Counting, Judging, Step, Work, prepare
 
 Job = tuple[Work, int]
 

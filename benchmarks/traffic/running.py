@@ -11,19 +11,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from benchmarks.traffic.agents import Profile, Question, loops, questions
+from benchmarks.traffic.truth import Journal, Truth
 from tests.forked import ROOT, as_module, start_python
 from tests.servers.prometheus import DEADLINE
 from tests.servers.proxy import Proxy, proxy
 from tests.servers.redis import running_redis
-from tests.traffic.agents import Profile, Question, loops, questions
-from tests.traffic.truth import Journal, Truth
 
 
 class _Process:
     """A process of a replica: what it is asked, and what it has not answered yet.
 
     Args:
-        order: What `tests.traffic.replica` needs to know.
+        order: What `benchmarks.traffic.replica` needs to know.
         log: Where it writes its errors.
         seconds: After how long it is ended, come what may.
     """
@@ -36,7 +36,7 @@ class _Process:
         self.answers = os.fdopen(answers_read)
         with log.open("ab") as errors:
             self.program = start_python(
-                as_module("tests.traffic.replica"),
+                as_module("benchmarks.traffic.replica"),
                 json.dumps(order),
                 stdin=questions_read,
                 stdout=answers_written,

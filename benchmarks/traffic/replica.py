@@ -15,10 +15,10 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from benchmarks.traffic.agents import Question, build_agents
+from benchmarks.traffic.truth import Journal
 from langchain_quota import Decision, RedisStore, Telemetry, start_metrics_server, usage
 from langchain_quota.telemetry import capturing
-from tests.traffic.agents import Question, build_agents
-from tests.traffic.truth import Journal
 
 _run: ContextVar[int] = ContextVar("_run")
 

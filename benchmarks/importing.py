@@ -6,9 +6,9 @@ import sys
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from tests.benchmarks.costs import ROOT
-from tests.benchmarks.report import Ratio, Result, Table, number
-from tests.benchmarks.sizes import Size
+from benchmarks.costs import ROOT
+from benchmarks.report import Ratio, Result, Table, number
+from benchmarks.sizes import Size
 
 MOST = 0.1
 IMPORTS = {

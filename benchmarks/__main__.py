@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks`: measure, print, and write docs/benchmarks.md."""
+"""`python -m benchmarks`: measure, print, and write docs/benchmarks.md."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.benchmarks import (
+from benchmarks import (
     budgets,
     concurrency,
     decisions,
@@ -18,9 +18,9 @@ from tests.benchmarks import (
     scrape,
     workers,
 )
-from tests.benchmarks.machine import machine, versions
-from tests.benchmarks.report import Result, Table, targets
-from tests.benchmarks.sizes import FULL, QUICK
+from benchmarks.machine import machine, versions
+from benchmarks.report import Result, Table, targets
+from benchmarks.sizes import FULL, QUICK
 
 BENCHMARKS = {
     "steps": per_step.measure,
@@ -35,7 +35,7 @@ BENCHMARKS = {
     "import": importing.measure,
 }
 
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 HEAD = """\
 # Benchmarks
@@ -79,7 +79,7 @@ two minutes. These two do not write this page.
 
 def main() -> int:
     """Measure what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small numbers, to try it")
     parser.add_argument("--only", action="append", choices=BENCHMARKS, help="one part; repeatable")
     parser.add_argument("--to", type=Path, help="where to write the page")

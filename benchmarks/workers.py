@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 
 from prometheus_client import CollectorRegistry
 
+from benchmarks.costs import ROOT
+from benchmarks.report import Ratio, Result, Table, number
+from benchmarks.scrape import scraped, tracked
+from benchmarks.sizes import Size
 from langchain_quota import metrics_app
-from tests.benchmarks.costs import ROOT
-from tests.benchmarks.report import Ratio, Result, Table, number
-from tests.benchmarks.scrape import scraped, tracked
-from tests.benchmarks.sizes import Size
 
 WORKERS = 4
 _SECONDS = 300
@@ -52,7 +52,7 @@ def _child(first: int, threads: int, scrapes: int, directory: str | None = None)
     settings = {} if directory is None else {"PROMETHEUS_MULTIPROC_DIR": directory}
     arguments = map(str, (first, threads, scrapes))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.workers", *arguments],
+        [sys.executable, "-m", "benchmarks.workers", *arguments],
         cwd=ROOT,
         env={**os.environ, **settings},
         check=True,

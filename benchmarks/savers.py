@@ -10,7 +10,7 @@ from typing import Any
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
 
-from tests.benchmarks.optional import required
+from benchmarks.optional import required
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a request to a `MemoryStore` costs, beside judging by the state."""
 
-from tests.benchmarks.costs import Costs
-from tests.benchmarks.report import Ratio, Table, number
-from tests.benchmarks.workloads import Asking
+from benchmarks.costs import Costs
+from benchmarks.report import Ratio, Table, number
+from benchmarks.workloads import Asking
 
 STATE = Asking("state")
 WORKS = {

@@ -2,11 +2,11 @@
 
 from itertools import product
 
-from tests.benchmarks.costs import Costs, costs
-from tests.benchmarks.report import Ratio, Result, Table, number
-from tests.benchmarks.scenes import HOOKS, NONE, SETUPS, TWO_HOOKS, WRAP_HOOK, Mode
-from tests.benchmarks.sizes import Size
-from tests.benchmarks.workloads import Step
+from benchmarks.costs import Costs, costs
+from benchmarks.report import Ratio, Result, Table, number
+from benchmarks.scenes import HOOKS, NONE, SETUPS, TWO_HOOKS, WRAP_HOOK, Mode
+from benchmarks.sizes import Size
+from benchmarks.workloads import Step
 
 MODES: tuple[Mode, ...] = ("off", "no SDK", "not sampled", "sampled")
 OVERHEADS = (

@@ -1,11 +1,11 @@
 """What one decision costs: its telemetry, beside a bare counter and a bare span, and its store."""
 
-from tests.benchmarks import memory_store
-from tests.benchmarks.costs import UNIT, costs, cpu_time
-from tests.benchmarks.report import Ratio, Result, Table, number
-from tests.benchmarks.scenes import Mode
-from tests.benchmarks.sizes import Size
-from tests.benchmarks.workloads import (
+from benchmarks import memory_store
+from benchmarks.costs import UNIT, costs, cpu_time
+from benchmarks.report import Ratio, Result, Table, number
+from benchmarks.scenes import Mode
+from benchmarks.sizes import Size
+from benchmarks.workloads import (
     Bare,
     Counting,
     Emitting,

@@ -10,11 +10,11 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.optional import required
+from benchmarks.report import NOTHING, Ratio, Result, Table, divided, number
+from benchmarks.scenes import UNREACHED
+from benchmarks.sizes import Size
 from langchain_quota.admission import AcquireRequest, Compensation
-from tests.benchmarks.optional import required
-from tests.benchmarks.report import NOTHING, Ratio, Result, Table, divided, number
-from tests.benchmarks.scenes import UNREACHED
-from tests.benchmarks.sizes import Size
 
 TITLE = "Acquiring in Redis"
 LIMITS = (1, 8)

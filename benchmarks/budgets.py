@@ -1,10 +1,10 @@
 """What budgets of tokens and money add to a step whose calls are limited."""
 
-from tests.benchmarks.costs import Costs, costs
-from tests.benchmarks.report import Ratio, Result, Table, number
-from tests.benchmarks.scenes import BUDGETS
-from tests.benchmarks.sizes import Size
-from tests.benchmarks.workloads import Step
+from benchmarks.costs import Costs, costs
+from benchmarks.report import Ratio, Result, Table, number
+from benchmarks.scenes import BUDGETS
+from benchmarks.sizes import Size
+from benchmarks.workloads import Step
 
 WITHOUT = {"QuotaMiddleware": "QuotaMiddleware, 8", "Inline": "Inline, 8"}
 """The set-ups without budgets, by who holds the limits."""

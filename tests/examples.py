@@ -1,0 +1,29 @@
+"""How many examples the property tests draw, and which.
+
+`make test` draws few and always the same, `make test-all` many and always the same: what a change
+must pass does not depend on chance. `make explore` draws new ones. What it finds becomes an
+`@example` or a row of a table.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+DEPTH = os.environ.get("PROPERTIES", "quick")
+"""`quick`, `deep` or `explore`."""
+
+settings.register_profile(
+    "tests",
+    derandomize=DEPTH != "explore",
+    database=None,
+    deadline=None,
+    max_examples=50 if DEPTH == "quick" else 200,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
+
+
+def examples(deep: int) -> settings:
+    """So many examples in `make test-all`, and a quarter of them in `make test`."""
+    return settings(max_examples=max(10, deep // 4) if DEPTH == "quick" else deep)
