@@ -89,9 +89,9 @@ class Bench:
 
     @property
     def unjudged(self) -> dict[str, float]:
-        """How many calls no limit judged, by tool."""
+        """How many calls no limit judged, by kind."""
         return {
-            sample.labels["tool"]: sample.value
+            sample.labels["kind"]: sample.value
             for family in self.registry.collect()
             for sample in family.samples
             if sample.name == "langchain_quota_unjudged_calls_total"
@@ -208,21 +208,21 @@ def test_an_interpreter_from_a_function_of_the_callers(bench: Bench) -> None:
 
 
 FREE: dict[str, tuple[Limit, dict[str, Any], str, dict[str, float]]] = {
-    "no limit of tools": (ModelCallLimit(run_limit=99), {}, SEARCHES, {"search": 30}),
-    "another tool": (ToolCallLimit("read_file", run_limit=1), {}, SEARCHES, {"search": 30}),
+    "no limit of tools": (ModelCallLimit(run_limit=99), {}, SEARCHES, {"tool": 30}),
+    "another tool": (ToolCallLimit("read_file", run_limit=1), {}, SEARCHES, {"tool": 30}),
     "excluded": (
         ToolCallLimit(run_limit=1, exclude=("search", "task")),
         {},
         SEARCHES,
-        {"search": 30},
+        {"tool": 30},
     ),
     "no sub-agents": (
         ToolCallLimit(run_limit=1, exclude=("search",)),
         {"subagents": False},
         SEARCHES,
-        {"search": 30},
+        {"tool": 30},
     ),
-    "no tools": (ToolCallLimit("search", run_limit=1), {"ptc": None}, TASKS, {}),
+    "no tools": (ToolCallLimit("search", run_limit=1), {"ptc": None}, TASKS, {"tool": 3}),
 }
 
 
@@ -320,7 +320,7 @@ async def test_a_limit_on_trial_warns(bench: Bench) -> None:
     (warning,) = caught
     assert str(warning.message) == says("tool:search", "'search'", TAKE_OUT)
     assert len(bench.ran) == 30
-    assert bench.unjudged == {"search": 30}
+    assert bench.unjudged == {"tool": 30}
 
 
 async def test_a_limit_of_models_only(bench: Bench) -> None:

@@ -137,11 +137,11 @@ async def test_a_thread_is_reset_and_granted_more_by_its_prefix(signals: Signals
     agent, quota = agent_of(signals, Tenants(), ToolCallLimit("search", thread_limit=2))
     assert await run("async", agent, ACME) == ["found", "found"]
     config: Any = {"configurable": {"thread_id": "7"}}
-    for change in (quota.areset(agent, config), quota.agrant(agent, config, 1)):
+    for change in (quota.areset(agent, config), quota.agrant(config, 1)):
         with pytest.raises(TypeError, match="quota_prefix"):
             await change
     config["configurable"]["quota_prefix"] = "acme"
-    await quota.agrant(agent, config, 1)
+    await quota.agrant(config, 1)
     assert (await run("async", agent, ACME)).count("found") == 1
     await quota.areset(agent, config)
     assert await run("async", agent, ACME) == ["found", "found"]

@@ -29,7 +29,7 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations
-from langchain_quota.middleware._late_corrections import LateCorrections
+from langchain_quota.middleware._late_corrections import send_later
 from langchain_quota.raised import newly_raised
 from langchain_quota.resolved import Outage
 from langchain_quota.stores import QuotaStore, QuotaUsage
@@ -58,7 +58,6 @@ class StoreClient:
         self._lock = fork_safe_lock()
         self._down = False
         self._pending = PendingCompensations()
-        self._late = LateCorrections(self._pending, self._send_waiting, self._asend_waiting)
         self._fills = recorder.watch_store(store)
         """Whether it can be full, and has not been nearly so yet."""
 
@@ -287,9 +286,14 @@ class StoreClient:
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
             self._recorder.record_error("store", error, log=False)
         if len(self._pending):
-            self._late.begin()
+            send_later(self)
 
-    def _send_waiting(self) -> None:
+    def waits(self) -> bool:
+        """Whether a correction waits for the store."""
+        return bool(self._pending)
+
+    def send_waiting(self) -> None:
+        """Send the corrections that wait."""
         for prefix in self._pending.prefixes():
             with self._asking("acquire"):
                 waits = True
@@ -299,7 +303,8 @@ class StoreClient:
                         if waits:
                             self.store.acquire(replace(asked, counters={}))
 
-    async def _asend_waiting(self) -> None:
+    async def asend_waiting(self) -> None:
+        """Send the corrections that wait."""
         for prefix in self._pending.prefixes():
             with self._asking("acquire"):
                 waits = True
