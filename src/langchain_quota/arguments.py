@@ -65,17 +65,19 @@ def by_name(cls: type[Made]) -> type[Made]:
     return cls
 
 
+def check_type(argument: str, value: object, types: Any, what: str) -> None:
+    """Check that a value has one of some types; `True` and `False` are no numbers."""
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+        raise TypeError(f"{argument} must be {what}, not {value!r}")
+
+
+def check_switch(argument: str, value: object) -> None:
+    """Check that a value is `True` or `False`."""
+    check_type(argument, value, bool, "True or False")
+
+
 def check_function(argument: str, value: object, *parameters: str) -> None:
-    """Check that a function can be called with what it will be given.
-
-    Args:
-        argument: Its name, for the message.
-        value: What was given. Only functions are checked.
-        parameters: What it will be given, by position.
-
-    Raises:
-        TypeError: The function takes fewer arguments, or needs more.
-    """
+    """Check that a value, if it is a function, can be called with what it will be given."""
     if not callable(value):
         return
     try:
@@ -93,16 +95,7 @@ def check_function(argument: str, value: object, *parameters: str) -> None:
 
 
 def check_sync_function(argument: str, value: object, *parameters: str) -> None:
-    """Check a function whose result is needed at once, also in sync code.
-
-    Args:
-        argument: Its name, for the message.
-        value: What was given. Only functions are checked.
-        parameters: What it will be given, by position.
-
-    Raises:
-        TypeError: The function is async, takes fewer arguments, or needs more.
-    """
+    """Check a function as `check_function` does, and that it is not async."""
     check_function(argument, value, *parameters)
     if is_async(value):
         raise TypeError(f"{argument} must be a function that is not async, not {value!r}")
@@ -116,16 +109,7 @@ def is_async(function: object) -> bool:
 
 
 def check_duration(argument: str, value: object, *, or_none: bool = False) -> None:
-    """Check that a value is a length of time.
-
-    Args:
-        argument: Its name, for the message.
-        value: What was given.
-        or_none: Whether it may be `None`.
-
-    Raises:
-        TypeError: The value is no `timedelta`.
-    """
+    """Check that a value is a `timedelta`."""
     if isinstance(value, timedelta) or (or_none and value is None):
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -136,51 +120,33 @@ def check_duration(argument: str, value: object, *, or_none: bool = False) -> No
     )
 
 
-def check_share(argument: str, value: object) -> None:
-    """Check that a value is a share above 0 and at most 1.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is out of bounds.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{argument} must be a number, not {value!r}")
+def check_share(argument: str, value: Any) -> None:
+    """Check that a value is a share above 0 and at most 1."""
+    check_type(argument, value, int | float, "a number")
     if not 0 < value <= 1:
         raise ValueError(f"{argument} must be above 0 and at most 1, not {value!r}")
 
 
-def check_count(argument: str, value: object, *, least: int = 0) -> None:
-    """Check that a value is a whole number that is at least `least`.
-
-    Raises:
-        TypeError: It is no whole number.
-        ValueError: It is too small.
-    """
+def check_count(
+    argument: str, value: object, *, least: int = 0, what: str = "a whole number or None"
+) -> None:
+    """Check that a value is a whole number that is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         remedy = f": write {value}" if isinstance(value, str) and value.isdecimal() else ""
-        raise TypeError(f"{argument} must be a whole number or None, not {value!r}{remedy}")
+        raise TypeError(f"{argument} must be {what}, not {value!r}{remedy}")
     if value < least:
         remedy = ": leave it out for no limit" if argument in _MAY_BE_LEFT_OUT else ""
         raise ValueError(f"{argument} must be {least} or more, not {value!r}{remedy}")
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of the choices.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"Invalid {argument}: {value!r}. Choose one of {', '.join(choices)}")
 
 
 def checked_tools(argument: str, value: object) -> tuple[str, ...]:
-    """The names of tools, sorted and without duplicates; empty for `None`.
-
-    Raises:
-        TypeError: The value is neither a string nor several strings.
-        ValueError: A name cannot be that of a tool.
-    """
+    """The names of tools, sorted and without duplicates; empty for `None`."""
     if value is None:
         return ()
     names = (value,) if isinstance(value, str) else value
@@ -198,33 +164,15 @@ def checked_tools(argument: str, value: object) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def checked_name(value: object, default: str) -> str:
-    """A limit's name; the default for an empty one.
+def checked_excluded(value: object) -> tuple[str, ...]:
+    """The names of the tools that are excluded; an empty sequence excludes none."""
+    return () if value in ((), []) else checked_tools("exclude", value)
 
-    Raises:
-        TypeError: It is no string.
-        ValueError: It is too long, or not printable.
-    """
-    if not isinstance(value, str):
-        raise TypeError(f"name must be a string, not {value!r}")
-    if not value:
-        return default
-    if len(value) > MAX_NAME_LENGTH or not value.isprintable():
+
+def check_name(argument: str, value: Any) -> None:
+    """Check that a value is a limit's name, or empty."""
+    check_type(argument, value, str, "a string")
+    if value and (len(value) > MAX_NAME_LENGTH or not value.isprintable()):
         raise ValueError(
-            f"name must have 1 to {MAX_NAME_LENGTH} printable characters, not {value!r}"
+            f"{argument} must have 1 to {MAX_NAME_LENGTH} printable characters, not {value!r}"
         )
-    return value
-
-
-def check_switch(argument: str, value: object) -> None:
-    """Check that a value is `True` or `False`.
-
-    Args:
-        argument: Its name, for the message.
-        value: What was given.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{argument} must be True or False, not {value!r}")

@@ -2,15 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar
 
-from langchain_quota.arguments import (
-    by_name,
-    check_choice,
-    check_sync_function,
-    checked_name,
-)
-from langchain_quota.decision import Call, Decision, Unit
+from langchain_quota.arguments import by_name, check_sync_function
+from langchain_quota.decision import Decision, Unit
 from langchain_quota.limit_options import (
     INPUT_TOKENS,
     MICRODOLLARS,
@@ -19,9 +15,10 @@ from langchain_quota.limit_options import (
     MaxDollars,
     MaxTokens,
     ModelExitBehavior,
-    check_grant,
-    check_options,
-    set_field,
+    ModelLimit,
+    check_amount,
+    checks,
+    one_of,
     whole_amount,
 )
 from langchain_quota.model_usage import ModelUsage, TokenKind
@@ -35,9 +32,16 @@ _COUNTERS: dict[TokenKind, str] = {
 }
 
 
+def _check_reserve(unit: Unit, argument: str, value: object) -> None:
+    if callable(value):
+        check_sync_function(argument, value, "request")
+    else:
+        check_amount(unit, argument, value)
+
+
 @by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLimit:
+class TokenLimit(ModelLimit):
     """How many tokens the model calls of a thread and of a run may use.
 
     A model call is refused when nothing is left. What a call uses is known only when it is done.
@@ -93,14 +97,16 @@ class TokenLimit:
         'output_tokens'
     """
 
-    kind: ClassVar[Literal["model"]] = "model"
-    """The kind of calls that are limited."""
     unit: ClassVar[Unit] = "tokens"
     """What is counted."""
-    tools: ClassVar[tuple[str, ...]] = ()
-    """No tools."""
-    give_up_after: ClassVar[None] = None
-    """Refusals of model calls are not counted: the first one ends the run."""
+
+    _checks: ClassVar = checks(
+        unit,
+        ModelExitBehavior,
+        tokens=one_of(TokenKind),
+        reserve=partial(_check_reserve, unit),
+        keep=partial(check_amount, unit),
+    )
 
     thread_limit: MaxTokens = None
     run_limit: MaxTokens = None
@@ -119,25 +125,14 @@ class TokenLimit:
     """The key under which tokens are counted: limits with one counter share its count."""
 
     def __post_init__(self) -> None:
-        check_choice("tokens", self.tokens, ("total", "input", "output"))
+        self._check_options("tokens" if self.tokens == "total" else f"{self.tokens}_tokens")
         _check_budget(self)
-        counter = _COUNTERS[self.tokens]
-        default = "tokens" if self.tokens == "total" else f"{self.tokens}_tokens"
-        set_field(self, "counter", counter)
-        set_field(self, "name", checked_name(self.name, default))
-
-    def matches(self, call: Call) -> bool:
-        """Whether the limit applies to the call.
-
-        Args:
-            call: The call.
-        """
-        return call.kind == "model"
+        self._set(counter=_COUNTERS[self.tokens])
 
 
 @by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostLimit:
+class CostLimit(ModelLimit):
     """How much the model calls of a thread and of a run may cost, in US dollars.
 
     Amounts of money are strings, whole numbers or `Decimal`, with at most six decimal places;
@@ -184,16 +179,17 @@ class CostLimit:
         TypeError: run_limit must not be a float, which holds 0.5 only nearly: write it as a ...
     """
 
-    kind: ClassVar[Literal["model"]] = "model"
-    """The kind of calls that are limited."""
     unit: ClassVar[Unit] = "microdollars"
     """What is counted."""
     counter: ClassVar[str] = MICRODOLLARS
     """The key under which money is counted: limits with one counter share its count."""
-    tools: ClassVar[tuple[str, ...]] = ()
-    """No tools."""
-    give_up_after: ClassVar[None] = None
-    """Refusals of model calls are not counted: the first one ends the run."""
+
+    _checks: ClassVar = checks(
+        unit,
+        ModelExitBehavior,
+        reserve=partial(_check_reserve, unit),
+        keep=partial(check_amount, unit),
+    )
 
     thread_limit: MaxDollars = None
     run_limit: MaxDollars = None
@@ -209,37 +205,18 @@ class CostLimit:
     quotas: Sequence[Quota] = ()
 
     def __post_init__(self) -> None:
+        self._check_options("cost")
         _check_budget(self)
-        set_field(self, "name", checked_name(self.name, "cost"))
-
-    def matches(self, call: Call) -> bool:
-        """Whether the limit applies to the call.
-
-        Args:
-            call: The call.
-        """
-        return call.kind == "model"
 
 
-def _check_budget(limit: Any) -> None:
-    check_options(limit)
-    check_choice("exit_behavior", limit.exit_behavior, ("end", "error", "finalize", "ask"))
-    check_grant(limit)
+def _check_budget(limit: TokenLimit | CostLimit) -> None:
+    """Check that a budget admits a call, and that its first call is not its last."""
     if limit.exit_behavior == "ask" and limit.reserve is not None:
         raise ValueError(
             f"exit_behavior='ask' cannot be used with reserve={limit.reserve!r}: a person is asked "
             "when nothing is left, before the next call is known; leave reserve out"
         )
-    for argument in ("reserve", "keep"):
-        value = getattr(limit, argument)
-        if value is None or (argument == "reserve" and callable(value)):
-            check_sync_function(argument, value, "request")
-            continue
-        if not whole_amount(limit.unit, argument, value):
-            raise ValueError(f"{argument} must be above 0, not {value!r}")
     finalizes = limit.exit_behavior == "finalize"
-    if finalizes and not limit.enforce:
-        raise ValueError("exit_behavior='finalize' needs enforce=True")
     if finalizes and limit.keep is None:
         raise ValueError(
             "exit_behavior='finalize' needs keep: how much of the budget is kept for the last "
@@ -247,15 +224,6 @@ def _check_budget(limit: Any) -> None:
         )
     if limit.keep is not None and not finalizes:
         raise ValueError(f"keep={limit.keep!r} needs exit_behavior='finalize'")
-    _check_amounts(limit)
-
-
-def _check_amounts(limit: TokenLimit | CostLimit) -> None:
-    """Check that a budget admits a call, and that its first call is not its last.
-
-    Raises:
-        ValueError: The `reserve` or the `keep` is too high, or the `keep` too low.
-    """
     keep = None if limit.keep is None else whole_amount(limit.unit, "keep", limit.keep)
     hold = 0
     if limit.reserve is not None and not callable(limit.reserve):

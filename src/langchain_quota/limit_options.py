@@ -1,19 +1,24 @@
-"""What the kinds of limits have in common: their units, and the checks of their options."""
+"""What the kinds of limits have in common: their units, their base, and the checks of options."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from langchain_quota.arguments import (
+    check_choice,
     check_count,
     check_function,
+    check_name,
     check_share,
     check_switch,
     check_sync_function,
+    check_type,
     shown,
 )
-from langchain_quota.decision import THREAD, Unit
+from langchain_quota.decision import THREAD, Call, Unit
 from langchain_quota.money import Dollars, checked_microdollars
 from langchain_quota.quotas import Quota
 
@@ -47,118 +52,151 @@ MaxDollars = Dollars | Callable[[Any, Any], Dollars | Awaitable[Dollars | None] 
 """The same for US dollars."""
 
 
-def whole_amount(unit: Unit, argument: str, value: object) -> int:
-    """An amount as it is counted: dollars become microdollars.
+Check = Callable[[str, Any], object]
+"""Checks an option's value; it gets the option's name, too."""
 
-    Args:
-        unit: What is counted.
-        argument: Its name, for messages.
-        value: As the user has written it.
 
-    Raises:
-        TypeError: It has the wrong type.
-        ValueError: It is out of bounds.
-    """
+class LimitOptions:
+    """The base of all kinds of limits: dataclasses whose options are checked by a table."""
+
+    __slots__ = ()
+
+    _checks: ClassVar[Mapping[str, Check]]
+
+    def matches(self: Any, call: Call) -> bool:
+        """Whether the limit applies to the call.
+
+        Args:
+            call: The call.
+        """
+        if call.kind != self.kind:
+            return False
+        if self.tools:
+            return call.tool in self.tools
+        return call.tool not in getattr(self, "exclude", ())
+
+    def _check_options(self: Any, default_name: str) -> None:
+        """Check each option by itself, then those that go together, and make their final values."""
+        for each in fields(self):
+            value = getattr(self, each.name, None)
+            # What is left out is not checked.
+            if each.name in self._checks and (value is not None or each.default is not None):
+                self._checks[each.name](each.name, value)
+        self._set(name=self.name or default_name, quotas=tuple(self.quotas))
+        _check_numbers(self)
+        exit_behavior = self.exit_behavior
+        grant = getattr(self, "grant", None)
+        if grant is not None and exit_behavior != "ask":
+            raise ValueError(f"grant={grant!r} needs exit_behavior='ask'")
+        if exit_behavior == "finalize" and not self.enforce:
+            raise ValueError("exit_behavior='finalize' needs enforce=True")
+        if self.give_up_after is not None and (exit_behavior != "continue" or not self.enforce):
+            raise ValueError(
+                f"give_up_after={self.give_up_after!r} needs exit_behavior='continue' "
+                "and enforce=True"
+            )
+
+    def _set(self, **values: object) -> None:
+        """Set fields of a frozen limit, while it is made."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+class ToolLimit(LimitOptions):
+    """The base of limits on tool calls."""
+
+    __slots__ = ()
+
+    kind: ClassVar[Literal["tool"]] = "tool"
+    """The kind of calls that are limited."""
+    unit: ClassVar[Unit] = "calls"
+    """What is counted."""
+
+
+class ModelLimit(LimitOptions):
+    """The base of limits on model calls."""
+
+    __slots__ = ()
+
+    kind: ClassVar[Literal["model"]] = "model"
+    """The kind of calls that are limited."""
+    tools: ClassVar[tuple[str, ...]] = ()
+    """No tools."""
+    give_up_after: ClassVar[None] = None
+    """Refusals of model calls are not counted: the first one ends the run."""
+
+
+def checks(unit: Unit, exits: object, **others: Check) -> Mapping[str, Check]:
+    """The checks of a limit's options: of the common ones, and of its own."""
+    common: dict[str, Check] = {
+        "thread_limit": partial(_check_limit, unit),
+        "run_limit": partial(_check_limit, unit),
+        "exit_behavior": one_of(exits),
+        "grant": partial(check_amount, unit),
+        "message": _check_message,
+        "name": check_name,
+        "near": check_share,
+        "enforce": check_switch,
+        "alert": check_switch,
+        "give_up_after": partial(check_count, least=1),
+        "quotas": partial(_check_quotas, unit),
+    }
+    return MappingProxyType(common | others)
+
+
+def one_of(literal: object) -> Check:
+    """The check that a value is one of those of a `Literal`."""
+    return partial(check_choice, choices=get_args(literal))
+
+
+def whole_amount(unit: Unit, argument: str, value: Any) -> int:
+    """An amount as it is counted, once it is checked: dollars become microdollars."""
     if unit == "microdollars":
         return checked_microdollars(argument, value)
     check_count(argument, value)
-    assert isinstance(value, int)  # noqa: S101 - for the type checker
-    return value
+    return int(value)
 
 
-def check_options(limit: Any) -> None:
-    """Check the options that all kinds of limits have.
+def check_amount(unit: Unit, argument: str, value: object) -> None:
+    """Check that a value is an amount above 0."""
+    if not whole_amount(unit, argument, value):
+        raise ValueError(f"{argument} must be above 0, not {value!r}")
 
-    Args:
-        limit: The limit; its quotas become a tuple.
 
-    Raises:
-        TypeError: An option has the wrong type.
-        ValueError: There is no limit, or an option is out of bounds.
-    """
-    thresholds = {"thread_limit": limit.thread_limit, "run_limit": limit.run_limit}
-    _check_quotas(limit)
-    is_capped = getattr(limit, "at_once", None) is not None
-    if all(each is None for each in thresholds.values()) and not limit.quotas and not is_capped:
+def _check_limit(unit: Unit, argument: str, value: object) -> None:
+    if callable(value):
+        check_function(argument, value, "state", "runtime")
+    else:
+        whole_amount(unit, argument, value)
+
+
+def _check_message(argument: str, value: object) -> None:
+    if not callable(value):
+        check_type(argument, value, str, "a string, a function or None")
+    check_sync_function(argument, value, "decision")
+
+
+def _check_quotas(unit: Unit, argument: str, value: object) -> None:
+    if not isinstance(value, Sequence) or not all(isinstance(each, Quota) for each in value):
+        raise TypeError(
+            f"{argument} must be a sequence of Quota, such as [Quota(5)], not {shown(value)}"
+        )
+    for quota in value:
+        if not callable(quota.limit):
+            whole_amount(unit, f"limit of quota {quota.name!r}", quota.limit)
+
+
+def _check_numbers(limit: Any) -> None:
+    """Check that a limit has a number, and no two of one scope."""
+    numbers = (limit.thread_limit, limit.run_limit, getattr(limit, "at_once", None))
+    if all(each is None for each in numbers) and not limit.quotas:
         last = ", quotas or at_once" if hasattr(limit, "at_once") else " or quotas"
         raise ValueError(f"At least one limit must be specified: thread_limit, run_limit{last}")
-    for argument, value in thresholds.items():
-        if callable(value):
-            check_function(argument, value, "state", "runtime")
-        elif value is not None:
-            whole_amount(limit.unit, argument, value)
-    if (
-        limit.message is not None
-        and not isinstance(limit.message, str)
-        and not callable(limit.message)
-    ):
-        raise TypeError(f"message must be a string, a function or None, not {limit.message!r}")
-    check_sync_function("message", limit.message, "decision")
-    if limit.near is not None:
-        check_share("near", limit.near)
-    check_switch("enforce", limit.enforce)
-    check_switch("alert", limit.alert)
-
-
-def _check_quotas(limit: Any) -> None:
-    if not isinstance(limit.quotas, Sequence) or not all(
-        isinstance(quota, Quota) for quota in limit.quotas
-    ):
-        raise TypeError(
-            f"quotas must be a sequence of Quota, such as [Quota(5)], not {shown(limit.quotas)}"
-        )
     scopes = [quota.name for quota in limit.quotas]
-    if limit.thread_limit is not None:
-        scopes.append(THREAD)
+    scopes += [] if limit.thread_limit is None else [THREAD]
     for scope, count in Counter(scopes).items():
         if count > 1:
             raise ValueError(
                 f"{count} thresholds of a limit have the scope {scope!r}: give quotas names of "
                 "their own"
             )
-    for quota in limit.quotas:
-        if not callable(quota.limit):
-            whole_amount(limit.unit, f"limit of quota {quota.name!r}", quota.limit)
-    set_field(limit, "quotas", tuple(limit.quotas))
-
-
-def check_grant(limit: Any) -> None:
-    """Check how much more an approval grants.
-
-    Args:
-        limit: The limit.
-
-    Raises:
-        TypeError: It is no amount.
-        ValueError: It is 0 or out of bounds, or the limit asks nobody.
-    """
-    if limit.grant is None:
-        return
-    if limit.exit_behavior != "ask":
-        raise ValueError(f"grant={limit.grant!r} needs exit_behavior='ask'")
-    if not whole_amount(limit.unit, "grant", limit.grant):
-        raise ValueError(f"grant must be above 0, not {limit.grant!r}")
-
-
-def check_give_up(limit: Any) -> None:
-    """Check after how many refusals a limit of tool calls gives up.
-
-    Args:
-        limit: The limit.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is out of bounds, or contradicts the limit's other options.
-    """
-    if limit.give_up_after is not None:
-        check_count("give_up_after", limit.give_up_after, least=1)
-        if limit.exit_behavior != "continue" or not limit.enforce:
-            raise ValueError(
-                f"give_up_after={limit.give_up_after!r} needs exit_behavior='continue' "
-                "and enforce=True"
-            )
-
-
-def set_field(limit: Any, name: str, value: object) -> None:
-    """Set a field of a frozen limit, while it is made."""
-    object.__setattr__(limit, name, value)

@@ -9,22 +9,20 @@ from typing import ClassVar, Literal
 from langchain_quota.arguments import (
     ALL_TOOLS,
     by_name,
-    check_choice,
     check_count,
-    checked_name,
+    checked_excluded,
     checked_tools,
     shown,
 )
 from langchain_quota.budgets import CostLimit, TokenLimit
-from langchain_quota.decision import Call, Decision, Unit
+from langchain_quota.decision import Decision, Unit
 from langchain_quota.limit_options import (
     MODEL,
     MaxCalls,
     ModelExitBehavior,
-    check_give_up,
-    check_grant,
-    check_options,
-    set_field,
+    ModelLimit,
+    ToolLimit,
+    checks,
     whole_amount,
 )
 from langchain_quota.quotas import Quota
@@ -41,7 +39,7 @@ calls, and less than the minute after which many gateways give up on an answer."
 
 @by_name
 @dataclass(frozen=True, slots=True)
-class ToolCallLimit:
+class ToolCallLimit(ToolLimit):
     """How many tool calls a thread and a run may make.
 
     Args:
@@ -101,11 +99,6 @@ class ToolCallLimit:
         ValueError: run_limit must be 0 or more, not -1: leave it out for no limit
     """
 
-    kind: ClassVar[Literal["tool"]] = "tool"
-    """The kind of calls that are limited."""
-    unit: ClassVar[Unit] = "calls"
-    """What is counted."""
-
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
     exclude: Sequence[str] = ()
@@ -127,44 +120,30 @@ class ToolCallLimit:
     counter: str = field(init=False, repr=False)
     """The key under which calls are counted: limits with one counter share its count."""
 
+    _checks: ClassVar = checks("calls", ToolExitBehavior)
+
     def __post_init__(self) -> None:
         tools = checked_tools("tool_name", self.tool_name)
-        excluded = () if self.exclude in ((), []) else checked_tools("exclude", self.exclude)
+        excluded = checked_excluded(self.exclude)
         if tools and excluded:
             raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tool_name out")
-        check_options(self)
-        check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end", "ask"))
-        check_grant(self)
+        without = f"-{','.join(excluded)}" if excluded else ""
+        self._check_options(f"tool:{','.join(tools) or '*' + without}")
         thread, run = self.thread_limit, self.run_limit
         if isinstance(thread, int) and isinstance(run, int) and run > thread:
             raise ValueError(
                 f"run_limit ({run}) cannot exceed thread_limit ({thread}): "
                 "a run is part of a thread"
             )
-        check_give_up(self)
         _check_at_once(self)
-        without = f"-{','.join(excluded)}" if excluded else ""
         if not isinstance(self.tool_name, str | None):
-            set_field(self, "tool_name", tools)
-        set_field(self, "tools", tools)
-        set_field(self, "exclude", excluded)
-        set_field(self, "counter", ",".join(tools) or ALL_TOOLS + without)
-        set_field(self, "name", checked_name(self.name, f"tool:{','.join(tools) or '*' + without}"))
-
-    def matches(self, call: Call) -> bool:
-        """Whether the limit applies to the call.
-
-        Args:
-            call: The call.
-        """
-        if call.kind != "tool":
-            return False
-        return call.tool in self.tools if self.tools else call.tool not in self.exclude
+            self._set(tool_name=tools)
+        self._set(tools=tools, exclude=excluded, counter=",".join(tools) or ALL_TOOLS + without)
 
 
 @by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCallLimit:
+class ModelCallLimit(ModelLimit):
     """How many model calls a thread and a run may make.
 
     Args:
@@ -198,16 +177,11 @@ class ModelCallLimit:
         'model'
     """
 
-    kind: ClassVar[Literal["model"]] = "model"
-    """The kind of calls that are limited."""
     unit: ClassVar[Unit] = "calls"
     """What is counted."""
     counter: ClassVar[str] = MODEL
     """The key under which calls are counted."""
-    tools: ClassVar[tuple[str, ...]] = ()
-    """No tools."""
-    give_up_after: ClassVar[None] = None
-    """Refusals of model calls are not counted: the first one ends the run."""
+    _checks: ClassVar = checks("calls", ModelExitBehavior)
 
     thread_limit: MaxCalls = None
     run_limit: MaxCalls = None
@@ -221,20 +195,7 @@ class ModelCallLimit:
     quotas: Sequence[Quota] = ()
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_choice("exit_behavior", self.exit_behavior, ("end", "error", "finalize", "ask"))
-        check_grant(self)
-        if self.exit_behavior == "finalize" and not self.enforce:
-            raise ValueError("exit_behavior='finalize' needs enforce=True")
-        set_field(self, "name", checked_name(self.name, MODEL))
-
-    def matches(self, call: Call) -> bool:
-        """Whether the limit applies to the call.
-
-        Args:
-            call: The call.
-        """
-        return call.kind == "model"
+        self._check_options(MODEL)
 
 
 Limit = ToolCallLimit | ModelCallLimit | TokenLimit | CostLimit | RepeatLimit
@@ -253,12 +214,7 @@ def counts_calls(limit: Limit) -> bool:
 
 
 def _check_at_once(limit: ToolCallLimit) -> None:
-    """Check the options of calls at once.
-
-    Raises:
-        TypeError: One has the wrong type.
-        ValueError: One is out of bounds, or needs another one.
-    """
+    """Check the options of calls at once."""
     if limit.at_once is None:
         if limit.wait is not None:
             raise ValueError(f"wait={limit.wait!r} needs at_once: give at_once, too")
@@ -278,7 +234,7 @@ def _check_at_once(limit: ToolCallLimit) -> None:
         raise ValueError(
             f"give_up_after={limit.give_up_after!r} needs thread_limit, run_limit or quotas"
         )
-    set_field(limit, "wait", float(wait))
+    object.__setattr__(limit, "wait", float(wait))
 
 
 def named_tools(limit: Limit) -> tuple[str, ...]:
@@ -287,12 +243,7 @@ def named_tools(limit: Limit) -> tuple[str, ...]:
 
 
 def check_together(limits: Sequence[Limit]) -> None:
-    """Check that limits can be judged together.
-
-    Raises:
-        TypeError: They are no limits.
-        ValueError: There is no limit, two have one name, or one can never be reached.
-    """
+    """Check that limits can be judged together."""
     given: object = limits
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(

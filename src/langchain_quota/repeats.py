@@ -10,14 +10,14 @@ from operator import itemgetter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from langchain_quota.arguments import (
-    check_choice,
     check_count,
     check_sync_function,
-    checked_name,
+    check_type,
+    checked_excluded,
     checked_tools,
 )
-from langchain_quota.decision import Call, Decision, Unit
-from langchain_quota.limit_options import check_give_up, check_options, set_field
+from langchain_quota.decision import Decision
+from langchain_quota.limit_options import ToolLimit, checks
 from langchain_quota.quotas import Quota
 
 MOST_KEPT = 100
@@ -49,8 +49,23 @@ _LEAST_ID = 6
 """A shorter id of a call, such as `"1"`, is part of many texts that do not name it."""
 
 
+def _check_run_limit(argument: str, value: Any) -> None:
+    what = "a whole number, the most equal calls of a run"
+    check_count(argument, value, least=1, what=what)
+    if value > MOST_KEPT:
+        raise ValueError(
+            f"{argument} must be {MOST_KEPT} or less, as no more calls are remembered, not "
+            f"{value!r}"
+        )
+
+
+def _check_key(argument: str, value: object) -> None:
+    check_type(argument, value, Callable, "a function of the tool call or None")
+    check_sync_function(argument, value, "call")
+
+
 @dataclass(frozen=True, slots=True)
-class RepeatLimit:
+class RepeatLimit(ToolLimit):
     """How often a run may make the same tool call without getting a new answer.
 
     `run_limit` equal calls are admitted, and the next one is refused: its answer says to the model
@@ -110,10 +125,6 @@ class RepeatLimit:
         >>> limit = RepeatLimit(5, key=lambda call: call["args"]["path"], tools="read_file")
     """
 
-    kind: ClassVar[Literal["tool"]] = "tool"
-    """The kind of calls that are limited."""
-    unit: ClassVar[Unit] = "calls"
-    """What is counted."""
     thread_limit: ClassVar[None] = None
     """A new run may repeat what an earlier one did."""
 
@@ -134,48 +145,24 @@ class RepeatLimit:
     counter: str = field(init=False, repr=False)
     """The first part of the key under which calls are counted; the call's key follows."""
 
+    _checks: ClassVar = checks(
+        "calls", Literal["continue", "error", "end"], run_limit=_check_run_limit, key=_check_key
+    )
+
     def __post_init__(self) -> None:
-        if isinstance(self.run_limit, bool) or not isinstance(self.run_limit, int):
-            raise TypeError(
-                "run_limit must be a whole number, the most equal calls of a run, not "
-                f"{self.run_limit!r}"
-            )
-        check_count("run_limit", self.run_limit, least=1)
-        if self.run_limit > MOST_KEPT:
-            raise ValueError(
-                f"run_limit must be {MOST_KEPT} or less, as no more calls are remembered, not "
-                f"{self.run_limit!r}"
-            )
-        check_options(self)
-        if self.key is not None and not callable(self.key):
-            raise TypeError(f"key must be a function of the tool call or None, not {self.key!r}")
-        check_sync_function("key", self.key, "call")
-        for argument in ("tools", "exclude"):
-            given = getattr(self, argument)
-            set_field(self, argument, () if given in ((), []) else checked_tools(argument, given))
+        self._check_options("repeats")
+        tools = () if self.tools in ((), []) else checked_tools("tools", self.tools)
+        # No tool's counter begins with a comma.
+        counter = f",repeats,{self.name}"
+        self._set(tools=tools, exclude=checked_excluded(self.exclude), counter=counter)
         if self.tools and self.exclude:
             raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tools out")
-        check_choice("exit_behavior", self.exit_behavior, ("continue", "error", "end"))
-        check_give_up(self)
-        set_field(self, "name", checked_name(self.name, "repeats"))
-        # No tool's counter begins with a comma.
-        set_field(self, "counter", f",repeats,{self.name}")
 
     @property
     def most_failures(self) -> int:
         """In how many answers of the model a tool may fail in the same way."""
         # With 1, the model could not even correct its arguments after the first failure.
         return max(2, self.run_limit)
-
-    def matches(self, call: Call) -> bool:
-        """Whether the limit applies to the call.
-
-        Args:
-            call: The call.
-        """
-        if call.kind != "tool":
-            return False
-        return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
 
 class Made(NamedTuple):
