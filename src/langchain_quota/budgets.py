@@ -12,6 +12,7 @@ from langchain_quota.limit_options import (
     MICRODOLLARS,
     OUTPUT_TOKENS,
     TOTAL_TOKENS,
+    Checks,
     MaxDollars,
     MaxTokens,
     ModelExitBehavior,
@@ -49,9 +50,8 @@ class TokenLimit(ModelLimit):
     prevents this.
 
     Args:
-        thread_limit: Most tokens over the life of a thread, a whole number from 0; `None` for no
-            limit. Or a function of the agent's state and runtime, sync or async, that gives
-            either.
+        thread_limit: Most tokens over the life of a thread, a number or a function; see
+            `ToolCallLimit`.
         run_limit: Most tokens in one run (one invocation): as `thread_limit`.
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
             of the answer (`"output"`, with reasoning), or both (`"total"`).
@@ -74,12 +74,10 @@ class TokenLimit(ModelLimit):
             except those of 0. If `reserve` is a function, a call whose reserve is more than what
             is left becomes the last one, too. The last call has no tools. If its reserve does not
             fit either, the run ends as with `"end"`: keep twice as much as `reserve` gives.
-        message: The final message instead of the default text: a text, or a function from the
-            `Decision` to a text.
+        message: The final message instead of the default text; see `ToolCallLimit`.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `tokens`, `input_tokens` or `output_tokens`. `dataclasses.replace` keeps it.
-        near: The used share, above 0 and at most 1, from which this limit counts as near; by
-            default that of the `Telemetry`.
+        near: The used share from which this limit counts as near; see `ToolCallLimit`.
         enforce: Whether the limit refuses calls; see `ToolCallLimit`.
         alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
         quotas: Further limits, in tokens, counted in a store that runs share; see `ToolCallLimit`.
@@ -100,7 +98,7 @@ class TokenLimit(ModelLimit):
     unit: ClassVar[Unit] = "tokens"
     """What is counted."""
 
-    _checks: ClassVar = checks(
+    _checks: ClassVar[Checks] = checks(
         unit,
         ModelExitBehavior,
         tokens=one_of(TokenKind),
@@ -140,8 +138,8 @@ class CostLimit(ModelLimit):
     `prices` of `QuotaMiddleware` for what tokens cost.
 
     Args:
-        thread_limit: Most dollars over the life of a thread, from 0; `None` for no limit. Or a
-            function of the agent's state and runtime, sync or async, that gives either.
+        thread_limit: Most dollars over the life of a thread, an amount or a function; see
+            `ToolCallLimit`.
         run_limit: Most dollars in one run (one invocation): as `thread_limit`.
         reserve: How many dollars of the budget a call holds while it runs; `None` for a millionth.
             A function of the `ModelRequest`, such as `usage_bound`, gives dollars, or a
@@ -153,16 +151,13 @@ class CostLimit(ModelLimit):
             as the limit that is reached.
         keep: How many dollars are kept for the last answer. `"finalize"` needs it, and it needs
             `"finalize"`; see `TokenLimit`.
-        message: The final message instead of the default text: a text, or a function from the
-            `Decision` to a text.
+        message: The final message instead of the default text; see `ToolCallLimit`.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `cost`.
-        near: The used share, above 0 and at most 1, from which this limit counts as near; by
-            default that of the `Telemetry`.
+        near: The used share from which this limit counts as near; see `ToolCallLimit`.
         enforce: Whether the limit refuses calls; see `ToolCallLimit`.
         alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
-        quotas: Further limits, in dollars, counted in a store that runs share; see
-            `ToolCallLimit`.
+        quotas: Further limits, in dollars, counted in a store; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type, such as a float for an amount.
@@ -184,7 +179,7 @@ class CostLimit(ModelLimit):
     counter: ClassVar[str] = MICRODOLLARS
     """The key under which money is counted: limits with one counter share its count."""
 
-    _checks: ClassVar = checks(
+    _checks: ClassVar[Checks] = checks(
         unit,
         ModelExitBehavior,
         reserve=partial(_check_reserve, unit),

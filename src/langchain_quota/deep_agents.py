@@ -9,6 +9,7 @@ from langchain.agents.middleware.types import AgentMiddleware
 from langchain_core.tools import BaseTool
 from langgraph.prebuilt import ToolNode
 
+from langchain_quota.arguments import check_type
 from langchain_quota.middleware._interpreters import unseen_calls
 from langchain_quota.middleware._sub_agents import graphs_of, has_limits, starters, sub_agents
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
@@ -112,11 +113,7 @@ def with_limits(
 
 
 def _general_purpose(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of the sub-agent that deepagents would add itself.
-
-    Args:
-        given: The arguments for the main agent.
-    """
+    """The spec of the sub-agent that deepagents would add itself."""
     # deepagents is no dependency of ours, but the caller of this has it.
     from deepagents.middleware.subagents import GENERAL_PURPOSE_SUBAGENT  # noqa: PLC0415
 
@@ -131,11 +128,7 @@ def _general_purpose(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mapping[str, Any]:
-    """A sub-agent's spec with limits.
-
-    Raises:
-        ValueError: It cannot be given limits.
-    """
+    """A sub-agent's spec with limits."""
     name = spec["name"]
     if "graph_id" in spec:
         raise ValueError(
@@ -182,30 +175,20 @@ def _quotas(specs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, QuotaMidd
 def _check_interpreters(
     agent: str, tools: Sequence[BaseTool], quota: QuotaMiddleware[Any, Any]
 ) -> None:
-    """Check that no code which an agent writes can call a tool past its limit.
-
-    Raises:
-        ValueError: It can.
-    """
+    """Check that no code which an agent writes can call a tool past its limit."""
     unseen = unseen_calls(quota._enforced, tools)  # noqa: SLF001 - of this package
     if unseen is not None:
         raise ValueError(f"{agent}: {unseen}")
 
 
-def _check(create: Any, quota: object, leave_out: object) -> None:
-    """Check the arguments of `with_limits`.
-
-    Raises:
-        TypeError: One has the wrong type.
-        ValueError: The quota has no store.
-    """
+def _check(create: Any, quota: Any, leave_out: object) -> None:
+    """Check the arguments of `with_limits`."""
     if not callable(create) or not _takes_sub_agents(create):
         raise TypeError(
             "create must be create_deep_agent, or a function that takes middleware and subagents, "
             f"not {create!r}"
         )
-    if not isinstance(quota, QuotaMiddleware):
-        raise TypeError(f"quota must be a QuotaMiddleware, not {quota!r}")
+    check_type("quota", quota, QuotaMiddleware, "a QuotaMiddleware")
     if quota._store is None:  # noqa: SLF001 - of this package
         raise ValueError(
             "quota has no store, so each agent would count for itself: give it one, "
@@ -219,11 +202,7 @@ def _check(create: Any, quota: object, leave_out: object) -> None:
 def _check_middleware(
     middleware: Sequence[AgentMiddleware[Any, Any, Any]] | None, quota: QuotaMiddleware[Any, Any]
 ) -> None:
-    """Check that the main agent has no other quota.
-
-    Raises:
-        ValueError: It has one.
-    """
+    """Check that the main agent has no other quota."""
     for each in middleware or ():
         if isinstance(each, QuotaMiddleware) and each is not quota:
             raise ValueError(
@@ -239,12 +218,7 @@ def _takes_sub_agents(create: Callable[..., object]) -> bool:
 
 
 def _check_specs(specs: Sequence[object], leave_out: Collection[str]) -> None:
-    """Check the sub-agents that are declared.
-
-    Raises:
-        TypeError: One of them is no spec.
-        ValueError: No sub-agent has a name that is to be left out.
-    """
+    """Check the sub-agents that are declared."""
     names = {_GENERAL_PURPOSE}
     for spec in specs:
         if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):

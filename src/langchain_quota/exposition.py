@@ -20,6 +20,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector, RestrictedRegistry
 
+from langchain_quota.arguments import check_type
 from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.multiprocess import FILE, multiprocess_directory, unusable
 from langchain_quota.telemetry.usage import UsageTable, told_by_others
@@ -106,11 +107,7 @@ class _WorkersRegistry(CollectorRegistry):
 
 
 def _served(registry: CollectorRegistry) -> CollectorRegistry:
-    """The registry to serve: in multi-process mode one with what all workers have counted.
-
-    Raises:
-        ValueError: The directory of the workers does not exist.
-    """  # noqa: DOC501 - the name is that of the function which makes the ValueError
+    """The registry to serve: in multi-process mode one with what all workers have counted."""
     directory = multiprocess_directory()
     if directory is None:
         return registry
@@ -198,8 +195,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         'http://127.0.0.1:.../metrics'
         >>> server.close()
     """
-    if isinstance(port, bool) or not isinstance(port, int):
-        raise TypeError(f"port must be a whole number, not {port!r}")
+    check_type("port", port, int, "a whole number")
     if not 0 <= port <= _MAX_PORT:
         raise ValueError(f"port must be from 0 to {_MAX_PORT}, not {port!r}")
     if not isinstance(addr, str | None):
@@ -256,11 +252,7 @@ def _log_broken_connection(_request: object, client: object) -> None:
 
 
 def _check_certificates(certfile: str, keyfile: str | None, client_cafile: str | None) -> None:
-    """Read the files before anything is bound.
-
-    Raises:
-        OSError: One of them cannot be read.
-    """
+    """Read the files before anything is bound."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certfile, keyfile)

@@ -54,6 +54,8 @@ MaxDollars = Dollars | Callable[[Any, Any], Dollars | Awaitable[Dollars | None] 
 
 Check = Callable[[str, Any], object]
 """Checks an option's value; it gets the option's name, too."""
+Checks = Mapping[str, Check]
+"""The checks of options, by name."""
 
 
 class LimitOptions:
@@ -61,7 +63,7 @@ class LimitOptions:
 
     __slots__ = ()
 
-    _checks: ClassVar[Mapping[str, Check]]
+    _checks: ClassVar[Checks]
 
     def matches(self: Any, call: Call) -> bool:
         """Whether the limit applies to the call.
@@ -126,7 +128,7 @@ class ModelLimit(LimitOptions):
     """Refusals of model calls are not counted: the first one ends the run."""
 
 
-def checks(unit: Unit, exits: object, **others: Check) -> Mapping[str, Check]:
+def checks(unit: Unit, exits: object, **others: Check) -> Checks:
     """The checks of a limit's options: of the common ones, and of its own."""
     common: dict[str, Check] = {
         "thread_limit": partial(_check_limit, unit),

@@ -18,6 +18,7 @@ from langchain_quota.budgets import CostLimit, TokenLimit
 from langchain_quota.decision import Decision, Unit
 from langchain_quota.limit_options import (
     MODEL,
+    Checks,
     MaxCalls,
     ModelExitBehavior,
     ModelLimit,
@@ -120,7 +121,7 @@ class ToolCallLimit(ToolLimit):
     counter: str = field(init=False, repr=False)
     """The key under which calls are counted: limits with one counter share its count."""
 
-    _checks: ClassVar = checks("calls", ToolExitBehavior)
+    _checks: ClassVar[Checks] = checks("calls", ToolExitBehavior)
 
     def __post_init__(self) -> None:
         tools = checked_tools("tool_name", self.tool_name)
@@ -147,21 +148,17 @@ class ModelCallLimit(ModelLimit):
     """How many model calls a thread and a run may make.
 
     Args:
-        thread_limit: Most calls over the life of a thread, a whole number from 0; `None` for no
-            limit. Or a function of the agent's state and runtime, sync or async, that gives
-            either.
+        thread_limit: Most calls over the life of a thread; see `ToolCallLimit`.
         run_limit: The same for one run (one invocation).
         exit_behavior: What reaching the limit does. `"end"` ends the run with a message,
             `"error"` raises `ModelCallLimitExceededError`. `"finalize"` tells the model in the last
             call that this call is the last one, and that it may call no tool. The run ends with the
             model's answer. `"ask"` asks a person; see `ToolCallLimit`.
         grant: With `"ask"`: as in `ToolCallLimit`.
-        message: The final message instead of the default text: a text, or a function from the
-            `Decision` to a text.
+        message: The final message instead of the default text; see `ToolCallLimit`.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `model`.
-        near: The used share, above 0 and at most 1, from which this limit counts as near; by
-            default that of the `Telemetry`.
+        near: The used share from which this limit counts as near; see `ToolCallLimit`.
         enforce: Whether the limit refuses calls; see `ToolCallLimit`.
         alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
         quotas: Further limits, counted in a store that runs share; see `ToolCallLimit`.
@@ -181,7 +178,7 @@ class ModelCallLimit(ModelLimit):
     """What is counted."""
     counter: ClassVar[str] = MODEL
     """The key under which calls are counted."""
-    _checks: ClassVar = checks("calls", ModelExitBehavior)
+    _checks: ClassVar[Checks] = checks("calls", ModelExitBehavior)
 
     thread_limit: MaxCalls = None
     run_limit: MaxCalls = None

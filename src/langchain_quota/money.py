@@ -15,12 +15,7 @@ _MOST = 10**9
 
 
 def checked_dollars(argument: str, value: object) -> Decimal:
-    """An amount of dollars, exactly as it is written; from 0 to a billion.
-
-    Raises:
-        TypeError: It is a float, or no number.
-        ValueError: It is not finite, is out of bounds, or cannot be read.
-    """
+    """An amount of dollars, exactly as it is written; from 0 to a billion."""
     if isinstance(value, float):
         raise TypeError(
             f"{argument} must not be a float, which holds {value!r} only nearly: "
@@ -42,12 +37,7 @@ def checked_dollars(argument: str, value: object) -> Decimal:
 
 
 def checked_microdollars(argument: str, value: object) -> int:
-    """The microdollars of an amount of dollars.
-
-    Raises:
-        TypeError: It is a float, or no number.
-        ValueError: It is out of bounds, cannot be read, or has more than six decimal places.
-    """
+    """The microdollars of an amount of dollars."""
     # The application's decimal context may round decimals; fractions are never rounded.
     amount = Fraction(checked_dollars(argument, value)) * MICRODOLLARS
     if amount.denominator != 1:

@@ -77,11 +77,7 @@ class Price:
 
 
 def check_prices(prices: object) -> None:
-    """Check an argument `prices`.
-
-    Raises:
-        TypeError: It is no table of `Price`, no function and not `None`.
-    """
+    """Check an argument `prices`."""
     if isinstance(prices, Mapping):
         for model, price in prices.items():
             if not isinstance(model, str) or not isinstance(price, Price):
@@ -147,11 +143,6 @@ def cost(usage: ModelUsage, prices: Prices) -> int:
     """What a model run costs, in microdollars, rounded up once.
 
     A run that has used nothing, and an answer from LangChain's response cache, cost nothing.
-
-    Raises:
-        TypeError: The user's function gives no `Decimal`.
-        ValueError: It gives one that is negative, not finite, or over a billion.
-        UnknownPriceError: There is no price for the model.
     """
     if usage.cached or not usage.total_tokens:
         return 0
@@ -163,9 +154,6 @@ def highest_cost(usage: ModelUsage, prices: Prices) -> int:
 
     Before the call it is not known which tokens the provider will read from its cache, write to it,
     or use for reasoning. So the highest price is taken.
-
-    Raises:
-        UnknownPriceError: There is no price for the model.
     """
     # For one model of the list, reading the cache costs more than `input`.
     read = replace(usage, cache_read_tokens=usage.input_tokens)
@@ -183,11 +171,6 @@ def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | 
 
     The list comes with that package. Nothing is downloaded, unless the application makes
     genai-prices update it; a newer list is used within a minute.
-
-    Args:
-        usage: What the run has used.
-        at: When it ran, with a time zone: some prices change at a date, or with the hour. By
-            default now.
     """
     minute = int((time.time() if at is None else at.timestamp()) // 60)
     for name in usage.models:
@@ -208,11 +191,7 @@ def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | 
 def _listed(
     name: str, provider: str, service_tier: str, speed: str, minute: int
 ) -> Mapping[str, Any]:
-    """The prices of a model in genai-prices, by its names for them; cached, since this is slow.
-
-    Raises:
-        LookupError: It has none for this model.
-    """
+    """The prices of a model in genai-prices, by its names for them; cached, since this is slow."""
     # Its import is slow, and only costs need it.
     from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415
 
@@ -248,11 +227,7 @@ def _reached(price: Any, input_tokens: int) -> Decimal | None:
 
 
 def _has_list() -> bool:
-    """Whether genai-prices is installed. It is loaded now: later it would block an event loop.
-
-    Raises:
-        ModuleNotFoundError: It is installed, but a package that it needs is not.
-    """
+    """Whether genai-prices is installed. It is loaded now: later it would block an event loop."""
     try:
         from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415 - it is an extra
     except ModuleNotFoundError as missing:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
-from langchain_quota.arguments import check_count, check_duration, check_function
+from langchain_quota.arguments import check_count, check_duration, check_function, check_type
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.money import Dollars, checked_microdollars
 
@@ -65,8 +65,7 @@ class Quota:
     def __post_init__(self) -> None:
         _check_limit(self.limit)
         check_function("limit", self.limit, "state", "runtime")
-        if not isinstance(self.per, str) and not callable(self.per):
-            raise TypeError(f"per must be a string or a function, not {self.per!r}")
+        check_type("per", self.per, str | Callable, "a string or a function")
         check_function("per", self.per, "state", "runtime")
         check_duration("window", self.window, or_none=True)
         if self.window is not None and (
@@ -78,8 +77,7 @@ class Quota:
                 f"window={self.window!r} cannot be used with per={ROOT_RUN!r}: a run's count ends "
                 "with the run"
             )
-        if not isinstance(self.name, str):
-            raise TypeError(f"name must be a string, not {self.name!r}")
+        check_type("name", self.name, str, "a string")
         if not self.name and not isinstance(self.per, str):
             raise ValueError(f"per={self.per!r} is a function: give the quota a name")
         name = self.name or str(self.per)
@@ -97,12 +95,7 @@ class Quota:
 
 
 def _check_limit(limit: object) -> None:
-    """Check that a value can be a number of calls, tokens or dollars; the limit knows which.
-
-    Raises:
-        TypeError: It cannot.
-        ValueError: It is out of bounds, or cannot be read.
-    """
+    """Check that a value can be a number of calls, tokens or dollars; the limit knows which."""
     if limit is None:
         raise TypeError("limit must be a whole number or a function, not None")
     if isinstance(limit, float):
@@ -114,11 +107,7 @@ def _check_limit(limit: object) -> None:
 
 
 def _check_free(name: str, per: object) -> None:
-    """Check that a quota's name and `per` have no other meaning, in metrics or in a store.
-
-    Raises:
-        ValueError: One has.
-    """
+    """Check that a quota's name and `per` have no other meaning, in metrics or in a store."""
     if name in _RESERVED or (name in _FIXED and name != per):
         raise ValueError(f"name must not be {name!r}: it has a meaning of its own")
     if per == RUN:

@@ -17,7 +17,7 @@ from langchain_quota.arguments import (
     checked_tools,
 )
 from langchain_quota.decision import Decision
-from langchain_quota.limit_options import ToolLimit, checks
+from langchain_quota.limit_options import Checks, ToolLimit, checks
 from langchain_quota.quotas import Quota
 
 MOST_KEPT = 100
@@ -90,15 +90,11 @@ class RepeatLimit(ToolLimit):
         tools: The tools whose calls are refused, one or several; empty for all.
         exclude: With all tools: the tools to ignore. They are never refused, and their answers do
             not count as new.
-        message: What the model reads as the answer of a refused call (and, with `"end"`, the user
-            as the final message) instead of the default text: a text, or a function from the
-            `Decision` to a text.
+        message: What the model reads instead of the default text; see `ToolCallLimit`.
         name: The limit's name in metrics and spans, 1 to 64 printable characters.
         exit_behavior: What a refusal does; see `ToolCallLimit`.
-        give_up_after: With `"continue"`: after so many refusals in one run, from 1, the run ends
-            as with `"end"`.
-        near: The used share, above 0 and at most 1, from which this limit counts as near; by
-            default that of the `Telemetry`.
+        give_up_after: After how many refusals the run ends; see `ToolCallLimit`.
+        near: The used share from which this limit counts as near; see `ToolCallLimit`.
         enforce: Whether the limit refuses calls; see `ToolCallLimit`.
         alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
 
@@ -145,7 +141,7 @@ class RepeatLimit(ToolLimit):
     counter: str = field(init=False, repr=False)
     """The first part of the key under which calls are counted; the call's key follows."""
 
-    _checks: ClassVar = checks(
+    _checks: ClassVar[Checks] = checks(
         "calls", Literal["continue", "error", "end"], run_limit=_check_run_limit, key=_check_key
     )
 
@@ -210,11 +206,7 @@ class Repeated(NamedTuple):
 
 
 def repeated(made: Iterable[Made]) -> Repeated:
-    """How often calls were made, and tools have failed, since something new came.
-
-    Args:
-        made: The calls, in order.
-    """
+    """How often calls were made, and tools have failed, since something new came."""
     # How often each came again: its count is one more.
     calls: Counter[str] = Counter()
     failures: Counter[tuple[str, str]] = Counter()
@@ -249,12 +241,7 @@ def repeated(made: Iterable[Made]) -> Repeated:
 
 
 def newest(limit: RepeatLimit, made: Sequence[Made]) -> Sequence[Made]:
-    """The calls that a limit continues to remember.
-
-    Args:
-        limit: The limit.
-        made: All that it knows, in order.
-    """
+    """The calls that a limit continues to remember."""
     if limit.run_limit == 1:
         # No call may come twice, even after many calls of other tools.
         made = sorted(made, key=lambda each: each.is_limited)[-MOST_KEPT:]
@@ -263,27 +250,12 @@ def newest(limit: RepeatLimit, made: Sequence[Made]) -> Sequence[Made]:
 
 
 def tool_digest(name: str, *, matches: bool = True) -> str:
-    """A digest of a tool.
-
-    Args:
-        name: Its name.
-        matches: Whether the limit applies to it.
-    """
+    """A digest of a tool."""
     return ("" if matches else "-") + _digest(name, size=4)
 
 
 def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) -> str | None:
-    """A digest that equal calls share; `None` for a call that is ignored.
-
-    Args:
-        limit: The limit.
-        call: The tool call.
-        matches: Whether the limit applies to it.
-
-    Raises:
-        TypeError: The limit's function gives no JSON value.
-        Exception: Whatever that function raises.
-    """
+    """A digest that equal calls share; `None` for a call that is ignored."""
     if not matches and not limit.tools:
         return None
     # The function does not get calls that are never refused.
@@ -306,19 +278,13 @@ def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) ->
 
 
 def answer_digest(content: object, call_id: str, args: object, *, failed: bool) -> str:
-    """A digest of what an answer says.
-
-    Args:
-        content: The content of the message.
-        call_id: The id of the call, which the answer may name.
-        args: The arguments of the call: what they name must not be ignored as a moment or an id.
-        failed: Whether it is an error.
-    """
+    """A digest of what an answer says."""
     text = _part(content, has_length=not failed)
     if len(call_id) >= _LEAST_ID:
         text = text.replace(call_id, "")
     if failed:
         text = _without_arguments(text)
+    # What the arguments name must not be ignored as a moment or an id.
     named = {found[0] for found in _VOLATILE.finditer(_part(args))}
     # Of a moment that the arguments name, the answer may repeat the date alone.
     named |= {each[:10] for each in named}
@@ -366,11 +332,7 @@ def _part(value: object, *, is_json: bool = False, has_length: bool = True) -> s
 
 
 def _written(value: object, *, is_json: bool) -> str:
-    """A value without parts; as JSON has only one kind of number, 1.0 is 1.
-
-    Raises:
-        TypeError: It must be JSON, and is not.
-    """
+    """A value without parts; as JSON has only one kind of number, 1.0 is 1."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -21,6 +21,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, PrivateAttr, field_validator
 
+from langchain_quota.arguments import check_count
 from langchain_quota.decision import Decision
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import capturing
@@ -103,12 +104,8 @@ class ScriptedChatModel(BaseChatModel):
     @field_validator("keep_calls", mode="before")
     @classmethod
     def _check_keep_calls(cls, value: object) -> object:
-        if value is None:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"keep_calls must be a whole number or None, not {value!r}")
-        if value < 0:
-            raise ValueError(f"keep_calls must be 0 or more, not {value!r}")
+        if value is not None:
+            check_count("keep_calls", value)
         return value
 
     def model_post_init(self, context: Any, /) -> None:

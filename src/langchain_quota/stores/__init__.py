@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.arguments import check_duration
+from langchain_quota.arguments import check_duration, check_type
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
@@ -192,11 +192,7 @@ class Metadata:
 
 
 def metadata(request: AcquireRequest) -> dict[str, Metadata]:
-    """What a charge writes beside the counts, by key.
-
-    Raises:
-        ValueError: A counter has a lease, and the request has no idempotency key.
-    """
+    """What a charge writes beside the counts, by key."""
     found: dict[str, Metadata] = {}
     counters = request.counters
     for each in counters.values():
@@ -232,12 +228,7 @@ def window_end(key: str) -> int | None:
 
 
 def idle_time(key: str, idle: int) -> int:
-    """How long a key's count is kept when nobody charges it, in seconds.
-
-    Args:
-        key: The key: its text says whether the count belongs to a run.
-        idle: How long the store keeps other counts, in seconds.
-    """
+    """How long a key's count is kept when nobody charges it, in seconds."""
     dimension = dimension_of(key)
     if dimension == RUN:
         return min(idle, RUN_IDLE)
@@ -245,13 +236,7 @@ def idle_time(key: str, idle: int) -> int:
 
 
 def check_store(store: object, limits: Sequence[Limit]) -> None:
-    """Check that a store is a `QuotaStore`, and that there is one if limits need it.
-
-    Raises:
-        TypeError: It is no `QuotaStore`.
-        ValueError: There is no store, and a limit has quotas; or a limit counts calls of several of
-            the store's prefixes.
-    """
+    """Check that a store is a `QuotaStore`, and that there is one if limits need it."""
     if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
         # A URL is not shown: it may have a password.
         shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
@@ -262,17 +247,8 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 f"limit {limit.name!r} has quotas: give a store that counts them, "
                 "store=MemoryStore() in one process, store=RedisStore() in several"
             )
-    if callable(getattr(store, "prefix", None)):
-        _check_one_prefix(limits)
-
-
-def _check_one_prefix(limits: Sequence[Limit]) -> None:
-    """Check that no limit counts calls of several prefixes together.
-
-    Raises:
-        ValueError: There is one.
-    """
-    for limit in limits:
+        if not callable(getattr(store, "prefix", None)):
+            continue
         wide = [f"per={each.per!r}" for each in limit.quotas if each.per in ("global", "agent")]
         wide += ["at_once"] if getattr(limit, "at_once", None) is not None else []
         if wide:
@@ -284,31 +260,18 @@ def _check_one_prefix(limits: Sequence[Limit]) -> None:
 
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
-    """Check that a remembered result has as many counters and calls as the request.
-
-    Raises:
-        QuotaStoreError: It has not.
-    """
+    """Check that a remembered result has as many counters and calls as the request."""
     if (counters, calls) != (len(request.counters), len(request.hits)):
         raise QuotaStoreError("the idempotency key was given to a batch of another form before")
 
 
 def check_request(request: object) -> None:
-    """Check the type of a request to a store.
-
-    Raises:
-        TypeError: It is no `AcquireRequest`.
-    """
-    if not isinstance(request, AcquireRequest):
-        raise TypeError(f"request must be an AcquireRequest, not {request!r}")
+    """Check the type of a request to a store."""
+    check_type("request", request, AcquireRequest, "an AcquireRequest")
 
 
 def check_keys(keys: object) -> None:
-    """Check that a store is given several keys.
-
-    Raises:
-        TypeError: They are not several; one string is no sequence of keys.
-    """
+    """Check that a store is given several keys."""
     if (
         isinstance(keys, str)
         or not isinstance(keys, Sequence)
@@ -317,15 +280,9 @@ def check_keys(keys: object) -> None:
         raise TypeError(f"keys must be a sequence of strings, not {keys!r}")
 
 
-def idle_seconds(idle_ttl: object) -> int:
-    """How long an idle count is kept, in seconds.
-
-    Raises:
-        TypeError: It is no timedelta.
-        ValueError: It is less than a second.
-    """
+def idle_seconds(idle_ttl: timedelta) -> int:
+    """How long an idle count is kept, in seconds."""
     check_duration("idle_ttl", idle_ttl)
-    assert isinstance(idle_ttl, timedelta)  # noqa: S101 - for the type checker
     if idle_ttl < timedelta(seconds=1):
         raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
     return math.ceil(idle_ttl.total_seconds())

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.arguments import check_duration
+from langchain_quota.arguments import check_duration, check_type
 from langchain_quota.decision import Unit
 from langchain_quota.limit_options import UNITS, whole_amount
 from langchain_quota.money import Dollars
@@ -173,12 +173,7 @@ class Granting(ABC):
         """
 
     def _asked(self, key: object, amount: object, window: timedelta | None, **others: Any) -> Grant:
-        """The grant that is asked for, with its end.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: The key is not that of a count.
-        """
+        """The grant that is asked for, with its end."""
         _check_texts(key=key)
         text, now = str(key), self._now()
         try:
@@ -217,18 +212,7 @@ class Granting(ABC):
 
 
 def in_window(key: str, window: timedelta, now: float) -> str:
-    """The key for the present window.
-
-    Args:
-        key: The key without its window.
-        window: How long the quota's windows are.
-        now: The time, in seconds since the Unix epoch.
-
-    Raises:
-        TypeError: The window is no `timedelta`.
-        ValueError: The key is not that of a count, or has a window, or `window` is not whole
-            seconds.
-    """
+    """The key for the present window."""
     check_duration("window", window, or_none=True)
     base = CountKey.parse(key)
     if base.window is not None:
@@ -250,34 +234,18 @@ def new_grant(  # noqa: PLR0913 - keyword-only
     amount: object,
     unit: Unit,
     *,
-    until: object,
+    until: Any,
     reason: object,
     by: object,
     name: object,
     now: float,
 ) -> Grant:
-    """A checked grant, before a store gives it.
-
-    Args:
-        key: The count's key.
-        amount: How much, as the user has written it.
-        unit: What the key counts.
-        until: When it ends.
-        reason: Why.
-        by: Who gives it.
-        name: Its id; `None` for a new one.
-        now: The time, in seconds since the Unix epoch.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is out of bounds.
-    """
+    """A checked grant, before a store gives it."""
     name = uuid4().hex if name is None else name
     _check_texts(reason=reason, by=by, id=name)
     if not name:
         raise ValueError("id must not be empty: leave it out for a new one")
-    if until is not None and not isinstance(until, datetime):
-        raise TypeError(f"until must be a datetime or None, not {until!r}")
+    check_type("until", until, datetime | None, "a datetime or None")
     if until is not None and until.tzinfo is None:
         raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
     given = whole_amount(unit, "amount", amount)
@@ -286,26 +254,16 @@ def new_grant(  # noqa: PLR0913 - keyword-only
     return Grant(key, given, str(name), in_utc(now), until, str(reason), str(by))
 
 
-def _check_texts(**arguments: object) -> None:
-    """Check that arguments are strings that can be kept.
-
-    Raises:
-        TypeError: One is no string.
-        ValueError: One is too long.
-    """
+def _check_texts(**arguments: Any) -> None:
+    """Check that arguments are strings that can be kept."""
     for argument, value in arguments.items():
-        if not isinstance(value, str):
-            raise TypeError(f"{argument} must be a string, not {value!r}")
+        check_type(argument, value, str, "a string")
         if len(value) > MAX_TEXT:
             raise ValueError(f"{argument} must have at most {MAX_TEXT} characters")
 
 
 def _given(asked: Grant, made: tuple[Grant | None, bool]) -> Grant:
-    """The grant that is kept now; it is logged if it is new.
-
-    Raises:
-        ValueError: It would have ended already.
-    """
+    """The grant that is kept now; it is logged if it is new."""
     kept, is_new = made
     if kept is None:
         when = "" if asked.until is None else f" after {asked.until.isoformat()}"
@@ -328,17 +286,7 @@ def details(grant: Grant) -> str:
 
 
 def read_grant(key: str, amount: int, ends: int, text: str) -> Grant:
-    """A grant, read from what a store keeps.
-
-    Args:
-        key: The count's key.
-        amount: How much.
-        ends: When it ends, in seconds since the Unix epoch.
-        text: What is kept beside them; see `details`.
-
-    Raises:
-        ValueError: The text is not one of `details`.
-    """
+    """A grant, read from what a store keeps."""
     try:
         known = json.loads(text)
         given_at = in_utc(known["at"])
@@ -349,12 +297,7 @@ def read_grant(key: str, amount: int, ends: int, text: str) -> Grant:
 
 
 def log_grant(event: str, grant: Grant) -> None:
-    """Log a grant that is given or revoked, for an audit.
-
-    Args:
-        event: `"granted"` or `"revoked"`.
-        grant: The grant.
-    """
+    """Log a grant that is given or revoked, for an audit."""
     logger.info(
         "%s under %r: %s until %s, by %r, reason %r, id %r",
         event,

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from hashlib import sha256
+from typing import Any
 from urllib.parse import quote, unquote
+
+from langchain_quota.arguments import check_type
 
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""
@@ -67,19 +70,7 @@ class CountKey:
         *,
         prefix: str = "",
     ) -> "CountKey":
-        """The key of a count at a moment.
-
-        Args:
-            counter: What is counted.
-            dimension: For whom: the quota's `per`.
-            subject: Who that is; empty for all.
-            window: How long a window lasts, in whole seconds; `None` for a count without windows.
-            now: The moment, in seconds since the Unix epoch.
-            prefix: The prefix, in a store whose prefix is a function.
-
-        Raises:
-            ValueError: The window is not whole seconds, from 1.
-        """
+        """The key of a count at a moment."""
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
         seconds, rest = divmod(window, timedelta(seconds=1))
@@ -89,11 +80,7 @@ class CountKey:
 
     @classmethod
     def parse(cls, text: str) -> "CountKey":
-        """The key of a text; a value that was shortened stays so.
-
-        Raises:
-            ValueError: It is no text of a key.
-        """
+        """The key of a text; a value that was shortened stays so."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"not the key of a count: {text!r}")
@@ -139,18 +126,12 @@ def dimension_of(key: str) -> str:
     return key.partition(":")[2].partition(":")[0]
 
 
-def check_prefix(what: str, prefix: object) -> str:
-    """Check a prefix of a store.
-
-    Raises:
-        TypeError: It is no string.
-        ValueError: It is empty, too long, or has other characters.
-    """
-    if not isinstance(prefix, str):
-        raise TypeError(f"{what} must be a string, not {prefix!r}")
+def check_prefix(what: str, prefix: Any) -> str:
+    """Check a prefix of a store."""
+    check_type(what, prefix, str, "a string")
     if not _PREFIX.fullmatch(prefix):
         raise ValueError(f"{what} must match {_PREFIX.pattern}, not {prefix!r}")
-    return prefix
+    return str(prefix)
 
 
 def prefix_of(key: str) -> str:

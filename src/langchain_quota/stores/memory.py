@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter, admit
+from langchain_quota.arguments import check_count
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import (
@@ -65,10 +66,7 @@ class MemoryStore(Granting):
         idle_ttl: timedelta = IDLE_TTL,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if isinstance(max_keys, bool) or not isinstance(max_keys, int):
-            raise TypeError(f"max_keys must be a whole number, not {max_keys!r}")
-        if max_keys < 1:
-            raise ValueError(f"max_keys must be 1 or more, not {max_keys!r}")
+        check_count("max_keys", max_keys, least=1, what="a whole number")
         self._idle = idle_seconds(idle_ttl)
         self._counts = Counts(max_keys, self._idle)
         remembered = min(max_keys, _REMEMBERED_AT_MOST)
@@ -287,11 +285,7 @@ class MemoryStore(Granting):
         return result
 
     def _make_room(self, keys: Collection[str], now: float) -> None:
-        """Make room for counts.
-
-        Raises:
-            QuotaStoreError: They do not fit.
-        """
+        """Make room for counts."""
         if not self._counts.make_room(keys, now):
             most = self._counts.max_keys
             raise QuotaStoreError(f"the store is full: it keeps {most} counts at most")

@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import Any
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.arguments import check_type
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
 from langchain_quota.stores import (
     IDLE_TTL,
@@ -111,12 +112,10 @@ class RedisStore(Granting):
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
     ) -> None:
-        if not isinstance(prefix, str) and not callable(prefix):
-            raise TypeError(f"prefix must be a string or a function, not {prefix!r}")
+        check_type("prefix", prefix, str | Callable, "a string or a function")
         if isinstance(prefix, str):
             check_prefix("prefix", prefix)
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(f"timeout must be a number, not {timeout!r}")
+        check_type("timeout", timeout, int | float, "a number")
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout must be above 0, not {timeout!r}")
         self.prefix = prefix
@@ -295,11 +294,7 @@ class RedisStore(Granting):
         return ScriptCall.acquire(names, request, self._idle)
 
     def _of(self, keys: Sequence[str]) -> Names:
-        """The names of keys that are used in one step.
-
-        Raises:
-            ValueError: They have several prefixes.
-        """
+        """The names of keys that are used in one step."""
         if self._names is not None:
             return self._names
         parts = self._parts(keys)
@@ -310,11 +305,7 @@ class RedisStore(Granting):
         return parts[0][0] if parts else Names(PREFIX)
 
     def _parts(self, keys: Sequence[str]) -> list[tuple[Names, Sequence[str]]]:
-        """Keys by prefix.
-
-        Raises:
-            ValueError: A key names no prefix, and the store's prefix is a function.
-        """
+        """Keys by prefix."""
         if self._names is not None:
             return [(self._names, keys)]
         found: dict[str, list[str]] = {}
@@ -324,11 +315,7 @@ class RedisStore(Granting):
         return [(Names(prefix, is_in_keys=True), some) for prefix, some in found.items()]
 
     def _listable(self) -> Names:
-        """The names of the keys that are listed.
-
-        Raises:
-            ValueError: The store's prefix is a function.
-        """
+        """The names of the keys that are listed."""
         if self._names is None:
             raise ValueError(
                 "the prefix of this store is a function: list the keys of one prefix with "
@@ -342,23 +329,14 @@ class RedisStore(Granting):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn a failure into a `QuotaStoreError`.
-
-        Raises:
-            QuotaStoreError: The operation failed.
-        """
+        """Turn a failure into a `QuotaStoreError`."""
         try:
             yield
         except FAILED as error:
             raise self._failure(error) from error
 
     def _failure(self, error: BaseException, blocked: float = 0.0) -> QuotaStoreError:
-        """What is raised when something fails.
-
-        Args:
-            error: The failure.
-            blocked: For how long the event loop was blocked meanwhile, in seconds.
-        """
+        """What is raised when something fails."""
         scrub(error, self._clients.secrets)
         timed_out = isinstance(error, TIMEOUTS)
         failure = QuotaStoreError
@@ -379,11 +357,7 @@ class RedisStore(Granting):
 
 
 def _peeked(keys: Sequence[str], reply: object) -> dict[str, QuotaUsage]:
-    """What is kept under keys.
-
-    Raises:
-        QuotaStoreError: One of the keys holds something else.
-    """
+    """What is kept under keys."""
     found, odd = uses(keys, reply)
     if odd:
         raise QuotaStoreError(f"no count is kept under {odd[0]!r}")

@@ -76,17 +76,7 @@ class Clients(Protocol):
 
 
 def clients(source: object, timeout: float) -> Clients:
-    """The clients of a source.
-
-    Args:
-        source: A URL, a client, or `None` for the URL in the environment.
-        timeout: How long a thread waits for a connection and for each answer, in seconds; and how
-            long closing may take.
-
-    Raises:
-        TypeError: The source is something else.
-        ValueError: It is no URL, or no URL is set.
-    """
+    """The clients of a source."""
     if isinstance(source, SyncClient | AsyncClient):
         return _Given(source)
     url = os.environ.get(URL_VARIABLE) if source is None else source
@@ -320,11 +310,7 @@ class Operation:
 
 
 def remedies(error: BaseException) -> Sequence[str]:
-    """What helps against a failure, if that is known.
-
-    Args:
-        error: The failure.
-    """
+    """What helps against a failure, if that is known."""
     if isinstance(error, exceptions.MovedError):
         return (
             "the server is one node of a Redis Cluster, and another node has the key",

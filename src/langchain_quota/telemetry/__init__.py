@@ -1,6 +1,6 @@
 """How decisions are made visible: the settings, and the default of a process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
 from types import MappingProxyType
@@ -10,10 +10,12 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from langchain_quota.arguments import (
     check_choice,
+    check_count,
     check_duration,
     check_share,
     check_switch,
     check_sync_function,
+    check_type,
 )
 from langchain_quota.telemetry.captures import capturing
 from langchain_quota.telemetry.instruments import Settings, instruments_of
@@ -95,14 +97,11 @@ class Telemetry:
         max_agents: int = 1_000,
         count_unjudged_calls: bool = False,
     ) -> None:
-        if not isinstance(registry, CollectorRegistry):
-            raise TypeError(f"registry must be a CollectorRegistry, not {registry!r}")
-        if tracer_provider is not None and not isinstance(tracer_provider, TracerProvider):
-            raise TypeError(f"tracer_provider must be a TracerProvider, not {tracer_provider!r}")
+        check_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
+        check_type("tracer_provider", tracer_provider, TracerProvider | None, "a TracerProvider")
         check_share("near", near)
         check_choice("spans", spans, ("all", "refused", "off"))
-        if thread_label is not None and not callable(thread_label):
-            raise TypeError(f"thread_label must be a function or None, not {thread_label!r}")
+        check_type("thread_label", thread_label, Callable | None, "a function or None")
         check_sync_function("thread_label", thread_label, "thread_id")
         _check_labels(subject_label)
         check_duration("thread_ttl", thread_ttl)
@@ -114,10 +113,7 @@ class Telemetry:
             ("max_tools", max_tools),
             ("max_agents", max_agents),
         ):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{argument} must be a whole number, not {value!r}")
-            if value < 0:
-                raise ValueError(f"{argument} must be 0 or more, not {value!r}")
+            check_count(argument, value, what="a whole number")
         check_switch("count_unjudged_calls", count_unjudged_calls)
         settings = Settings(
             near=near,
@@ -135,11 +131,7 @@ class Telemetry:
 
 
 def _check_labels(value: object) -> None:
-    """Check that `subject_label` maps names of quotas to functions.
-
-    Raises:
-        TypeError: It does not.
-    """
+    """Check that `subject_label` maps names of quotas to functions."""
     example = "{'tenant': str}"
     if not isinstance(value, Mapping):
         raise TypeError(
@@ -161,13 +153,8 @@ def default_telemetry() -> Telemetry:
 
 
 def recorder_of(telemetry: Telemetry | None) -> Recorder:
-    """The recorder to which middlewares give their decisions; `None` for the process's default.
-
-    Raises:
-        TypeError: It is no `Telemetry`.
-    """
+    """The recorder to which middlewares give their decisions; `None` for the process's default."""
     if telemetry is None:
         telemetry = default_telemetry()
-    if not isinstance(telemetry, Telemetry):
-        raise TypeError(f"telemetry must be a Telemetry or None, not {telemetry!r}")
+    check_type("telemetry", telemetry, Telemetry, "a Telemetry or None")
     return telemetry._recorder  # noqa: SLF001 - users need not see it

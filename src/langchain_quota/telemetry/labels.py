@@ -62,16 +62,7 @@ def _printable(text: str, most: int) -> str:
 
 
 def own_label(make: Label, value: object, argument: str) -> str:
-    """The label that a user's function makes of a value.
-
-    Args:
-        make: The function.
-        value: A thread's id, or the subject of a quota.
-        argument: The name of the argument that took the function.
-
-    Raises:
-        TypeError: It returns no string.
-    """
+    """The label that a user's function makes of a value."""
     made: object = make(value)
     if inspect.iscoroutine(made):
         made.close()
