@@ -1,6 +1,7 @@
 """Limits are validated once, when they are made."""
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,6 +42,23 @@ def test_a_threshold_of_a_wrong_type_is_refused(make: Make, argument: str, value
         make(**{argument: value})
     assert argument in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+OPTIONS = [
+    (make, option)
+    for make in (ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit, RepeatLimit)
+    for option in inspect.signature(make).parameters
+]
+
+
+@pytest.mark.parametrize(("make", "option"), OPTIONS)
+def test_no_option_takes_anything(make: Make, option: str) -> None:
+    """Each option of each limit refuses what it cannot mean, by its name and the value."""
+    nonsense = object()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make(**{"run_limit": 3, option: nonsense})
+    assert option in str(caught.value)
+    assert repr(nonsense) in str(caught.value)
 
 
 @BOTH
