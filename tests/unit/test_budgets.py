@@ -69,6 +69,7 @@ def test_a_quota_is_in_the_unit_of_its_limit() -> None:
         ({}, "At least one limit must be specified"),
         ({"run_limit": -1}, "run_limit must be"),
         ({"run_limit": 5, "reserve": 0}, "reserve must be above 0"),
+        ({"run_limit": 5, "keep": 0, "exit_behavior": "finalize"}, "keep must be above 0, not 0"),
         ({"run_limit": 5, "exit_behavior": "continue"}, "Invalid exit_behavior"),
         ({"run_limit": 5, "exit_behavior": "finalize"}, "needs keep"),
         ({"run_limit": 5, "keep": 1}, "keep=1 needs exit_behavior='finalize'"),
