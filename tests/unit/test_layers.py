@@ -51,7 +51,7 @@ MIDDLEWARE_LAYERS = [
         "_semaphores",
     },
     {"_answers", "_sub_agents", "_tool_counts"},
-    {"_abandoned", "_repeats", "_root_run", "_run_tree", "_spending", "_turn"},
+    {"_abandoned", "_repeats", "_root_run", "_spending", "_turn"},
     {"_calls", "_settlements"},
     {"_let_through", "_questions"},
     {"_late_use", "_model_calls", "_store", "_tool_calls", "_wiring"},

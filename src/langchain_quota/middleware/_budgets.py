@@ -33,8 +33,7 @@ from langchain_quota.middleware._model_calls import (
     pending,
     spending,
 )
-from langchain_quota.middleware._other_runs import OtherRuns
-from langchain_quota.middleware._run_tree import forget_refused, run_tree
+from langchain_quota.middleware._other_runs import OtherRuns, forget_refused, root_models
 from langchain_quota.middleware._settlements import mirror_root_run, settlements
 from langchain_quota.middleware._spending import record_run, record_standing
 from langchain_quota.middleware._store import StoreClient
@@ -117,7 +116,7 @@ class Budgets:
         """Charges all model runs but those of the agent's own calls; `None` to charge none."""
         if all_models:
             self.others = OtherRuns(
-                lambda run, agent: self.charging.amounts(run, {}, lambda: agent),
+                amounts=lambda run, agent: self.charging.amounts(run, {}, lambda: agent),
                 late=self._late,
                 store=store,
                 recorder=recorder,
@@ -300,7 +299,7 @@ class Budgets:
         """Have the store charge what was used, without waiting for it."""
         sent = _settlements(paid)
         if self._store is not None and sent is not None:
-            self._store.settle_soon(sent, may_wait=False)
+            self._store.settle_soon(sent)
 
     def _warn_of_estimates(self, paid: Paid) -> None:
         """Warn of models that report nothing."""
@@ -330,7 +329,7 @@ def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
 
 def _settlements(paid: Paid) -> AcquireRequest | None:
     runs = [(each.run.id, each.amounts) for each in paid.used]
-    seen_by_others = run_tree()[0] is not None or any(each.run.shared for each in paid.used)
+    seen_by_others = root_models()[0] is not None or any(each.run.shared for each in paid.used)
     state = _state(paid.request)
     return settlements(state, paid.limits, paid.before, runs, seen_by_others=seen_by_others)
 

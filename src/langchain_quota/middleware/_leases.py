@@ -91,7 +91,7 @@ class Lease:
     def give_back_later(self) -> None:
         """Give the place back with the next request, where nobody can wait."""
         if self._open:
-            self._store.settle_soon(self._return(), may_wait=False)
+            self._store.settle_soon(self._return())
 
     def keep(self) -> None:
         """Renew the lease in a thread until the call ends, while no event loop does."""

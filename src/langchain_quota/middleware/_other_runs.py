@@ -1,259 +1,320 @@
 """Charges budgets for all model runs of an agent's run that are not its own model calls.
 
-Tools, sub-agents and other middlewares make them. Each run is charged when it ends:
-
-- The next hook that writes the state adds it there, perhaps in the thread's next run.
-- A store counts it before the agent's next model call is judged. If it ends after the last hook,
-  the store is asked at once, or with the next request of this process.
+Tools, sub-agents and other middlewares make them. One callback handler sees all runs of a root run,
+each with the run that has started it: so it knows which agents a model run belongs to. An agent is
+charged before its next model call is judged, and when its run ends.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from functools import cache
+from typing import Any, NamedTuple, cast
+from uuid import UUID
+
+from langchain_core.messages import BaseMessage
+from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.decision import Call
 from langchain_quota.locks import fork_safe_lock
+from langchain_quota.middleware._context import running_config
 from langchain_quota.middleware._late_use import LateUse, added
 from langchain_quota.middleware._model_calls import budget_counts, made
-from langchain_quota.middleware._run_tree import enable_run_trees, run_tree
 from langchain_quota.middleware._settlements import charge_by_key, joined, mirror_root_run
 from langchain_quota.middleware._spending import record_run, record_standing
 from langchain_quota.middleware._store import StoreClient
-from langchain_quota.model_runs import ModelRun, ModelRunCollector
+from langchain_quota.model_runs import DECISION, ModelRun, ModelRunCollector
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import LEDGER, ledger
 from langchain_quota.telemetry.recorder import Recorder
 
-Amounts = Callable[[ModelRun, str | None], Mapping[str, int]]
-"""Computes what a model run is charged, by the model's counter, from the run and the agent."""
+MAX_ENDED = 10_000
+"""The most ended runs that a root run keeps: what they have started may go on."""
+
+MAX_RECENT = 1_000
+"""The most ended model runs that a root run keeps for agents whose first hook has not run yet."""
+
+
+class RootModels(ModelRunCollector):
+    """The model runs of a root run, handed to the agents' runs that enclose them."""
+
+    ignore_agent = ignore_retriever = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agents: dict[UUID, _AgentRun] = {}
+        # The run that has started each run, and the namespace of its task of a graph.
+        self._places: dict[UUID, tuple[UUID | None, str | None]] = {}
+        self._ended: deque[UUID] = deque()
+        # The asyncio tasks in which model runs have started.
+        self._tasks: dict[UUID, asyncio.Task[Any]] = {}
+        self._recent: deque[tuple[ModelRun, Sequence[UUID]]] = deque(maxlen=MAX_RECENT)
+        self._lock = fork_safe_lock()
+
+    def graph_run(self, node: UUID | None) -> UUID | None:
+        """The run of the graph that a node belongs to; `None` if it is not known."""
+        run, (parent, task) = node, self._places.get(cast("UUID", node), (None, None))
+        within = task
+        while task is not None and within == task:
+            run = parent
+            parent, within = self._places.get(cast("UUID", run), (None, None))
+        return None if task is None else run
+
+    def watch(self, graph_run: UUID, agent: "_AgentRun") -> None:
+        """Hand an agent's run the model runs below it, earlier ones too."""
+        with self._lock:
+            self.agents[graph_run] = agent
+            earlier = [run for run, enclosing in self._recent if graph_run in enclosing]
+        for run in earlier:
+            agent.receive(run)
+
+    def end_cancelled(self, graph_run: UUID) -> None:
+        """End the model runs below a run whose asyncio task is over: LangChain tells nobody."""
+        for run_id, task in [*self._tasks.items()]:
+            if task.done() and graph_run in self._enclosing(run_id):
+                self._hand_over(run_id)
+
+    def forget(self, run_id: UUID) -> ModelRun | None:
+        """Forget a model run, and return it."""
+        self._tasks.pop(run_id, None)
+        self._places.pop(run_id, None)
+        return self.pop(run_id)
+
+    def on_chain_start(
+        self,
+        *given: Any,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        """Learn which run has started this one."""
+        self._places[run_id] = parent_run_id, (metadata or {}).get("langgraph_checkpoint_ns")
+        if more.get("run_type") == DECISION:
+            more |= {"parent_run_id": parent_run_id, "metadata": metadata}
+            super().on_chain_start(*given, run_id=run_id, **more)
+
+    on_tool_start = on_retriever_start = on_chain_start
+
+    def on_chain_end(self, *given: Any, run_id: UUID, **__: object) -> None:
+        """Learn that a run has ended; of too many, forget the one that ended first."""
+        if run_id in self._runs:
+            super().on_chain_end(*given, run_id=run_id)
+            return
+        self._ended.append(run_id)
+        if len(self._ended) > MAX_ENDED:
+            self._places.pop(self._ended.popleft(), None)
+        agent = self.agents.get(run_id)
+        if agent is not None:
+            self.end_cancelled(run_id)
+            with self._lock:
+                del self.agents[run_id]
+            agent.close()
+
+    on_tool_end = on_tool_error = on_retriever_end = on_retriever_error = on_chain_end
+
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
+        """Learn that a run has failed."""
+        ended = super().on_chain_error if run_id in self._runs else self.on_chain_end
+        ended(error, run_id=run_id)
+
+    def _start(
+        self,
+        run_id: UUID,
+        prompt: Sequence[BaseMessage],
+        metadata: Mapping[str, Any] | None,
+        more: Mapping[str, Any],
+    ) -> None:
+        self._places[run_id] = more.get("parent_run_id"), None
+        with suppress(RuntimeError):
+            task = asyncio.current_task()
+            if task is not None:
+                self._tasks[run_id] = task
+        super()._start(run_id, prompt, metadata, more)
+
+    def _end(self, run_id: UUID, **run: Any) -> None:
+        super()._end(run_id, **run)
+        self._hand_over(run_id)
+
+    def _hand_over(self, run_id: UUID) -> None:
+        enclosing, run = self._enclosing(run_id), self.forget(run_id)
+        if run is not None:
+            with self._lock:
+                self._recent.append((run, enclosing))
+                agents = [self.agents[each] for each in enclosing if each in self.agents]
+            for agent in agents:
+                agent.receive(run)
+
+    def _enclosing(self, run_id: UUID) -> list[UUID]:
+        found: list[UUID] = []
+        parent, _ = self._places.get(run_id, (None, None))
+        while parent is not None:
+            found.append(parent)
+            parent, _ = self._places.get(parent, (None, None))
+        return found
+
+
+class _NewRootModels:
+    """Gives LangChain a new handler for each run that has inherited none, as a context variable."""
+
+    get = RootModels
+
+
+@cache
+def _watch_root_runs() -> None:
+    """Watch every root run of the process that begins from now on."""
+    variable = cast("ContextVar[Any]", _NewRootModels())
+    register_configure_hook(variable, inheritable=True, handle_class=RootModels)
+
+
+def root_models() -> tuple[RootModels | None, UUID | None]:
+    """The handler of the running node, and the run of that node; `None` where there is none."""
+    callbacks = running_config().get("callbacks")
+    handlers = getattr(callbacks, "inheritable_handlers", ())
+    found = next((each for each in handlers if isinstance(each, RootModels)), None)
+    return found, getattr(callbacks, "parent_run_id", None)
+
+
+def forget_refused(collector: ModelRunCollector) -> None:
+    """Forget the model runs that a collector has refused: the handler of the root run saw them."""
+    models, _ = root_models() if collector.refused else (None, None)
+    for each in collector.refused if models is not None else ():
+        cast("RootModels", models).forget(each)
 
 
 class _Step(NamedTuple):
-    """The newest step of a run of an agent.
-
-    Attributes:
-        state: Our part of the agent's state.
-        limits: The limits on the agent's model calls.
-        call: Names the agent and the thread.
-        is_sync: Whether its hooks are sync: they may wait for the store.
-    """
+    """The newest hook of a run: our part of the state, the limits, and who is charged."""
 
     state: Mapping[str, Any]
     limits: ResolvedLimits
     call: Call
-    is_sync: bool
-
-
-class _Charged(NamedTuple):
-    """What model runs are charged between two hooks.
-
-    Attributes:
-        amounts: What each model run is charged, by the model's counter.
-        sent: What a store is to be asked for each of them.
-    """
-
-    amounts: list[Mapping[str, int]]
-    sent: list[AcquireRequest]
-
-
-@dataclass(kw_only=True)
-class _Common:
-    """What all runs of an agent share; see `OtherRuns`."""
-
-    amounts: Amounts
-    late: LateUse
-    store: StoreClient | None
-    recorder: Recorder
 
 
 class _AgentRun:
-    """A run of an agent, which is charged the model runs below it.
+    """A run of an agent, which is charged the model runs below it."""
 
-    Args:
-        common: What all runs of the agent share.
-        step: Its step.
-    """
-
-    def __init__(self, common: _Common, step: _Step) -> None:
+    def __init__(self, others: "OtherRuns", step: _Step) -> None:
+        self.own: list[ModelRunCollector] = []
+        self._others = others
         self._step = step
-        self._common = common
-        self._own: list[ModelRunCollector] = []
-        self._with_calls: set[str] = set()
-        self._since_hook = _Charged([], [])
-        self._ended = False
+        self._since_hook: list[tuple[Mapping[str, int], AcquireRequest]] = []
         self._lock = fork_safe_lock()
 
     def receive(self, run: ModelRun) -> None:
         """Charge a model run that has ended, unless it is one of the agent's own calls."""
-        if run.id in self._with_calls or any(run.id in each for each in self._own):
+        if any(run.id in each for each in self.own):
             return
-        common = self._common
-        amounts = common.amounts(run, self._step.call.agent)
+        others = self._others
+        amounts = others.amounts(run, self._step.call.agent)
         with self._lock:
-            state, limits, call, _ = self._step
-            counts = budget_counts(state, common.late.of(state))
+            state, limits, call = self._step
+            counts = budget_counts(state, others.late.of(state))
             # The state's newest use is only forgotten when the step has changed.
-            common.late.keep(state, amounts)
-        record_run(common.recorder, call, limits, run, amounts)
-        sent = charge_by_key(limits, counts, run.id, amounts)
-        with self._lock:
-            if not self._ended:
-                self._since_hook.amounts.append(amounts)
-                self._since_hook.sent.append(sent)
-                return
-        self._send(sent)
+            others.late.keep(state, amounts)
+            self._since_hook.append((amounts, charge_by_key(limits, counts, run.id, amounts)))
+        record_run(others.recorder, call, limits, run, amounts)
 
-    def learn_step(self, step: _Step) -> None:
-        """Learn the run's newest step."""
+    def learn(self, **step: Any) -> None:
+        """Learn what has changed since the last hook."""
         with self._lock:
-            self._step = step
+            self._step = self._step._replace(**step)
 
-    def learn_state(self, state: Mapping[str, Any]) -> None:
-        """Learn our part of the state after the call of that step."""
+    def take(self) -> tuple[Mapping[str, int], AcquireRequest | None]:
+        """What was charged since this was last called, and what a store is to be asked for it."""
         with self._lock:
-            self._step = self._step._replace(state=state)
+            taken, self._since_hook = self._since_hook, []
+        return added(amounts for amounts, _ in taken), joined([sent for _, sent in taken])
 
     def close(self) -> None:
         """Have the store charge what no later hook will charge."""
-        with self._lock:
-            self._ended = True
-        self._send(joined(self.take().sent))
-
-    def take(self) -> _Charged:
-        """What was charged since this was last called."""
-        with self._lock:
-            taken, self._since_hook = self._since_hook, _Charged([], [])
-        return taken
-
-    @contextmanager
-    def leave_out(self, collector: ModelRunCollector) -> Iterator[None]:
-        """Leave out the model runs of the agent's own call in the block, even if they end later."""
-        self._own.append(collector)
-        try:
-            yield
-        finally:
-            # The call is charged an estimate for those that still run.
-            self._with_calls |= {each.id for each in collector.runs() if each.status == "pending"}
-            self._own.remove(collector)
-
-    def _send(self, sent: AcquireRequest | None) -> None:
-        """Have the store charge what ends after the last hook of the run."""
-        if self._common.store is not None and sent is not None:
-            may_wait = self._step.is_sync and not _in_event_loop()
-            self._common.store.settle_soon(sent, may_wait=may_wait)
+        _, sent = self.take()
+        if self._others.store is not None and sent is not None:
+            self._others.store.settle_soon(sent)
 
 
+@dataclass(frozen=True, kw_only=True)
 class OtherRuns:
     """Charges the model runs of an agent's run that its own model calls do not make.
 
-    Args:
-        amounts: Computes what a model run is charged.
+    Attributes:
+        amounts: Computes what a model run is charged, by counter, from the run and the agent.
         late: Keeps the amounts until the state has them.
         store: The store; `None` without one.
         recorder: Makes visible what is charged.
     """
 
-    def __init__(
-        self, amounts: Amounts, *, late: LateUse, store: StoreClient | None, recorder: Recorder
-    ) -> None:
-        enable_run_trees()
-        self._common = _Common(amounts=amounts, late=late, store=store, recorder=recorder)
+    amounts: Callable[[ModelRun, str | None], Mapping[str, int]]
+    late: LateUse
+    store: StoreClient | None
+    recorder: Recorder
 
-    def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: a copy of the middleware charges the same counts."""
-        return self
+    def __post_init__(self) -> None:
+        _watch_root_runs()
 
     def settle(self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits) -> None:
-        """Have the store charge what the run has used, before its next model call is judged.
-
-        Args:
-            state: The agent's state.
-            runtime: The hook's runtime.
-            limits: The limits on model calls.
-        """
-        step = _Step({LEDGER: ledger(state)}, limits, made(state, runtime), is_sync=True)
-        charged = self._since_last_hook(step)
-        if charged is not None:
-            sent, store = joined(charged.sent), self._common.store
-            answer = None if store is None or sent is None else store.settle(sent)
-            self._settled(step, charged, answer)
+        """Charge what the run has used, before its next model call is judged."""
+        step = _Step({LEDGER: ledger(state)}, limits, made(state, runtime))
+        spent, sent = self._since_last_hook(step)
+        if spent:
+            answer = None if self.store is None or sent is None else self.store.settle(sent)
+            self._settled(step, spent, answer)
 
     async def asettle(self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits) -> None:
-        """Have the store charge what the run has used, before its next model call is judged.
-
-        Args:
-            state: The agent's state.
-            runtime: The hook's runtime.
-            limits: The limits on model calls.
-        """
-        step = _Step({LEDGER: ledger(state)}, limits, made(state, runtime), is_sync=False)
-        charged = self._since_last_hook(step)
-        if charged is not None:
-            sent, store = joined(charged.sent), self._common.store
-            answer = None if store is None or sent is None else await store.asettle(sent)
-            self._settled(step, charged, answer)
+        """Charge what the run has used, before its next model call is judged."""
+        step = _Step({LEDGER: ledger(state)}, limits, made(state, runtime))
+        spent, sent = self._since_last_hook(step)
+        if spent:
+            answer = None if self.store is None or sent is None else await self.store.asettle(sent)
+            self._settled(step, spent, answer)
 
     def learn_state(self, state: Mapping[str, Any]) -> None:
-        """Learn the state after a model call.
-
-        Args:
-            state: The agent's state.
-        """
-        found = self._running()
-        if found is not None:
-            found.learn_state({LEDGER: ledger(state)})
+        """Learn the state after a model call."""
+        agent = _running()
+        if agent is not None:
+            agent.learn(state={LEDGER: ledger(state)})
 
     @contextmanager
     def leave_out(self, collector: ModelRunCollector) -> Iterator[None]:
-        """Leave out the model runs of the agent's own call in the block: the call charges them.
-
-        Args:
-            collector: Collects these model runs.
-        """
-        found = self._running()
-        if found is None:
+        """Leave out the model runs of the agent's own call in the block: the call charges them."""
+        agent = _running()
+        if agent is None:
             yield
+            return
+        agent.own.append(collector)
+        try:
+            yield
+        finally:
+            # The call is charged an estimate for those that still run: their ends are left out.
+            if all(run.status != "pending" for run in collector.runs()):
+                agent.own.remove(collector)
+
+    def _since_last_hook(self, step: _Step) -> tuple[Mapping[str, int], AcquireRequest | None]:
+        """What the run of a hook has used since its last one."""
+        models, node = root_models()
+        graph_run = None if models is None else models.graph_run(node)
+        if models is None or graph_run is None:
+            return {}, None
+        agent = models.agents.get(graph_run)
+        if agent is None:
+            agent = _AgentRun(self, step)
+            models.watch(graph_run, agent)
         else:
-            with found.leave_out(collector):
-                yield
+            agent.learn(**step._asdict())
+        models.end_cancelled(graph_run)
+        return agent.take()
 
-    @staticmethod
-    def _running() -> _AgentRun | None:
-        """The run of the agent that the running node belongs to; `None` if it is not known."""
-        tree, node = run_tree()
-        graph_run = None if tree is None else tree.graph_run(node)
-        found = None if tree is None or graph_run is None else tree.watcher(graph_run)
-        return found if isinstance(found, _AgentRun) else None
-
-    def _since_last_hook(self, step: _Step) -> _Charged | None:
-        """What the run of a hook was charged since its last one; `None` for nothing."""
-        tree, node = run_tree()
-        graph_run = None if tree is None else tree.graph_run(node)
-        if tree is None or graph_run is None:
-            return None
-        found = tree.watcher(graph_run)
-        if isinstance(found, _AgentRun):
-            found.learn_step(step)
-        else:
-            found = _AgentRun(self._common, step)
-            tree.watch(graph_run, found)
-        tree.end_cancelled(graph_run)
-        charged = found.take()
-        return charged if charged.amounts else None
-
-    def _settled(self, step: _Step, charged: _Charged, answer: AcquireResult | None) -> None:
+    def _settled(self, step: _Step, spent: Mapping[str, int], answer: AcquireResult | None) -> None:
         """Learn the use of budgets and make it visible, with the store's counts if it answered."""
         mirror_root_run(step.limits, answer)
-        spent = added(charged.amounts)
-        late = self._common.late.of(step.state)
         # With what was just charged.
-        known = budget_counts(step.state, late)
+        known = budget_counts(step.state, self.late.of(step.state))
         before = {name: n - spent.get(name.rpartition("/")[0], 0) for name, n in known.items()}
         record_standing(
-            self._common.recorder,
+            self.recorder,
             step.call,
             step.limits,
             before=before,
@@ -263,9 +324,8 @@ class OtherRuns:
         )
 
 
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+def _running() -> _AgentRun | None:
+    """The run of the agent that the running node belongs to; `None` if it is not known."""
+    models, node = root_models()
+    graph_run = None if models is None else models.graph_run(node)
+    return None if models is None or graph_run is None else models.agents.get(graph_run)

@@ -147,14 +147,13 @@ class StoreClient:
                 self._make_later(sent.compensations)
         return result
 
-    def settle_soon(self, sent: AcquireRequest, *, may_wait: bool) -> None:
-        """Charge what was used where nobody can await it: at once, or with the next request.
+    def settle_soon(self, sent: AcquireRequest) -> None:
+        """Charge what was used where nobody can wait: at once in memory, or with the next request.
 
         Args:
             sent: Counters, and the corrections.
-            may_wait: Whether this thread may wait for the store.
         """
-        if may_wait or isinstance(self.store, MemoryStore):
+        if isinstance(self.store, MemoryStore):
             # Without counters, for nobody reads what is newly granted there.
             self.settle(replace(sent, counters={}))
         else:
