@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry, hmac_label
-from langchain_quota.telemetry.labels import AgentLabels, ToolLabels, described, label
+from langchain_quota.telemetry.labels import BoundedLabels, ToolLabels, described, label
 from tests.calls import calls_made
 
 KEY = "0123456789abcdef"
@@ -102,12 +102,12 @@ def test_the_text_of_an_exception_is_bounded_and_printable() -> None:
 @pytest.mark.parametrize("name", [None, ""])
 def test_an_agent_without_a_name_is_unnamed(name: str | None) -> None:
     """No label is empty."""
-    assert AgentLabels(0).label(name) == "unnamed"
+    assert BoundedLabels(0).label(name) == "unnamed"
 
 
 def test_an_agents_name_is_bounded() -> None:
     """An agent's name passes the one rule for labels."""
-    agents = AgentLabels(2)
+    agents = BoundedLabels(2)
     assert agents.label("boss") == "boss"
     assert agents.label("b" * 100) == label("b" * 100)
 

@@ -9,11 +9,14 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.failures import Failures
-from langchain_quota.telemetry.labels import AgentLabels, Label, ModelLabels, ToolLabels, own_label
+from langchain_quota.telemetry.labels import BoundedLabels, Label, ToolLabels, own_label
 from langchain_quota.telemetry.metrics import Metrics
 from langchain_quota.telemetry.multiprocess import FILE, checked_directory
 from langchain_quota.telemetry.stores import StoreTable
 from langchain_quota.telemetry.usage import UsageTable
+
+_MAX_MODELS = 100
+"""How many distinct names of models there may be: gateways pass on what a caller invents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,9 @@ class Instruments:
         directory = checked_directory()
         self.metrics = Metrics(registry, settings.near)
         self.failures = Failures(self.metrics)
-        self.agents = AgentLabels(settings.max_agents)
+        self.agents = BoundedLabels(settings.max_agents)
         self.tools = ToolLabels(settings.max_tools)
-        self.models = ModelLabels()
+        self.models = BoundedLabels(_MAX_MODELS)
         self.stores = StoreTable()
         self.usage = UsageTable(
             near=settings.near,

@@ -113,27 +113,27 @@ def agent_name(name: str | None) -> str:
     return label(name) if name else UNNAMED
 
 
-class AgentLabels:
-    """The labels of agents, bounded: a process may make agents with new names all the time.
+class BoundedLabels:
+    """The bounded labels of agents or models: there may be new names all the time.
 
     Args:
-        max_agents: How many distinct names there may be.
+        most: How many distinct names there may be.
     """
 
-    def __init__(self, max_agents: int) -> None:
-        self._max_agents = max_agents
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._seen: dict[str, str] = {}
         self._lock = fork_safe_lock()
 
     def label(self, name: str | None) -> str:
-        """The label of an agent's name."""
+        """The label of a name."""
         if not name:
             return UNNAMED
         if name in self._seen:
             return self._seen[name]
         made = label(name)
         with self._lock:
-            if len(self._seen) < self._max_agents:
+            if len(self._seen) < self._most:
                 self._seen[name] = made
             return self._seen.get(name, OTHER)
 
@@ -187,25 +187,3 @@ class ToolLabels:
                     return OTHER
                 seen.add(name)
         return name
-
-
-class ModelLabels:
-    """The bounded names of models: gateways pass on names that a caller invents.
-
-    Args:
-        max_models: How many distinct names there may be.
-    """
-
-    def __init__(self, max_models: int = 100) -> None:
-        self._max_models = max_models
-        self._seen: dict[str, str] = {}
-        self._lock = fork_safe_lock()
-
-    def label(self, name: str | None) -> str:
-        """The label of a model's name."""
-        if not name:
-            return UNNAMED
-        with self._lock:
-            if name not in self._seen and len(self._seen) < self._max_models:
-                self._seen[name] = label(name)
-            return self._seen.get(name, OTHER)

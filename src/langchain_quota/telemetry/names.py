@@ -1,5 +1,6 @@
 """Every metric: its name, help, labels and type. Code, dashboards and tests read them here."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from langchain_quota.decision import Unit
@@ -35,298 +36,219 @@ Each unit has a metric of its own, named after it, so that no query adds calls t
 metrics of calls are older than the others, and have no unit in their names.
 """
 
-_PER_THREAD = ("agent", "limit", "thread_id")
-_PER_SCOPE = ("agent", "limit", "scope")
-_PER_SUBJECT = ("agent", "limit", "scope", "subject")
 
-CALLS = MetricSpec(
+def _gauge(name: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, text, labels)
+
+
+def _counter(name: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, text, labels, "counter")
+
+
+def _seconds(name: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, text, labels, "histogram")
+
+
+def _when(name: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, f"{text}, in seconds since the Unix epoch.", labels)
+
+
+def _amounts(make: Callable[..., MetricSpec], name: str, text: str, *labels: str) -> ByUnit:
+    stem = name.removesuffix("_total")
+    end = name.removeprefix(stem)
+    return {
+        "calls": make(name, f"{text}, in calls.", *labels),
+        "tokens": make(f"{stem}_tokens{end}", f"{text}, in tokens.", *labels),
+        "microdollars": make(f"{stem}_dollars{end}", f"{text}, in US dollars.", *labels),
+    }
+
+
+def _spent(name: str, text: str, *labels: str) -> ByUnit:
+    dollars = name.replace("_tokens", "_dollars")
+    return {
+        "tokens": _counter(name, f"{text}, in tokens.", *labels),
+        "microdollars": _counter(dollars, f"{text}, in US dollars.", *labels),
+    }
+
+
+_PER_LIMIT = ("agent", "limit")
+_PER_THREAD = (*_PER_LIMIT, "thread_id")
+_PER_SCOPE = (*_PER_LIMIT, "scope")
+_PER_SUBJECT = (*_PER_SCOPE, "subject")
+
+CALLS = _counter(
     "langchain_quota_calls_total",
     "Calls that limits judged, by decision.",
-    ("agent", "kind", "tool", "decision"),
-    "counter",
+    "agent",
+    "kind",
+    "tool",
+    "decision",
 )
-LIMIT_DECISIONS = MetricSpec(
+LIMIT_DECISIONS = _counter(
     "langchain_quota_limit_decisions_total",
     "Calls that a limit judged, by its decision.",
-    ("agent", "limit", "scope", "decision"),
-    "counter",
+    *_PER_SCOPE,
+    "decision",
 )
-NEAR = MetricSpec(
-    "langchain_quota_near_limit_total",
-    "Calls after which a count is near its limit.",
-    _PER_SCOPE,
-    "counter",
+NEAR = _counter(
+    "langchain_quota_near_limit_total", "Calls after which a count is near its limit.", *_PER_SCOPE
 )
-EXHAUSTED = MetricSpec(
-    "langchain_quota_exhausted_total", "Calls that used up a limit.", _PER_SCOPE, "counter"
-)
-LIMIT: ByUnit = {
-    "calls": MetricSpec("langchain_quota_limit", "The configured limit, in calls.", _PER_SCOPE),
-    "tokens": MetricSpec(
-        "langchain_quota_limit_tokens", "The configured limit, in tokens.", _PER_SCOPE
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_limit_dollars", "The configured limit, in US dollars.", _PER_SCOPE
-    ),
-}
-LIMIT_NEAR = MetricSpec(
+EXHAUSTED = _counter("langchain_quota_exhausted_total", "Calls that used up a limit.", *_PER_SCOPE)
+LIMIT = _amounts(_gauge, "langchain_quota_limit", "The configured limit", *_PER_SCOPE)
+LIMIT_NEAR = _gauge(
     "langchain_quota_limit_near_ratio",
     "The used share from which a limit is near, from 0 to 1.",
-    ("agent", "limit"),
+    *_PER_LIMIT,
 )
-LIMIT_ALERT = MetricSpec(
+LIMIT_ALERT = _gauge(
     "langchain_quota_limit_alert",
     "1 if refusals by a limit cause an alert, 0 with alert=False or enforce=False.",
-    ("agent", "limit"),
+    *_PER_LIMIT,
 )
-CALLS_AFTER_REFUSAL = MetricSpec(
+CALLS_AFTER_REFUSAL = _counter(
     "langchain_quota_calls_after_refusal_total",
     "Judged calls that come after a refusal in the same run.",
-    ("agent", "kind", "decision"),
-    "counter",
+    *("agent", "kind", "decision"),
 )
-UNJUDGED_CALLS = MetricSpec(
+UNJUDGED_CALLS = _counter(
     "langchain_quota_unjudged_calls_total",
     "Model and tool calls in runs with limits that no limit judged.",
-    ("agent", "kind"),
-    "counter",
+    *("agent", "kind"),
 )
-LOST_ROOT_RUNS = MetricSpec(
+LOST_ROOT_RUNS = _counter(
     "langchain_quota_lost_root_runs_total",
     "Runs with a root run's budget of their own that may belong to another root run.",
-    ("agent", "cause"),
-    "counter",
+    *("agent", "cause"),
 )
-SPENT: ByUnit = {
-    "tokens": MetricSpec(
-        "langchain_quota_spent_tokens_total",
-        "What model runs have spent of a limit, in tokens.",
-        ("agent", "limit", "model"),
-        "counter",
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_spent_dollars_total",
-        "What model runs have spent of a limit, in US dollars.",
-        ("agent", "limit", "model"),
-        "counter",
-    ),
-}
-GRANTED: ByUnit = {
-    "calls": MetricSpec(
-        "langchain_quota_granted_total",
-        "What was granted on top of a limit, in calls.",
-        _PER_SCOPE,
-        "counter",
-    ),
-    "tokens": MetricSpec(
-        "langchain_quota_granted_tokens_total",
-        "What was granted on top of a limit, in tokens.",
-        _PER_SCOPE,
-        "counter",
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_granted_dollars_total",
-        "What was granted on top of a limit, in US dollars.",
-        _PER_SCOPE,
-        "counter",
-    ),
-}
-QUESTIONS = MetricSpec(
+SPENT = _spent(
+    "langchain_quota_spent_tokens_total",
+    "What model runs have spent of a limit",
+    *_PER_LIMIT,
+    "model",
+)
+GRANTED = _amounts(
+    _counter, "langchain_quota_granted_total", "What was granted on top of a limit", *_PER_SCOPE
+)
+QUESTIONS = _counter(
     "langchain_quota_questions_total",
     "Questions to people: may a run go on at a limit?",
-    ("agent", "limit"),
-    "counter",
+    *_PER_LIMIT,
 )
-ANSWERS = MetricSpec(
+ANSWERS = _counter(
     "langchain_quota_answers_total",
     "Answers of people to questions whether a run may go on at a limit.",
-    ("agent", "limit", "answer"),
-    "counter",
+    *(*_PER_LIMIT, "answer"),
 )
-MODEL_RUNS = MetricSpec(
+MODEL_RUNS = _counter(
     "langchain_quota_model_runs_total",
     "Model runs that limits of tokens or dollars count, by the source of the usage.",
-    ("agent", "model", "usage"),
-    "counter",
+    *("agent", "model", "usage"),
 )
-UNKNOWN_PRICES = MetricSpec(
-    "langchain_quota_unknown_prices_total",
-    "Model calls that have no price.",
-    ("agent", "model"),
-    "counter",
+UNKNOWN_PRICES = _counter(
+    "langchain_quota_unknown_prices_total", "Model calls that have no price.", "agent", "model"
 )
-RUNS = MetricSpec("langchain_quota_runs_total", "Runs that have begun.", ("agent",), "counter")
-RUNS_ENDED = MetricSpec(
-    "langchain_quota_runs_ended_total",
-    "Runs that a limit has ended.",
-    ("agent", "limit"),
-    "counter",
+RUNS = _counter("langchain_quota_runs_total", "Runs that have begun.", "agent")
+RUNS_ENDED = _counter(
+    "langchain_quota_runs_ended_total", "Runs that a limit has ended.", *_PER_LIMIT
 )
-DECISION_SECONDS = MetricSpec(
+DECISION_SECONDS = _seconds(
     "langchain_quota_decision_seconds",
     "How long it took to judge the calls of a step.",
-    ("kind", "counts"),
-    "histogram",
+    "kind",
+    "counts",
 )
-WAIT_SECONDS = MetricSpec(
+WAIT_SECONDS = _seconds(
     "langchain_quota_wait_seconds",
     "How long tool calls waited for other calls to end, under limits with at_once.",
-    ("agent", "limit", "decision"),
-    "histogram",
+    *(*_PER_LIMIT, "decision"),
 )
-SUBJECTS = MetricSpec(
+SUBJECTS = _gauge(
     "langchain_quota_subjects",
     "Tracked threads, and subjects of quotas, by how much of a limit they have used.",
-    ("agent", "limit", "scope", "state"),
+    *(*_PER_SCOPE, "state"),
 )
-THREAD_USED: ByUnit = {
-    "calls": MetricSpec(
-        "langchain_quota_thread_used", "What a thread has used of a limit, in calls.", _PER_THREAD
-    ),
-    "tokens": MetricSpec(
-        "langchain_quota_thread_used_tokens",
-        "What a thread has used of a limit, in tokens.",
-        _PER_THREAD,
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_thread_used_dollars",
-        "What a thread has used of a limit, in US dollars.",
-        _PER_THREAD,
-    ),
-}
-THREAD_LIMIT: ByUnit = {
-    "calls": MetricSpec(
-        "langchain_quota_thread_limit", "What a thread may use of a limit, in calls.", _PER_THREAD
-    ),
-    "tokens": MetricSpec(
-        "langchain_quota_thread_limit_tokens",
-        "What a thread may use of a limit, in tokens.",
-        _PER_THREAD,
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_thread_limit_dollars",
-        "What a thread may use of a limit, in US dollars.",
-        _PER_THREAD,
-    ),
-}
-THREAD_SPENT: ByUnit = {
-    "tokens": MetricSpec(
-        "langchain_quota_thread_spent_tokens_total",
-        "What the model runs of a thread have spent of a limit, in tokens.",
-        _PER_THREAD,
-        "counter",
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_thread_spent_dollars_total",
-        "What the model runs of a thread have spent of a limit, in US dollars.",
-        _PER_THREAD,
-        "counter",
-    ),
-}
-THREAD_BLOCKED = MetricSpec(
-    "langchain_quota_thread_blocked_total",
-    "Calls refused on a thread by a limit.",
-    _PER_THREAD,
-    "counter",
+THREAD_USED = _amounts(
+    _gauge, "langchain_quota_thread_used", "What a thread has used of a limit", *_PER_THREAD
 )
-THREAD_DECIDED = MetricSpec(
+THREAD_LIMIT = _amounts(
+    _gauge, "langchain_quota_thread_limit", "What a thread may use of a limit", *_PER_THREAD
+)
+THREAD_SPENT = _spent(
+    "langchain_quota_thread_spent_tokens_total",
+    "What the model runs of a thread have spent of a limit",
+    *_PER_THREAD,
+)
+THREAD_BLOCKED = _counter(
+    "langchain_quota_thread_blocked_total", "Calls refused on a thread by a limit.", *_PER_THREAD
+)
+THREAD_DECIDED = _when(
     "langchain_quota_thread_last_decision_timestamp_seconds",
-    "When a decision or a reset last set what a thread has used, in seconds since the Unix epoch.",
-    _PER_THREAD,
+    "When a decision or a reset last set what a thread has used",
+    *_PER_THREAD,
 )
-THREAD_RESETS = MetricSpec(
+THREAD_RESETS = _when(
     "langchain_quota_thread_reset_timestamp_seconds",
-    "When the window of a thread's quota ends, in seconds since the Unix epoch.",
-    _PER_THREAD,
+    "When the window of a thread's quota ends",
+    *_PER_THREAD,
 )
-THREAD_REFUSED = MetricSpec(
+THREAD_REFUSED = _when(
     "langchain_quota_thread_last_refusal_timestamp_seconds",
-    "When a limit last refused a call of a thread, in seconds since the Unix epoch.",
-    _PER_THREAD,
+    "When a limit last refused a call of a thread",
+    *_PER_THREAD,
 )
-THREAD_REFUSED_SINCE = MetricSpec(
+THREAD_REFUSED_SINCE = _when(
     "langchain_quota_thread_refused_since_timestamp_seconds",
-    "When a limit began to refuse a thread's calls, without a break of 10 minutes, in seconds "
-    "since the Unix epoch.",
-    _PER_THREAD,
+    "When a limit began to refuse a thread's calls, without a break of 10 minutes",
+    *_PER_THREAD,
 )
-SUBJECT_USED: ByUnit = {
-    "calls": MetricSpec(
-        "langchain_quota_subject_used",
-        "What a subject has used of a quota, in calls.",
-        _PER_SUBJECT,
-    ),
-    "tokens": MetricSpec(
-        "langchain_quota_subject_used_tokens",
-        "What a subject has used of a quota, in tokens.",
-        _PER_SUBJECT,
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_subject_used_dollars",
-        "What a subject has used of a quota, in US dollars.",
-        _PER_SUBJECT,
-    ),
-}
-SUBJECT_LIMIT: ByUnit = {
-    "calls": MetricSpec(
-        "langchain_quota_subject_limit",
-        "What a subject may use of a quota, in calls.",
-        _PER_SUBJECT,
-    ),
-    "tokens": MetricSpec(
-        "langchain_quota_subject_limit_tokens",
-        "What a subject may use of a quota, in tokens.",
-        _PER_SUBJECT,
-    ),
-    "microdollars": MetricSpec(
-        "langchain_quota_subject_limit_dollars",
-        "What a subject may use of a quota, in US dollars.",
-        _PER_SUBJECT,
-    ),
-}
-SUBJECT_DECIDED = MetricSpec(
+SUBJECT_USED = _amounts(
+    _gauge, "langchain_quota_subject_used", "What a subject has used of a quota", *_PER_SUBJECT
+)
+SUBJECT_LIMIT = _amounts(
+    _gauge, "langchain_quota_subject_limit", "What a subject may use of a quota", *_PER_SUBJECT
+)
+SUBJECT_DECIDED = _when(
     "langchain_quota_subject_last_decision_timestamp_seconds",
-    "When a decision last set what a subject has used, in seconds since the Unix epoch.",
-    _PER_SUBJECT,
+    "When a decision last set what a subject has used",
+    *_PER_SUBJECT,
 )
-SUBJECT_RESETS = MetricSpec(
+SUBJECT_RESETS = _when(
     "langchain_quota_subject_reset_timestamp_seconds",
-    "When the window of a subject's quota ends, in seconds since the Unix epoch.",
-    _PER_SUBJECT,
+    "When the window of a subject's quota ends",
+    *_PER_SUBJECT,
 )
-THREADS_HIDDEN = MetricSpec(
-    "langchain_quota_threads_hidden", "Tracked threads without series.", ("state",)
+THREADS_HIDDEN = _gauge(
+    "langchain_quota_threads_hidden", "Tracked threads without series.", "state"
 )
-STORE_SECONDS = MetricSpec(
+STORE_SECONDS = _seconds(
     "langchain_quota_store_seconds",
     "How long the shared store took to answer.",
-    ("operation", "outcome"),
-    "histogram",
+    "operation",
+    "outcome",
 )
-STORE_FALLBACKS = MetricSpec(
+STORE_FALLBACKS = _counter(
     "langchain_quota_store_fallbacks_total",
     "Decisions that were made without the shared store.",
-    ("agent", "action"),
-    "counter",
+    "agent",
+    "action",
 )
-STORE_KEYS = MetricSpec(
-    "langchain_quota_store_keys", "Counts that a store in memory keeps.", ("droppable",)
+STORE_KEYS = _gauge(
+    "langchain_quota_store_keys", "Counts that a store in memory keeps.", "droppable"
 )
-STORE_MAX_KEYS = MetricSpec(
+STORE_MAX_KEYS = _gauge(
     "langchain_quota_store_max_keys", "How many counts a store in memory can keep."
 )
-ERRORS = MetricSpec(
+ERRORS = _counter(
     "langchain_quota_errors_total",
     "Failures of telemetry, observers, stores and functions that you gave.",
-    ("component", "error_type"),
-    "counter",
+    *("component", "error_type"),
 )
-START_TIME = MetricSpec(
+START_TIME = _gauge(
     "langchain_quota_start_time_seconds",
     "When the counters of the process began at 0, in seconds since the Unix epoch.",
 )
-BUILD_INFO = MetricSpec(
-    "langchain_quota_build_info", "1, with the version of langchain-quota.", ("version",)
+BUILD_INFO = _gauge(
+    "langchain_quota_build_info", "1, with the version of langchain-quota.", "version"
 )
 
 METRICS = tuple(
