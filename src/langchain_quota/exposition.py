@@ -281,16 +281,6 @@ class _MetricsApp:
         if scope["type"] != "http":
             raise ValueError(f"metrics are served over HTTP only, not {scope['type']!r}")
         await receive()
-        if scope["method"] not in {"GET", "HEAD"}:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 405,
-                    "headers": [(b"allow", b"GET, HEAD")],
-                }
-            )
-            await send({"type": "http.response.body", "body": b""})
-            return
         for message in await asyncio.to_thread(self._render, scope):
             await send(message)
 

@@ -388,14 +388,6 @@ class TestApp:
         assert response.headers["content-type"].startswith("text/plain")
         assert response.content == b""
 
-    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-    async def test_other_methods(self, client: httpx.AsyncClient, method: str) -> None:
-        """Metrics are only read: other methods are refused, with those that are not."""
-        response = await client.request(method, "/metrics")
-        assert response.status_code == 405
-        assert response.headers["allow"] == "GET, HEAD"
-        assert response.content == b""
-
     async def test_add_route(self, registry: CollectorRegistry) -> None:
         """It can be added with add_route, as FastAPI's and Starlette's users do."""
         app = Starlette()

@@ -33,7 +33,6 @@ from langchain_quota import (
     with_limits,
 )
 from langchain_quota.cli import main
-from langchain_quota.monitoring import exports
 from tests.agent import test_first_hour as with_agents
 from tests.forked import run_python
 from tests.troubleshooting import PAGE, begins, messages, raised
@@ -323,13 +322,6 @@ def a_directory_without_room(bench: Bench) -> str:
 def files_that_are_there(bench: Bench) -> str:
     assert main(["export", "grafana", "--to", str(bench.path)]) == 0
     return bench.command("export", "grafana", "--to", str(bench.path))
-
-
-@sees("langchain-quota export: cannot overwrite …: it is a symbolic link")
-def a_file_that_is_a_link(bench: Bench) -> str:
-    for board in exports.dashboards():
-        (bench.path / board).symlink_to(bench.path / "mine")
-    return bench.command("export", "grafana", "--to", str(bench.path), "--force")
 
 
 @sees(

@@ -2,9 +2,7 @@
 
 import argparse
 import os
-import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -105,20 +103,16 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
     if taken and not force:
         names = ", ".join(path.name for path in taken)
         raise CommandError(f"{str(directory)!r} has {names}; --force overwrites")
-    _check_files(taken)
+    for path in filter(Path.is_dir, taken):
+        raise CommandError(f"cannot overwrite {str(path)!r}: it is a directory")
     path = directory
     try:
         with TemporaryDirectory(prefix=".langchain-quota-", dir=directory) as unfinished:
             for path, text in paths.items():
-                whole = Path(unfinished, f"{path.name}.tmp")
-                whole.write_text(text, encoding="utf-8", newline="\n")
-                if path in taken:
-                    _keep_access(path, whole)
+                Path(unfinished, path.name).write_text(text, encoding="utf-8", newline="\n")
             for path in paths:
-                if path not in taken:
-                    # Fails if another process has made the file since.
-                    path.open("x").close()
-                Path(unfinished, f"{path.name}.tmp").replace(path)
+                # What a link leads to is left alone: the file takes the link's place.
+                Path(unfinished, path.name).replace(path)
     except OSError as error:
         raise CommandError(
             f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can write to "
@@ -126,33 +120,6 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
         ) from error
     for path in paths:
         say(f"{path}{note}")
-
-
-def _check_files(paths: Iterable[Path]) -> None:
-    """Check that only files are overwritten.
-
-    Raises:
-        CommandError: A path is not a file.
-    """
-    for path in paths:
-        if path.is_symlink():
-            raise CommandError(
-                f"cannot overwrite {str(path)!r}: it is a symbolic link, and what it leads to is "
-                "left alone; remove it, or name another directory with --to"
-            )
-        if not path.is_file():
-            raise CommandError(f"cannot overwrite {str(path)!r}: it is no file")
-
-
-def _keep_access(old: Path, new: Path) -> None:
-    """Give the new file the permissions and, if allowed, the owner of the old one."""
-    access = old.lstat()
-    if not stat.S_ISREG(access.st_mode):  # no file any more
-        return
-    new.chmod(stat.S_IMODE(access.st_mode))
-    if hasattr(os, "chown"):
-        with suppress(PermissionError):  # only root may give files away
-            os.chown(new, access.st_uid, access.st_gid)
 
 
 def _add_selector(parser: argparse.ArgumentParser) -> None:
