@@ -420,7 +420,7 @@ def failures() -> set[str]:
         for node in ast.walk(module)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"_failed", "record", "record_error"}
+        and node.func.attr in {"_failed", "_guard", "record", "record_error"}
         and node.args
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)

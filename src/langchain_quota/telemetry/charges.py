@@ -60,6 +60,7 @@ class ChargeRecorder:
         self._models = instruments.models
         self._usage = instruments.usage
         self._failed = instruments.failures.record
+        self._guard = instruments.failures.guard
         self._tasks = RecentTasks()
         # By agent and model; labels of models are bounded.
         self._warned: set[tuple[str, str, str]] = set()
@@ -86,16 +87,12 @@ class ChargeRecorder:
         shown = self._exemplar(None)
         # A limit on trial counts a call when it judges it: it may let it run and would refuse it.
         counted = call.amount if is_call and status.enforced else 0
-        try:
+        with self._guard("metrics"):
             self._metrics.charged(agent, status, counted, shown)
-        except Exception as error:
-            self._failed("metrics", error)
         self._tell(status, call, agent, thread)
-        try:
+        with self._guard("threads"):
             charged = Decision(call, Outcome.ALLOWED, (status,))
             self._usage.record(agent, thread, [charged])
-        except Exception as error:
-            self._failed("threads", error)
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
         """Subtract the charges of one agent's calls on one thread from what was counted."""
@@ -103,15 +100,11 @@ class ChargeRecorder:
             return
         agent, thread = self._labels(refunds[0].call.agent, refunds[0].call.thread_id)
         for refund in refunds:
-            try:
+            with self._guard("metrics"):
                 self._metrics.refunded(agent, refund.limit, refund.call.amount)
-            except Exception as error:
-                self._failed("metrics", error)
-            try:
+            with self._guard("threads"):
                 if thread is not None:
                     self._usage.refund(agent, thread, refund.limit, refund.call.amount)
-            except Exception as error:
-                self._failed("threads", error)
 
     def record_spent(
         self,
@@ -134,18 +127,14 @@ class ChargeRecorder:
             estimated: Whether the amounts are estimated, because the provider reported none.
         """
         name, thread = self._labels(agent, thread_id)
-        try:
+        with self._guard("metrics"):
             shown = self._models.label(model)
             self._metrics.model_run(name, shown, estimated=estimated)
             for limit, unit, amount in spent:
                 self._metrics.spend(name, limit, unit, shown, amount)
-        except Exception as error:
-            self._failed("metrics", error)
-        try:
+        with self._guard("threads"):
             if thread is not None:
                 self._usage.spend(name, thread, spent)
-        except Exception as error:
-            self._failed("threads", error)
 
     def record_granted(self, agent: str | None, granted: Sequence[Granted]) -> None:
         """Count what was granted on top of limits.
@@ -156,27 +145,21 @@ class ChargeRecorder:
         """
         name, _ = self._labels(agent, None)
         for each in granted:
-            try:
+            with self._guard("metrics"):
                 self._metrics.grant(name, *each)
-            except Exception as error:
-                self._failed("metrics", error)
 
     def record_unknown_price(self, agent: str | None, model: str | None) -> None:
         """Count a model call that has no price; the first of a model is logged."""
         name, _ = self._labels(agent, None)
-        try:
+        with self._guard("metrics"):
             shown = self._models.label(model)
             self._metrics.unknown_price(name, shown)
-        except Exception as error:
-            self._failed("metrics", error)
-        try:
+        with self._guard("observer"):
             shown = self._models.label(model)
             if self._is_first("price", name, shown):
                 logger.warning(
                     "model %r in agent %r has no price: %s", shown, agent_name(agent), _PRICE_IT
                 )
-        except Exception as error:
-            self._failed("observer", error)
 
     def warn_of_estimate(self, model: str, made_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none.
@@ -210,18 +193,14 @@ class ChargeRecorder:
     def _labels(self, agent: str | None, thread_id: object) -> tuple[str, str | None]:
         """The labels of an agent and, if there is one, a thread."""
         name, thread = UNNAMED, None
-        try:
+        with self._guard("metrics"):
             name = self._agents.label(agent)
-        except Exception as error:
-            self._failed("metrics", error)
-        try:
+        with self._guard("thread_label"):
             if thread_id is not None:
                 own = self._thread_label
                 thread = (
                     label(thread_id) if own is None else own_label(own, thread_id, "thread_label")
                 )
-        except Exception as error:
-            self._failed("thread_label", error)
         return name, thread
 
     def _exemplar(self, span: Span | None) -> Exemplar:
@@ -234,22 +213,14 @@ class ChargeRecorder:
     def _tell(self, status: LimitStatus, call: Call, agent: str, thread: str | None) -> None:
         """Log a refusal; count and log the thresholds that a charge has crossed."""
         if status.reason is not None and status.refusal_scope is not None:
-            try:
+            with self._guard("observer"):
                 log_refusal(status, status.refusal_scope, agent_name(call.agent), thread)
-            except Exception as error:
-                self._failed("observer", error)
         threshold_events: Sequence[tuple[Scope, Level]] = ()
-        try:
+        with self._guard("metrics"):
             threshold_events = status.threshold_events(self.near)
-        except Exception as error:
-            self._failed("metrics", error)
         for scope, reached in threshold_events:
-            try:
+            with self._guard("metrics"):
                 self._metrics.crossed(agent, status.limit, scope, reached)
-            except Exception as error:
-                self._failed("metrics", error)
             # A log handler or filter may raise: it must not disturb the agent.
-            try:
+            with self._guard("observer"):
                 log_crossing(status, scope, reached, agent_name(call.agent), thread)
-            except Exception as error:
-                self._failed("observer", error)

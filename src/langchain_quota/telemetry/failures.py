@@ -9,12 +9,36 @@ from langchain_quota.telemetry.metrics import Metrics
 logger = logging.getLogger("langchain_quota")
 
 
+class _Guard:
+    """Counts an exception that a block raises as a failure; the code behind the block goes on."""
+
+    def __init__(self, failures: "Failures", component: str) -> None:
+        self._failures = failures
+        self._component = component
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._failures.record(self._component, error)
+        return True
+
+
 class Failures:
     """Counts failures of one registry's telemetry, and of the user's functions."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._logged: set[tuple[str, str]] = set()
+        self._guards: dict[str, _Guard] = {}
+
+    def guard(self, component: str) -> _Guard:
+        """Guards blocks of a component: whatever they raise does not reach the agent."""
+        return self._guards.get(component) or self._guards.setdefault(
+            component, _Guard(self, component)
+        )
 
     def record(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of a component; log it if `log` is true, by default once per kind."""

@@ -104,10 +104,8 @@ class Recorder(ChargeRecorder):
 
     def learn_tools(self, agent: str | None, names: Iterable[str]) -> None:
         """Learn an agent's tools: they get labels before names that its model invents."""
-        try:
+        with self._guard("metrics"):
             self._tools.offer(self._agents.label(agent), names)
-        except Exception as error:
-            self._failed("metrics", error)
 
     def record(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -140,17 +138,13 @@ class Recorder(ChargeRecorder):
             captured.extend(decisions)
         agent, thread = self._labels(decisions[0].call.agent, decisions[0].call.thread_id)
         place = NOWHERE
-        try:
+        with self._guard("tracing"):
             place = self._tracing.place(trace)
-        except Exception as failure:
-            self._failed("tracing", failure)
         for decision in decisions:
             tool, span = OTHER, None
-            try:
+            with self._guard("metrics"):
                 tool = self._tools.label(agent, decision.call.tool)
-            except Exception as failure:
-                self._failed("metrics", failure)
-            try:
+            with self._guard("tracing"):
                 span = self._tracing.record(
                     decision,
                     tool=tool,
@@ -164,13 +158,9 @@ class Recorder(ChargeRecorder):
                     trace = begun
                     self._tasks.begin(task_id, begun)
                     place = self._tracing.place(begun)
-            except Exception as failure:
-                self._failed("tracing", failure)
             self._count(decision, agent, thread, tool, span, after_refusal=after_refusal)
-        try:
+        with self._guard("threads"):
             self._usage.record(agent, thread, decisions)
-        except Exception as failure:
-            self._failed("threads", failure)
         self._count_batch(decisions, agent, took)
         return Recorded(True, trace)
 
@@ -178,17 +168,13 @@ class Recorder(ChargeRecorder):
         """Count a run of an agent that begins in a task."""
         if self._tasks.seen(task_id):
             return
-        try:
+        with self._guard("metrics"):
             self._metrics.run_begun(self._agents.label(agent))
-        except Exception as error:
-            self._failed("metrics", error)
 
     def record_lost_root_run(self, agent: str | None, cause: str) -> None:
         """Count a run with a budget of its own that may belong to another root run."""
-        try:
+        with self._guard("metrics"):
             self._metrics.lost_root_run(self._agents.label(agent), cause)
-        except Exception as error:
-            self._failed("metrics", error)
 
     def record_error(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of a user's function or store, and log it.
@@ -204,11 +190,9 @@ class Recorder(ChargeRecorder):
 
     def record_recovery(self, component: str) -> None:
         """Log that a component which failed works again."""
-        try:
+        with self._guard("observer"):
             # A warning, so that it is seen where the failure was.
             logger.warning("%s of langchain-quota works again", component)
-        except Exception as error:
-            self._failed("observer", error)
 
     def observe_store(self, operation: str, outcome: str, seconds: float) -> None:
         """Time a request to the shared store.
@@ -218,10 +202,8 @@ class Recorder(ChargeRecorder):
             outcome: `"ok"`, `"error"` or `"timeout"`.
             seconds: How long it took.
         """
-        try:
+        with self._guard("metrics"):
             self._metrics.observe_store(operation, outcome, seconds)
-        except Exception as error:
-            self._failed("metrics", error)
 
     def record_wait(self, agent: str | None, limit: str, decision: str, seconds: float) -> None:
         """Time how long a call has waited for others to end.
@@ -232,10 +214,8 @@ class Recorder(ChargeRecorder):
             decision: What happened then: an outcome's value, or `"cancelled"`.
             seconds: How long it has waited.
         """
-        try:
+        with self._guard("metrics"):
             self._metrics.waited(self._agents.label(agent), limit, decision, seconds)
-        except Exception as error:
-            self._failed("metrics", error)
 
     def record_turn(self, decision: Decision, waited_for: str, seconds: float) -> None:
         """Make visible that a call runs after it has waited, or that it has waited in vain.
@@ -255,30 +235,24 @@ class Recorder(ChargeRecorder):
             self.record_wait(call.agent, status.limit, outcome, seconds if mine else 0.0)
         agent, thread = self._labels(call.agent, call.thread_id)
         for status in decision.refused_by:
-            try:
+            with self._guard("metrics"):
                 self._metrics.refused_at_once(agent, status, self._exemplar(None))
-            except Exception as error:
-                self._failed("metrics", error)
             self._tell(status, call, agent, thread)
 
     def record_fallback(self, agent: str | None, action: str, calls: int) -> None:
         """Count the calls that were judged without the shared store: `"deny"` or `"allow"`."""
-        try:
+        with self._guard("metrics"):
             self._metrics.fallback(self._agents.label(agent), action, calls)
-        except Exception as error:
-            self._failed("metrics", error)
 
     def warn_misspelt(self, agent: str | None, meant: Mapping[str, str]) -> None:
         """Log the tools that limits name and the agent does not have, each with one like it."""
-        try:
+        with self._guard("observer"):
             hints = (f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
             logger.warning(
                 "limits name tools that agent %r does not have: %s",
                 agent_name(agent),
                 ", ".join(hints),
             )
-        except Exception as error:
-            self._failed("observer", error)
 
     def record_question(
         self,
@@ -298,11 +272,9 @@ class Recorder(ChargeRecorder):
         if self._tasks.seen(task_id, problem):
             return
         name, _ = self._labels(agent, None)
-        try:
+        with self._guard("metrics"):
             self._metrics.asked(name, limits)
             log_question(agent_name(agent), limits)
-        except Exception as error:
-            self._failed("metrics", error)
 
     def record_answer(
         self, agent: str | None, limits: Sequence[str], answer: Answer, task_id: str | None
@@ -318,11 +290,9 @@ class Recorder(ChargeRecorder):
         if self._tasks.seen(task_id, answer):
             return False
         name, _ = self._labels(agent, None)
-        try:
+        with self._guard("metrics"):
             self._metrics.answered(name, limits, answer.type)
             log_answer(agent_name(agent), limits, answer)
-        except Exception as error:
-            self._failed("metrics", error)
         return True
 
     def record_reset(
@@ -336,11 +306,9 @@ class Recorder(ChargeRecorder):
             limits: The status of its limits after the reset.
         """
         name, thread = self._labels(agent, thread_id)
-        try:
+        with self._guard("threads"):
             if thread is not None:
                 self._usage.reset(name, thread, limits)
-        except Exception as error:
-            self._failed("threads", error)
 
     def _count(  # noqa: PLR0913 - what a decision is counted by
         self,
@@ -353,16 +321,14 @@ class Recorder(ChargeRecorder):
         after_refusal: bool,
     ) -> None:
         shown = self._exemplar(span)
-        try:
+        with self._guard("metrics"):
             self._metrics.record(decision, agent, tool, shown, after_refusal=after_refusal)
-        except Exception as error:
-            self._failed("metrics", error)
         for status in decision.limits:
             self._tell(status, decision.call, agent, thread)
 
     def _count_batch(self, decisions: Sequence[Decision], agent: str, took: int) -> None:
         """Time how long judging took, in nanoseconds, and count a run that is ended by it."""
-        try:
+        with self._guard("metrics"):
             shared = refused = False
             for decision in decisions:
                 for status in decision.limits:
@@ -374,5 +340,3 @@ class Recorder(ChargeRecorder):
             limit = ended_by(decisions) if refused else None
             if limit is not None:
                 self._metrics.run_ended(agent, limit)
-        except Exception as error:
-            self._failed("metrics", error)

@@ -28,6 +28,7 @@ class UnjudgedCalls:
         self._metrics = instruments.metrics
         self._agents = instruments.agents
         self._failed = instruments.failures.record
+        self._guard = instruments.failures.guard
         self._logged: set[tuple[str, str]] = set()
 
     def record(self, agent: str | None, kind: str, count: int) -> None:
@@ -37,7 +38,7 @@ class UnjudgedCalls:
         except Exception as error:
             self._failed("metrics", error)
             return
-        try:
+        with self._guard("observer"):
             known = agent_name(agent), kind
             if known not in self._logged and len(self._logged) < _MOST_LOGGED:
                 self._logged.add(known)
@@ -47,5 +48,3 @@ class UnjudgedCalls:
                     known[0],
                     _REMEDY,
                 )
-        except Exception as error:
-            self._failed("observer", error)
