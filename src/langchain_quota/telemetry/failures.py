@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from functools import cache, partial
 
 from langchain_quota.telemetry.labels import described, label
 from langchain_quota.telemetry.metrics import Metrics
@@ -32,13 +33,8 @@ class Failures:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._logged: set[tuple[str, str]] = set()
-        self._guards: dict[str, _Guard] = {}
-
-    def guard(self, component: str) -> _Guard:
+        self.guard = cache(partial(_Guard, self))
         """Guards blocks of a component: whatever they raise does not reach the agent."""
-        return self._guards.get(component) or self._guards.setdefault(
-            component, _Guard(self, component)
-        )
 
     def record(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of a component; log it if `log` is true, by default once per kind."""
