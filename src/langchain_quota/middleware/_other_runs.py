@@ -93,7 +93,8 @@ class RootModels(ModelRunCollector):
         **more: Any,
     ) -> None:
         """Learn which run has started this one."""
-        self._places[run_id] = parent_run_id, (metadata or {}).get("langgraph_checkpoint_ns")
+        task = (metadata or {}).get("langgraph_checkpoint_ns")
+        self._places[run_id] = self._parent(parent_run_id), task
         if more.get("run_type") == DECISION:
             more |= {"parent_run_id": parent_run_id, "metadata": metadata}
             super().on_chain_start(*given, run_id=run_id, **more)
@@ -129,12 +130,17 @@ class RootModels(ModelRunCollector):
         metadata: Mapping[str, Any] | None,
         more: Mapping[str, Any],
     ) -> None:
-        self._places[run_id] = more.get("parent_run_id"), None
+        self._places[run_id] = self._parent(more.get("parent_run_id")), None
         with suppress(RuntimeError):
             task = asyncio.current_task()
             if task is not None:
                 self._tasks[run_id] = task
         super()._start(run_id, prompt, metadata, more)
+
+    def _parent(self, named: UUID | None) -> UUID | None:
+        """The run that has started one: the running one, if its callbacks were not passed on."""
+        models, running = (None, None) if named else root_models()
+        return running if models is self else named
 
     def _end(self, run_id: UUID, **run: Any) -> None:
         super()._end(run_id, **run)
@@ -159,9 +165,10 @@ class RootModels(ModelRunCollector):
 
 
 class _NewRootModels:
-    """Gives LangChain a new handler for each run that has inherited none, as a context variable."""
+    """Gives LangChain a handler for each run that has inherited none, as a context variable."""
 
-    get = RootModels
+    def get(self) -> RootModels:
+        return root_models()[0] or RootModels()
 
 
 @cache
