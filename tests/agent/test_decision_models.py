@@ -118,9 +118,9 @@ class Bench:
 
     @property
     def unjudged(self) -> dict[tuple[str, ...], float]:
-        """How many calls no limit judged, by agent, kind and tool."""
+        """How many calls no limit judged, by agent and kind."""
         name = "langchain_quota_unjudged_calls_total"
-        return self.samples(name, "agent", "kind", "tool")
+        return self.samples(name, "agent", "kind")
 
 
 async def run(agent: Any, form: Form = "async") -> Any:
@@ -142,7 +142,7 @@ async def test_the_count_of_unjudged_calls(form: Form) -> None:
     await run(bench.agent(quota), form)
 
     assert bench.ran == ["search"]
-    assert bench.unjudged == {("boss", "model", "none"): 2}
+    assert bench.unjudged == {("boss", "model"): 2}
 
 
 @both_forms
