@@ -1,6 +1,7 @@
 """`python -m benchmarks`: measure, print, and write docs/benchmarks.md."""
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -37,42 +38,40 @@ BENCHMARKS = {
 
 DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
+SHOWN = re.compile(
+    r"A step(?: with budgets)?, in .+|Runs of ten steps|What a step stores: PostgreSQL|Scraping"
+    r"|Acquiring in Redis"
+)
+"""The tables that the page has. The terminal has all."""
+
 HEAD = """\
 # Benchmarks
 
-[What does it cost?](cost.md) has the three most important numbers. This page has all
-measurements. The first table is for users. The [targets](#targets) are at the end, with those that
-are not met.
+[What does it cost?](cost.md) has the three most important numbers. Here are those behind them, and
+at the end the [targets](#targets), with those that are not met.
 
 """
 
 HOW = """\
 ## How it is measured
 
-One program measures our limits and LangChain's limiters, by turns. `make bench` runs this program
-and writes this page. It takes up to 15 minutes. Nothing else should run on the machine.
-`make bench ARGS="--only steps"` measures one part. `make bench ARGS=--quick` tries all parts in
-two minutes. These two do not write this page.
+`make bench` measures our limits and LangChain's, by turns, prints all tables, and writes this page.
+It takes up to 15 minutes. Nothing else should run on the machine. `make bench ARGS=--quick` takes
+two minutes, and `ARGS="--only steps"` measures one part. Both only print.
 
 - Machine: {machine}
 - Versions: {versions}
-- **Instructions**: valgrind's callgrind counts them. If valgrind is not installed, the number is
-  CPU time. The number is the difference between a run of many steps and a run of few steps,
-  without Python's garbage collector. A second measurement differs by less than a percent. But
-  instructions do not show time that is spent waiting for a disk or another thread.
-- **Times by the clock** include such waits. A second measurement can differ a lot. Compare times
-  only within one run of the program.
+- **Instructions** are those that valgrind counts. A second measurement differs by less than a
+  percent. They do not show waits for a disk or another thread.
+- **Times by the clock** include waits. Compare them only within one run of the program.
 - *none* is an agent without limits. In all other rows, no call is over a limit.
 - *LangChain, 2* has LangChain's `ModelCallLimitMiddleware` and `ToolCallLimitMiddleware`.
-  *LangChain, 8* has both, and a `ToolCallLimitMiddleware` for each of six tools. *drop-in* has
-  the classes of this package with the same names.
-- *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`) have the same limits as *LangChain*.
-  *QuotaMiddleware, model* has one limit on model calls. *QuotaMiddleware, tool* and *Inline, 1*
-  have one limit that counts all tools.
-- *two hooks that only write* is a middleware without limits and telemetry. Its two hooks write the
-  same keys of the state as *QuotaMiddleware*. *a wrap hook that only writes* does so for *Inline*.
-  *two hooks that do nothing* writes nothing. What these three cost is the cost of LangChain and
-  LangGraph.
+  *LangChain, 8* also has one for each of six tools. *drop-in* has the classes of this package with
+  the same names.
+- *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`) have the same limits. *QuotaMiddleware,
+  model* limits only model calls. *QuotaMiddleware, tool* and *Inline, 1* limit all tools together.
+- *hooks that only write*, or *do nothing*, limit nothing. They show what LangChain and LangGraph
+  cost.
 
 """
 
@@ -107,9 +106,10 @@ def _shown(result: Result) -> list[Table]:
 
 
 def page(results: Sequence[Result], how: str) -> str:
-    """The page: first the table for users, then how it is measured, then all other tables."""
+    """The page: first the table for users, then how it is measured, then what users ask next."""
     first = [result.overview for result in results if result.overview is not None]
-    rest = [table for result in results for table in result.tables]
+    tables = [table for result in results for table in result.tables]
+    rest = [table for table in tables if SHOWN.fullmatch(table.title)]
     met = targets([ratio for result in results for ratio in result.ratios])
     return HEAD + "\n".join(map(str, [*first, how, *rest, met]))
 

@@ -10,12 +10,6 @@ WITHOUT = {"QuotaMiddleware": "QuotaMiddleware, 8", "Inline": "Inline, 8"}
 """The set-ups without budgets, by who holds the limits."""
 
 
-_WHY = (
-    "*A step with a token limit*: the limit reserves tokens before the model call, settles them "
-    "after it, and shows both."
-)
-
-
 def measure(size: Size) -> Result:
     """Measure."""
     setups = [*WITHOUT.values(), *BUDGETS]
@@ -62,7 +56,6 @@ def _ratios(found: Costs) -> list[Ratio]:
             f"QuotaMiddleware: step with a token limit, to one without; {where}, in {found.unit}",
             1.05,
             _ratio(found, setup, has_memory=has_memory),
-            why=_WHY,
         )
         for has_memory, where in ((False, "no checkpointer"), (True, "memory"))
     ]

@@ -15,17 +15,6 @@ from benchmarks.workloads import (
     attributes,
 )
 
-_WHY = (
-    "*A decision, span not recorded*: the floor is a span that the SDK drops, two `inc()` and one "
-    "`observe()`. Of the rest, a quarter is the table of threads, and three quarters are labels, "
-    "looking up the series under locks, recognizing a task that runs again, and thresholds."
-)
-_WHY_RECORDED = (
-    "*A decision, span recorded*: the floor is the bare span, two `inc()` with an exemplar and one "
-    "`observe()`. The rest is what a span that is not recorded costs, too, and building the "
-    "attributes and the exemplar."
-)
-
 MODES: tuple[Mode, ...] = ("not sampled",)
 
 WORKS: dict[str, Work] = {
@@ -79,7 +68,6 @@ def measure(size: Size) -> Result:
                 20,
                 costs_of[Emitting(1, mode)] / costs_of[inc],
                 costs_of[Bare(mode)] / costs_of[inc],
-                _WHY,
             )
             for mode in MODES
         ]
@@ -89,7 +77,6 @@ def measure(size: Size) -> Result:
                 1.5,
                 costs_of[Emitting(1, "sampled")] / costs_of[span],
                 costs_of[Bare("sampled")] / costs_of[span],
-                _WHY_RECORDED,
             )
         )
     asking, to_state = memory_store.shown(found)

@@ -11,11 +11,6 @@ WORKS = {
     "the hooks' request to `MemoryStore`, and judging": Asking("hooks"),
 }
 
-_WHY = (
-    "*The hooks' request to `MemoryStore`*: the store itself takes a third. The rest is making the "
-    "request, timing it, and judging with the answer."
-)
-
 
 def shown(found: Costs) -> tuple[Table, list[Ratio]]:
     """The table of what was measured, and the targets."""
@@ -29,7 +24,7 @@ def shown(found: Costs) -> tuple[Table, list[Ratio]]:
         "The hooks also time the store, and handle its failures."
     )
     ratios = [
-        Ratio(f"{name}, to judging by the state; in {found.unit}", 3, ratio, why=_WHY)
+        Ratio(f"{name}, to judging by the state; in {found.unit}", 3, ratio)
         for name, ratio in to_state.items()
         if WORKS[name] != STATE
     ]

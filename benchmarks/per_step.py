@@ -38,44 +38,6 @@ FLOORS = {
 }
 """The set-ups that have the same hooks, write the same keys, and do nothing else."""
 
-WHYS = {
-    "QuotaMiddleware, tool": (
-        "The floor is over the target, because LangChain's limiter has no hook around the model "
-        "call and fewer keys. A third of the rest is the telemetry of a model call and a tool "
-        "call, and two thirds are judging the tool call."
-    ),
-    "QuotaMiddleware, model": (
-        "The target leaves 130,000 instructions above the floor, and the telemetry of one call "
-        "takes 117,000. The rest is judging the model call, and making the tool call visible."
-    ),
-    "QuotaMiddleware, 2": (
-        "A third of what is above the floor is the telemetry of a model call and a tool call. Two "
-        "thirds are reading the counts, judging the calls and writing the counts."
-    ),
-    "QuotaMiddleware, 8": (
-        "Of what is above the floor, five sixths are the same as with two limits. One sixth is "
-        "the limit on the tool that is called: its judgement, its metrics, and its count."
-    ),
-    "drop-in, model": (
-        "LangChain's limiter has no hook around the model call. Of what is above the floor, a "
-        "third is telemetry, and two thirds are judging the call before it and counting it after."
-    ),
-    "drop-in, tool": (
-        "A quarter of what is above the floor is telemetry. The rest is judging the call and "
-        "noting what it is charged, so that a call that does not run is given back."
-    ),
-    "drop-in, 2": "The two drop-ins share nothing, so it is the sum of what they cost.",
-    "Inline, 2": (
-        "A third of what is above the hook that only writes is the telemetry of a model call and "
-        "a tool call. The rest is judging them, and a state for the tool calls with the answer."
-    ),
-    "Inline, 8": (
-        "It is as with two limits, and the limit on the tool that is called is judged, counted "
-        "and shown, too."
-    ),
-}
-"""Why a set-up misses its target: what it does above the floor."""
-
 TELLING = ("drop-in, 2", "QuotaMiddleware, 8", "Inline, 8")
 
 
@@ -147,7 +109,6 @@ def _ratios(found: Costs) -> list[Ratio]:
             most,
             over(setup) / over(other),
             floor(setup, other),
-            f"*{setup}*: {WHYS[setup]}",
         )
         for setup, other, most in OVERHEADS
     ]

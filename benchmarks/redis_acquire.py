@@ -74,11 +74,6 @@ def commands_of(limits: int) -> str:
 TARGETS = {1: (1.5, 1.5), 8: (2.2, 2.2)}
 """By the number of limits, to a bare script: by the clock, and in CPU time."""
 MANY_TARGET = 1 / 0.7
-_WHY = (
-    "*Redis: acquire*: the floor is a script that runs the same commands, without anything that "
-    "decides what they do. The rest is judging in the script, packing what is judged, and reading "
-    "the answer."
-)
 
 
 def measure(size: Size) -> Result:
@@ -109,12 +104,10 @@ def measure(size: Size) -> Result:
     ]
     columns = ("request", "median", "p99", "ratio", "client", "server", "CPU ratio")
     note = (
-        "Microseconds over the loopback, one request after the other. The median and the 99th "
-        "percentile (p99) are by the clock, and *ratio* is that of the medians. *client* and "
-        "*server* are CPU time, and *CPU ratio* is that of both together. The ratios compare with "
-        f"the {BARE} of a script that increments one key. All rows use the same client. A model "
-        "call with a budget in the store takes two round trips. The first one "
-        "holds an amount before the call. The second one charges what the call has used."
+        "Microseconds on one machine, one request after the other. The median and the 99th "
+        "percentile (p99) are by the clock. *client* and *server* are CPU time. The ratios compare "
+        f"with the {BARE} of a script that increments one key. A model call with a budget in the "
+        "store takes two round trips: the last two rows."
     )
     crowd = [[what, number(median(rates), 0)] for what, rates in many.items()]
     crowd_note = (
@@ -143,8 +136,8 @@ def ratios(one: dict[str, Taken] | None, many: dict[str, float] | None) -> list[
             )
             work, floor_work = (each.work / bare.work for each in (asked, least))
         found += [
-            Ratio(f"{what}; by the clock", by_clock, clock, floor_clock, _WHY),
-            Ratio(f"{what}; in CPU time", by_work, work, floor_work, _WHY),
+            Ratio(f"{what}; by the clock", by_clock, clock, floor_clock),
+            Ratio(f"{what}; in CPU time", by_work, work, floor_work),
         ]
     rate = None if many is None else many[BARE] / many[name_of(1)]
     found.append(

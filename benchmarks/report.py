@@ -47,14 +47,12 @@ class Ratio:
         measured: What was measured; `None` if it could not be.
         floor: The same ratio, measured for something that does only what cannot be left out;
             `None` if there is none.
-        why: Why the target cannot be met; shown only if it is not met.
     """
 
     what: str
     most: float
     measured: float | None
     floor: float | None = None
-    why: str = ""
 
     @property
     def is_missed(self) -> bool:
@@ -94,12 +92,10 @@ def targets(ratios: Sequence[Ratio]) -> Table:
     columns = ("ratio", "target", "value", "floor", "result")
     note = (
         "A ratio of A to B is A divided by B. The overhead is what limits add to a step. The floor "
-        "is the same ratio, measured for something that does only what it must. For a step, this "
-        "is a middleware with the same hooks that only writes the same keys, or only has as many "
-        "nodes."
+        "is the same ratio for something that does only what it must: a middleware with the same "
+        "hooks and no limits, a span without a decision, or a script that runs the same commands "
+        "of Redis. Where the floor is over the target, LangGraph takes more than the target allows."
     )
-    missed = dict.fromkeys(each.why for each in ratios if each.is_missed and each.why)
-    note = "\n\n".join([note, *missed])
     return Table("Targets", columns, [each.cells for each in ratios], note)
 
 

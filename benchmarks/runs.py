@@ -32,28 +32,9 @@ OVERVIEW = {
 LONG = "x" * 1_000
 """The answer of the tools, where stored bytes are measured with long messages."""
 
-NODES = (
-    "**Bytes that `QuotaMiddleware` stores**: LangGraph stores a checkpoint after every node, and "
-    "the middleware adds two nodes. The floor is a middleware with two hooks that do nothing: it "
-    "misses the target, too. SQLite's checkpointer stores all messages in every checkpoint. "
-    "PostgreSQL's checkpointer stores the messages only when they have changed."
-)
-ONE_NODE = (
-    "**Bytes that `InlineQuotaMiddleware` stores**: every checkpoint also has the counts under "
-    "LangChain's keys, and the ledger of the limits (about 600 bytes). For every key and node, "
-    "LangGraph adds versions (75 bytes for a key, 230 for a node). None of these bytes grow with "
-    "the conversation. So the ratio is smaller if messages are longer. The floor is a wrap hook "
-    "that only writes. A ledger without its empty fields was tried: a step stores 2% less, but "
-    "every write takes longer. So the ledger keeps them."
-)
-"""Why the targets of what is stored cannot be met."""
-
-BYTES = (
-    ("QuotaMiddleware, 8", IDLE_HOOKS, NODES),
-    ("Inline, 8", WRAP_HOOK, ONE_NODE),
-)
-"""The set-ups with a target for stored bytes, the floor of each, and why it cannot be met."""
-COMPARED = (NONE, *(each for setup, floor, _ in BYTES for each in (setup, floor)))
+BYTES = (("QuotaMiddleware, 8", IDLE_HOOKS), ("Inline, 8", WRAP_HOOK))
+"""The set-ups with a target for stored bytes, and the floor of each."""
+COMPARED = (NONE, *(each for pair in BYTES for each in pair))
 
 Times = dict[str, float]
 """The milliseconds of a run, by set-up."""
@@ -135,9 +116,9 @@ def _times_table(times: Mapping[str, Times], missing: Mapping[str, str]) -> Tabl
     columns = ["limits", *(each for where in WHERE for each in (where, "extra per step"))]
     found = "".join(f" {name}: not measured, {why}." for name, why in missing.items())
     note = (
-        "Milliseconds by the clock, as the median of all rounds. The first number is a whole run "
-        "of ten steps and a last model call. The extra is how much longer a step takes than "
-        f"without limits. PostgreSQL does not sync to disk here.{found}"
+        "Milliseconds by the clock, as the median of all rounds, for ten steps and a last model "
+        "call. The extra is how much longer a step takes than without limits. PostgreSQL does not "
+        f"sync to disk here.{found}"
     )
     return Table("Runs of ten steps", columns, rows, note)
 
@@ -165,9 +146,8 @@ def _overview(times: Mapping[str, Times], stored: Mapping[str, Mapping[str, Stor
         rows.append([f"stored bytes per step, {where}", *(number(each, 0) for each in sizes)])
     note = (
         "Milliseconds (ms) are by the clock. A step is a model call and a tool call. Its time is a "
-        "tenth of the time of a run. The model and the tools answer immediately, so all this time "
-        "is that of LangChain, LangGraph, the checkpointer and the limits. The bytes are those "
-        "that the sixth step of a run stores."
+        "tenth of the time of a run. The model and the tools answer immediately. The bytes are "
+        "those that the sixth step of a run stores."
     )
     return Table("In ten lines", ("measure", *OVERVIEW.values()), rows, note)
 
@@ -176,7 +156,7 @@ def _stored_ratios(
     stored: Mapping[str, Mapping[str, Stored]], long: Mapping[str, Mapping[str, Stored]]
 ) -> list[Ratio]:
     found: list[Ratio] = []
-    for where, (tools, known), (setup, floor, why) in product(
+    for where, (tools, known), (setup, floor) in product(
         (SQLITE, POSTGRES),
         (("answers of 4 characters", stored), (f"answers of {len(LONG):,} characters", long)),
         BYTES,
@@ -185,7 +165,7 @@ def _stored_ratios(
         none = sizes.get(NONE)
         ours, least = (divided(sizes.get(each), none) for each in (setup, floor))
         what = f"{setup}: stored bytes per step, to no limits; {where}, {tools}"
-        found.append(Ratio(what, 1.15, ours, least, why))
+        found.append(Ratio(what, 1.15, ours, least))
     added = [
         each[f"Inline, {limits}"] - each[NONE]
         for each in stored.values()

@@ -82,12 +82,11 @@ def measure(size: Size) -> Result:
     ]
     columns = ("threads", "scrape", "longest", "loop late", "latest", "bytes")
     note = (
-        "Milliseconds. *scrape* is the median of all scrapes, and *longest* the longest one. "
-        f"`metrics_app` renders them in a worker thread. A timer of {_TICK * 1_000:.0f} ms on the "
-        "event loop can be late during a scrape. Its longest delay in each scrape is measured: "
-        "*loop late* is the median of these delays, and *latest* the longest. Without a scrape it "
-        f"is {number(median(idle), 1)}. 500 threads are exported. One in ten of the tracked "
-        "threads is near a limit, and one in fifty has nothing left."
+        "Milliseconds. *scrape* is the median of all scrapes of `metrics_app`. *loop late* is how "
+        f"late a timer of {_TICK * 1_000:.0f} ms on the event loop is during a scrape, as the "
+        "median, and *latest* the longest delay. Without a scrape it is "
+        f"{number(median(idle), 1)}. 500 threads are exported. One in ten of the tracked threads "
+        "is near a limit, and one in fifty has nothing left."
     )
     least, largest = scenes[0], scenes[-2]
     ratio = Ratio(

@@ -200,7 +200,7 @@ def test_costs_are_those_of_the_benchmarks() -> None:
     for kind in ("model", "tool"):
         assert float(steps[f"LangChain, {kind}"][3]) < float(steps[f"drop-in, {kind}"][3])
 
-    supersteps = {name: row[1] for name, row in _table("What a step stores: memory").items()}
+    supersteps = {name: row[1] for name, row in _table("What a step stores: PostgreSQL").items()}
     names = ("none", "LangChain, 8", "QuotaMiddleware, 8", "Inline, 8")
     none, langchain, ours, inline = (supersteps[name] for name in names)
     assert f"8 limits; without limits: {none} | {langchain} | {ours}; {inline} with" in text
