@@ -42,15 +42,14 @@ LAYER = {part: index for index, packages in enumerate(LAYERS) for part in packag
 MIDDLEWARE_LAYERS = [
     {
         "_context",
-        "_corrections",
+        "_forms",
         "_history",
         "_interpreters",
-        "_late_corrections",
         "_observers",
         "_reset",
         "_semaphores",
     },
-    {"_answers", "_sub_agents", "_tool_counts"},
+    {"_answers", "_corrections", "_sub_agents", "_tool_counts"},
     {"_abandoned", "_repeats", "_root_run", "_spending", "_turn"},
     {"_calls", "_settlements"},
     {"_let_through", "_questions"},

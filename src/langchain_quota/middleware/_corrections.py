@@ -1,10 +1,19 @@
-"""Corrections of a store's counts that wait until it can be asked."""
+"""Corrections of a store's counts that wait until it can be asked, and who sends them then.
 
-from collections.abc import Sequence
+The next requests take them along. When there are none, a task or a thread sends them alone.
+"""
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import count, islice
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from langchain_quota.admission import AcquireRequest, Compensation
+from langchain_quota.middleware._forms import in_sync, stepped
 from langchain_quota.stores.keys import prefix_of
 
 MAX_PENDING = 10_000
@@ -12,6 +21,9 @@ MAX_PENDING = 10_000
 
 COMPENSATED_AT_ONCE = 5
 """The most corrections that one request carries: so they at most double its cost."""
+
+_FIRST, _LONGEST = 1.0, 30.0
+"""How long a sender waits before it tries for the first time, and at most, in seconds."""
 
 
 class PendingCompensations:
@@ -24,27 +36,26 @@ class PendingCompensations:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._by_attempt: dict[str, tuple[int, Compensation]] = {}
-        self._about: dict[str, set[str]] = {}
-        self._with_prefix: dict[str, dict[str, None]] = {}
+        self._waiting: dict[str, tuple[int, Compensation]] = {}
+        # Their ids by what they are about: a request, keys, and the prefix of the keys.
+        self._about: dict[str, dict[str, None]] = {}
         self._travelling: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._by_attempt)
+        return len(self._waiting)
 
     def prefixes(self) -> list[str]:
         """The prefixes of the keys that corrections are of."""
-        return list(self._with_prefix)
+        return [each[:-1] for each in self._about if each.endswith("/")]
 
     def add(self, compensation: Compensation) -> bool:
         """Keep a correction; whether the oldest one was dropped for it."""
-        self._by_attempt[compensation.id] = next(self._numbers), compensation
-        self._with_prefix.setdefault(_prefix(compensation), {})[compensation.id] = None
+        self._waiting[compensation.id] = next(self._numbers), compensation
         for subject in _subjects(compensation):
-            self._about.setdefault(subject, set()).add(compensation.id)
+            self._about.setdefault(subject, {})[compensation.id] = None
         full = len(self) > MAX_PENDING
         if full:
-            self._remove(next(iter(self._by_attempt)))
+            self._remove(next(iter(self._waiting)))
         return full
 
     def take(self, request: AcquireRequest) -> tuple[tuple[Compensation, ...], bool]:
@@ -54,73 +65,136 @@ class PendingCompensations:
         keys whose counts the caller has or corrects. One request at a time carries others of its
         prefix, too.
         """
-        if not self._by_attempt:
+        if not self._waiting:
             return (), True
-        attempts = self._made_again(request.idempotency_key)
+        ids = set(self._made_again(request.idempotency_key))
         for key in _callers(request):
-            attempts |= self._about.get(key, set())
+            ids.update(self._about.get(key, ()))
         # The oldest goes first: its `starts` is the right start.
-        first = [each for _, each in sorted(self._by_attempt[each] for each in attempts)]
+        first = [each for _, each in sorted(self._waiting[each] for each in ids)]
         others: list[Compensation] = []
         if len(first) < COMPENSATED_AT_ONCE and not self._travelling:
-            oldest = islice(self._with_prefix.get(_prefix(request), ()), COMPENSATED_AT_ONCE)
-            others = [self._by_attempt[each][1] for each in oldest if each not in attempts]
+            oldest = islice(self._about.get(_prefix(request), ()), COMPENSATED_AT_ONCE)
+            others = [self._waiting[each][1] for each in oldest if each not in ids]
             others = others[: COMPENSATED_AT_ONCE - len(first)]
             self._travelling = {each.id for each in others}
         return (*first[:COMPENSATED_AT_ONCE], *others), len(first) <= COMPENSATED_AT_ONCE
 
-    def give_back(self, taken: Sequence[Compensation], *, made: bool) -> None:
+    def give_back(self, taken: Iterable[Compensation], *, made: bool) -> None:
         """Forget the corrections that were made; the others can be sent again."""
         for each in taken:
             self._travelling.discard(each.id)
             if made:
                 self._remove(each.id)
 
-    def _made_again(self, name: str) -> set[str]:
-        """The earlier attempts of a request that a hook makes again.
-
-        The calls that they let through did not run.
-        """
-        found = set()
-        for attempt in self._about.get(name, ()) if name else ():
-            number, compensation = self._by_attempt[attempt]
-            if compensation.idempotency_key == name:
-                found.add(attempt)
-                self._by_attempt[attempt] = number, replace(compensation, amounts={})
+    def _made_again(self, request: str) -> Collection[str]:
+        """The earlier attempts of a request; the calls that they let through did not run."""
+        found = self._about.get(request, ()) if request else ()
+        for attempt in found:
+            number, compensation = self._waiting[attempt]
+            self._waiting[attempt] = number, replace(compensation, amounts={})
         return found
 
     def _remove(self, attempt: str) -> None:
-        _, compensation = self._by_attempt.pop(attempt, (0, None))
-        if compensation is None:
-            return
-        prefix = _prefix(compensation)
-        del self._with_prefix[prefix][attempt]
-        if not self._with_prefix[prefix]:
-            del self._with_prefix[prefix]
-        for subject in _subjects(compensation):
-            self._about[subject].discard(attempt)
+        _, compensation = self._waiting.pop(attempt, (0, None))
+        for subject in _subjects(compensation) if compensation else ():
+            self._about[subject].pop(attempt, None)
             if not self._about[subject]:
                 del self._about[subject]
 
 
 def _subjects(compensation: Compensation) -> set[str]:
-    """What a correction is about: a request, and keys."""
-    return {compensation.idempotency_key, *compensation.starts}
+    prefix = _prefix(AcquireRequest("", "", compensations=(compensation,)))
+    return {compensation.idempotency_key, *compensation.starts, prefix}
 
 
-def _prefix(asked: Compensation | AcquireRequest) -> str:
-    """What all keys of a request or correction begin with, if the store's prefix is a function."""
-    if isinstance(asked, AcquireRequest):
-        for counter in asked.counters.values():
-            if counter.key is not None:
-                return prefix_of(counter.key)
-        return _prefix(asked.compensations[0]) if asked.compensations else ""
-    for key in asked.amounts or asked.starts:
-        return prefix_of(key)
-    return ""
+def _prefix(request: AcquireRequest) -> str:
+    """What all keys of a request begin with, and a slash, with which no key ends."""
+    keys = [each.key for each in request.counters.values() if each.key is not None]
+    for each in request.compensations[:1]:
+        keys += [*each.amounts, *each.starts]
+    return f"{prefix_of(keys[0]) if keys else ''}/"
 
 
 def _callers(request: AcquireRequest) -> set[str]:
     """The keys whose counts the caller has, or corrects."""
     keys = {each.key for each in request.counters.values() if each.key is not None and each.used}
     return keys.union(*(each.amounts for each in request.compensations))
+
+
+class Corrections(Protocol):
+    """Corrections that wait, and the forms in which they can be sent: "sync", "async"."""
+
+    forms: Collection[str]
+
+    def waits(self) -> bool: ...
+
+    def send_waiting(self) -> None: ...
+
+    async def asend_waiting(self) -> None: ...
+
+
+_at_exit: WeakSet[Corrections] = WeakSet()
+_tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Corrections, asyncio.Task[None]]] = (
+    WeakKeyDictionary()
+)
+_threads: WeakKeyDictionary[Corrections, threading.Thread] = WeakKeyDictionary()
+
+
+def send_later(corrections: Corrections) -> None:
+    """Try until nothing waits, and a last time when the event loop or the process ends.
+
+    A running event loop has a task for it. Where there is none, or where the store has no async
+    form, a thread does it.
+    """
+    _at_exit.add(corrections)
+    try:
+        loop = asyncio.get_running_loop() if "async" in corrections.forms else None
+    except RuntimeError:
+        loop = None
+    if loop is not None:
+        tasks = _tasks.setdefault(loop, {})
+        if corrections not in tasks:
+            task = tasks[corrections] = loop.create_task(_in_loop(corrections))
+            task.add_done_callback(lambda _: tasks.pop(corrections, None))
+    elif "sync" in corrections.forms:  # otherwise the next async request takes them along
+        running = _threads.get(corrections)
+        # A forked child has the object of a thread that does not run there.
+        if running is None or not running.is_alive():
+            name = "langchain-quota-corrections"
+            thread = threading.Thread(target=_in_thread, args=[corrections], name=name, daemon=True)
+            _threads[corrections] = thread
+            thread.start()
+
+
+async def _until_sent(
+    corrections: Corrections,
+    sleep: Callable[[float], Awaitable[object]],
+    send: Callable[[], Awaitable[None]],
+) -> None:
+    wait = _FIRST
+    while corrections.waits():
+        await sleep(wait)
+        wait = min(2 * wait, _LONGEST)
+        await send()
+
+
+def _in_thread(corrections: Corrections) -> None:
+    sleep = in_sync(threading.Event().wait)
+    stepped(_until_sent(corrections, sleep, in_sync(corrections.send_waiting)))
+
+
+async def _in_loop(corrections: Corrections) -> None:
+    try:
+        await _until_sent(corrections, asyncio.sleep, corrections.asend_waiting)
+    except asyncio.CancelledError:
+        await corrections.asend_waiting()
+        raise
+
+
+@atexit.register
+def _finish() -> None:
+    for each in list(_at_exit):
+        # An async client has had a last try when its event loop ended.
+        if each.waits() and "sync" in each.forms:
+            each.send_waiting()

@@ -12,29 +12,27 @@ While the store does not answer:
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Self
 
-from langchain_quota.admission import (
-    AcquireRequest,
-    AcquireResult,
-    Compensation,
-    Counter,
-    Hits,
-)
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter, Hits
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
-from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations
-from langchain_quota.middleware._late_corrections import send_later
+from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations, send_later
+from langchain_quota.middleware._forms import in_sync, stepped
 from langchain_quota.raised import newly_raised
 from langchain_quota.resolved import Outage
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
+
+_Acquire = Callable[[AcquireRequest], Awaitable[AcquireResult]]
+_Peek = Callable[[Sequence[str]], Awaitable[Sequence[QuotaUsage | None]]]
+_Reset = Callable[[Sequence[str]], Awaitable[None]]
 
 
 class StoreClient:
@@ -48,11 +46,13 @@ class StoreClient:
     Attributes:
         store: The store.
         prefix: The store's prefix, if it has one.
+        forms: In which forms it can be asked.
     """
 
     def __init__(self, store: QuotaStore, outage: Outage, recorder: Recorder) -> None:
         self.store = store
         self.prefix: object = getattr(store, "prefix", None)
+        self.forms: Collection[str] = getattr(store, "forms", ("sync", "async"))
         self._outage: Outage = outage
         self._recorder = recorder
         self._lock = fork_safe_lock()
@@ -72,76 +72,39 @@ class StoreClient:
             QuotaStoreError: The store gives no answer, and a person's grant needs it.
             TypeError: The store is used in a way that it does not support.
         """
-        sent = request.to_store()
-        result, last = None, False
-        with self._asking("acquire", sent):
-            while not last:
-                with self._carrying(sent) as (asked, last):
-                    answer = self.store.acquire(asked)
-                result = _checked(answer, sent) if last else None
-            again = _anew(request, sent, result)
-            if again is not None:
-                result = _joined(result, self.store.acquire(again))
-        return self._or_fallback(request, sent, result)
+        return stepped(self._acquire(request, in_sync(self.store.acquire)))
 
     async def aacquire(self, request: Request) -> AcquireResult:
-        """The store's answer or, without one, the answer from the state's counts.
+        """`acquire`, without blocking the event loop."""
+        return await self._acquire(request, self.store.aacquire)
 
-        Raises:
-            QuotaStoreError: The store gives no answer, and a person's grant needs it.
-            TypeError: The store is used in a way that it does not support.
-        """
+    async def _acquire(self, request: Request, acquire: _Acquire) -> AcquireResult:
         sent = request.to_store()
-        result, last = None, False
+        result: AcquireResult | None = None
         with self._asking("acquire", sent):
-            while not last:
-                with self._carrying(sent) as (asked, last):
-                    answer = await self.store.aacquire(asked)
-                result = _checked(answer, sent) if last else None
-            again = _anew(request, sent, result)
+            result = _checked(await self._send(sent, acquire), sent)
+            # A request that is answered again holds nothing more.
+            again = request.to_store_again(sent) if result.replayed else None
             if again is not None:
-                result = _joined(result, await self.store.aacquire(again))
+                result = _joined(result, await acquire(again))
         return self._or_fallback(request, sent, result)
 
     def settle(self, sent: AcquireRequest) -> AcquireResult | None:
-        """Charge what was used in place of what was held.
-
-        Args:
-            sent: Counters, and the corrections; what cannot be sent now is sent later.
+        """Charge what was used in place of what was held; what cannot be sent now is sent later.
 
         Returns:
             The counts after it, and what is granted; `None` if the store does not answer.
         """
-        result: AcquireResult | None = None
-        last = False
-        try:
-            with self._asking("acquire"):
-                while not last:
-                    with self._carrying(sent) as (asked, last):
-                        answer = self.store.acquire(asked)
-                result = answer
-        finally:
-            if result is None:
-                self._make_later(sent.compensations)
-        return result
+        return stepped(self._settle(sent, in_sync(self.store.acquire)))
 
     async def asettle(self, sent: AcquireRequest) -> AcquireResult | None:
-        """Charge what was used in place of what was held.
+        """`settle`, without blocking the event loop."""
+        return await self._settle(sent, self.store.aacquire)
 
-        Args:
-            sent: Counters, and the corrections; what cannot be sent now is sent later.
-
-        Returns:
-            The counts after it, and what is granted; `None` if the store does not answer.
-        """
+    async def _settle(self, sent: AcquireRequest, acquire: _Acquire) -> AcquireResult | None:
         result: AcquireResult | None = None
-        last = False
         try:
-            with self._asking("acquire"):
-                while not last:
-                    with self._carrying(sent) as (asked, last):
-                        answer = await self.store.aacquire(asked)
-                result = answer
+            result = await self._ask(sent, acquire)
         finally:
             if result is None:
                 self._make_later(sent.compensations)
@@ -160,50 +123,34 @@ class StoreClient:
             self._make_later(sent.compensations)
 
     def ask(self, sent: AcquireRequest) -> AcquireResult | None:
-        """The store's answer to a request; `None` if it does not answer.
-
-        Args:
-            sent: The request. Nothing is corrected later if it gets no answer.
-        """
-        result, last = None, False
-        with self._asking("acquire"):
-            while not last:
-                with self._carrying(sent) as (asked, last):
-                    answer = self.store.acquire(asked)
-                result = _checked(answer, sent) if last else None
-        return result
+        """The store's answer; `None` if there is none: then nothing is corrected later."""
+        return stepped(self._ask(sent, in_sync(self.store.acquire)))
 
     async def aask(self, sent: AcquireRequest) -> AcquireResult | None:
-        """The store's answer to a request; `None` if it does not answer.
+        """`ask`, without blocking the event loop."""
+        return await self._ask(sent, self.store.aacquire)
 
-        Args:
-            sent: The request. Nothing is corrected later if it gets no answer.
-        """
-        result, last = None, False
+    async def _ask(self, sent: AcquireRequest, acquire: _Acquire) -> AcquireResult | None:
+        result: AcquireResult | None = None
         with self._asking("acquire"):
-            while not last:
-                with self._carrying(sent) as (asked, last):
-                    answer = await self.store.aacquire(asked)
-                result = _checked(answer, sent) if last else None
-        return result
+            result = _checked(await self._send(sent, acquire), sent)
+        return result  # noqa: RET504 - without an answer it is None
 
     def peek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
         """What is kept under each key that the store has; `None` if it does not answer."""
-        uses: dict[str, QuotaUsage] | None = None if keys else {}
-        if keys:
-            with self._asking("peek"):
-                found = self.store.peek(keys)
-                uses = {each.key: each for each in found if each is not None}
-        return uses
+        return stepped(self._peek(keys, in_sync(self.store.peek)))
 
     async def apeek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
-        """What is kept under each key that the store has; `None` if it does not answer."""
-        uses: dict[str, QuotaUsage] | None = None if keys else {}
-        if keys:
-            with self._asking("peek"):
-                found = await self.store.apeek(keys)
-                uses = {each.key: each for each in found if each is not None}
-        return uses
+        """`peek`, without blocking the event loop."""
+        return await self._peek(keys, self.store.apeek)
+
+    async def _peek(self, keys: Sequence[str], peek: _Peek) -> dict[str, QuotaUsage] | None:
+        if not keys:
+            return {}
+        uses: dict[str, QuotaUsage] | None = None
+        with self._asking("peek"):
+            uses = {each.key: each for each in await peek(keys) if each is not None}
+        return uses  # noqa: RET504 - the same
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set what is used of keys to 0. Corrections of them that wait are made first.
@@ -211,27 +158,18 @@ class StoreClient:
         Raises:
             QuotaStoreError: The store could not be asked.
         """
-        with self._timing("reset"):
-            last = False
-            while not last:
-                with self._carrying(_about(keys)) as (asked, last):
-                    if asked.compensations:
-                        self.store.acquire(replace(asked, counters={}))
-            self.store.reset(keys)
+        stepped(self._reset(keys, in_sync(self.store.acquire), in_sync(self.store.reset)))
 
     async def areset(self, keys: Sequence[str]) -> None:
-        """Set what is used of keys to 0. Corrections of them that wait are made first.
+        """`reset`, without blocking the event loop."""
+        await self._reset(keys, self.store.aacquire, self.store.areset)
 
-        Raises:
-            QuotaStoreError: The store could not be asked.
-        """
+    async def _reset(self, keys: Sequence[str], acquire: _Acquire, reset: _Reset) -> None:
         with self._timing("reset"):
             last = False
             while not last:
-                with self._carrying(_about(keys)) as (asked, last):
-                    if asked.compensations:
-                        await self.store.aacquire(replace(asked, counters={}))
-            await self.store.areset(keys)
+                last, _ = await self._correct([Counter(key, used=1) for key in keys], acquire)
+            await reset(keys)
 
     def _or_fallback(
         self, request: Request, sent: AcquireRequest, result: AcquireResult | None
@@ -293,25 +231,34 @@ class StoreClient:
 
     def send_waiting(self) -> None:
         """Send the corrections that wait."""
-        for prefix in self._pending.prefixes():
-            with self._asking("acquire"):
-                waits = True
-                while waits:
-                    with self._carrying(_about([f"{prefix}/"])) as (asked, _):
-                        waits = bool(asked.compensations)
-                        if waits:
-                            self.store.acquire(replace(asked, counters={}))
+        stepped(self._send_waiting(in_sync(self.store.acquire)))
 
     async def asend_waiting(self) -> None:
         """Send the corrections that wait."""
+        await self._send_waiting(self.store.aacquire)
+
+    async def _send_waiting(self, acquire: _Acquire) -> None:
         for prefix in self._pending.prefixes():
             with self._asking("acquire"):
-                waits = True
-                while waits:
-                    with self._carrying(_about([f"{prefix}/"])) as (asked, _):
-                        waits = bool(asked.compensations)
-                        if waits:
-                            await self.store.aacquire(replace(asked, counters={}))
+                sent = True
+                while sent:
+                    _, sent = await self._correct([Counter(f"{prefix}/")], acquire)
+
+    async def _correct(self, about: Sequence[Counter], acquire: _Acquire) -> tuple[bool, bool]:
+        """Send the next corrections; whether the counts need no more, and whether any was sent."""
+        counters = {str(number): each for number, each in enumerate(about)}
+        with self._carrying(AcquireRequest("", "", counters)) as (asked, last):
+            if asked.compensations:
+                await acquire(replace(asked, counters={}))
+        return last, bool(asked.compensations)
+
+    async def _send(self, sent: AcquireRequest, acquire: _Acquire) -> AcquireResult:
+        """The answer to a request, ahead of which the corrections go that it needs."""
+        last = False
+        while not last:
+            with self._carrying(sent) as (asked, last):
+                answer = await acquire(asked)
+        return answer
 
     @contextmanager
     def _carrying(self, request: AcquireRequest) -> Iterator[tuple[AcquireRequest, bool]]:
@@ -385,27 +332,15 @@ def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     return result
 
 
-def _about(keys: Sequence[str]) -> AcquireRequest:
-    """A request for nothing, before which the corrections of keys are made."""
-    return AcquireRequest("", "", {key: Counter(key, used=1) for key in keys})
-
-
 def _charged(hits: Hits, request: AcquireRequest) -> dict[str, int]:
     """What hits add to counts that a request charges at once, and does not only hold."""
     counters = request.counters
     return {name: each for name, each in hits.amounts.items() if counters[name].lease is None}
 
 
-def _anew(
-    request: Request, sent: AcquireRequest, result: AcquireResult | None
-) -> AcquireRequest | None:
-    """What is to be held anew: a request that is answered again holds nothing more."""
-    return request.to_store_again(sent) if result is not None and result.replayed else None
-
-
-def _joined(first: AcquireResult | None, again: AcquireResult) -> AcquireResult | None:
+def _joined(first: AcquireResult, again: AcquireResult) -> AcquireResult:
     """The answer to a request that was answered before, with what it holds anew."""
-    return first and replace(
+    return replace(
         first,
         used={**first.used, **again.used},
         refused=tuple(

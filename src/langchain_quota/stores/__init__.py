@@ -98,7 +98,8 @@ class QuotaStore(Protocol):
     other compensations for a week.
 
     If a store of your own has an attribute `prefix` that is a function, keys begin with what the
-    function gives, as for `RedisStore`, and all keys of a request with the same.
+    function gives, as for `RedisStore`, and all keys of a request with the same. If it serves only
+    one of the two forms, its attribute `forms` says which: `("sync",)` or `("async",)`.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. The operation may have

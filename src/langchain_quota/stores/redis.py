@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import check_type
@@ -19,6 +19,7 @@ from langchain_quota.stores import (
     check_request,
     idle_seconds,
 )
+from langchain_quota.stores.deadline import Deadline
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import check_prefix, prefix_of
 from langchain_quota.stores.redis_clients import (
@@ -28,7 +29,6 @@ from langchain_quota.stores.redis_clients import (
     AsyncClient,
     Cluster,
     NoScriptError,
-    Operation,
     SyncClient,
     clients,
     remedies,
@@ -60,6 +60,9 @@ _REASON = 300
 """How much of a client's error text is shown: it may quote a whole reply."""
 
 logger = logging.getLogger("langchain_quota")
+
+T = TypeVar("T")
+_Operation = Generator[ScriptCall, object, T]
 
 
 class RedisStore(Granting):
@@ -123,70 +126,34 @@ class RedisStore(Granting):
         self._timeout = timeout
         self._idle = idle_seconds(idle_ttl)
         self._clients = clients(source, timeout)
+        self.forms = self._clients.forms
 
     def __repr__(self) -> str:
         return f"RedisStore({self._clients.name}, prefix={self.prefix!r})"
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        call = self._acquiring(request)
-        client = self._clients.sync()
-        with self._failing():
-            reply = _call(client, call)
-            while call.again(reply):
-                reply = _call(client, call)
-            return result(reply, request)
+        return self._in_thread(self._acquiring(request))
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
-        call = self._acquiring(request)
-        async with self._operation() as client:
-            reply = await _acall(client, call)
-            while call.again(reply):
-                reply = await _acall(client, call)
-            return result(reply, request)
+        return await self._in_loop(self._acquiring(request))
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` if nothing is."""
-        check_keys(keys)
-        if not keys:
-            return ()
-        parts, client = self._parts(keys), self._clients.sync()
-        found: dict[str, QuotaUsage] = {}
-        with self._failing():
-            for names, some in parts:
-                found |= _peeked(some, _call(client, ScriptCall.peek(names, some)))
-        return tuple(map(found.get, keys))
+        return self._in_thread(self._peeking(keys))
 
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`, without blocking the event loop."""
-        check_keys(keys)
-        if not keys:
-            return ()
-        found: dict[str, QuotaUsage] = {}
-        parts = self._parts(keys)
-        async with self._operation() as client:
-            for names, some in parts:
-                found |= _peeked(some, await _acall(client, ScriptCall.peek(names, some)))
-        return tuple(map(found.get, keys))
+        return await self._in_loop(self._peeking(keys))
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
-        check_keys(keys)
-        if keys:
-            parts, client = self._parts(keys), self._clients.sync()
-            with self._failing():
-                for names, some in parts:
-                    done(_call(client, ScriptCall.reset(names, some, self._idle)))
+        self._in_thread(self._resetting(keys))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
-        check_keys(keys)
-        if keys:
-            parts = self._parts(keys)
-            async with self._operation() as client:
-                for names, some in parts:
-                    done(await _acall(client, ScriptCall.reset(names, some, self._idle)))
+        await self._in_loop(self._resetting(keys))
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
@@ -225,7 +192,9 @@ class RedisStore(Granting):
             for keys, unreadable in _scan(names, client, pattern):
                 odd.update(unreadable)
                 if keys:
-                    counts, others = uses(keys, _call(client, ScriptCall.peek(names, keys)))
+                    counts, others = uses(
+                        keys, _call(client, ScriptCall.reading("peek", names, keys))
+                    )
                     found |= counts
                     odd.update(map(names.count, others))
         return [found[key] for key in sorted(found)], sorted(odd)
@@ -245,7 +214,7 @@ class RedisStore(Granting):
         with self._failing():
             for keys, _ in _scan(names, client, pattern):
                 if keys:
-                    reply = _call(client, ScriptCall.grants(names, keys))
+                    reply = _call(client, ScriptCall.reading("grants", names, keys))
                     found |= {(each.key, each.id): each for each in listed(keys, reply)}
         return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
 
@@ -265,33 +234,89 @@ class RedisStore(Granting):
         return time.time()
 
     def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
-        call = ScriptCall.grant(self._of([asked.key]), asked, self._idle)
-        client = self._clients.sync()
-        with self._failing():
-            return given(asked.key, _call(client, call))
+        return self._in_thread(self._granting(asked))
 
     async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
-        call = ScriptCall.grant(self._of([asked.key]), asked, self._idle)
-        async with self._operation() as client:
-            return given(asked.key, await _acall(client, call))
+        return await self._in_loop(self._granting(asked))
 
     def _revoke(self, key: str, name: str) -> Grant | None:
-        call = ScriptCall.revoke(self._of([key]), key, name)
-        client = self._clients.sync()
-        with self._failing():
-            return revoked(key, _call(client, call))
+        return self._in_thread(self._revoking(key, name))
 
     async def _arevoke(self, key: str, name: str) -> Grant | None:
-        call = ScriptCall.revoke(self._of([key]), key, name)
-        async with self._operation() as client:
-            return revoked(key, await _acall(client, call))
+        return await self._in_loop(self._revoking(key, name))
 
-    def _acquiring(self, request: AcquireRequest) -> ScriptCall:
+    # Each operation is a generator: it gives the calls of the script, takes the replies, and
+    # returns what they say. The two forms only differ in how a call is sent. Up to its first call
+    # it checks what it is asked: only what happens later is a failure of Redis.
+
+    def _acquiring(self, request: AcquireRequest) -> _Operation[AcquireResult]:
         check_request(request)
         counted = [each.key for each in request.counters.values() if each.key is not None]
         corrected = [[*each.amounts, *each.starts] for each in request.compensations]
         names = self._of([*counted, *chain.from_iterable(corrected)])
-        return ScriptCall.acquire(names, request, self._idle)
+        call = ScriptCall.acquire(names, request, self._idle)
+        reply = yield call
+        while call.again(reply):
+            reply = yield call
+        return result(reply, request)
+
+    def _peeking(self, keys: Sequence[str]) -> _Operation[tuple[QuotaUsage | None, ...]]:
+        check_keys(keys)
+        found: dict[str, QuotaUsage] = {}
+        for names, some in self._parts(keys) if keys else ():
+            uses_of, odd = uses(some, (yield ScriptCall.reading("peek", names, some)))
+            if odd:
+                raise QuotaStoreError(f"no count is kept under {odd[0]!r}")
+            found |= uses_of
+        return tuple(map(found.get, keys))
+
+    def _resetting(self, keys: Sequence[str]) -> _Operation[None]:
+        check_keys(keys)
+        for names, some in self._parts(keys) if keys else ():
+            done((yield ScriptCall.reset(names, some, self._idle)))
+
+    def _granting(self, asked: Grant) -> _Operation[tuple[Grant | None, bool]]:
+        reply = yield ScriptCall.grant(self._of([asked.key]), asked, self._idle)
+        return given(asked.key, reply)
+
+    def _revoking(self, key: str, name: str) -> _Operation[Grant | None]:
+        reply = yield ScriptCall.revoke(self._of([key]), key, name)
+        return revoked(key, reply)
+
+    def _in_thread(self, operation: _Operation[T]) -> T:
+        try:
+            call = next(operation)
+            client = self._clients.sync()
+            with self._failing():
+                while True:
+                    call = operation.send(_call(client, call))
+        except StopIteration as over:
+            found: T = over.value
+            return found
+
+    async def _in_loop(self, operation: _Operation[T]) -> T:
+        deadline = None
+        try:
+            call = next(operation)
+            client = await self._clients.running()
+            deadline = Deadline(self._timeout)
+            deadline.begin()
+            while True:
+                call = operation.send(await _acall(client, call))
+        except StopIteration as over:
+            if deadline is not None:
+                deadline.end(None)
+            found: T = over.value
+            return found
+        except BaseException as error:
+            if deadline is None:
+                raise
+            failed: BaseException = TimeoutError() if deadline.end(error) else error
+            if failed is not error:
+                failed.__cause__ = error
+            if isinstance(failed, FAILED):
+                raise self._failure(failed, deadline.blocked) from failed
+            raise
 
     def _of(self, keys: Sequence[str]) -> Names:
         """The names of keys that are used in one step."""
@@ -323,20 +348,15 @@ class RedisStore(Granting):
             )
         return self._names
 
-    def _operation(self) -> Operation:
-        """The running event loop's client, for one operation within the timeout."""
-        return Operation(self._clients, self._timeout, self._failure)
-
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn a failure into a `QuotaStoreError`."""
         try:
             yield
         except FAILED as error:
             raise self._failure(error) from error
 
     def _failure(self, error: BaseException, blocked: float = 0.0) -> QuotaStoreError:
-        """What is raised when something fails."""
+        """What is raised when something fails, and the event loop was blocked for some seconds."""
         scrub(error, self._clients.secrets)
         timed_out = isinstance(error, TIMEOUTS)
         failure = QuotaStoreError
@@ -354,14 +374,6 @@ class RedisStore(Granting):
         else:
             reason = ": ".join([reason.rstrip(".: "), *remedies(error)])
         return failure(f"{self!r}: {reason}", timed_out=timed_out)
-
-
-def _peeked(keys: Sequence[str], reply: object) -> dict[str, QuotaUsage]:
-    """What is kept under keys."""
-    found, odd = uses(keys, reply)
-    if odd:
-        raise QuotaStoreError(f"no count is kept under {odd[0]!r}")
-    return found
 
 
 def _call(client: SyncClient, call: ScriptCall) -> object:

@@ -3,10 +3,9 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 from weakref import WeakKeyDictionary
 
@@ -23,9 +22,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.stores.deadline import Deadline
 from langchain_quota.stores.redis_together import Together
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
@@ -51,32 +48,8 @@ SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 
-class Clients(Protocol):
-    """Gives the client for an operation.
-
-    Attributes:
-        name: The server's name, without credentials.
-        secrets: The texts that must not be shown.
-    """
-
-    name: str
-    secrets: tuple[str, ...]
-
-    def sync(self) -> SyncClient:
-        """The client for threads."""
-
-    async def running(self) -> "Together | Cluster":
-        """The client for the running event loop."""
-
-    def close(self) -> None:
-        """Close the connections for threads."""
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
-
-
-def clients(source: object, timeout: float) -> Clients:
-    """The clients of a source."""
+def clients(source: object, timeout: float) -> "Clients":
+    """The clients of a source; a thread waits for a connection and an answer until the timeout."""
     if isinstance(source, SyncClient | AsyncClient):
         return _Given(source)
     url = os.environ.get(URL_VARIABLE) if source is None else source
@@ -95,11 +68,12 @@ def clients(source: object, timeout: float) -> Clients:
 
 
 class _Given:
-    """The user's own client, which the user closes."""
+    """The user's own client, which the user closes; it has one of the two forms."""
 
     def __init__(self, client: SyncClient | AsyncClient) -> None:
         self._client = client
         self._running = _running(client) if isinstance(client, AsyncClient) else None
+        self.forms = ("sync",) if self._running is None else ("async",)
         self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
         self.secrets = _secrets(client.get_connection_kwargs())
 
@@ -181,6 +155,8 @@ class _OfLoop:
 
 class _Own:
     """Clients that are made of a URL."""
+
+    forms = ("sync", "async")
 
     def __init__(self, url: str, timeout: float) -> None:
         if not _is_url(url):
@@ -269,44 +245,7 @@ class _Own:
                 await client.aclose()
 
 
-class Operation:
-    """One operation with the running event loop's client, within a timeout.
-
-    This is a class and not a generator, because every request uses it, and a class is faster.
-
-    Args:
-        clients: The clients.
-        timeout: In seconds.
-        failure: Makes the exception from an error, and from how long the event loop was blocked.
-    """
-
-    __slots__ = ("_clients", "_deadline", "_failure")
-
-    def __init__(
-        self, clients: Clients, timeout: float, failure: Callable[..., QuotaStoreError]
-    ) -> None:
-        self._clients = clients
-        self._deadline = Deadline(timeout)
-        self._failure = failure
-
-    async def __aenter__(self) -> Together | Cluster:
-        client = await self._clients.running()
-        self._deadline.begin()
-        return client
-
-    async def __aexit__(
-        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
-    ) -> None:
-        """Turn a failure into a `QuotaStoreError`.
-
-        Raises:
-            QuotaStoreError: The operation failed.
-        """
-        if self._deadline.end(error):
-            late = TimeoutError()
-            late.__cause__, error = error, late
-        if isinstance(error, FAILED):
-            raise self._failure(error, self._deadline.blocked) from error
+Clients = _Given | _Own
 
 
 def remedies(error: BaseException) -> Sequence[str]:

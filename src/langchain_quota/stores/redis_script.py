@@ -58,9 +58,9 @@ class ScriptCall:
         self._more: tuple[bytes | str, ...] = ()
 
     @classmethod
-    def peek(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
-        """The call that reads what is kept under keys."""
-        call = cls(names, "peek", 0)
+    def reading(cls, op: str, names: Names, keys: Iterable[str]) -> "ScriptCall":
+        """The call that reads what is kept under keys: "peek" or "grants"."""
+        call = cls(names, op, 0)
         for key in keys:
             call._index(names.count(key))
         return call
@@ -92,14 +92,6 @@ class ScriptCall:
         """The call that ends a grant."""
         call = cls(names, "revoke", 0)
         call._values["grant"] = [call._index(names.count(key)), _grant_name(name)]
-        return call
-
-    @classmethod
-    def grants(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
-        """The call that reads the grants of keys."""
-        call = cls(names, "grants", 0)
-        for key in keys:
-            call._index(names.count(key))
         return call
 
     @classmethod
