@@ -4,6 +4,8 @@ import json
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,7 +16,6 @@ from langchain_quota.decision import Unit
 from langchain_quota.limit_options import UNITS, whole_amount
 from langchain_quota.money import Dollars
 from langchain_quota.stores import idle_time, window_end
-from langchain_quota.stores.confirming import confirming
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
 
@@ -117,7 +118,7 @@ class Granting(ABC):
                 would have ended already.
         """
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        with confirming("grant", asked.key, asked.id, fields(asked)):
+        with _confirming("grant", asked.key, asked.id, fields(asked)):
             made = self._grant(asked)
         return _given(asked, made)
 
@@ -134,7 +135,7 @@ class Granting(ABC):
     ) -> Grant:
         """`grant`, without blocking the event loop."""
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        with confirming("grant", asked.key, asked.id, fields(asked)):
+        with _confirming("grant", asked.key, asked.id, fields(asked)):
             made = await self._agrant(asked)
         return _given(asked, made)
 
@@ -153,14 +154,14 @@ class Granting(ABC):
             TypeError: An argument has the wrong type.
         """
         _check_texts(key=key, id=id)
-        with confirming("revoke", key, id):
+        with _confirming("revoke", key, id):
             ended = self._revoke(key, id)
         return _revoked(ended)
 
     async def arevoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """`revoke`, without blocking the event loop."""
         _check_texts(key=key, id=id)
-        with confirming("revoke", key, id):
+        with _confirming("revoke", key, id):
             ended = await self._arevoke(key, id)
         return _revoked(ended)
 
@@ -172,7 +173,17 @@ class Granting(ABC):
             pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
         """
 
-    def _asked(self, key: object, amount: object, window: timedelta | None, **others: Any) -> Grant:
+    def _asked(  # noqa: PLR0913 - those of `grant`
+        self,
+        key: object,
+        amount: object,
+        window: timedelta | None,
+        *,
+        until: Any,
+        reason: object,
+        by: object,
+        name: object,
+    ) -> Grant:
         """The grant that is asked for, with its end."""
         _check_texts(key=key)
         text, now = str(key), self._now()
@@ -185,7 +196,17 @@ class Granting(ABC):
             ) from None
         if window is not None:
             text = in_window(text, window, now)
-        asked = new_grant(text, amount, unit_of(text), now=now, **others)
+        name = uuid4().hex if name is None else name
+        _check_texts(reason=reason, by=by, id=name)
+        if not name:
+            raise ValueError("id must not be empty: leave it out for a new one")
+        check_type("until", until, datetime | None, "a datetime or None")
+        if until is not None and until.tzinfo is None:
+            raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
+        given = whole_amount(unit_of(text), "amount", amount)
+        if not 0 < given <= MAX_AMOUNT:
+            raise ValueError(f"amount must be above 0, and at most {MAX_AMOUNT}, not {amount!r}")
+        asked = Grant(text, given, str(name), in_utc(now), until, str(reason), str(by))
         ends = [each for each in (asked.ends, window_end(text)) if each is not None]
         last = math.ceil(now) + idle_time(text, self._idle)
         return replace(asked, until=in_utc(min(ends, default=last)))
@@ -199,16 +220,14 @@ class Granting(ABC):
         """The grant that is kept, and whether it is new; `None` if it would have ended."""
 
     @abstractmethod
-    async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
-        """`_grant`, without blocking the event loop."""
+    async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]: ...
 
     @abstractmethod
     def _revoke(self, key: str, name: str) -> Grant | None:
         """The grant that is ended; `None` if there is none."""
 
     @abstractmethod
-    async def _arevoke(self, key: str, name: str) -> Grant | None:
-        """`_revoke`, without blocking the event loop."""
+    async def _arevoke(self, key: str, name: str) -> Grant | None: ...
 
 
 def in_window(key: str, window: timedelta, now: float) -> str:
@@ -229,31 +248,6 @@ def unit_of(key: str) -> Unit:
         return "calls"
 
 
-def new_grant(  # noqa: PLR0913 - keyword-only
-    key: str,
-    amount: object,
-    unit: Unit,
-    *,
-    until: Any,
-    reason: object,
-    by: object,
-    name: object,
-    now: float,
-) -> Grant:
-    """A checked grant, before a store gives it."""
-    name = uuid4().hex if name is None else name
-    _check_texts(reason=reason, by=by, id=name)
-    if not name:
-        raise ValueError("id must not be empty: leave it out for a new one")
-    check_type("until", until, datetime | None, "a datetime or None")
-    if until is not None and until.tzinfo is None:
-        raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
-    given = whole_amount(unit, "amount", amount)
-    if not 0 < given <= MAX_AMOUNT:
-        raise ValueError(f"amount must be above 0, and at most {MAX_AMOUNT}, not {amount!r}")
-    return Grant(key, given, str(name), in_utc(now), until, str(reason), str(by))
-
-
 def _check_texts(**arguments: Any) -> None:
     """Check that arguments are strings that can be kept."""
     for argument, value in arguments.items():
@@ -269,14 +263,45 @@ def _given(asked: Grant, made: tuple[Grant | None, bool]) -> Grant:
         when = "" if asked.until is None else f" after {asked.until.isoformat()}"
         raise ValueError(f"nothing can be granted under {asked.key!r}{when}: that time is over")
     if is_new:
-        log_grant("granted", kept)
+        _log("granted", kept)
     return kept
 
 
 def _revoked(kept: Grant | None) -> Grant | None:
     if kept is not None:
-        log_grant("revoked", kept)
+        _log("revoked", kept)
     return kept
+
+
+@contextmanager
+def _confirming(
+    event: str, key: str, name: str, fields: Mapping[str, object] | None = None
+) -> Iterator[None]:
+    """Log an operation that gets no answer: the store may have done it nevertheless."""
+    try:
+        yield
+    except BaseException as error:
+        # A TypeError says that the store is used in a wrong way: nothing was asked.
+        if not isinstance(error, TypeError):
+            told = {"quota_event": f"{event}_unconfirmed", "quota_key": key, "quota_grant": name}
+            text = "%s unconfirmed under %r, id %r: it may have been done"
+            logger.warning(text, event, key, name, extra={**told, **(fields or {})})
+        raise
+
+
+def _log(event: str, grant: Grant) -> None:
+    told = fields(grant)
+    logger.info(
+        "%s under %r: %s until %s, by %r, reason %r, id %r",
+        event,
+        grant.key,
+        shown(grant.amount, grant.unit),
+        told["quota_until"],
+        grant.by,
+        grant.reason,
+        grant.id,
+        extra={"quota_event": event, "quota_key": grant.key, "quota_grant": grant.id, **told},
+    )
 
 
 def details(grant: Grant) -> str:
@@ -294,26 +319,6 @@ def read_grant(key: str, amount: int, ends: int, text: str) -> Grant:
         return Grant(key, amount, known["id"], given_at, until, known["reason"], known["by"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"no grant is kept under {key!r}") from error
-
-
-def log_grant(event: str, grant: Grant) -> None:
-    """Log a grant that is given or revoked, for an audit."""
-    logger.info(
-        "%s under %r: %s until %s, by %r, reason %r, id %r",
-        event,
-        grant.key,
-        shown(grant.amount, grant.unit),
-        fields(grant)["quota_until"],
-        grant.by,
-        grant.reason,
-        grant.id,
-        extra={
-            "quota_event": event,
-            "quota_key": grant.key,
-            "quota_grant": grant.id,
-            **fields(grant),
-        },
-    )
 
 
 def fields(grant: Grant) -> dict[str, object]:

@@ -106,14 +106,12 @@ class MemoryStore(Granting):
             if made is None:
                 return self._admit(request, now)
             check_fits(len(made.result.used), len(made.result.admitted), request)
-            used = dict(zip(request.counters, made.result.used.values(), strict=True))
-            granted = zip(request.counters, made.granted, strict=False)
+            names = dict(zip(made.result.used, request.counters, strict=True))
             return replace(
                 made.result,
-                used=used,
+                used={names[name]: used for name, used in made.result.used.items()},
                 replayed=True,
-                granted={name: amount for name, amount in granted if amount},
-                newly_granted={},
+                granted={names[name]: amount for name, amount in made.result.granted.items()},
             )
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
@@ -198,13 +196,11 @@ class MemoryStore(Granting):
         return self._revoke(key, name)
 
     def _use(self, key: str, now: float) -> QuotaUsage | None:
-        use = self._counts.use(key, now)
-        granted = self._grants.amount(key, now) if self._grants else 0
-        if not granted:
-            return use
-        if use is None:
-            return QuotaUsage(key, 0, None, window_end(key), granted)
-        return replace(use, granted=granted)
+        count = self._counts.get(key, now)
+        granted = self._grants.amount(key, now)
+        if count is not None:
+            return QuotaUsage(key, count.used, count.limit, count.ends, granted)
+        return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
 
     def _compensate(self, compensation: Compensation, now: float) -> None:
         made = self._settled if compensation.settles else self._compensated
@@ -229,8 +225,7 @@ class MemoryStore(Granting):
             self._results.forget(made.idempotency_key)
         for key, amount in made.amounts.items():
             held = made.held.get(key, 0)
-            if held:
-                self._counts.give_back(key, made.idempotency_key, now, held)
+            self._counts.give_back(key, made.idempotency_key, now, held)
             self._add(key, held - amount, now)
 
     def _add(self, key: str, amount: int, now: float, *, start: int = 0) -> None:
@@ -271,15 +266,13 @@ class MemoryStore(Granting):
                         over = int(now) + counter.lease + 1
                         self._counts.hold(counter.key, request.idempotency_key, charged[name], over)
                         held[counter.key] = held.get(counter.key, 0) + charged[name]
-            by_position = [granted.get(name, 0) for name in request.counters] if granted else []
-            made = _Acquired(request.idempotency_key, result, amounts, held, by_position)
+            made = _Acquired(request.idempotency_key, result, amounts, held)
             if request.idempotency_key:
                 self._results.put(request.idempotency_key, made, now)
             if request.attempt_id:
                 self._attempts.put(request.attempt_id, made, now)
         if granted:
-            new = {keys[name]: 0 for name in granted}
-            new = {key: self._grants.take_new(key, now) for key in new}
+            new = {key: self._grants.take_new(key, now) for key in {keys[name] for name in granted}}
             newly = {name: new[keys[name]] for name in granted if new[keys[name]]}
             result = replace(result, newly_granted=newly)
         return result
@@ -293,18 +286,9 @@ class MemoryStore(Granting):
 
 @dataclass(slots=True, eq=False)
 class _Acquired:
-    """What a request charged, by key, and the result with which it was answered.
-
-    Attributes:
-        idempotency_key: The request's idempotency key.
-        result: The answer.
-        amounts: What it charged.
-        held: How much of that it only held.
-        granted: What was granted on top of limits, by the position of the counter, if anything.
-    """
+    """What a request charged, and how much of it it only held, by key; and its answer."""
 
     idempotency_key: str
     result: AcquireResult
     amounts: dict[str, int]
     held: dict[str, int]
-    granted: list[int]

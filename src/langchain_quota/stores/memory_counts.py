@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
 from langchain_quota.decision import ROOT_RUN, RUN
-from langchain_quota.stores import GRACE, REMEMBERED, Metadata, Occupancy, QuotaUsage, idle_time
+from langchain_quota.stores import GRACE, REMEMBERED, Metadata, Occupancy, idle_time
 from langchain_quota.stores.keys import dimension_of
 
 _PURGED_AT_ONCE = 100
@@ -20,23 +20,18 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class Count:
-    """What is kept under a key.
-
-    Attributes:
-        used: The count, with what is held.
-        limit: The smallest enforced limit when it was last charged; `None` for none.
-        ends: When its window ends; `None` for none.
-        expires: When it is forgotten.
-        holds: What is held, and until when, by the request that holds it.
-        next_end: No lease of the holds ends before this time.
-    """
+    """What is kept under a key; `used` includes what is held."""
 
     used: int
     limit: int | None
     ends: int | None
     expires: float
+    among: OrderedDict[str, None] | None
+    """The keys that expire after the same idle time; `None` for a count of a window."""
     holds: dict[str, tuple[int, int]] | None = None
+    """What is held, and until when, by the request that holds it."""
     next_end: float = math.inf
+    """No lease of the holds ends before this time."""
 
 
 class Counts:
@@ -51,11 +46,10 @@ class Counts:
         self._windows: list[tuple[float, str]] = []
         self._lasting: OrderedDict[str, None] = OrderedDict()
         self._mirrored: OrderedDict[str, None] = OrderedDict()
-        # Of runs, which are mirrored, too, and kept for a shorter time.
         self._runs: OrderedDict[str, None] = OrderedDict()
-        # Of root runs, which are mirrored, too, and kept for a time of their own.
         self._root_runs: OrderedDict[str, None] = OrderedDict()
-        self._by_dimension = {RUN: self._runs, ROOT_RUN: self._root_runs}
+        # Those whose counts callers mirror; the first ones are dropped first.
+        self._droppable = (self._runs, self._root_runs, self._mirrored)
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -64,11 +58,6 @@ class Counts:
     def occupancy(self) -> Occupancy:
         """How full it is."""
         return Occupancy(len(self._counts), sum(map(len, self._droppable)), self.max_keys)
-
-    @property
-    def _droppable(self) -> tuple[OrderedDict[str, None], ...]:
-        """The keys whose counts callers mirror; the first ones are dropped first."""
-        return self._runs, self._root_runs, self._mirrored
 
     def get(self, key: str, now: float) -> Count | None:
         """A count, without holds whose lease is over; `None` if there is none."""
@@ -82,14 +71,7 @@ class Counts:
         return count
 
     def hold(self, key: str, name: str, amount: int, ends: int) -> None:
-        """Note that a request only holds so much of what it has just charged.
-
-        Args:
-            key: The key.
-            name: The name of the request.
-            amount: How much; it is added to what the request holds there already.
-            ends: When its lease ends.
-        """
+        """Note that a request only holds, until its lease ends, so much of what it has charged."""
         count = self._counts[key]
         count.holds = count.holds or {}
         held, last = count.holds.get(name, (0, ends))
@@ -112,11 +94,6 @@ class Counts:
         if count is not None:
             count.holds, count.next_end = None, math.inf
 
-    def use(self, key: str, now: float) -> QuotaUsage | None:
-        """What a store returns about a count; `None` if there is none."""
-        count = self.get(key, now)
-        return None if count is None else QuotaUsage(key, count.used, count.limit, count.ends)
-
     def matching(self, pattern: str) -> list[str]:
         """The keys that match a glob pattern, sorted."""
         return sorted(key for key in self._counts if fnmatchcase(key, pattern))
@@ -127,36 +104,28 @@ class Counts:
         """Write a count; only a charge changes its limit, and whether it is mirrored."""
         kept, live = self._counts.get(key), self.get(key, now)
         limit = None if live is None else live.limit
-        mirrored = key in self._mirrored
+        mirrored = kept is not None and kept.among is self._mirrored
         if beside is not None:
             limit, mirrored = beside.limit, beside.mirrored
-        runs = self._by_dimension.get(dimension_of(key))
-        idle = self._idle if runs is None else idle_time(key, self._idle)
-        expires = now + idle if ends is None else max(ends, now) + GRACE
+        expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
+        among = None
         if kept is not None:
             # Never earlier, so the existing entry stays correct.
             expires = max(expires, kept.expires)
         if kept is None and ends is not None:
             heapq.heappush(self._windows, (expires, key))
-        elif runs is not None:
-            runs[key] = None
-            runs.move_to_end(key)
-        elif kept is None or key in self._lasting or key in self._mirrored:
-            self._lasting.pop(key, None)
-            self._mirrored.pop(key, None)
-            (self._mirrored if mirrored else self._lasting)[key] = None
-        count = self._counts[key] = Count(used, limit, ends, expires)
+        elif kept is None or kept.among is not None:
+            others = self._mirrored if mirrored else self._lasting
+            among = {RUN: self._runs, ROOT_RUN: self._root_runs}.get(dimension_of(key), others)
+            if kept is not None and kept.among is not None:
+                del kept.among[key]
+            among[key] = None
+        count = self._counts[key] = Count(used, limit, ends, expires, among)
         if live is not None and live.holds:
             count.holds, count.next_end = live.holds, live.next_end
 
     def make_room(self, keys: Collection[str], now: float) -> bool:
-        """Remove what has expired: some of it, and more if keys would not fit.
-
-        If they still do not fit, counts that callers mirror are dropped, as many as necessary.
-
-        Returns:
-            Whether the keys fit now.
-        """
+        """Whether keys fit, without what has expired and, if they must go, mirrored counts."""
         for _ in range(_PURGED_AT_ONCE):
             if not self._purge(now):
                 break
@@ -194,7 +163,7 @@ class Counts:
             else:  # charged since
                 heapq.heapreplace(self._windows, (expires, key))
             return True
-        for others in (self._runs, self._root_runs, self._lasting, self._mirrored):
+        for others in (*self._droppable, self._lasting):
             if others and self._counts[oldest := next(iter(others))].expires <= now:
                 del others[oldest], self._counts[oldest]
                 return True
@@ -202,12 +171,7 @@ class Counts:
 
 
 class Recent(Generic[V]):
-    """Remembers the latest values for a while.
-
-    Args:
-        most: How many.
-        seconds: How long.
-    """
+    """Remembers the latest values for some seconds."""
 
     def __init__(self, most: int, seconds: int = REMEMBERED) -> None:
         self._most = most

@@ -187,8 +187,8 @@ class RedisStore(Granting):
         """
         found: dict[str, QuotaUsage] = {}
         odd: set[bytes] = set()
-        names, client = self._listable(), self._clients.sync()
-        with self._failing():
+        names = self._listable()
+        with self._client() as client:
             for keys, unreadable in _scan(names, client, pattern):
                 odd.update(unreadable)
                 if keys:
@@ -210,8 +210,8 @@ class RedisStore(Granting):
             TypeError: The store was given a client of `redis.asyncio`.
         """
         found: dict[tuple[str, str], Grant] = {}
-        names, client = self._listable(), self._clients.sync()
-        with self._failing():
+        names = self._listable()
+        with self._client() as client:
             for keys, _ in _scan(names, client, pattern):
                 if keys:
                     reply = _call(client, ScriptCall.reading("grants", names, keys))
@@ -287,9 +287,11 @@ class RedisStore(Granting):
         try:
             call = next(operation)
             client = self._clients.sync()
-            with self._failing():
-                while True:
+            while True:
+                try:
                     call = operation.send(_call(client, call))
+                except FAILED as error:
+                    raise self._failure(error) from error
         except StopIteration as over:
             found: T = over.value
             return found
@@ -320,8 +322,6 @@ class RedisStore(Granting):
 
     def _of(self, keys: Sequence[str]) -> Names:
         """The names of keys that are used in one step."""
-        if self._names is not None:
-            return self._names
         parts = self._parts(keys)
         if len(parts) > 1:
             raise ValueError(
@@ -349,9 +349,10 @@ class RedisStore(Granting):
         return self._names
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _client(self) -> Iterator[SyncClient]:
+        client = self._clients.sync()
         try:
-            yield
+            yield client
         except FAILED as error:
             raise self._failure(error) from error
 

@@ -7,15 +7,12 @@ from hashlib import sha256
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of keys in Redis.
-
-    Attributes:
-        prefix: What all names begin with: the hash tag, by which a cluster finds the node.
-        is_in_keys: Whether keys begin with it, too.
-    """
+    """The names of keys in Redis."""
 
     prefix: str
+    """What all names begin with: the hash tag, by which a cluster finds the node."""
     is_in_keys: bool = False
+    """Whether keys begin with it, too."""
 
     def count(self, key: str) -> bytes:
         """The name of a count in Redis."""
@@ -35,11 +32,7 @@ class Names:
         return key
 
     def pattern(self, keys: str) -> bytes:
-        """The pattern for Redis that finds all counts whose keys match a pattern, and maybe others.
-
-        Args:
-            keys: The pattern of keys, as in Python's `fnmatch.fnmatchcase`.
-        """
+        """The pattern for Redis that finds all counts whose keys match a glob, and maybe others."""
         # Redis reads character classes and escapes differently.
         simple, *others = re.split(r"[\[\\]", keys, maxsplit=1)
         found = f"{{{self.prefix}}}:count:{simple}{'*' if others else ''}"

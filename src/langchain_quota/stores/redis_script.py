@@ -40,13 +40,7 @@ _ODD = -2
 
 
 class ScriptCall:
-    """One call of the script: its operation, its arguments, and the keys that it may use.
-
-    Args:
-        names: The names of keys.
-        op: The operation.
-        idle: How long a count without a window is kept, in seconds.
-    """
+    """One call of the script: its operation, its arguments, and the keys that it may use."""
 
     def __init__(self, names: Names, op: str, idle: int) -> None:
         self._names = names
@@ -80,7 +74,7 @@ class ScriptCall:
         call = cls(names, "grant", idle)
         call._values["grant"] = [
             call._count(grant.key, window_end(grant.key), 0),
-            _grant_name(grant.id),
+            _digest(grant.id),
             _exact(grant.amount),
             _exact(grant.ends or 0),
             details(grant),
@@ -91,16 +85,12 @@ class ScriptCall:
     def revoke(cls, names: Names, key: str, name: str) -> "ScriptCall":
         """The call that ends a grant."""
         call = cls(names, "revoke", 0)
-        call._values["grant"] = [call._index(names.count(key)), _grant_name(name)]
+        call._values["grant"] = [call._index(names.count(key)), _digest(name)]
         return call
 
     @classmethod
     def acquire(cls, names: Names, request: AcquireRequest, idle: int) -> "ScriptCall":
-        """The call that admits a batch.
-
-        Raises:
-            QuotaStoreError: A number is larger than Redis counts.
-        """
+        """The call that admits a batch."""
         call = cls(names, "acquire", idle)
         beside = metadata(request)
         numbers: list[int] = []
@@ -127,7 +117,9 @@ class ScriptCall:
             calls += [thresholds.setdefault(each, len(thresholds) + 1) for each in over]
         for over_limit, _, counted, most, enforced in thresholds:
             of_limit = number_of_limit.setdefault(over_limit, len(number_of_limit))
-            numbers += (of_limit, number[counted], _threshold(most), enforced)
+            # It may be below 0, and grants may raise it.
+            bounded = max(-MAX_COUNT, min(most, MAX_COUNT))
+            numbers += (of_limit, number[counted], bounded, enforced)
         for stopping, after in request.stops.items():
             calls += (number_of_limit.get(stopping, _NONE), after)
         if request.compensations:
@@ -153,7 +145,7 @@ class ScriptCall:
         """Whether the script must be called again, with further keys that it needs.
 
         Raises:
-            ValueError: The reply is not one of the script, or it asks once too often.
+            ValueError: It asks once too often.
         """
         if not isinstance(reply, list) or not reply or _text(reply[0]) != "again":
             return False
@@ -202,8 +194,7 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
     """The answer to a request.
 
     Raises:
-        QuotaStoreError: The attempt was refused in advance, or the request's idempotency key was
-            given to a batch of another form.
+        QuotaStoreError: The attempt was refused in advance.
         ValueError: The reply is not one of the script.
     """
     text = _text(reply)
@@ -236,14 +227,7 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
 
 
 def uses(keys: Iterable[str], reply: object) -> tuple[dict[str, QuotaUsage], list[str]]:
-    """The answer to a peek, by key, without keys that hold nothing.
-
-    Returns:
-        The counts, and the keys that hold something else.
-
-    Raises:
-        ValueError: The reply is not one of the script.
-    """
+    """The answer to a peek: the counts that there are, and the keys that hold something else."""
     names = [*dict.fromkeys(keys)]
     numbers = _numbers(reply)
     found, odd = {}, []
@@ -258,11 +242,7 @@ def uses(keys: Iterable[str], reply: object) -> tuple[dict[str, QuotaUsage], lis
 
 
 def given(key: str, reply: object) -> tuple[Grant | None, bool]:
-    """The answer to a grant: what is kept, and whether it is new.
-
-    Raises:
-        ValueError: The reply is not one of the script.
-    """
+    """The answer to a grant: what is kept, and whether it is new."""
     parts = _list(reply)
     if not parts:
         return None, False
@@ -271,21 +251,13 @@ def given(key: str, reply: object) -> tuple[Grant | None, bool]:
 
 
 def revoked(key: str, reply: object) -> Grant | None:
-    """The answer to a revocation.
-
-    Raises:
-        ValueError: The reply is not one of the script.
-    """
+    """The answer to a revocation."""
     kept = _list(reply)
     return _grant(key, kept) if kept else None
 
 
 def listed(keys: Iterable[str], reply: object) -> list[Grant]:
-    """The grants of keys.
-
-    Raises:
-        ValueError: The reply is not one of the script.
-    """
+    """The answer to a question for the grants of keys."""
     names = [*dict.fromkeys(keys)]
     parts = _list(reply)
     return [
@@ -331,11 +303,6 @@ def _numbers(reply: object) -> list[int]:
 
 
 def _counts(text: str) -> list[int]:
-    """Read counts that are separated by spaces.
-
-    Raises:
-        ValueError: There is something else in it.
-    """
     if not text.replace(" ", "0").isdecimal() and text:
         raise ValueError("there is something else than counts in it")
     return [*map(int, text.split(" "))] if text else []
@@ -343,9 +310,7 @@ def _counts(text: str) -> list[int]:
 
 def _amounts(request: AcquireRequest, text: str) -> dict[str, int]:
     """The amount of each counter, by name; without zeros."""
-    if not text:
-        return {}
-    named = zip(request.counters, _counts(text), strict=True)
+    named = zip(request.counters, _counts(text), strict=bool(text))
     return {name: amount for name, amount in named if amount}
 
 
@@ -360,11 +325,11 @@ def _hold(name: str) -> str:
 
     A hash keeps its compact form while no field is longer than 64 characters.
     """
-    return f"held:{sha256(name.encode(errors='surrogatepass')).hexdigest()[:32]}"
+    return f"held:{_digest(name)}"
 
 
-def _grant_name(name: str) -> str:
-    """The name under which a grant is kept: ids may be long, with any characters."""
+def _digest(name: str) -> str:
+    """A short name for one that may be long, with any characters."""
     return sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
@@ -377,11 +342,6 @@ def _exact(number: int) -> int:
 def _clamped(number: int | None) -> int:
     """A number within the script's bounds: no count is above them."""
     return _NONE if number is None else max(_NONE, min(number, MAX_COUNT))
-
-
-def _threshold(most: int) -> int:
-    """A threshold for the script: it may be below 0, and grants may raise it."""
-    return max(-MAX_COUNT, min(most, MAX_COUNT))
 
 
 @lru_cache(maxsize=1024)

@@ -12,14 +12,7 @@ Answers = asyncio.Task[list[Any]]
 
 
 class Together:
-    """A client that sends the requests of one turn of the event loop in pipelines.
-
-    A caller who is alone sends a request without a pipeline.
-
-    Args:
-        client: An async client of one server.
-        connections: The most connections that it uses.
-    """
+    """A client that sends the requests of one turn in pipelines, but one alone without."""
 
     def __init__(self, client: Any, connections: int) -> None:
         self._client = client
@@ -28,20 +21,12 @@ class Together:
         self._next: _Pipeline | None = None
 
     async def eval(self, *arguments: Any) -> object:
-        """Run a script.
-
-        Args:
-            arguments: As of the client's `eval`.
-        """
+        """Run a script."""
         async with self._permits:
             return await self._client.eval(*arguments)
 
     async def evalsha(self, *arguments: Any) -> object:
-        """Run a script that the server knows.
-
-        Args:
-            arguments: As of the client's `evalsha`.
-        """
+        """Run a script that the server knows."""
         self._callers += 1
         try:
             if self._callers == 1:
@@ -56,14 +41,11 @@ class Together:
 
 
 class _Pipeline:
-    """Requests that are sent together.
+    """Requests that are sent together, until it is closed for more.
 
     A task of its own sends them: a caller who is cancelled, or whose time is over, takes nothing
     from the others. The task ends with its last caller at the latest. If it fails, it fails for all
     who still wait.
-
-    Attributes:
-        is_closed: Whether it takes no more requests.
     """
 
     def __init__(self, client: Any, permits: asyncio.Semaphore) -> None:
@@ -74,14 +56,6 @@ class _Pipeline:
         self.is_closed = False
 
     async def answer(self, arguments: Arguments) -> object:
-        """Add a request, and wait for its answer.
-
-        Args:
-            arguments: Those of the request.
-
-        Raises:
-            CancelledError: The caller was cancelled.
-        """
         waiting = asyncio.get_running_loop().create_future()
         self._requests[waiting] = arguments
         if len(self._requests) == MOST:
