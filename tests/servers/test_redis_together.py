@@ -8,7 +8,7 @@ import pytest
 from langchain_quota.admission import AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
-from langchain_quota.stores.redis_names import Names
+from langchain_quota.stores.redis_script import Names
 from langchain_quota.stores.redis_together import MOST
 from tests.servers.redis import Detour, RedisServer, detour
 from tests.servers.stores import calls

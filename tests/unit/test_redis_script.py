@@ -7,8 +7,7 @@ import pytest
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.redis_names import Names
-from langchain_quota.stores.redis_script import ScriptCall, done, result, uses
+from langchain_quota.stores.redis_script import Names, ScriptCall, done, result, uses
 from tests.servers.stores import batch, calls, compensating
 
 ASKED = batch({"a": 1}, {"a": 1}, {"a": 1, "b": 1})

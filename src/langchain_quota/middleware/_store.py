@@ -36,18 +36,7 @@ _Reset = Callable[[Sequence[str]], Awaitable[None]]
 
 
 class StoreClient:
-    """Asks a store, and says so when it cannot be asked.
-
-    Args:
-        store: The store.
-        outage: What happens to calls when it cannot be asked.
-        recorder: Times its answers and counts its failures.
-
-    Attributes:
-        store: The store.
-        prefix: The store's prefix, if it has one.
-        forms: In which forms it can be asked.
-    """
+    """Asks a store, and says so when it cannot be asked."""
 
     def __init__(self, store: QuotaStore, outage: Outage, recorder: Recorder) -> None:
         self.store = store
@@ -66,12 +55,7 @@ class StoreClient:
         return self
 
     def acquire(self, request: Request) -> AcquireResult:
-        """The store's answer or, without one, the answer from the state's counts.
-
-        Raises:
-            QuotaStoreError: The store gives no answer, and a person's grant needs it.
-            TypeError: The store is used in a way that it does not support.
-        """
+        """The store's answer or, without one, the answer from the state's counts."""
         return stepped(self._acquire(request, in_sync(self.store.acquire)))
 
     async def aacquire(self, request: Request) -> AcquireResult:
@@ -90,11 +74,7 @@ class StoreClient:
         return self._or_fallback(request, sent, result)
 
     def settle(self, sent: AcquireRequest) -> AcquireResult | None:
-        """Charge what was used in place of what was held; what cannot be sent now is sent later.
-
-        Returns:
-            The counts after it, and what is granted; `None` if the store does not answer.
-        """
+        """Charge what was used in place of what was held: now, or later if it cannot be sent."""
         return stepped(self._settle(sent, in_sync(self.store.acquire)))
 
     async def asettle(self, sent: AcquireRequest) -> AcquireResult | None:
@@ -111,11 +91,7 @@ class StoreClient:
         return result
 
     def settle_soon(self, sent: AcquireRequest) -> None:
-        """Charge what was used where nobody can wait: at once in memory, or with the next request.
-
-        Args:
-            sent: Counters, and the corrections.
-        """
+        """Charge what was used where nobody can wait: at once in memory, or with the next request."""
         if isinstance(self.store, MemoryStore):
             # Without counters, for nobody reads what is newly granted there.
             self.settle(replace(sent, counters={}))
@@ -153,11 +129,7 @@ class StoreClient:
         return uses  # noqa: RET504 - the same
 
     def reset(self, keys: Sequence[str]) -> None:
-        """Set what is used of keys to 0. Corrections of them that wait are made first.
-
-        Raises:
-            QuotaStoreError: The store could not be asked.
-        """
+        """Set what is used of keys to 0. Corrections of them that wait are made first."""
         stepped(self._reset(keys, in_sync(self.store.acquire), in_sync(self.store.reset)))
 
     async def areset(self, keys: Sequence[str]) -> None:
@@ -200,12 +172,7 @@ class StoreClient:
     def compensate_later(
         self, request: AcquireRequest, amounts: Mapping[str, int] | None = None
     ) -> None:
-        """Correct the counts when the store can be asked again.
-
-        Args:
-            request: The request that failed: the store may have received it, or may still do so.
-            amounts: The calls that ran nevertheless, by key.
-        """
+        """Undo a request that the store may have received, and add the calls that ran without."""
         attempt = request.attempt_id
         compensation = Compensation(
             attempt,

@@ -179,17 +179,12 @@ class QuotaStore(Protocol):
 
 @dataclass(slots=True)
 class Metadata:
-    """What is kept beside a count.
-
-    Attributes:
-        limit: The smallest enforced limit over it, for show; `None` for none.
-        ends: When its window ends, in seconds since the Unix epoch; `None` for none.
-        mirrored: Whether every counter of the key is mirrored.
-    """
+    """What is kept beside a count: the smallest enforced limit, the end of its window."""
 
     limit: int | None = None
     ends: int | None = None
     mirrored: bool = True
+    """Whether every counter of the key is mirrored."""
 
 
 def metadata(request: AcquireRequest) -> dict[str, Metadata]:
@@ -248,11 +243,9 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 f"limit {limit.name!r} has quotas: give a store that counts them, "
                 "store=MemoryStore() in one process, store=RedisStore() in several"
             )
-        if not callable(getattr(store, "prefix", None)):
-            continue
         wide = [f"per={each.per!r}" for each in limit.quotas if each.per in ("global", "agent")]
         wide += ["at_once"] if getattr(limit, "at_once", None) is not None else []
-        if wide:
+        if wide and callable(getattr(store, "prefix", None)):
             raise ValueError(
                 f"limit {limit.name!r} has {wide[0]}, which counts calls of all prefixes, but the "
                 "store's prefix is a function, such as of the tenant: put the limit into a second "

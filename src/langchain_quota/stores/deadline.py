@@ -11,16 +11,11 @@ class Deadline:
 
     While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before it
     is read. So this timeout counts ticks of the event loop. A late tick counts as one.
-
-    Args:
-        seconds: The timeout.
-
-    Attributes:
-        blocked: For how long the event loop was blocked, in seconds.
     """
 
     def __init__(self, seconds: float) -> None:
         self.blocked = 0.0
+        """For how many seconds the event loop was blocked."""
         self._tick = seconds / _TICKS
         self._left = _TICKS
         self._expired = False

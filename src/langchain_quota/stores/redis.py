@@ -34,10 +34,10 @@ from langchain_quota.stores.redis_clients import (
     remedies,
     scrub,
 )
-from langchain_quota.stores.redis_names import Names
 from langchain_quota.stores.redis_script import (
     SCRIPT,
     SHA,
+    Names,
     ScriptCall,
     done,
     given,
@@ -330,7 +330,7 @@ class RedisStore(Granting):
         return parts[0][0] if parts else Names(PREFIX)
 
     def _parts(self, keys: Sequence[str]) -> list[tuple[Names, Sequence[str]]]:
-        """Keys by prefix."""
+        # Keys by prefix.
         if self._names is not None:
             return [(self._names, keys)]
         found: dict[str, list[str]] = {}

@@ -1,8 +1,10 @@
-"""The requests to the script in Redis, and its answers."""
+"""The requests to the script in Redis, the names of keys there, and the script's answers."""
 
 import json
+import re
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha1, sha256
 from importlib.resources import files
@@ -22,7 +24,6 @@ from langchain_quota.stores import (
     window_end,
 )
 from langchain_quota.stores.grants import Grant, details, read_grant
-from langchain_quota.stores.redis_names import Names
 
 _PARTS = [
     (files("langchain_quota.stores") / name).read_text("utf-8")
@@ -37,6 +38,44 @@ MAX_COUNT = 2**53 - 1
 
 _NONE = -1
 _ODD = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of keys in Redis."""
+
+    prefix: str
+    """What all names begin with: the hash tag, by which a cluster finds the node."""
+    is_in_keys: bool = False
+    """Whether keys begin with it, too."""
+
+    def count(self, key: str) -> bytes:
+        """The name of a count in Redis."""
+        rest = key.removeprefix(f"{self.prefix}/") if self.is_in_keys else key
+        return f"{{{self.prefix}}}:count:{rest}".encode(errors="surrogatepass")
+
+    def key(self, name: bytes | str) -> str:
+        """The key of a count, by its name in Redis; the client may have decoded the name.
+
+        Raises:
+            ValueError: It is not the name of a count.
+        """
+        text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
+        before, found, key = text.partition(f"{{{self.prefix}}}:count:")
+        if before or not found:
+            raise ValueError(f"not the name of a count: {text!r}")
+        return key
+
+    def pattern(self, keys: str) -> bytes:
+        """The pattern for Redis that finds all counts whose keys match a glob, and maybe others."""
+        # Redis reads character classes and escapes differently.
+        simple, *others = re.split(r"[\[\\]", keys, maxsplit=1)
+        found = f"{{{self.prefix}}}:count:{simple}{'*' if others else ''}"
+        return found.encode(errors="surrogatepass")
+
+    def marker(self, kind: str, name: str) -> bytes:
+        """The key in Redis that remembers something by a name of any length."""
+        return f"{{{self.prefix}}}:{kind}:{_digest(name)}".encode()
 
 
 class ScriptCall:
@@ -74,7 +113,7 @@ class ScriptCall:
         call = cls(names, "grant", idle)
         call._values["grant"] = [
             call._count(grant.key, window_end(grant.key), 0),
-            _digest(grant.id),
+            _digest(grant.id)[:32],
             _exact(grant.amount),
             _exact(grant.ends or 0),
             details(grant),
@@ -85,7 +124,7 @@ class ScriptCall:
     def revoke(cls, names: Names, key: str, name: str) -> "ScriptCall":
         """The call that ends a grant."""
         call = cls(names, "revoke", 0)
-        call._values["grant"] = [call._index(names.count(key)), _digest(name)]
+        call._values["grant"] = [call._index(names.count(key)), _digest(name)[:32]]
         return call
 
     @classmethod
@@ -325,12 +364,12 @@ def _hold(name: str) -> str:
 
     A hash keeps its compact form while no field is longer than 64 characters.
     """
-    return f"held:{_digest(name)}"
+    return f"held:{_digest(name)[:32]}"
 
 
 def _digest(name: str) -> str:
-    """A short name for one that may be long, with any characters."""
-    return sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
+    """A name for one that may be long, with any characters."""
+    return sha256(name.encode(errors="surrogatepass")).hexdigest()
 
 
 def _exact(number: int) -> int:
