@@ -88,11 +88,8 @@ end
 local function give_back(key, used, by)
   local amount, fields, next_end = overdue(key, by)
   for _, field in ipairs(fields) do redis.call('HDEL', key, field) end
-  if next_end then
-    redis.call('HSET', key, 'next_end', next_end)
-  else
-    redis.call('HDEL', key, 'next_end')
-  end
+  redis.call('HDEL', key, 'next_end')
+  if next_end then redis.call('HSET', key, 'next_end', next_end) end
   if amount > 0 then redis.call('HSET', key, 'used', math.max(0, used - amount)) end
   return math.max(0, used - amount)
 end
@@ -165,8 +162,9 @@ local function put(key, used, ends, idle, ...)
   redis.call('EXPIREAT', key, digits(expires))
 end
 
--- The fields, and their values, that say that a request holds an amount under a key.
+-- The fields, and their values, that say that a request holds an amount under a key, if it does.
 local function hold(key, amount, lease)
+  if lease < 0 then return end
   local ends = now + lease + 1
   local before, next_end = unpack(redis.call('HMGET', key, ask.hold, 'next_end'))
   local kept, last = held(before)
@@ -195,11 +193,6 @@ if ask.compensations then
       redis.call('HDEL', key, field)
     end
     redis.call('HSET', key, 'used', math.max(0, used - part))
-  end
-
-  local function add(count, amount)
-    local index, ends, idle, start = unpack(count)
-    put(KEYS[index], (get(KEYS[index]) or start) + amount, ends, idle)
   end
 
   local function take(key, amount)
@@ -249,7 +242,12 @@ if ask.compensations then
     for _, part in ipairs(compensation.amounts) do
       local count, amount = unpack(part)
       if field then release(KEYS[count[1]], field) end
-      if amount > 0 then add(count, amount) else take(KEYS[count[1]], -amount) end
+      local index, ends, idle, start = unpack(count)
+      if amount > 0 then
+        put(KEYS[index], (get(KEYS[index]) or start) + amount, ends, idle)
+      else
+        take(KEYS[index], -amount)
+      end
     end
   end
 
@@ -319,26 +317,15 @@ local function charge(first, kept, counts, used)
     if amount > 0 then
       local index, ends, idle, start, limit, lease =
         struct.unpack('>dddddd', ARGV[3], first + 48 * (i - 1))
-      local key, field = KEYS[index], false
+      local key = KEYS[index]
       if key then
         kept[index] = (kept[index] or start) + amount
-        if lease >= 0 then
-          field = ask.hold
-          put(key, kept[index], ends, idle, 'limit', digits(limit), hold(key, amount, lease))
-        else
-          put(key, kept[index], ends, idle, 'limit', digits(limit))
-        end
-        note(record, key, amount, field)
+        put(key, kept[index], ends, idle, 'limit', digits(limit), hold(key, amount, lease))
+        note(record, key, amount, lease >= 0 and ask.hold)
       end
     end
   end
   return record
-end
-
--- Note that a call has been judged by what is granted under a key.
-local function see_grants(key)
-  local text = redis.call('HGET', key, 'granted')
-  redis.call('HSET', key, 'granted', (string.gsub(text, ' 1,', ' 0,')))
 end
 
 local function numbers(values)
@@ -366,7 +353,11 @@ local function acquire()
   if next(more) then
     for i = 1, counters do
       more[i], news[i] = more[i] or 0, news[i] or 0
-      if news[i] > 0 then see_grants(KEYS[struct.unpack('>d', ARGV[3], first + 48 * (i - 1))]) end
+      if news[i] > 0 then  -- a call has been judged by them now
+        local key = KEYS[struct.unpack('>d', ARGV[3], first + 48 * (i - 1))]
+        local text = redis.call('HGET', key, 'granted')
+        redis.call('HSET', key, 'granted', (string.gsub(text, ' 1,', ' 0,')))
+      end
     end
     result, new = result .. '\n' .. numbers(more), '\n' .. numbers(news)
   end

@@ -33,25 +33,20 @@ class CountKey:
     `str(key)` is its text: the values, percent-encoded and joined by colons. If there is a prefix,
     it comes first, with a slash. An encoded value of more than 64 characters is shortened, and its
     hash is appended, so that two values never share a key.
-
-    Attributes:
-        counter: What is counted: a tool, several, all, or the model.
-        dimension: For whom: the quota's `per`.
-        subject: Who that is; empty for all.
-        window: The length of the windows, in seconds; `None` for a count without windows.
-        index: The number of the window, from the Unix epoch.
-        prefix: The prefix, in a store whose prefix is a function.
-
-    Raises:
-        ValueError: Only one of window and index is given, or the window is not positive.
     """
 
     counter: str
+    """What is counted: a tool, several, all, or the model."""
     dimension: str
+    """For whom: the quota's `per`."""
     subject: str
+    """Who that is; empty for all."""
     window: int | None = None
+    """The length of the windows, in seconds; `None` for a count without windows."""
     index: int | None = None
+    """The number of the window, from the Unix epoch."""
     prefix: str = ""
+    """The prefix, in a store whose prefix is a function."""
 
     def __post_init__(self) -> None:
         if (self.window is None) != (self.index is None):
@@ -149,10 +144,8 @@ def _encoded(value: str) -> str:
 
 @lru_cache(maxsize=8)
 def _cut(value: str) -> str:
-    """A long value's beginning and its hash.
-
-    All limits that match a call ask for it. Values may be megabytes, so few results are cached.
-    """
+    # A long value's beginning and its hash. All limits that match a call ask for it. Values may be
+    # megabytes, so few results are cached.
     shortened = ""
     for character in value:
         piece = _quoted(character)

@@ -22,8 +22,7 @@ from langchain_quota.stores import (
     window_end,
 )
 from langchain_quota.stores.grants import Grant, Granting
-from langchain_quota.stores.memory_counts import Counts, Recent
-from langchain_quota.stores.memory_grants import Grants
+from langchain_quota.stores.memory_tables import Counts, Grants, Recent
 
 _REMEMBERED_AT_MOST = 100_000
 """A result takes about three times the memory of a count."""

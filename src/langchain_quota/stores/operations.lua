@@ -1,11 +1,15 @@
 -- The continuation of acquire.lua: grants, and the choice of the operation.
 
+-- The values of fields; nothing if something else than a hash is kept.
+local function fields_of(...)
+  local kept = redis.pcall('HMGET', ...)
+  if not kept.err then return kept end
+  if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
+end
+
 local function peek(key)
-  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end', 'granted')
-  if kept.err then
-    if not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
-    return -2, -1, -1, 0
-  end
+  local kept = fields_of(key, 'used', 'limit', 'ends', 'next_end', 'granted')
+  if not kept then return -2, -1, -1, 0 end
   local more = kept[5] and granted(key, kept[5]) or 0
   if kept[5] and forgotten(key) then kept = {[5] = kept[5]} end
   local used, limit, ends = whole(kept[1]), whole(kept[2]), whole(kept[3])
@@ -51,8 +55,9 @@ local function grant()
   redis.call('HSET', key, 'grant:' .. name, details)
   granted(key, redis.call('HGET', key, 'granted'))
   -- The idle time of an existing count begins anew, as after a charge.
-  if used then put(key, used, window_end, idle) end
-  if not used then
+  if used then
+    put(key, used, window_end, idle)
+  else
     local _, expires = expiry(key, window_end, 0)
     redis.call('EXPIREAT', key, expires)
   end
@@ -76,11 +81,8 @@ end
 local function list_grants()
   local found = {}
   for index, key in ipairs(KEYS) do
-    local text = redis.pcall('HGET', key, 'granted')
-    if type(text) == 'table' and not string.find(text.err, 'WRONGTYPE', 1, true) then
-      error(text.err)
-    end
-    for _, kept in ipairs(grants_of(type(text) == 'string' and text)) do
+    local text = (fields_of(key, 'granted') or {})[1]
+    for _, kept in ipairs(grants_of(text)) do
       local name, amount, ends = unpack(kept)
       if ends > now then
         for _, part in ipairs({index, amount, ends, redis.call('HGET', key, 'grant:' .. name)}) do
