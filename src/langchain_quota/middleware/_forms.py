@@ -1,7 +1,7 @@
 """One body for the sync and the async form of an operation: they differ only in what they call."""
 
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,7 +25,6 @@ def stepped(body: Coroutine[Any, Any, T]) -> T:
     try:
         body.send(None)
     except StopIteration as over:
-        result: T = over.value
-        return result
+        return cast("T", over.value)
     body.close()
     raise RuntimeError(f"{body!r} waits, and the sync form of it must not")

@@ -3,22 +3,16 @@
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import check_type
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-from langchain_quota.stores import (
-    IDLE_TTL,
-    QuotaUsage,
-    check_keys,
-    check_request,
-    idle_seconds,
-)
+from langchain_quota.stores import IDLE_TTL, QuotaUsage, check_keys, check_request, idle_seconds
+from langchain_quota.stores import redis_script as script
 from langchain_quota.stores.deadline import Deadline
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import check_prefix, prefix_of
@@ -34,18 +28,7 @@ from langchain_quota.stores.redis_clients import (
     remedies,
     scrub,
 )
-from langchain_quota.stores.redis_script import (
-    SCRIPT,
-    SHA,
-    Names,
-    ScriptCall,
-    done,
-    given,
-    listed,
-    result,
-    revoked,
-    uses,
-)
+from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, ScriptCall
 from langchain_quota.stores.redis_together import Together
 
 PREFIX = "langchain_quota"
@@ -187,16 +170,9 @@ class RedisStore(Granting):
         """
         found: dict[str, QuotaUsage] = {}
         odd: set[bytes] = set()
-        names = self._listable()
-        with self._client() as client:
-            for keys, unreadable in _scan(names, client, pattern):
-                odd.update(unreadable)
-                if keys:
-                    counts, others = uses(
-                        keys, _call(client, ScriptCall.reading("peek", names, keys))
-                    )
-                    found |= counts
-                    odd.update(map(names.count, others))
+        for (counts, others), unreadable in self._scanned("peek", pattern, script.uses):
+            found |= counts
+            odd.update(unreadable, map(Names(str(self.prefix)).count, others))
         return [found[key] for key in sorted(found)], sorted(odd)
 
     def grants(self, pattern: str = "*") -> list[Grant]:
@@ -210,12 +186,8 @@ class RedisStore(Granting):
             TypeError: The store was given a client of `redis.asyncio`.
         """
         found: dict[tuple[str, str], Grant] = {}
-        names = self._listable()
-        with self._client() as client:
-            for keys, _ in _scan(names, client, pattern):
-                if keys:
-                    reply = _call(client, ScriptCall.reading("grants", names, keys))
-                    found |= {(each.key, each.id): each for each in listed(keys, reply)}
+        for some, _ in self._scanned("grants", pattern, script.listed):
+            found |= {(each.key, each.id): each for each in some}
         return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
 
     def close(self) -> None:
@@ -258,13 +230,13 @@ class RedisStore(Granting):
         reply = yield call
         while call.again(reply):
             reply = yield call
-        return result(reply, request)
+        return script.result(reply, request)
 
     def _peeking(self, keys: Sequence[str]) -> _Operation[tuple[QuotaUsage | None, ...]]:
         check_keys(keys)
         found: dict[str, QuotaUsage] = {}
         for names, some in self._parts(keys) if keys else ():
-            uses_of, odd = uses(some, (yield ScriptCall.reading("peek", names, some)))
+            uses_of, odd = script.uses(some, (yield ScriptCall.reading("peek", names, some)))
             if odd:
                 raise QuotaStoreError(f"no count is kept under {odd[0]!r}")
             found |= uses_of
@@ -273,15 +245,15 @@ class RedisStore(Granting):
     def _resetting(self, keys: Sequence[str]) -> _Operation[None]:
         check_keys(keys)
         for names, some in self._parts(keys) if keys else ():
-            done((yield ScriptCall.reset(names, some, self._idle)))
+            script.done((yield ScriptCall.reset(names, some, self._idle)))
 
     def _granting(self, asked: Grant) -> _Operation[tuple[Grant | None, bool]]:
         reply = yield ScriptCall.grant(self._of([asked.key]), asked, self._idle)
-        return given(asked.key, reply)
+        return script.given(asked.key, reply)
 
     def _revoking(self, key: str, name: str) -> _Operation[Grant | None]:
         reply = yield ScriptCall.revoke(self._of([key]), key, name)
-        return revoked(key, reply)
+        return script.revoked(key, reply)
 
     def _in_thread(self, operation: _Operation[T]) -> T:
         try:
@@ -293,8 +265,7 @@ class RedisStore(Granting):
                 except FAILED as error:
                     raise self._failure(error) from error
         except StopIteration as over:
-            found: T = over.value
-            return found
+            return cast("T", over.value)
 
     async def _in_loop(self, operation: _Operation[T]) -> T:
         deadline = None
@@ -308,8 +279,7 @@ class RedisStore(Granting):
         except StopIteration as over:
             if deadline is not None:
                 deadline.end(None)
-            found: T = over.value
-            return found
+            return cast("T", over.value)
         except BaseException as error:
             if deadline is None:
                 raise
@@ -339,20 +309,20 @@ class RedisStore(Granting):
             found.setdefault(prefix_of(key), []).append(key)
         return [(Names(prefix, is_in_keys=True), some) for prefix, some in found.items()]
 
-    def _listable(self) -> Names:
-        """The names of the keys that are listed."""
+    def _scanned(
+        self, op: str, pattern: str, read: Callable[[list[str], object], T]
+    ) -> Iterator[tuple[T, list[bytes]]]:
+        """What is read of the keys that match, some at a time, and names that are of no key."""
         if self._names is None:
             raise ValueError(
                 "the prefix of this store is a function: list the keys of one prefix with "
                 "RedisStore(…, prefix='acme')"
             )
-        return self._names
-
-    @contextmanager
-    def _client(self) -> Iterator[SyncClient]:
         client = self._clients.sync()
         try:
-            yield client
+            for keys, odd in _scan(self._names, client, pattern):
+                call = ScriptCall.reading(op, self._names, keys)
+                yield read(keys, _call(client, call) if keys else []), odd
         except FAILED as error:
             raise self._failure(error) from error
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 from weakref import WeakKeyDictionary
@@ -139,18 +138,13 @@ class Cluster:
         loop, asking = asyncio.get_running_loop(), self._asking
         if asking is None or asking.done() or asking.get_loop() is not loop:
             # A caller who is cancelled, or whose time is over, does not end this task.
-            asking = self._asking = loop.create_task(self._ask())
+            asking = self._asking = loop.create_task(self._client.initialize())
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(asking)
 
-    async def _ask(self) -> None:
-        await self._client.initialize()
 
-
-@dataclass(frozen=True, slots=True)
-class _OfLoop:
-    client: Together
-    end: AsyncGenerator[None]
+_OfLoop = tuple[Together, AsyncGenerator[None]]
+"""The client of an event loop, and what closes it when the loop ends."""
 
 
 class _Own:
@@ -203,8 +197,8 @@ class _Own:
             found = self._of_loop(loop)
             with self._lock:
                 self._loops[loop] = found
-            await anext(found.end)
-        return found.client
+            await anext(found[1])
+        return found[0]
 
     def close(self) -> None:
         self._sync.close()
@@ -214,7 +208,7 @@ class _Own:
         with self._lock:
             found = self._loops.get(asyncio.get_running_loop())
         if found is not None:
-            await found.end.aclose()
+            await found[1].aclose()
 
     def _of_loop(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
         # Permits, and not the pool, bound the connections: if a task is cancelled while it waits to
@@ -229,7 +223,7 @@ class _Own:
             "retry": AsyncRetry(NoBackoff(), 0),
         }
         client = redis.asyncio.Redis.from_pool(pool)
-        return _OfLoop(Together(client, _CONNECTIONS), self._until_end(loop, client))
+        return Together(client, _CONNECTIONS), self._until_end(loop, client)
 
     async def _until_end(
         self, loop: asyncio.AbstractEventLoop, client: redis.asyncio.Redis
