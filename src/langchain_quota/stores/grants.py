@@ -284,8 +284,11 @@ def _confirming(
         # A TypeError says that the store is used in a wrong way: nothing was asked.
         if not isinstance(error, TypeError):
             told = {"quota_event": f"{event}_unconfirmed", "quota_key": key, "quota_grant": name}
-            text = "%s unconfirmed under %r, id %r: it may have been done"
-            logger.warning(text, event, key, name, extra={**told, **(fields or {})})
+            logger.warning(
+                "%s unconfirmed under %r, id %r: it may have been done",
+                *(event, key, name),
+                extra={**told, **(fields or {})},
+            )
         raise
 
 

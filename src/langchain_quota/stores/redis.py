@@ -77,6 +77,9 @@ class RedisStore(Granting):
             each wait for the network. Nothing is tried twice.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
 
+    Attributes:
+        forms: The forms that it serves: `"sync"`, `"async"`; a client of your own has one of them.
+
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of bounds, or there is no URL. No message has credentials.
