@@ -84,16 +84,6 @@ async def test_a_process_that_asks_nothing_more(
     await asyncio.to_thread(eventually, lambda: charged() == 0, seconds=20)
 
 
-def test_a_thread_that_asks_nothing_more(
-    redis_server: RedisServer, prefix: str, charged: Callable[[], int | None]
-) -> None:
-    """The same in the sync form, where no event loop can send the correction."""
-    result = agent_of(redis_server.url, prefix, redis_server.pid).invoke(ASKED)
-    redis_server.resume()
-    assert all("could not be checked" in each for each in answers(result))
-    eventually(lambda: charged() == 0, seconds=20)
-
-
 def test_an_event_loop_that_ends(
     redis_server: RedisServer, prefix: str, charged: Callable[[], int | None]
 ) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from threading import Event
 from typing import Any, Literal
 
 import pytest
@@ -480,24 +479,23 @@ async def test_corrections_are_bounded(monkeypatch: pytest.MonkeyPatch, signals:
 async def test_what_waits_goes_by_the_form_that_the_store_serves(
     monkeypatch: pytest.MonkeyPatch, signals: Signals
 ) -> None:
-    """A store without an async form gets what waits from a thread, also beside an event loop."""
+    """A store without an async form is not asked in that form: the next request takes it along."""
 
     class SyncStore(RecordingStore):
         forms = ("sync",)
-        misused = 0
 
         async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-            self.misused += 1
             raise TypeError("no async form")
 
-    monkeypatch.setattr(corrections, "_FIRST", 0.01)
+    monkeypatch.setattr(corrections, "_FIRST", 0.0)
     store = SyncStore()
     asking = Asking(signals, store=store)
     lost = asking.lose()
-    arrived = Event()
-    store.meanwhile = arrived.set
-    assert await asyncio.to_thread(arrived.wait, 30)
-    assert (asking.carried(), store.misused) == ([[lost.attempt_id]], 0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert asking.carried() == []
+    asking.client.acquire(request_of())
+    assert asking.carried() == [[lost.attempt_id]]
 
 
 async def test_a_cancelled_request_is_undone(signals: Signals) -> None:

@@ -1,19 +1,17 @@
 """Corrections of a store's counts that wait until it can be asked, and who sends them then.
 
-The next requests take them along. When there are none, a task or a thread sends them alone.
+The next requests take them along. When there are none, a task of the event loop sends them alone.
 """
 
 import asyncio
 import atexit
-import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import count, islice
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from langchain_quota.admission import AcquireRequest, Compensation
-from langchain_quota.middleware._forms import in_sync, stepped
 from langchain_quota.stores.keys import prefix_of
 
 MAX_PENDING = 10_000
@@ -138,56 +136,30 @@ _at_exit: WeakSet[Corrections] = WeakSet()
 _tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Corrections, asyncio.Task[None]]] = (
     WeakKeyDictionary()
 )
-_threads: WeakKeyDictionary[Corrections, threading.Thread] = WeakKeyDictionary()
 
 
 def send_later(corrections: Corrections) -> None:
-    """Try until nothing waits, and a last time when the event loop or the process ends.
-
-    A running event loop has a task for it. Where there is none, or where the store has no async
-    form, a thread does it.
-    """
+    """Send what no next request takes along, at the latest when the loop or the process ends."""
     _at_exit.add(corrections)
     try:
-        loop = asyncio.get_running_loop() if "async" in corrections.forms else None
+        loop = asyncio.get_running_loop()
     except RuntimeError:
-        loop = None
-    if loop is not None:
-        tasks = _tasks.setdefault(loop, {})
-        if corrections not in tasks:
-            task = tasks[corrections] = loop.create_task(_in_loop(corrections))
-            task.add_done_callback(lambda _: tasks.pop(corrections, None))
-    elif "sync" in corrections.forms:  # otherwise the next async request takes them along
-        running = _threads.get(corrections)
-        # A forked child has the object of a thread that does not run there.
-        if running is None or not running.is_alive():
-            name = "langchain-quota-corrections"
-            thread = threading.Thread(target=_in_thread, args=[corrections], name=name, daemon=True)
-            _threads[corrections] = thread
-            thread.start()
+        return
+    tasks = _tasks.setdefault(loop, {})
+    if "async" in corrections.forms and corrections not in tasks:
+        task = tasks[corrections] = loop.create_task(_until_sent(corrections))
+        task.add_done_callback(lambda _: tasks.pop(corrections, None))
 
 
-async def _until_sent(
-    corrections: Corrections,
-    sleep: Callable[[float], Awaitable[object]],
-    send: Callable[[], Awaitable[None]],
-) -> None:
+async def _until_sent(corrections: Corrections) -> None:
     wait = _FIRST
-    while corrections.waits():
-        await sleep(wait)
-        wait = min(2 * wait, _LONGEST)
-        await send()
-
-
-def _in_thread(corrections: Corrections) -> None:
-    sleep = in_sync(threading.Event().wait)
-    stepped(_until_sent(corrections, sleep, in_sync(corrections.send_waiting)))
-
-
-async def _in_loop(corrections: Corrections) -> None:
     try:
-        await _until_sent(corrections, asyncio.sleep, corrections.asend_waiting)
+        while corrections.waits():
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST)
+            await corrections.asend_waiting()
     except asyncio.CancelledError:
+        # The event loop ends.
         await corrections.asend_waiting()
         raise
 

@@ -91,7 +91,7 @@ class StoreClient:
         return result
 
     def settle_soon(self, sent: AcquireRequest) -> None:
-        """Charge what was used where nobody can wait: at once in memory, or with the next request."""
+        """Charge where nobody can wait what was used: at once in memory, or with a next request."""
         if isinstance(self.store, MemoryStore):
             # Without counters, for nobody reads what is newly granted there.
             self.settle(replace(sent, counters={}))
