@@ -9,13 +9,8 @@ from langchain_quota.resolved import Asked, ResolvedLimit, ResolvedLimits, Row
 
 
 def raised(limits: ResolvedLimits, granted: Mapping[str, int]) -> ResolvedLimits:
-    """Limits, raised by grants; unchanged without grants.
-
-    Args:
-        limits: The limits.
-        granted: What is granted, by a store's key, or by the name of a counter that it does not
-            keep. A name has a slash in it, and no key has one.
-    """
+    """Limits, raised by what is granted, by a store's key or the name of a counter it has not."""
+    # A name has a slash in it, and no key has one.
     if not granted:
         return limits
     found = [_raised(each, limits.rows(each), granted) for each in limits.limits]
@@ -27,12 +22,7 @@ def raised(limits: ResolvedLimits, granted: Mapping[str, int]) -> ResolvedLimits
 def newly_raised(
     limits: ResolvedLimits, granted: Mapping[str, int]
 ) -> list[tuple[str, Scope, Unit, int]]:
-    """The thresholds that new grants raise, and by how much.
-
-    Args:
-        limits: The limits.
-        granted: What is newly granted, by a store's key.
-    """
+    """The thresholds that new grants raise, and by how much; they are given by a store's key."""
     if not granted:
         return []
     return [
@@ -46,13 +36,7 @@ def newly_raised(
 def asked_again(
     asked: Sequence[Asked], before: ResolvedLimits, after: ResolvedLimits
 ) -> list[Asked]:
-    """What calls have asked of limits, asked of the same limits after grants.
-
-    Args:
-        asked: For each call what it asked.
-        before: The limits.
-        after: The same limits, raised by grants.
-    """
+    """What calls have asked of limits, asked of the same limits after grants."""
     found: dict[int, ResolvedLimit] = {}
     more: dict[tuple[str, str], int] = {}
     for old, new in zip(before.limits, after.limits, strict=True):

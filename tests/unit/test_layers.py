@@ -42,11 +42,11 @@ LAYER = {part: index for index, packages in enumerate(LAYERS) for part in packag
 MIDDLEWARE_LAYERS = [
     {
         "_context",
+        "_form",
         "_forms",
         "_history",
         "_interpreters",
         "_observers",
-        "_reset",
         "_semaphores",
     },
     {"_answers", "_corrections", "_sub_agents", "_tool_counts"},
@@ -65,7 +65,7 @@ MIDDLEWARE_LAYERS = [
         "_unlimited_models",
     },
     {"_base"},
-    {"_resettable"},
+    {"_reset"},
     {"_grantable"},
     {"drop_ins", "quota"},
     {"inline"},

@@ -7,8 +7,7 @@ from langchain_core.runnables import RunnableConfig
 
 from langchain_quota.decision import THREAD
 from langchain_quota.middleware._base import ContextT
-from langchain_quota.middleware._reset import prefix_in
-from langchain_quota.middleware._resettable import Resettable
+from langchain_quota.middleware._reset import Resettable, prefix_in
 from langchain_quota.money import Dollars
 from langchain_quota.resolved import stored_as
 from langchain_quota.stores.grants import Grant, Granting
@@ -49,7 +48,7 @@ class Grantable(Resettable[ContextT, ResponseT]):
             ValueError: An argument is out of bounds, or no such limit has a `thread_limit`.
             QuotaStoreError: The store could not be asked.
         """
-        store, key = self._granting(), self._granted_key(limit, config)
+        store, key = self._granting(limit, config)
         return store.grant(key, amount, until=until, reason=reason, by=by, id=id)
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
@@ -63,32 +62,17 @@ class Grantable(Resettable[ContextT, ResponseT]):
         by: str = "",
         id: str | None = None,  # noqa: A002 - as the field is called
     ) -> Grant:
-        """`grant`, without blocking the event loop.
-
-        Args:
-            config: As in `grant`.
-            amount: As in `grant`.
-            limit: As in `grant`.
-            until: As in `grant`.
-            reason: As in `grant`.
-            by: As in `grant`.
-            id: As in `grant`.
-
-        Raises:
-            TypeError: An argument has the wrong type, or the middleware has no store that gives
-                grants.
-            ValueError: An argument is out of bounds, or no such limit has a `thread_limit`.
-            QuotaStoreError: The store could not be asked.
-        """
-        store, key = self._granting(), self._granted_key(limit, config)
+        """`grant`, without blocking the event loop."""
+        store, key = self._granting(limit, config)
         return await store.agrant(key, amount, until=until, reason=reason, by=by, id=id)
 
-    def _granted_key(self, name: str | None, config: RunnableConfig) -> str:
-        """Where the store counts the thread for the limit that is raised.
-
-        Raises:
-            ValueError: There is no such limit, or no thread.
-        """
+    def _granting(self, name: str | None, config: RunnableConfig) -> tuple[Granting, str]:
+        store: object = None if self._store is None else self._store.store
+        if self._store is None or not isinstance(store, Granting):
+            raise TypeError(
+                f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
+                "store=MemoryStore() or, for several processes, store=RedisStore()"
+            )
         found = {each.name: each for each in self._limits if each.thread_limit is not None}
         thread = config.get("configurable", {}).get("thread_id")
         if thread is None:
@@ -101,19 +85,5 @@ class Grantable(Resettable[ContextT, ResponseT]):
                 f"limit must name one with a thread_limit, not {name!r}: {names}. More of a quota "
                 "is given by the store: store.grant(key, …)"
             )
-        prefix = "" if self._store is None else prefix_in(config, self._store.prefix)
-        return str(CountKey(stored_as(found[name]), THREAD, str(thread), prefix=prefix))
-
-    def _granting(self) -> Granting:
-        """The store.
-
-        Raises:
-            TypeError: There is none, or it gives no grants.
-        """
-        store: object = None if self._store is None else self._store.store
-        if not isinstance(store, Granting):
-            raise TypeError(
-                f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
-                "store=MemoryStore() or, for several processes, store=RedisStore()"
-            )
-        return store
+        prefix = prefix_in(config, self._store.prefix)
+        return store, str(CountKey(stored_as(found[name]), THREAD, str(thread), prefix=prefix))

@@ -1,73 +1,88 @@
-"""The checks and names that `reset` needs."""
+"""A limiter whose threads can be reset."""
 
-from collections.abc import Collection, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from langchain.agents.middleware.types import ResponseT
 from langchain_core.runnables import RunnableConfig
+from langgraph.constants import END
 from langgraph.pregel import Pregel
-from langgraph.types import PregelTask, StateSnapshot
+from langgraph.types import PregelTask
 
 from langchain_quota.decision import THREAD, LimitStatus, QuotaStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
+from langchain_quota.middleware._base import ContextT, Limiter
+from langchain_quota.middleware._form import Form, ask, now
+from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import stored_as
+from langchain_quota.state import UNUSED
 from langchain_quota.stores.keys import CountKey, check_prefix
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 
 
-def own_node(agent: Pregel[Any, Any, Any, Any], middleware: str) -> str:
-    """The node as which a middleware of an agent writes.
+class Resettable(Limiter[Any, ContextT, ResponseT]):
+    """A limiter that resets a thread, in its state and in the store."""
 
-    Raises:
-        TypeError: The agent is not one of `create_agent`: it may be a remote one.
-        ValueError: It does not have the middleware.
-    """
-    if not isinstance(agent, Pregel):
-        raise TypeError(
-            f"agent must be what create_agent made, not a {type(agent).__name__}: do this "
-            "where the agent runs"
-        )
-    beginning = f"{middleware}.before_agent"
-    for node in agent.nodes:
-        if _is(node, beginning):
-            return node
-    raise ValueError(f"the agent does not have the middleware {middleware}")
+    _store: StoreClient | None
+    _clock: Callable[[], float]
 
+    def reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
+        """Set a thread's counts to 0, in its state and in the store.
 
-def check_at_rest(snapshot: StateSnapshot, config: RunnableConfig, nodes: Collection[str]) -> None:
-    """Check that no run of a thread waits to go on.
+        Args:
+            agent: The agent, as `create_agent` made it with this middleware.
+            config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
+                prefix is a function, also `"quota_prefix"`: the prefix of the thread.
 
-    Args:
-        snapshot: The thread's state.
-        config: Names the thread.
-        nodes: The nodes in which the middleware judges.
+        Raises:
+            TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
+            ValueError: The agent does not have this middleware, or the config names no prefix.
+            RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
+            QuotaStoreError: The store could not be asked.
+        """
+        now(self._reset("", agent, config))
 
-    Raises:
-        RuntimeError: The thread has no state, or waits in mid-run.
-    """
-    thread_id = config.get("configurable", {}).get("thread_id")
-    if not snapshot.values:
-        raise RuntimeError(f"thread {thread_id!r} has no state: it has not run yet")
-    if not all(stopped_at_a_limit(task, nodes) for task in snapshot.tasks):
-        raise RuntimeError(
-            f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
-            "the run end, or begin a new one, and then do this"
-        )
+    async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
+        """`reset`, without blocking the event loop."""
+        await self._reset("a", agent, config)
 
+    async def _reset(self, form: Form, agent: Any, config: RunnableConfig) -> None:
+        if not isinstance(agent, Pregel):
+            raise TypeError(
+                f"agent must be what create_agent made, not a {type(agent).__name__}: do this "
+                "where the agent runs"
+            )
+        node = next((each for each in agent.nodes if _is(each, f"{self.name}.before_agent")), None)
+        if node is None:
+            raise ValueError(f"the agent does not have the middleware {self.name}")
+        thread_id = config.get("configurable", {}).get("thread_id")
+        snapshot = await ask(form, agent, "get_state", config)
+        if not snapshot.values:
+            raise RuntimeError(f"thread {thread_id!r} has no state: it has not run yet")
+        if not all(map(self._has_stopped, snapshot.tasks)):
+            raise RuntimeError(
+                f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
+                "the run end, or begin a new one, and then do this"
+            )
+        if self._store is not None:
+            prefix = prefix_in(config, self._store.prefix)
+            keys = thread_keys(self._limits, config, self._clock(), prefix)
+            await ask(form, self._store, "reset", keys)
+        await ask(form, agent, "update_state", config, dict(UNUSED), as_node=node)
+        # The update has made nodes due that must not run.
+        await ask(form, agent, "update_state", config, None, as_node=END)
+        name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
+        self._recorder.record_reset(name, thread_id, list(map(_unused, self._limits)))
 
-def stopped_at_a_limit(task: PregelTask, nodes: Collection[str]) -> bool:
-    """Whether a task failed because a limit ended the run with an exception.
-
-    Args:
-        task: The task.
-        nodes: The nodes in which the middleware judges.
-    """
-    # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
-    error = task.error if isinstance(task.error, str) else repr(task.error)
-    return any(_is(task.name, each) for each in nodes) and error.startswith(_LIMIT_ERRORS)
+    def _has_stopped(self, task: PregelTask) -> bool:
+        """Whether a task failed because a limit ended the run with an exception."""
+        # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
+        error = task.error if isinstance(task.error, str) else repr(task.error)
+        hooks = f"{self.name}.before_model", f"{self.name}.after_model"
+        return any(_is(task.name, each) for each in hooks) and error.startswith(_LIMIT_ERRORS)
 
 
 def _is(node: str, hook: str) -> bool:
@@ -75,40 +90,32 @@ def _is(node: str, hook: str) -> bool:
     return node == hook or node.endswith(f".{hook}")
 
 
-def after_reset(limits: Sequence[Limit]) -> list[LimitStatus]:
-    """The status of a thread's limits when it has used nothing.
+def _unused(limit: Limit) -> LimitStatus:
+    """The status of a thread's limit when it has used nothing."""
 
-    Args:
-        limits: The limits.
-    """
-    return [
-        LimitStatus(
-            limit=limit.name,
-            exit_behavior=limit.exit_behavior,
-            thread_before=0,
-            thread_used=0,
-            thread_limit=_number(limit, "thread_limit", limit.thread_limit),
-            run_before=0,
-            run_used=0,
-            run_limit=None,
-            enforced=limit.enforce,
-            near=limit.near,
-            alert=limit.alert,
-            quotas=tuple(
-                QuotaStatus(quota.name, "", 0, 0, number, per=THREAD)
-                for quota in limit.quotas
-                if quota.per == THREAD
-                and (number := _number(limit, "limit", quota.limit)) is not None
-            ),
-            unit=limit.unit,
-        )
-        for limit in limits
-    ]
+    def number(argument: str, value: object) -> int | None:
+        computed = value is None or callable(value)
+        return None if computed else whole_amount(limit.unit, argument, value)
 
-
-def _number(limit: Limit, argument: str, value: object) -> int | None:
-    """A number as it is counted; `None` for none, and for a function."""
-    return None if value is None or callable(value) else whole_amount(limit.unit, argument, value)
+    return LimitStatus(
+        limit=limit.name,
+        exit_behavior=limit.exit_behavior,
+        thread_before=0,
+        thread_used=0,
+        thread_limit=number("thread_limit", limit.thread_limit),
+        run_before=0,
+        run_used=0,
+        run_limit=None,
+        enforced=limit.enforce,
+        near=limit.near,
+        alert=limit.alert,
+        quotas=tuple(
+            QuotaStatus(quota.name, "", 0, 0, most, per=THREAD)
+            for quota in limit.quotas
+            if quota.per == THREAD and (most := number("limit", quota.limit)) is not None
+        ),
+        unit=limit.unit,
+    )
 
 
 def prefix_in(config: RunnableConfig, prefix: object) -> str:
@@ -122,22 +129,12 @@ def prefix_in(config: RunnableConfig, prefix: object) -> str:
 def thread_keys(
     limits: Sequence[Limit], config: RunnableConfig, now: float, prefix: str = ""
 ) -> list[str]:
-    """Where a store counts a thread's calls.
-
-    Args:
-        limits: The limits.
-        config: Names the thread.
-        now: The time in seconds since the Unix epoch.
-        prefix: What the store's keys begin with, if its prefix is a function.
-    """
+    """Where a store counts a thread's calls, at a time in seconds since the Unix epoch."""
     thread = str(config.get("configurable", {}).get("thread_id"))
-    counts: set[tuple[str, timedelta | None]] = {
-        (stored_as(limit), None) for limit in limits if limit.thread_limit is not None
-    }
-    counts |= {
-        (stored_as(limit), quota.window)
-        for limit in limits
-        for quota in limit.quotas
+    counts = {(stored_as(each), None) for each in limits if each.thread_limit is not None} | {
+        (stored_as(each), quota.window)
+        for each in limits
+        for quota in each.quotas
         if quota.per == THREAD
     }
     return sorted(

@@ -1,0 +1,30 @@
+"""One body for the sync and the async form of a method."""
+
+from collections.abc import Coroutine
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+Form = Literal["", "a"]
+"""What the names of methods in a form begin with."""
+
+
+async def ask(form: Form, whom: Any, method: str, *args: Any, **options: Any) -> Any:
+    """What a method gives, in a form."""
+    given = getattr(whom, form + method)(*args, **options)
+    return await given if form else given
+
+
+def now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine gives that waits for nothing: in the sync form.
+
+    Raises:
+        RuntimeError: It waits.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        given: T = done.value
+        return given
+    coroutine.close()
+    raise RuntimeError("the sync form of a method waits for an event loop: call the async form")
