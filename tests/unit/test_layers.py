@@ -52,7 +52,7 @@ MIDDLEWARE_LAYERS = [
     {"_answers", "_corrections", "_sub_agents", "_tool_counts"},
     {"_abandoned", "_repeats", "_root_run", "_spending", "_turn"},
     {"_calls", "_settlements"},
-    {"_let_through", "_questions"},
+    {"_let_through"},
     {"_late_use", "_model_calls", "_store", "_tool_calls", "_wiring"},
     {"_asking", "_charging", "_leases", "_other_runs"},
     {"_budgets", "_charged_response", "_model_request", "_offered_tools", "_root_subject"},

@@ -34,15 +34,10 @@ def is_answered() -> bool:
 
 
 def read_answer(resumed: object, offered: Mapping[str, int], units: Mapping[str, Unit]) -> Answer:
-    """The answer that a run is resumed with: LangChain's `HITLResponse`, which may have an amount.
-
-    Args:
-        resumed: What the run is resumed with.
-        offered: How much an approval grants, by the name of the limit.
-        units: What these limits count, by name.
+    """The answer that a run is resumed with: a `HITLResponse`, which may have an amount.
 
     Raises:
-        ValueError: It is no such answer.
+        ValueError: It is none.
     """
     match resumed:
         case {"decisions": [{"type": "approve" | "reject" as kind, **said}], **others}:

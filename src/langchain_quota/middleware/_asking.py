@@ -1,32 +1,45 @@
-"""Asks people at the limits of a middleware."""
+"""Asks a person at a limit whether the run may go on, and grants what the person answers.
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware`, which existing
+interfaces show: one action, whose arguments say how much more each limit would grant.
+"""
 
-from langchain_quota.admission import AcquireResult
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple, Self, TypeVar
+
+from langgraph.errors import GraphInterrupt
+from langgraph.types import interrupt
+
+from langchain_quota import messages
+from langchain_quota.admission import AcquireResult, Hits, admit
+from langchain_quota.decision import STORE, Answer, Scope, Unit
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._answers import KEPT
+from langchain_quota.middleware._answers import ACTION, KEPT, read_answer
+from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._context import call_context
-from langchain_quota.middleware._questions import Ask, RequestT, question_of
+from langchain_quota.middleware._form import Form, ask
+from langchain_quota.money import as_dollars
+from langchain_quota.raised import raised
 from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.state import ledger
 from langchain_quota.stores import QuotaStore
-from langchain_quota.stores.grants import Granting
+from langchain_quota.stores.grants import MAX_TEXT, Granting
 from langchain_quota.telemetry.recorder import Recorder
+
+RequestT = TypeVar("RequestT", bound=Request)
+_Needs = Mapping[tuple[str, Scope], int]
+"""How much more calls need, by limit and scope."""
 
 
 class Questions:
-    """Asks people at the limits of a middleware, and grants what they answer.
-
-    Args:
-        limit: The name of the first limit that asks.
-        store: Grants more of what it counts; `None` where the state counts alone.
-        recorder: Counts questions and answers.
-    """
+    """Asks people at the limits of a middleware, of which the first one that asks has a name."""
 
     def __init__(self, limit: str, store: Granting | None, recorder: Recorder) -> None:
         self._limit = limit
+        # `None` where the state counts alone.
         self._store = store
         self._recorder = recorder
 
@@ -47,67 +60,206 @@ class Questions:
                 "needs a checkpointer: create_agent(…, checkpointer=…)"
             )
 
-    def put(
+    async def put(  # noqa: PLR0913, PLR0917 - what a hook has at hand
         self,
+        form: Form,
         request: RequestT,
         result: AcquireResult,
         limits: ResolvedLimits,
-        ask: Ask[RequestT],
-        acquire: Callable[[RequestT], AcquireResult],
+        request_for: Callable[[ResolvedLimits], RequestT | None],
+        acquire: Callable[[RequestT], AcquireResult | Awaitable[AcquireResult]],
     ) -> tuple[RequestT, AcquireResult]:
         """Ask a person about refused calls, if that helps; the newest request, and its result.
-
-        Args:
-            request: The calls.
-            result: The answer to them, before a person is asked.
-            limits: The limits for which the request was made.
-            ask: Makes a request.
-            acquire: Gets the answer to a request.
 
         Raises:
             QuotaStoreError: The store could not be asked. Resume the run again: nothing is granted
                 twice.
         """
         question = question_of(request, result)
-        question.put(self._recorder)
-        if question.is_rejected:
+        answer = self._answered(question) if question.exhausted else None
+        request.answer = answer
+        if answer is not None and answer.type == "reject":
             return request, result
-        with self._keeping_answer():
-            for key, grant in question.of_store():
-                self._granting().grant(key, **grant)
-        again = question.again(limits, ask)
-        return again, acquire(again)
-
-    async def aput(
-        self,
-        request: RequestT,
-        result: AcquireResult,
-        limits: ResolvedLimits,
-        ask: Ask[RequestT],
-        acquire: Callable[[RequestT], Awaitable[AcquireResult]],
-    ) -> tuple[RequestT, AcquireResult]:
-        """`put`, without blocking the event loop."""
-        question = question_of(request, result)
-        question.put(self._recorder)
-        if question.is_rejected:
-            return request, result
-        with self._keeping_answer():
-            for key, grant in question.of_store():
-                await self._granting().agrant(key, **grant)
-        again = question.again(limits, ask)
-        return again, await acquire(again)
-
-    @contextmanager
-    def _keeping_answer(self) -> Iterator[None]:
+        granted = question.granted(answer.granted if answer else {})
         try:
-            yield
+            for each in granted:
+                if each.key is not None:
+                    await ask(form, self._store, "grant", each.key, **question.grant(each))
         except QuotaStoreError as error:
             self._recorder.record_error("store", error)
             raise QuotaStoreError(KEPT) from error
+        # A store that has charged the request once answers the same when the run is resumed again.
+        more = {each.counter: each.amount for each in granted if each.key is None}
+        again = request_for(raised(limits, more))
+        assert again is not None  # noqa: S101 - for the type checker: the calls wait
+        again.answer = answer
+        if more:
+            known = ledger(request.state).get("granted") or {}
+            again.granted = {**known, **{name: known.get(name, 0) + more[name] for name in more}}
+        # Nobody is asked about what is refused now.
+        asking = again.limits.asking
+        again.stops = {name: n for name, n in again.stops.items() if name not in asking}
+        given: Any = acquire(again)
+        return again, await given if form else given
 
-    def _granting(self) -> Granting:
-        assert self._store is not None  # noqa: S101 - for the type checker: it keeps the key
-        return self._store
+    def _answered(self, question: "Question") -> Answer:
+        """What the person answers: LangGraph interrupts the run here, and resumes it with it.
+
+        Raises:
+            GraphInterrupt: Nobody has answered yet.
+        """
+        context, task = question.request.context, question.request.task
+        limits = sorted(question.offered)
+        problem = ""
+        while True:
+            try:
+                resumed = interrupt(question.payload(problem))
+            except GraphInterrupt:
+                name = context.task(f"{task}/question")
+                self._recorder.record_question(context.agent, limits, problem, name)
+                raise
+            try:
+                answer = read_answer(resumed, question.offered, question.units)
+                break
+            except ValueError as error:
+                # LangGraph keeps an answer: only a new question can get another one.
+                problem = f"The answer could not be used: {error}. "
+        name = context.task(f"{task}/answer")
+        if self._recorder.record_answer(context.agent, limits, answer, name):
+            granted = [
+                (each.limit.name, each.scope, each.limit.unit, each.amount)
+                for each in question.granted(answer.granted)
+                if each.key is None
+            ]
+            self._recorder.record_granted(context.agent, granted)
+        return answer
+
+
+class Exhausted(NamedTuple):
+    """A threshold that an approval raises, and by how much."""
+
+    limit: Limit
+    scope: Scope
+    counter: str
+    # Where a store keeps the count; `None` if the thread's state does.
+    key: str | None
+    amount: int = 0
+
+
+class Question:
+    """The question to a person: may calls run that limits refuse?"""
+
+    def __init__(self, request: Request, result: AcquireResult, needs: _Needs) -> None:
+        self.request = request
+        self._result = result
+        # The thresholds to raise so that the calls run; empty if that would not help.
+        self.exhausted: list[Exhausted] = []
+        # How much an approval grants, by the name of the limit.
+        self.offered: dict[str, int] = {}
+        in_state = ledger(request.state).get("granted") or {}
+        for resolved in request.limits.limits if needs else ():
+            limit = resolved.limit
+            rows = [
+                row for row in request.limits.rows(resolved) if (limit.name, row.scope) in needs
+            ]
+            if not rows:
+                continue
+            grant = getattr(limit, "grant", None)
+            # By default as much as the limit says without grants.
+            own = min(
+                (row.most or 0) - result.granted.get(row.counter, 0) - in_state.get(row.counter, 0)
+                for row in rows
+            )
+            if grant is not None:
+                own = whole_amount(limit.unit, "grant", grant)
+            self.offered[limit.name] = max(own, *(needs[limit.name, row.scope] for row in rows))
+            for row in rows:
+                key = request.sent and request.sent.counters[row.counter].key
+                self.exhausted.append(Exhausted(limit, row.scope, row.counter, key))
+
+    @property
+    def units(self) -> dict[str, Unit]:
+        """What the limits count to which an approval grants more, by name."""
+        return {each.limit.name: each.limit.unit for each in self.exhausted}
+
+    def granted(self, given: Mapping[str, int]) -> Sequence[Exhausted]:
+        """What is granted, once for each count: limits can share one, and the most is granted."""
+        most: dict[str, Exhausted] = {}
+        for each in self.exhausted:
+            amount = given.get(each.limit.name, 0)
+            if amount > (most[each.counter].amount if each.counter in most else 0):
+                most[each.counter] = each._replace(amount=amount)
+        return [*most.values()]
+
+    def payload(self, problem: str) -> dict[str, Any]:
+        """The question as a `HITLRequest`, after an answer with a problem, if there was one."""
+        units = self.units
+        args = {
+            name: as_dollars(amount).replace("$", "").replace(",", "")
+            if units[name] == "microdollars"
+            else amount
+            for name, amount in self.offered.items()
+        }
+        _, breaches = self.request.decided(self._result)
+        asked = [each for each in breaches if each.limit.limit.name in self.offered]
+        text = problem + messages.question(asked, self.offered, units)
+        return {
+            "action_requests": [{"name": ACTION, "args": args, "description": text}],
+            "review_configs": [{"action_name": ACTION, "allowed_decisions": ["approve", "reject"]}],
+        }
+
+    def grant(self, granted: Exhausted) -> dict[str, Any]:
+        """The arguments of `store.grant`, which are the same each time the run is resumed."""
+        context, answer = self.request.context, self.request.answer
+        assert answer is not None  # noqa: S101 - for the type checker: it is granted
+        amount = granted.amount
+        thread = "" if context.run_thread_id is None else str(context.run_thread_id)
+        reason = answer.message or f"a person was asked in thread {thread!r}"
+        return {
+            "amount": Decimal(amount).scaleb(-6)
+            if granted.limit.unit == "microdollars"
+            else amount,
+            "id": f"{context.step(self.request.task)}/{granted.counter}"[:MAX_TEXT],
+            "by": answer.by[:MAX_TEXT],
+            "reason": reason[:MAX_TEXT],
+        }
+
+
+def question_of(request: Request, result: AcquireResult) -> Question:
+    """The question whose answer can let calls run; it has nothing `exhausted` if no answer can."""
+    needs: _Needs = {}
+    while True:
+        question = Question(request, result, needs)
+        found = _needed(request, result, question.granted(question.offered))
+        if found is None:
+            return Question(request, result, {})
+        # A grant also raises limits that do not ask: then more calls run, and need more.
+        more = {name: max(found.get(name, 0), needs.get(name, 0)) for name in {**needs, **found}}
+        if more == needs:
+            return question
+        needs = more
+
+
+def _needed(request: Request, result: AcquireResult, granted: Sequence[Exhausted]) -> _Needs | None:
+    """How much more the calls need that no other limit refuses; `None` if they never run."""
+    asking = request.limits.asking
+    # The answer if all that these calls need were granted.
+    hits = [
+        Hits(amounts, tuple(t for t in over if t.limit not in asking or t.scope == STORE))
+        for amounts, over in request.hits
+    ]
+    stops = {name: after for name, after in request.stops.items() if name not in asking}
+    free = admit(hits, result.used, stops, {each.counter: each.amount for each in granted})
+    if free.stopped or (request.sent is not None and not request.answered):
+        return None
+    needs: dict[tuple[str, Scope], int] = {}
+    added = free.charged(hits)
+    for (_, thresholds), runs in zip(request.hits, free.admitted, strict=True):
+        for each in thresholds if runs else ():
+            lacking = result.used[each.counter] + added[each.counter] - each.most
+            if each.limit in asking and lacking > 0:
+                needs[each.limit, each.scope] = lacking
+    return needs
 
 
 def questions_of(

@@ -24,6 +24,7 @@ from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._charged_response import ChargedResponse, has_ended
 from langchain_quota.middleware._context import CallContext
 from langchain_quota.middleware._current_limits import CurrentLimits
+from langchain_quota.middleware._form import now
 from langchain_quota.middleware._grantable import Grantable
 from langchain_quota.middleware._model_request import shaped
 from langchain_quota.middleware._observers import Observer, Observers
@@ -185,7 +186,8 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         request = ask(first)
         result = self._acquire(request)
         if self._asking is not None and result.stopped:
-            request, result = self._asking.put(request, result, first, ask, self._acquire)
+            asked = self._asking.put("", request, result, first, ask, self._acquire)
+            request, result = now(asked)
         return self._take_effect(request, self._let_through(request, result))
 
     @hook_config(can_jump_to=["end"])
@@ -211,7 +213,8 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         request = ask(first)
         result = await self._aacquire(request)
         if self._asking is not None and result.stopped:
-            request, result = await self._asking.aput(request, result, first, ask, self._aacquire)
+            asked = self._asking.put("a", request, result, first, ask, self._aacquire)
+            request, result = await asked
         return await self._atake_effect(request, self._let_through(request, result))
 
     @hook_config(can_jump_to=["end"])
@@ -238,7 +241,8 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             return None
         result = self._acquire(request)
         if self._asking is not None and result.stopped:
-            request, result = self._asking.put(request, result, limits, ask, self._acquire)
+            asked = self._asking.put("", request, result, limits, ask, self._acquire)
+            request, result = now(asked)
         conclusion = tool_calls.conclude(request, result, has_caps=self._at_once is not None)
         return self._take_effect(request, conclusion)
 
@@ -266,7 +270,8 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             return None
         result = await self._aacquire(request)
         if self._asking is not None and result.stopped:
-            request, result = await self._asking.aput(request, result, limits, ask, self._aacquire)
+            asked = self._asking.put("a", request, result, limits, ask, self._aacquire)
+            request, result = await asked
         conclusion = tool_calls.conclude(request, result, has_caps=self._at_once is not None)
         return await self._atake_effect(request, conclusion)
 
