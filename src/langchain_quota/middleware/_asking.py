@@ -174,7 +174,7 @@ class Question:
                 own = whole_amount(limit.unit, "grant", grant)
             self.offered[limit.name] = max(own, *(needs[limit.name, row.scope] for row in rows))
             for row in rows:
-                key = request.sent and request.sent.counters[row.counter].key
+                key = None if request.sent is None else request.sent.counters[row.counter].key
                 self.exhausted.append(Exhausted(limit, row.scope, row.counter, key))
 
     @property

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial, wraps
@@ -16,9 +15,10 @@ from langgraph.types import Command
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.admission import AcquireRequest, Compensation, Counter
 from langchain_quota.decision import Decision, Outcome, Refund
 from langchain_quota.limits import ToolCallLimit
+from langchain_quota.middleware._form import Form, ask, now
 from langchain_quota.middleware._history import answer, answer_of_refused
 from langchain_quota.middleware._leases import Lease, pauses
 from langchain_quota.middleware._observers import Observers
@@ -54,10 +54,14 @@ class Place:
         self._task_over = True
         return not self._threads
 
-    def free(self) -> None:
-        """Give the slots back."""
-        for slot in self.slots:
-            slot.give_back()
+    async def end(self, form: Form) -> None:
+        """Give back the lease and the slots."""
+        try:
+            if self.lease is not None:
+                await ask(form, self.lease, "end")
+        finally:
+            for slot in self.slots:
+                slot.give_back()
 
     def watching(self, request: ToolCallRequest) -> ToolCallRequest:
         """The request, with a tool whose thread keeps the place: a cancelled run does not end it.
@@ -86,10 +90,7 @@ class Place:
             finally:
                 self._threads.pop()
                 if (self._task_over or loop.is_closed()) and not self._threads:
-                    # First what needs no answer.
-                    self.free()
-                    if self.lease is not None:
-                        self.lease.end()
+                    now(self.end(""))
 
         watched_tool = copy(tool)
         vars(watched_tool)["_run"] = watched
@@ -129,32 +130,13 @@ class AtOnce:
             return handler(request)
         place = Place()
         try:
-            with self._cancellable(turn):
-                for count, most in turn.needs:
-                    slot = self._semaphores.of(count).take(most, turn.until - time.monotonic())
-                    place.slots.append(slot)
-                    turn.met(count, slot)
-                    if not slot.taken:
-                        break
-                else:
-                    place.lease = self._lease(turn)
-            if place.lease is not None:
-                place.lease.keep()
-            refusal, refund = self._judged(turn)
-            if refusal is not None:
-                self._observers.notify([refusal], None)
-                if refund is not None and self._store is not None:
-                    self._store.settle(refund)
-                if refusal.outcome is Outcome.BLOCKED:
-                    return self._answer(turn, refusal)
+            answered = now(self._begin("", turn, place))
+            if answered is not None:
+                return answered
             with turn.trying():
                 return handler(request)
         finally:
-            try:
-                if place.lease is not None:
-                    place.lease.end()
-            finally:
-                place.free()
+            now(place.end(""))
 
     async def amake(self, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
         """Make a tool call when it may run; if its wait is over first, answer it instead."""
@@ -163,54 +145,46 @@ class AtOnce:
             return await handler(request)
         place = Place()
         try:
-            with self._cancellable(turn):
-                for count, most in turn.needs:
-                    semaphore = self._semaphores.of(count)
-                    slot = await semaphore.atake(most, turn.until - time.monotonic())
-                    place.slots.append(slot)
-                    turn.met(count, slot)
-                    if not slot.taken:
-                        break
-                else:
-                    place.lease = await self._alease(turn)
-            if place.lease is not None:
-                place.lease.akeep()
-            refusal, refund = self._judged(turn)
-            if refusal is not None:
-                await self._observers.anotify([refusal], None)
-                if refund is not None and self._store is not None:
-                    await self._store.asettle(refund)
-                if refusal.outcome is Outcome.BLOCKED:
-                    return self._answer(turn, refusal)
+            answered = await self._begin("a", turn, place)
+            if answered is not None:
+                return answered
             with turn.trying():
                 return await handler(place.watching(request))
         finally:
             if place.task_over():
-                try:
-                    if place.lease is not None:
-                        await place.lease.aend()
-                finally:
-                    place.free()
+                await place.end("a")
 
-    def _lease(self, turn: Turn) -> Lease | None:
-        """Wait for a place in the store; `None` where it keeps none for this call."""
-        if self._leases is None:
-            return None
-        lease = Lease(self._leases, turn.limits.values())
+    async def _begin(self, form: Form, turn: Turn, place: Place) -> ToolMessage | None:
+        """Wait for a call's place, visibly; the answer to a call that may not run."""
         try:
-            result = lease.ask()
-            for pause in pauses(turn.until):
-                if result is None or result.admitted[0]:
+            for count, most in turn.needs:
+                left = turn.until - time.monotonic()
+                slot = await ask(form, self._semaphores.of(count), "take", most, left)
+                place.slots.append(slot)
+                turn.met(count, slot)
+                if not slot.taken:
                     break
-                turn.waits = True
-                time.sleep(pause)
-                result = lease.ask()
+            else:
+                place.lease = await self._lease(form, turn)
         except BaseException:
-            lease.give_back_later()
+            name = turn.waited_for or next(iter(turn.limits))
+            seconds = time.monotonic() - turn.began
+            self._recorder.record_wait(turn.call.agent, name, "cancelled", seconds)
             raise
-        return self._leased(turn, lease, result)
+        if place.lease is not None:
+            (place.lease.akeep if form else place.lease.keep)()
+        decision = turn.decision(self._outage)
+        self._recorder.record_turn(decision, turn.waited_for, turn.waited)
+        if decision.outcome is Outcome.ALLOWED:
+            return None
+        blocked = decision.outcome is Outcome.BLOCKED
+        refund = self._refund(turn) if blocked else None
+        await ask(form, self._observers, "notify", [decision], None)
+        if refund is not None and self._store is not None:
+            await ask(form, self._store, "settle", refund)
+        return self._answer(turn, decision) if blocked else None
 
-    async def _alease(self, turn: Turn) -> Lease | None:
+    async def _lease(self, form: Form, turn: Turn) -> Lease | None:
         """Wait for a place in the store; `None` where it keeps none for this call.
 
         Raises:
@@ -220,22 +194,22 @@ class AtOnce:
             return None
         lease = Lease(self._leases, turn.limits.values())
         try:
-            result = await lease.aask()
+            result = await lease.ask(form)
             for pause in pauses(turn.until):
                 if result is None or result.admitted[0]:
                     break
                 turn.waits = True
-                await asyncio.sleep(pause)
-                result = await lease.aask()
+                if form:
+                    await asyncio.sleep(pause)
+                else:
+                    time.sleep(pause)  # noqa: ASYNC251 - in the sync form
+                result = await lease.ask(form)
         except asyncio.CancelledError:
-            await lease.agive_back()
+            await lease.give_back(form)
             raise
         except BaseException:
             lease.give_back_later()
             raise
-        return self._leased(turn, lease, result)
-
-    def _leased(self, turn: Turn, lease: Lease, result: AcquireResult | None) -> Lease | None:
         turn.learned(result)
         if result is None:
             # The store may have counted it.
@@ -243,25 +217,6 @@ class AtOnce:
             self._recorder.record_fallback(turn.call.agent, self._outage, 1)
             return None
         return lease if result.admitted[0] else None
-
-    @contextmanager
-    def _cancellable(self, turn: Turn) -> Iterator[None]:
-        """Record the wait of a call that ends in an exception, such as its cancellation."""
-        try:
-            yield
-        except BaseException:
-            name = turn.waited_for or next(iter(turn.limits))
-            seconds = time.monotonic() - turn.began
-            self._recorder.record_wait(turn.call.agent, name, "cancelled", seconds)
-            raise
-
-    def _judged(self, turn: Turn) -> tuple[Decision | None, AcquireRequest | None]:
-        """Make the wait visible; what refuses the call or would, and what a store takes back."""
-        decision = turn.decision(self._outage)
-        self._recorder.record_turn(decision, turn.waited_for, turn.waited)
-        refused = decision.outcome is Outcome.BLOCKED
-        shown = None if decision.outcome is Outcome.ALLOWED else decision
-        return shown, self._refund(turn) if refused else None
 
     def _refund(self, turn: Turn) -> AcquireRequest | None:
         """Give back what the call was charged: it does not run.

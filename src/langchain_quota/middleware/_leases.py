@@ -24,6 +24,8 @@ from langchain_quota.admission import (
 )
 from langchain_quota.decision import AT_ONCE
 from langchain_quota.limits import ToolCallLimit
+from langchain_quota.locks import fork_safe_lock
+from langchain_quota.middleware._form import Form, ask, now
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import stored_as
 from langchain_quota.stores.keys import CountKey
@@ -60,32 +62,31 @@ class Lease:
         self._open: list[str] = []
         self._over = False
         self._ended = Event()
-        self._idle = Event()
-        self._idle.set()
+        self._renewing = fork_safe_lock()
         self._kept = False
         # What renews it in an event loop, if something does.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken: asyncio.Event
         self._keeper: asyncio.Task[None]
 
-    def ask(self) -> AcquireResult | None:
+    async def ask(self, form: Form, *settled: Compensation) -> AcquireResult | None:
         """Hold the place, if there is one; `None` if the store does not answer."""
-        return self._answered(self._store.ask(self._request()))
+        name = f"{self._id}/{self._number}"
+        if name not in self._open:
+            self._open.append(name)
+        request = AcquireRequest(
+            name, uuid4().hex, self._counters, self._hits, compensations=settled
+        )
+        result: AcquireResult | None = await ask(form, self._store, "ask", request)
+        if result is not None:
+            # What was held before is given back.
+            self._open = [name] if all(result.admitted) else []
+        return result
 
-    async def aask(self) -> AcquireResult | None:
-        """Hold the place, if there is one; `None` if the store does not answer."""
-        return self._answered(await self._store.aask(self._request()))
-
-    def give_back(self) -> None:
+    async def give_back(self, form: Form) -> None:
         """Give the place back; what cannot be sent now is sent with the next request."""
         if self._open:
-            self._store.settle(self._return())
-            self._open.clear()
-
-    async def agive_back(self) -> None:
-        """Give the place back; what cannot be sent now is sent with the next request."""
-        if self._open:
-            await self._store.asettle(self._return())
+            await ask(form, self._store, "settle", self._return())
             self._open.clear()
 
     def give_back_later(self) -> None:
@@ -109,10 +110,9 @@ class Lease:
         if not self._told():
             self._ended.set()
             # A renewal that is being sent would hold again what is given back.
-            self._idle.wait()
-            # A store that serves only event loops gets it with the next request.
-            with suppress(TypeError):
-                self.give_back()
+            with self._renewing, suppress(TypeError):
+                # A store that serves only event loops gets it with the next request.
+                now(self.give_back(""))
 
     async def aend(self) -> None:
         """Note that the call has ended in its event loop, and give its place back."""
@@ -128,7 +128,7 @@ class Lease:
             await asyncio.shield(self._keeper)
         finally:
             if self._keeper.done():
-                await self.agive_back()
+                await self.give_back("a")
 
     def _told(self) -> bool:
         """Note that the call is over; whether its event loop gives the place back."""
@@ -148,12 +148,9 @@ class Lease:
         # A store that serves only event loops cannot be asked here: the lease ends by itself.
         with suppress(TypeError):
             while not (self._ended.wait(SLOT_LEASE / RENEWALS) or self._over):
-                self._idle.clear()
-                try:
+                with self._renewing:
                     if not (self._over or self._renews()):
-                        self._renewed(self._store.ask(self._renewal()))
-                finally:
-                    self._idle.set()
+                        now(self._renew(""))
 
     async def _akeep(self) -> None:
         while not self._over:
@@ -161,40 +158,22 @@ class Lease:
                 async with asyncio.timeout(SLOT_LEASE / RENEWALS):
                     await self._woken.wait()
             except TimeoutError:
-                self._renewed(await self._store.aask(self._renewal()))
-        await self.agive_back()
+                await self._renew("a")
+        await self.give_back("a")
 
-    def _request(self, *compensations: Compensation) -> AcquireRequest:
-        name = f"{self._id}/{self._number}"
-        if name not in self._open:
-            self._open.append(name)
-        return AcquireRequest(
-            name, uuid4().hex, self._counters, self._hits, compensations=compensations
-        )
-
-    def _answered(self, result: AcquireResult | None) -> AcquireResult | None:
-        if result is not None and not all(result.admitted):
-            self._open.clear()
-        return result
-
-    def _renewal(self) -> AcquireRequest:
-        settled = self._settled()
+    async def _renew(self, form: Form) -> None:
+        settled = self._return().compensations
         self._number += 1
-        return self._request(*settled)
-
-    def _renewed(self, result: AcquireResult | None) -> None:
-        if result is not None:
-            # What was held before is given back. If others have taken the place, it is lost.
-            del self._open[:-1]
+        await self.ask(form, *settled)
 
     def _return(self) -> AcquireRequest:
-        counters = {each.key: Counter(each.key) for each in self._counters.values() if each.key}
-        return AcquireRequest("", "", counters, compensations=self._settled())
-
-    def _settled(self) -> tuple[Compensation, ...]:
         """What gives back all that may be held."""
-        nothing = {each.key: 0 for each in self._counters.values() if each.key}
-        return tuple(Compensation(f"{each}/returned", nothing, settles=each) for each in self._open)
+        counters = {each.key: Counter(each.key) for each in self._counters.values() if each.key}
+        settled = [
+            Compensation(f"{each}/returned", dict.fromkeys(counters, 0), settles=each)
+            for each in self._open
+        ]
+        return AcquireRequest("", "", counters, compensations=tuple(settled))
 
 
 def pauses(until: float) -> Iterator[float]:
