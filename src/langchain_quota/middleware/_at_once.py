@@ -133,8 +133,7 @@ class AtOnce:
             answered = now(self._begin("", turn, place))
             if answered is not None:
                 return answered
-            with turn.trying():
-                return handler(request)
+            return handler(request)
         finally:
             now(place.end(""))
 
@@ -148,8 +147,7 @@ class AtOnce:
             answered = await self._begin("a", turn, place)
             if answered is not None:
                 return answered
-            with turn.trying():
-                return await handler(place.watching(request))
+            return await handler(place.watching(request))
         finally:
             if place.task_over():
                 await place.end("a")
@@ -175,14 +173,16 @@ class AtOnce:
             (place.lease.akeep if form else place.lease.keep)()
         decision = turn.decision(self._outage)
         self._recorder.record_turn(decision, turn.waited_for, turn.waited)
-        if decision.outcome is Outcome.ALLOWED:
-            return None
-        blocked = decision.outcome is Outcome.BLOCKED
-        refund = self._refund(turn) if blocked else None
-        await ask(form, self._observers, "notify", [decision], None)
-        if refund is not None and self._store is not None:
-            await ask(form, self._store, "settle", refund)
-        return self._answer(turn, decision) if blocked else None
+        if decision.outcome is not Outcome.ALLOWED:
+            blocked = decision.outcome is Outcome.BLOCKED
+            refund = self._refund(turn) if blocked else None
+            await ask(form, self._observers, "notify", [decision], None)
+            if refund is not None and self._store is not None:
+                await ask(form, self._store, "settle", refund)
+            if blocked:
+                return self._answer(turn, decision)
+        turn.runs()
+        return None
 
     async def _lease(self, form: Form, turn: Turn) -> Lease | None:
         """Wait for a place in the store; `None` where it keeps none for this call.

@@ -2,8 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -48,13 +47,9 @@ class Turn:
         """Whether it has run before: then a middleware around this one tries it again."""
         return _tried.get(id(self.runtime)) is self.runtime
 
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Note that it has run, when the block ends."""
-        try:
-            yield
-        finally:
-            _tried[id(self.runtime)] = self.runtime
+    def runs(self) -> None:
+        """Note that it runs."""
+        _tried[id(self.runtime)] = self.runtime
 
     @property
     def needs(self) -> list[tuple[str, int | None]]:
