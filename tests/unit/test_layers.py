@@ -43,7 +43,6 @@ MIDDLEWARE_LAYERS = [
     {
         "_context",
         "_form",
-        "_forms",
         "_history",
         "_interpreters",
         "_observers",

@@ -1,8 +1,9 @@
 """One body for the sync and the async form of a method."""
 
-from collections.abc import Coroutine
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Form = Literal["", "a"]
@@ -13,6 +14,15 @@ async def ask(form: Form, whom: Any, method: str, *args: Any, **options: Any) ->
     """What a method gives, in a form."""
     given = getattr(whom, form + method)(*args, **options)
     return await given if form else given
+
+
+def in_sync(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+    """A sync function that can be awaited; to await it never waits."""
+
+    async def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return call(*args, **kwargs)
+
+    return called
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -23,7 +23,7 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations, send_later
-from langchain_quota.middleware._forms import in_sync, stepped
+from langchain_quota.middleware._form import in_sync, now
 from langchain_quota.raised import newly_raised
 from langchain_quota.resolved import Outage
 from langchain_quota.stores import QuotaStore, QuotaUsage
@@ -56,7 +56,7 @@ class StoreClient:
 
     def acquire(self, request: Request) -> AcquireResult:
         """The store's answer or, without one, the answer from the state's counts."""
-        return stepped(self._acquire(request, in_sync(self.store.acquire)))
+        return now(self._acquire(request, in_sync(self.store.acquire)))
 
     async def aacquire(self, request: Request) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
@@ -75,7 +75,7 @@ class StoreClient:
 
     def settle(self, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held: now, or later if it cannot be sent."""
-        return stepped(self._settle(sent, in_sync(self.store.acquire)))
+        return now(self._settle(sent, in_sync(self.store.acquire)))
 
     async def asettle(self, sent: AcquireRequest) -> AcquireResult | None:
         """`settle`, without blocking the event loop."""
@@ -100,7 +100,7 @@ class StoreClient:
 
     def ask(self, sent: AcquireRequest) -> AcquireResult | None:
         """The store's answer; `None` if there is none: then nothing is corrected later."""
-        return stepped(self._ask(sent, in_sync(self.store.acquire)))
+        return now(self._ask(sent, in_sync(self.store.acquire)))
 
     async def aask(self, sent: AcquireRequest) -> AcquireResult | None:
         """`ask`, without blocking the event loop."""
@@ -114,7 +114,7 @@ class StoreClient:
 
     def peek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
         """What is kept under each key that the store has; `None` if it does not answer."""
-        return stepped(self._peek(keys, in_sync(self.store.peek)))
+        return now(self._peek(keys, in_sync(self.store.peek)))
 
     async def apeek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
         """`peek`, without blocking the event loop."""
@@ -130,7 +130,7 @@ class StoreClient:
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set what is used of keys to 0. Corrections of them that wait are made first."""
-        stepped(self._reset(keys, in_sync(self.store.acquire), in_sync(self.store.reset)))
+        now(self._reset(keys, in_sync(self.store.acquire), in_sync(self.store.reset)))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
@@ -198,7 +198,7 @@ class StoreClient:
 
     def send_waiting(self) -> None:
         """Send the corrections that wait."""
-        stepped(self._send_waiting(in_sync(self.store.acquire)))
+        now(self._send_waiting(in_sync(self.store.acquire)))
 
     async def asend_waiting(self) -> None:
         """Send the corrections that wait."""
