@@ -8,14 +8,8 @@ from langchain_quota.resolved import Asked
 
 
 def hits_of(calls: Sequence[Call], asked: Sequence[Asked]) -> tuple[list[Hits], list[int]]:
-    """What the calls would add to counts, and for each call the index of its hits.
-
-    Calls that share an id are one call to the agent: they ask together.
-
-    Args:
-        calls: The calls.
-        asked: For each call what it asks.
-    """
+    """What the calls would add to counts, and for each call the index of its hits."""
+    # Calls that share an id are one call to the agent: they ask together.
     hits: list[Hits] = []
     index_of: list[int] = []
     by_id: dict[str, int] = {}

@@ -34,21 +34,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     spent: int | None = None,
     needs: int = 0,
 ) -> LimitStatus:
-    """The status of a limit at one call.
-
-    Args:
-        limit: The limit.
-        rows: Its counts.
-        counts: The counts before the call, by name.
-        amount: What the call adds to counts of calls; 0 if it does not run.
-        refused_at: The scope at which the limit refuses the call, if it does.
-        charging: Whether a call that it admits is charged to it now; if not, it is counted when it
-            has returned.
-        refusal_does: What its refusals do in this batch, in place of the limit's `exit_behavior`.
-            At a call that it admits, the status still says `"ask"`, if the limit asks.
-        spent: What the call has used of a budget, if the call is done.
-        needs: What the call may need of a budget.
-    """
+    """The status of a limit at one call."""
     of_thread, of_run, *of_quotas = rows
     thread, run = counts[of_thread.counter], counts[of_run.counter]
     runs = amount > 0
@@ -108,21 +94,10 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     charging: bool = True,
     exits: Mapping[str, Exit] = MappingProxyType({}),
 ) -> list[Decision]:
-    """The decision about each call.
-
-    A call runs only if every limit that matches it admits it; a refused call is charged to none. If
-    refusals stop the batch, what was not refused is skipped. A limit that is not enforced refuses
-    nothing: the call runs, and is counted.
-
-    Args:
-        calls: The calls.
-        asked: For each call what it asked.
-        index_of: For each call the index of its hits.
-        result: The answer.
-        charging: Whether admitted calls are charged now; a limiter that counts a call only when it
-            has returned charges it then.
-        exits: What refusals do, by the name of the limit, in place of its `exit_behavior`.
-    """
+    """The decision about each call."""
+    # A call runs only if every limit that matches it admits it; a refused call is charged to none.
+    # If refusals stop the batch, what was not refused is skipped. A limit that is not enforced
+    # refuses nothing: the call runs, and is counted.
     counts = dict(result.used)
     decisions = []
     for call, (limits, hits, _), index in zip(calls, asked, index_of, strict=True):
@@ -157,15 +132,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
 
 
 class Exceeded(NamedTuple):
-    """A threshold that refuses calls of a batch.
-
-    Attributes:
-        scope: Its scope.
-        used: The count as if all calls of the batch had run; of a budget before the call.
-        most: Its number.
-        resets_at: When it resets; `None` if it does not.
-        needs: What the call may need of a budget.
-    """
+    """A threshold that refuses calls of a batch."""
 
     scope: Scope
     used: int
@@ -176,18 +143,7 @@ class Exceeded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """An enforced limit that refuses calls of this batch.
-
-    Attributes:
-        limit: The limit.
-        exit_behavior: What its refusals ask for.
-        decision: The first refusal.
-        refusals: How many calls it refuses; calls that share an id are one.
-        unchecked: Whether it refuses because the store could not be asked.
-        thread_count, run_count: The counts as if all calls of the batch that it matches had run;
-            of a budget those before the call.
-        exceeded: The thresholds that refuse.
-    """
+    """An enforced limit that refuses calls of this batch."""
 
     limit: ResolvedLimit
     exit_behavior: Exit
@@ -206,15 +162,7 @@ def breaches(
     decisions: Sequence[Decision],
     result: AcquireResult,
 ) -> list[Breach]:
-    """The limits whose refusals hold, in their order.
-
-    Args:
-        limits: The limits.
-        asked: For each call what it asked.
-        index_of: For each call the index of its hits.
-        decisions: The decision about each call.
-        result: The answer.
-    """
+    """The limits whose refusals hold, in their order."""
     found = []
     for each in limits.limits:
         refused: dict[int, tuple[Decision, LimitStatus]] = {}

@@ -211,9 +211,7 @@ class UnknownPriceError(LookupError):
 
 
 def _copied(kind: type[ErrorT], args: tuple[Any, ...]) -> ErrorT:
-    """An exception with its text, made without `__init__`, which makes the text from other things.
-
-    `copy` and `pickle` set its attributes. By default they would call `__init__` with the text
-    alone.
-    """
+    """An exception with its text, made without `__init__`, which makes it from other things."""
+    # `copy` and `pickle` set its attributes. By default they would call `__init__` with the text
+    # alone.
     return kind.__new__(kind, *args)

@@ -48,13 +48,7 @@ _LEAST_INLINE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """What is sent to a model, or what it answers.
-
-    Attributes:
-        text: All that is text.
-        media: All that is not: the size of each in bytes as it is sent, 0 for a reference.
-        messages: The number of messages.
-    """
+    """What is sent to a model, or what it answers."""
 
     text: str
     media: Sequence[int]

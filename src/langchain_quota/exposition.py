@@ -41,12 +41,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class _WorkersUsage(Collector):
-    """What the subjects of all workers have used, even if this process judges no calls.
-
-    Args:
-        registry: The registry of this process's telemetry, which may be made later.
-        directory: The directory that the workers share.
-    """
+    """What the subjects of all workers have used, even if this process judges no calls."""
 
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
         self._registry = registry
@@ -84,12 +79,7 @@ class _WorkersMetrics(MultiProcessCollector):
 
 
 class _WorkersRegistry(CollectorRegistry):
-    """The metrics of all workers that share a directory.
-
-    Args:
-        usage: What prometheus_client cannot merge.
-        directory: The directory.
-    """
+    """The metrics of all workers that share a directory."""
 
     def __init__(
         self, usage: _WorkersUsage, directory: Path, *, auto_describe: bool = False
@@ -273,11 +263,7 @@ class _MetricsApp:
         self._app = make_asgi_app(_served(registry))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request; rendering happens in a worker thread.
-
-        Raises:
-            ValueError: It is no HTTP request.
-        """
+        """Answer one request; rendering happens in a worker thread."""
         if scope["type"] != "http":
             raise ValueError(f"metrics are served over HTTP only, not {scope['type']!r}")
         await receive()
@@ -285,13 +271,8 @@ class _MetricsApp:
             await send(message)
 
     def _render(self, scope: MutableMapping[str, Any]) -> list[Message]:
-        """Run prometheus_client's app in this worker thread, without an event loop.
-
-        It needs none: it awaits only the two functions that it is given.
-
-        Raises:
-            RuntimeError: It awaits something else.
-        """
+        """Run prometheus_client's app in this worker thread, without an event loop."""
+        # It needs none: it awaits only the two functions that it is given.
         sent: list[Message] = []
 
         async def receive() -> Message:

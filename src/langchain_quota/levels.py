@@ -24,10 +24,8 @@ class Level(StrEnum):
 
 @lru_cache(maxsize=1024)
 def near_threshold(limit: int, near: float) -> int:
-    """The smallest count that is near the limit; `near` is a share from 0 to 1.
-
-    Rounded to nine digits first, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
-    """
+    """The smallest count that is near the limit; `near` is a share from 0 to 1."""
+    # Rounded to nine digits first, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
     return math.ceil(round(near * limit, 9))
 
 

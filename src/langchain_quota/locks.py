@@ -28,11 +28,9 @@ _held = _Held()
 
 
 def fork_safe_lock() -> Lock:
-    """A lock that is free in a forked child, where no change that it guards is half done.
-
-    The code that holds it must not wait for anything. If it takes another lock, that one must be
-    the older of the two: a fork takes the newest lock first.
-    """
+    """A lock that is free in a forked child, where no change that it guards is half done."""
+    # The code that holds it must not wait for anything. If it takes another lock, that one must be
+    # the older of the two: a fork takes the newest lock first.
     lock = Lock()
     _locks[ref(lock, _forget)] = None
     return lock

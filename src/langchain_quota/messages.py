@@ -35,12 +35,7 @@ _BUDGETS: Mapping[Unit, str] = {"tokens": "Token", "microdollars": "Cost"}
 
 
 def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
-    """What the model reads as the answer of a refused tool call, from every limit that refuses it.
-
-    Args:
-        decision: The refusal.
-        limits: The limits by name.
-    """
+    """What the model reads as the answer of a refused tool call, from each limit that refuses."""
     refusing = _said_once([each for each in decision.refused_by if each.enforced], limits)
     texts = [
         _busy(limits[each.limit], decision, each)
@@ -55,14 +50,8 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
 
 
 def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
-    """What the user reads when the run ends at limits: every limit that was hit, with counts.
-
-    Never blank: providers refuse a message without text, and supervisors pass on another one.
-
-    Args:
-        breaches: The limits.
-        is_last: Whether the run ends with a last call, for which budgets keep something.
-    """
+    """What the user reads when the run ends at limits: every limit that was hit, with counts."""
+    # Never blank: providers refuse a message without text, and supervisors pass on another one.
     alike = [each for each in breaches if each.unchecked and not each.limit.limit.message]
     return " ".join(
         _own_final(breach.limit.limit.message, breach.decision) or reached(breach, is_last=is_last)
@@ -74,13 +63,7 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
 def question(
     breaches: Sequence[Breach], offered: Mapping[str, int], units: Mapping[str, Unit]
 ) -> str:
-    """The question that a person reads: whether a run may go on.
-
-    Args:
-        breaches: The limits that are reached.
-        offered: How much an approval grants, by the name of the limit.
-        units: What the limits count.
-    """
+    """The question that a person reads: whether a run may go on."""
     more = ", ".join(_more(name, amount, units[name]) for name, amount in offered.items())
     what = " ".join(f"{reached(each).rstrip('.')}." for each in breaches)
     return f"{what} Approve to allow {more}. Reject to end the run."
@@ -94,14 +77,8 @@ def _more(name: str, amount: int, unit: Unit) -> str:
 
 
 def reached(breach: Breach, *, is_last: bool = False) -> str:
-    """Which thresholds of a limit are reached, with counts, and when quotas reset.
-
-    For tools the counts are as if the refused calls had run, for the model those before the call.
-
-    Args:
-        breach: The limit.
-        is_last: As in `final`.
-    """
+    """Which thresholds of a limit are reached, with counts, and when quotas reset."""
+    # For tools the counts are as if the refused calls had run, for the model those before the call.
     limit = breach.limit.limit
     if breach.unchecked:
         return _unchecked(limit)
@@ -197,10 +174,8 @@ def _unchecked(limit: Limit) -> str:
 
 
 def _of_budget(exceeded: Exceeded, unit: Unit, *, is_last: bool) -> str:
-    """What is used of a budget, and why that is too much if something is left.
-
-    Such as `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
-    """
+    """What is used of a budget, and why that is too much if something is left."""
+    # Such as `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
     in_dollars = unit == "microdollars"
     used, most, needs = (
         as_dollars(each) if in_dollars else str(each)

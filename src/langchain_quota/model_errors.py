@@ -29,11 +29,7 @@ _STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
 
 
 def http_status(error: BaseException) -> int | None:
-    """The status of a provider's refusal; `None` if it has not refused.
-
-    Args:
-        error: What the call of the model has raised.
-    """
+    """The status of a provider's refusal; `None` if it has not refused."""
     for each in _chain(error):
         response = getattr(each, "response", None)
         found = [getattr(each, "status_code", None), getattr(response, "status_code", None)]
@@ -48,11 +44,7 @@ def http_status(error: BaseException) -> int | None:
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Whether the provider may have served a request that has failed.
-
-    Args:
-        error: What the call of the model has raised.
-    """
+    """Whether the provider may have served a request that has failed."""
     names = set[str]().union(*map(_names, _chain(error)))
     if names & _NOT_CONNECTED:
         return False

@@ -37,17 +37,7 @@ _RUN_ID = re.compile(rf"(?:lc_run-|run-?)-(?P<run>{_UUID})(?:-\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun:
-    """A model run, which is one call of a model, without the retries of the provider's own SDK.
-
-    Attributes:
-        id: The id that LangChain gives to the run.
-        status: Whether it has ended, and how. One that is cancelled may stay pending for ever.
-        usage: What is to be paid for. Estimated if the provider has not reported it, or if the run
-            was cut off; nothing if the provider has refused the request, or was not reached.
-        error: The name of the exception's class; empty if there is none.
-        http_status: The status of the provider's refusal; `None` for none.
-        shared: Whether an outer or inner block may have collected it, too.
-    """
+    """A model run, which is one call of a model, without the retries of the provider's own SDK."""
 
     id: str
     status: Status
@@ -59,14 +49,7 @@ class ModelRun:
 
 @dataclass(kw_only=True)
 class _Started:
-    """A run that has not ended.
-
-    Attributes:
-        asked: The model and its provider.
-        prompt: What was sent.
-        params: The parameters of the request, as LangChain gives them to callbacks.
-        chunks: What has arrived, if the answer is streamed.
-    """
+    """A run that has not ended."""
 
     asked: ModelUsage
     prompt: Sequence[BaseMessage]
@@ -89,10 +72,8 @@ class _Started:
         return replace(used, estimated=True)
 
     def _keeps_1h(self) -> bool:
-        """Whether the request asks Anthropic to keep its cache for an hour, which costs more.
-
-        A streamed answer does not say how long the cache is kept.
-        """
+        """Whether the request asks Anthropic to keep its cache for an hour, which costs more."""
+        # A streamed answer does not say how long the cache is kept.
         sent = (self.params, *(message.content for message in self.prompt))
         return any(_keeps_1h(each) for each in sent)
 
@@ -115,12 +96,7 @@ def _raises_nothing(noting: Callable[..., None]) -> Callable[..., None]:
 
 
 class ModelRunCollector(BaseCallbackHandler):
-    """Collects model runs by their ids, from callbacks of any thread.
-
-    Args:
-        admit: Refuses model runs before they are made; `None` to refuse none.
-        around: The collector of the outer block.
-    """
+    """Collects model runs by their ids, from callbacks of any thread."""
 
     run_inline = True
     ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
@@ -139,10 +115,8 @@ class ModelRunCollector(BaseCallbackHandler):
         """Whether an outer or inner collector may have some of the same runs."""
 
     def runs(self) -> list[ModelRun]:
-        """The model runs so far, in the order in which they have started.
-
-        A run that is pending may end later; then another object has the same id.
-        """
+        """The model runs so far, in the order in which they have started."""
+        # A run that is pending may end later; then another object has the same id.
         found = [_as_run(run_id, each) for run_id, each in [*self._runs.items()]]
         return [replace(each, shared=True) for each in found] if self.shares else found
 
@@ -284,14 +258,9 @@ _collector: ContextVar[ModelRunCollector | None] = ContextVar("model_run_collect
 
 @contextmanager
 def collect_model_runs(admit: Admit | None = None) -> Iterator[ModelRunCollector]:
-    """Collect the model runs that the block starts, also those in sub-agents, tools and threads.
-
-    Blocks may be nested: each one collects all of its runs. A run that ends after its block is
-    collected, too.
-
-    Args:
-        admit: Refuses model runs before they are made; `None` to refuse none.
-    """
+    """Collect the model runs that the block starts, also those in sub-agents, tools and threads."""
+    # Blocks may be nested: each one collects all of its runs. A run that ends after its block is
+    # collected, too.
     _register()
     around = _collector.get()
     collector = ModelRunCollector(admit, around)
@@ -313,12 +282,7 @@ def model_runs_so_far() -> list[ModelRun]:
 
 
 def collect_answer(prompt: Sequence[BaseMessage], answer: AIMessage) -> None:
-    """Add a model run that the innermost block has not seen, known only from its answer.
-
-    Args:
-        prompt: About what was sent.
-        answer: The answer, with what its provider has reported.
-    """
+    """Add a model run that the innermost block has not seen, known only from its answer."""
     collector = _collector.get()
     if collector is not None:
         made = _RUN_ID.fullmatch(answer.id or "")
@@ -342,10 +306,8 @@ def _asked_in(metadata: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Mo
 
 
 def _joined(chunks: Sequence[AIMessageChunk]) -> AIMessage:
-    """What has arrived, as one answer; the arguments of calls are text.
-
-    LangChain would parse them. For an unfinished call that takes quadratic time.
-    """
+    """What has arrived, as one answer; the arguments of calls are text."""
+    # LangChain would parse them. For an unfinished call that takes quadratic time.
     texts: list[str] = []
     metadata: dict[str, Any] = {}
     usage: UsageMetadata | None = None

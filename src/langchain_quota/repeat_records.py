@@ -32,14 +32,8 @@ Records = Mapping[str, Mapping[str, Record]]
 
 
 def calls_made(record: Record, messages: Sequence[AnyMessage]) -> list[Made]:
-    """The calls that a record knows, with the answers that they have now.
-
-    Calls that were let through here and then did not run are left out.
-
-    Args:
-        record: The record.
-        messages: The history.
-    """
+    """The calls that a record knows, with the answers that they have now."""
+    # Calls that were let through here and then did not run are left out.
     made = [Made(*each) for each in record["made"]]
     waiting = record["waiting"]
     answers, args = _answers(record, messages) if waiting else ({}, {})

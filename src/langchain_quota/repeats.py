@@ -300,11 +300,9 @@ def _without_arguments(error: str) -> str:
 
 
 def _part(value: object, *, is_json: bool = False, has_length: bool = True) -> str:
-    """What is compared of a value, as a text: equal values have equal texts, however long.
-
-    Each text, list or mapping gets half of what is left at most, so that a short argument is
-    compared beside a long one.
-    """
+    """What is compared of a value, as a text: equal values have equal texts, however long."""
+    # Each text, list or mapping gets half of what is left at most, so that a short argument is
+    # compared beside a long one.
     left, parts, values = MOST_COMPARED, list[str](), [value]
     while values:
         each = values.pop()

@@ -33,17 +33,7 @@ its amount by then. Clients of providers give up after 600 seconds by default.""
 
 @dataclass(frozen=True, slots=True)
 class ResolvedQuota:
-    """A quota with its number and its subject at one moment.
-
-    Attributes:
-        scope: The quota's name.
-        limit: Its number, in the limit's unit.
-        subject: Whose calls are counted; empty for all.
-        key: Where the store keeps the count.
-        resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
-        per: What the quota counts by; if it is a function, the quota's name.
-        computed: Whether the number was computed.
-    """
+    """A quota with its number and its subject at one moment."""
 
     scope: Scope
     limit: int
@@ -61,19 +51,7 @@ class ResolvedQuota:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedLimit:
-    """A limit with its numbers at one moment.
-
-    Attributes:
-        limit: The limit.
-        thread_limit, run_limit: Its numbers, in its unit; `None` for none.
-        thread_key: Where a store keeps the thread's count; `None` if only the state does.
-        run_key: Where a store keeps the run's count; `None` if only the state does.
-        quotas: The quotas.
-        computed: The scopes whose number was computed.
-        remembers: Whether the state outlives the run, so that it has the thread's count, too.
-        hold: What one call adds to its counts when it is admitted; for a budget, its reserve.
-        keep: What is kept for the last answer of the run.
-    """
+    """A limit with its numbers at one moment."""
 
     limit: Limit
     thread_limit: int | None
@@ -97,20 +75,7 @@ class ResolvedLimit:
         remembers: bool = False,
         **computed: object,
     ) -> "ResolvedLimit":
-        """A limit with its numbers.
-
-        Args:
-            limit: The limit.
-            thread_key: Where a store keeps the thread's count.
-            run_key: Where it keeps the run's.
-            quotas: Its quotas.
-            remembers: Whether the state outlives the run.
-            computed: The numbers of thresholds that are functions, by argument.
-
-        Raises:
-            TypeError: A computed number has the wrong type, or a needed one is missing.
-            ValueError: A computed number is negative.
-        """
+        """A limit with its numbers."""
         numbers: dict[str, int | None] = {}
         for argument in ("thread_limit", "run_limit"):
             value = computed.get(argument, getattr(limit, argument))
@@ -163,10 +128,8 @@ class ResolvedLimit:
 
 
 def stored_as(limit: Limit) -> str:
-    """The counter under which a store keeps a limit's counts.
-
-    A tool may be named `"model"`. Its counter starts with a comma, so the two counts stay apart.
-    """
+    """The counter under which a store keeps a limit's counts."""
+    # A tool may be named `"model"`. Its counter starts with a comma, so the two counts stay apart.
     counter = limit.counter
     return f",{counter}" if limit.kind == "tool" and counter in UNITS else counter
 
@@ -182,20 +145,7 @@ def run_counter(limit: Limit) -> str:
 
 
 class Row(NamedTuple):
-    """One counter that a limit looks at.
-
-    Attributes:
-        scope: What the count is kept for.
-        counter: Its name.
-        most: The limit's number; `None` if it is only counted.
-        key: Where a store keeps it; `None` if only the state does.
-        mirrored: Whether the state has the count, too.
-        quota: The quota, if it belongs to one.
-        hold: What the limit reserves for one call.
-        lease: How long a store holds that, in seconds; `None` if it is charged at once.
-        kept: How much of the limit's number is kept, and not for the call that is judged.
-        reason: Why a call that would exceed it is refused.
-    """
+    """One counter that a limit looks at."""
 
     scope: Scope
     counter: str
@@ -210,14 +160,7 @@ class Row(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What every call of one tool asks.
-
-    Attributes:
-        limits: The limits that match it, in their order, each with its counts: the thread's, the
-            run's, and those of its quotas.
-        hits: What one call would add to which counts.
-        shared: Whether a store keeps one of the counts.
-    """
+    """What every call of one tool asks."""
 
     limits: tuple[tuple[ResolvedLimit, tuple[Row, ...]], ...]
     hits: Hits
@@ -249,13 +192,7 @@ class Asked(NamedTuple):
 
 
 class ResolvedLimits:
-    """Limits at one moment, and what calls ask of them: looked for once per tool.
-
-    Args:
-        limits: The limits.
-        outage: Set while the store does not answer. `"deny"` refuses every call that needs it;
-            `"allow"` judges by the caller's own counts.
-    """
+    """Limits at one moment, and what calls ask of them: looked for once per tool."""
 
     def __init__(self, limits: Iterable[ResolvedLimit], outage: Outage | None = None) -> None:
         self.limits = tuple(limits)
@@ -285,11 +222,7 @@ class ResolvedLimits:
         self._rows: dict[str, Sequence[Row]] = {}
 
     def without_store(self, outage: Outage) -> "ResolvedLimits":
-        """The same limits while the store cannot be asked.
-
-        Args:
-            outage: What happens to calls that need the store.
-        """
+        """The same limits while the store cannot be asked."""
         return ResolvedLimits(self.limits, outage)
 
     def keys(self) -> list[str]:
@@ -297,11 +230,7 @@ class ResolvedLimits:
         return sorted({key for each in self.limits for key in each.keys})
 
     def asked(self, call: Call) -> Asked:
-        """What a call asks.
-
-        Args:
-            call: The call.
-        """
+        """What a call asks."""
         # Tools that no limit names are treated alike, and there may be any number of them.
         key = call.kind, call.tool if call.tool in self._named else None
         found = self._asked.get(key)
@@ -313,11 +242,7 @@ class ResolvedLimits:
         return found
 
     def rows(self, limit: ResolvedLimit) -> Sequence[Row]:
-        """The counters that a limit looks at: the thread's, the run's, and those of its quotas.
-
-        Args:
-            limit: The limit, which is one of these.
-        """
+        """The counters that a limit looks at: the thread's, the run's, and those of its quotas."""
         rows = self._rows.get(limit.limit.name)
         if rows is None:
             rows = self._rows[limit.limit.name] = self._made_rows(limit)
@@ -357,15 +282,9 @@ class ResolvedLimits:
 
 
 def _hits(limits: Iterable[tuple[ResolvedLimit, tuple[Row, ...]]], denied: Collection[str]) -> Hits:
-    """What a call adds to the counts of limits.
-
-    Limits that share a count hold the highest reserve of the enforced ones. Each limit is still
-    judged by its own reserve: its number is shifted by the difference.
-
-    Args:
-        limits: The limits, each with its counts.
-        denied: The names of those that refuse the call since the store cannot be asked.
-    """
+    """What a call adds to the counts of limits."""
+    # Limits that share a count hold the highest reserve of the enforced ones. Each limit is still
+    # judged by its own reserve: its number is shifted by the difference.
     amounts: dict[str, int] = {}
     for each, rows in limits:
         for row in rows:

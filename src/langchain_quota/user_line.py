@@ -12,16 +12,10 @@ _NOT_THE_USERS = {"langchain_quota", "typing"}
 
 
 class UserLine(NamedTuple):
-    """A line of the user's code.
+    """A line of the user's code."""
 
-    LangGraph runs hooks in tasks and threads of its own. So when a hook warns, the stack may have
-    no line of the user: the line is remembered when the user makes the object that will warn.
-
-    Attributes:
-        filename: Its file.
-        number: Its number in the file.
-        module: The name of its module.
-    """
+    # LangGraph runs hooks in tasks and threads of its own. So when a hook warns, the stack may have
+    # no line of the user: the line is remembered when the user makes the object that will warn.
 
     filename: str
     number: int
@@ -36,14 +30,7 @@ class UserLine(NamedTuple):
         return cls(frame.f_code.co_filename, frame.f_lineno, _module(frame))
 
     def warn(self, text: str) -> None:
-        """Warn, and point at this line.
-
-        Args:
-            text: What to say.
-
-        Raises:
-            QuotaWarning: Warnings are errors.
-        """
+        """Warn, and point at this line."""
         # As in `warnings.warn`, a text is shown once for each line.
         known = vars(sys.modules.get(self.module, sys)).setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, QuotaWarning, self.filename, self.number, self.module, known)

@@ -66,11 +66,7 @@ def _check_types(messages: Any) -> None:
 
 
 class _History:
-    """Reads a message history, from the first message to the last.
-
-    Args:
-        messages: The messages.
-    """
+    """Reads a message history, from the first message to the last."""
 
     def __init__(self, messages: Sequence[BaseMessage]) -> None:
         self._messages = messages
@@ -82,11 +78,7 @@ class _History:
         """The indices of the answers to it, by the call's id."""
 
     def check(self) -> None:
-        """Read the messages.
-
-        Raises:
-            AssertionError: There are no messages, or one breaks a rule.
-        """
+        """Read the messages."""
         if not self._messages:
             raise AssertionError("There are no messages. A request needs at least one.")
         for index, message in enumerate(self._messages):

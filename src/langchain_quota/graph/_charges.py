@@ -30,18 +30,7 @@ from langchain_quota.state import LEDGER, Held, Ledger, ledger, merge_ledgers
 
 @dataclass
 class _Step:
-    """What happens in a model node of the user's own.
-
-    Attributes:
-        budgets: Those of the loop.
-        task: The node's task.
-        state: The state as the node got it, with what is held for its call now.
-        has_node: Whether there is a node at all: none where an answer alone is charged.
-        called: Whether it has called `call_model`.
-        held: What is held for these calls; the state has what is held for the newest one.
-        written: What these calls write, beside their use.
-        runs: The model runs in it, once it is done.
-    """
+    """What happens in a model node of the user's own."""
 
     budgets: "LoopBudgets"
     task: str
@@ -57,14 +46,7 @@ _step: ContextVar[_Step | None] = ContextVar("model_node", default=None)
 
 
 class LoopBudgets(Budgets):
-    """Charges the model calls of a loop that is written by hand to its budgets.
-
-    Args:
-        limits: As in `Budgets`.
-        prices: As in `Budgets`.
-        allow_unknown: As in `Budgets`.
-        **others: Its other arguments.
-    """
+    """Charges the model calls of a loop that is written by hand to its budgets."""
 
     def __init__(
         self, limits: Sequence[Limit], *, prices: Prices | None, allow_unknown: bool, **others: Any
@@ -75,11 +57,7 @@ class LoopBudgets(Budgets):
         self.bounds_calls = any(callable(getattr(limit, "reserve", None)) for limit in limits)
 
     def before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
-        """The limits that judge a call before its request is known: they hold a number already.
-
-        Args:
-            limits: The limits on model calls.
-        """
+        """The limits that judge a call before its request is known: they hold a number already."""
         return limits
 
     def call(
@@ -89,14 +67,7 @@ class LoopBudgets(Budgets):
         limits: ResolvedLimits,
         held: Mapping[str, int],
     ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model. In a node of the user's own nothing else is done: the node is charged.
-
-        Args:
-            request: The request.
-            handler: Calls the model.
-            limits: The limits on model calls.
-            held: What is held for the call, by the model's counter.
-        """
+        """Call the model. In a node of the user's own nothing else is done: the node is charged."""
         if self._is_charged_by_its_node(request):
             return handler(request), {}
         return super().call(request, handler, limits, held)
@@ -108,14 +79,7 @@ class LoopBudgets(Budgets):
         limits: ResolvedLimits,
         held: Mapping[str, int],
     ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model. In a node of the user's own nothing else is done: the node is charged.
-
-        Args:
-            request: The request.
-            handler: Calls the model.
-            limits: The limits on model calls.
-            held: What is held for the call, by the model's counter.
-        """
+        """Call the model. In a node of the user's own nothing else is done: the node is charged."""
         if self._is_charged_by_its_node(request):
             return await handler(request), {}
         return await super().acall(request, handler, limits, held)
@@ -129,19 +93,7 @@ class LoopBudgets(Budgets):
         *,
         has_node: bool = True,
     ) -> tuple[Any, Update]:
-        """Run a model node of the user's own; its result, and what is to be written.
-
-        Args:
-            state: The state.
-            runtime: The node's runtime.
-            limits: The limits on model calls.
-            run: Runs the node.
-            has_node: Whether there is a node at all: none where an answer alone is charged.
-
-        Raises:
-            RuntimeError: A function `reserve` was not asked: the node calls the model itself.
-            UnknownPriceError: So it does, under a limit of costs, and the model has no price.
-        """
+        """Run a model node of the user's own; its result, and what is to be written."""
         with self._step(state, has_node=has_node) as step:
 
             def handler(_: object) -> Any:
@@ -167,19 +119,7 @@ class LoopBudgets(Budgets):
         *,
         has_node: bool = True,
     ) -> tuple[Any, Update]:
-        """The async form of `run_node`.
-
-        Args:
-            state: The state.
-            runtime: The node's runtime.
-            limits: The limits on model calls.
-            run: Runs the node.
-            has_node: Whether there is a node at all: none where an answer alone is charged.
-
-        Raises:
-            RuntimeError: A function `reserve` was not asked: the node calls the model itself.
-            UnknownPriceError: So it does, under a limit of costs, and the model has no price.
-        """
+        """The async form of `run_node`."""
         with self._step(state, has_node=has_node) as step:
 
             async def handler(_: object) -> Any:
@@ -213,16 +153,7 @@ class LoopBudgets(Budgets):
     def charge_answer(
         self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
     ) -> Update:
-        """Charge the newest answer, whose call nobody saw; what is to be written.
-
-        Args:
-            state: The state.
-            runtime: The hook's runtime.
-            limits: The limits on model calls.
-
-        Raises:
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-        """
+        """Charge the newest answer, whose call nobody saw; what is to be written."""
         *prompt, answer = state["messages"]
         if not isinstance(answer, AIMessage):
             return {}
@@ -236,16 +167,7 @@ class LoopBudgets(Budgets):
     async def acharge_answer(
         self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
     ) -> Update:
-        """The async form of `charge_answer`.
-
-        Args:
-            state: The state.
-            runtime: The hook's runtime.
-            limits: The limits on model calls.
-
-        Raises:
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-        """
+        """The async form of `charge_answer`."""
         *prompt, answer = state["messages"]
         if not isinstance(answer, AIMessage):
             return {}
@@ -297,12 +219,7 @@ class LoopBudgets(Budgets):
             _step.reset(token)
 
     def _check(self, step: _Step) -> None:
-        """Check that what had to be known before a call was known.
-
-        Raises:
-            RuntimeError: A function `reserve` was not asked.
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-        """
+        """Check that what had to be known before a call was known."""
         if step.called or not step.runs:
             return
         if self.bounds_calls and step.has_node:

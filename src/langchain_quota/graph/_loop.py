@@ -151,11 +151,7 @@ class Loop(QuotaMiddleware[Any, Any]):
         )
 
     def check_holds(self, node: ToolNode) -> None:
-        """Check that the calls of a node of tools wait where too many run.
-
-        Raises:
-            ValueError: They do not, and a limit has `at_once`.
-        """
+        """Check that the calls of a node of tools wait where too many run."""
         own = getattr(node, "_awrap_tool_call", None)
         if self._at_once is not None and own != self.awrap_tool_call:
             raise ValueError(
@@ -195,11 +191,7 @@ class Loop(QuotaMiddleware[Any, Any]):
         return self._budgets is not None
 
     def check_bounds(self) -> None:
-        """Check that no limit needs a request, for hooks that see none.
-
-        Raises:
-            ValueError: A limit needs one.
-        """
+        """Check that no limit needs a request, for hooks that see none."""
         for limit in self._current.of_kind["model"]:
             if callable(getattr(limit, "reserve", None)):
                 raise ValueError(  # noqa: TRY004 - a number would do

@@ -36,18 +36,7 @@ _KEPT = (LEDGER, RUN_MODEL, RUN_TOOLS, THREAD_MODEL, THREAD_TOOLS)
 
 
 class Nodes:
-    """The nodes and edges of one loop.
-
-    Args:
-        loop: Judges.
-        graph: The graph.
-        name: The agent's name.
-        end: The node that the loop leaves to.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: The graph's state has no history of messages, or a name is taken.
-    """
+    """The nodes and edges of one loop."""
 
     def __init__(
         self, loop: Loop, graph: StateGraph[Any, Any, Any, Any], *, name: str | None, end: str
@@ -75,18 +64,7 @@ class Nodes:
                 )
 
     def add(self, model: Any, tools: Tools | ToolNode, *, prompt: Prompt, start: Any) -> None:
-        """Add the nodes, and the edges between them.
-
-        Args:
-            model: A chat model, or the model's node.
-            tools: The tools, or their node.
-            prompt: The system prompt.
-            start: The node from which the loop is entered; `None` for no edge.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: A limit has `at_once`, and the node of the tools does not wait.
-        """
+        """Add the nodes, and the edges between them."""
         if start is not None and (not isinstance(start, str) or not start):
             raise TypeError(f"start must be the name of a node, START or None, not {start!r}")
         tool_node, offered = _tools(self._loop, tools)
@@ -142,10 +120,8 @@ class Nodes:
         return RunnableLambda(call, acall, name=self._model)
 
     def _own(self, model: Any) -> tuple[Any, dict[str, Any]]:
-        """The model node of the user's own, and the arguments of `add_node` for it.
-
-        The node gets the state that it asks for: a mapping also has our counts, a class does not.
-        """
+        """The model node of the user's own, and the arguments of `add_node` for it."""
+        # The node gets the state that it asks for: a mapping also has our counts, a class does not.
         spec = StateGraph(self._graph.state_schema).add_node("model", model).nodes["model"]
         asked: Any = spec.input_schema
         hints = get_type_hints(asked, include_extras=True)
@@ -191,11 +167,7 @@ class Nodes:
         return Command(update=update, goto=self._model if is_admitted else self._end)
 
     def _check_admitted(self, state: State) -> None:
-        """Check that the model's call was judged.
-
-        Raises:
-            RuntimeError: The graph leads to the model's node in another way.
-        """
+        """Check that the model's call was judged."""
         if self._loop.on_trial:
             return
         # A `Send` gives its node a state of its own, which may say anything.
@@ -222,11 +194,7 @@ class Nodes:
 
 
 def check_model(model: Any) -> None:
-    """Check that something is a chat model without tools.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Check that something is a chat model without tools."""
     if not isinstance(model, BaseChatModel):
         bound = " with tools bound: give the model itself, tools= has the tools"
         kind = f"a {type(model).__name__}"
@@ -236,11 +204,7 @@ def check_model(model: Any) -> None:
 
 
 def _check_node(model: Any, prompt: Prompt) -> None:
-    """Check that something can be the model's node.
-
-    Raises:
-        TypeError: It cannot.
-    """
+    """Check that something can be the model's node."""
     if _is_bound(model):
         check_model(model)
     if isinstance(model, Pregel) or not (callable(model) or isinstance(model, Runnable)):
@@ -257,12 +221,7 @@ def _is_bound(model: Any) -> bool:
 
 
 def _check_graph(graph: Any) -> None:
-    """Check that a loop can be added to a graph.
-
-    Raises:
-        TypeError: It is no graph that nodes can be added to.
-        ValueError: Its state has no history of messages.
-    """
+    """Check that a loop can be added to a graph."""
     if not isinstance(graph, StateGraph):
         compiled = ", but a compiled one" if isinstance(graph, Pregel) else ""
         raise TypeError(
@@ -281,12 +240,7 @@ def _check_graph(graph: Any) -> None:
 
 
 def _tools(loop: Loop, tools: Any) -> tuple[ToolNode, list[Any]]:
-    """The node of the tools, and the tools that the model is offered, with a provider's own.
-
-    Raises:
-        TypeError: `tools` is neither a list of tools nor a `ToolNode`.
-        ValueError: A limit has `at_once`, and the node does not wait.
-    """
+    """The node of the tools, and the tools that the model is offered, with a provider's own."""
     if isinstance(tools, ToolNode):
         loop.check_holds(tools)
         return tools, list(tools.tools_by_name.values())
@@ -303,10 +257,8 @@ def _tools(loop: Loop, tools: Any) -> tuple[ToolNode, list[Any]]:
 def _schema(
     graph: StateGraph[Any, Any, Any, Any], others: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """All of the graph's state, and our counts: a node that reads them adds their channels.
-
-    They are then neither in the input nor in the output of the graph.
-    """
+    """All of the graph's state, and our counts: a node that reads them adds their channels."""
+    # They are then neither in the input nor in the output of the graph.
     # A key without a reducer here takes the graph's reducer.
     keys: dict[str, Any] = dict.fromkeys(graph.channels, Any)
     managed = {key: Annotated[Any, each] for key, each in graph.managed.items()}

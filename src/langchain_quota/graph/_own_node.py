@@ -12,13 +12,7 @@ from langchain_quota.middleware._calls import Update
 
 
 class ChargedNode(Runnable[Any, Any]):
-    """The node; all model runs in it are charged.
-
-    Args:
-        loop: Charges, if it has budgets.
-        node: The node, as LangGraph runs it.
-        given: Makes of the state what the node asks for, if its call was admitted.
-    """
+    """The node; all model runs in it are charged."""
 
     def __init__(self, loop: Loop, node: Runnable[Any, Any], given: Callable[[State], Any]) -> None:
         self._loop = loop

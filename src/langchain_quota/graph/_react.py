@@ -33,16 +33,11 @@ class ReactState(QuotaState[Any]):
 
 
 class ReactHooks:
-    """The two hooks, and a model that is not called when a run has ended.
+    """The two hooks, and a model that is not called when a run has ended."""
 
-    `create_react_agent` always goes from the first hook to its model. If the agent is a node of
-    another graph, such as a supervisor's, the hook can lead that graph to its end. Without such a
-    graph, only the model itself can end the run.
-
-    Args:
-        loop: Judges.
-        has_model: Whether the model is `ReactModel`.
-    """
+    # `create_react_agent` always goes from the first hook to its model. If the agent is a node of
+    # another graph, such as a supervisor's, the hook can lead that graph to its end. Without such a
+    # graph, only the model itself can end the run.
 
     def __init__(self, loop: Loop, *, has_model: bool) -> None:
         self._loop = loop
@@ -82,12 +77,7 @@ class ReactHooks:
         return Command(graph=Command.PARENT, goto=END, update=whole)
 
     def _checked(self, state: State) -> State:
-        """The state without a mark, if a run can be ended before its model.
-
-        Raises:
-            RuntimeError: The hooks have no model, and this graph is not a node of another one; or
-                they have one, and the agent has a `response_format`.
-        """
+        """The state without a mark, if a run can be ended before its model."""
         if self._has_model and _has_response_format():
             raise RuntimeError(
                 "create_react_agent(**quota.react_hooks(model, tools)) cannot have a "
@@ -112,13 +102,7 @@ class ReactHooks:
 
 
 class ReactModel:
-    """A model as `create_react_agent` takes one that depends on the state.
-
-    Args:
-        loop: Says what is left, and what may be called.
-        model: The model.
-        tools: The tools that it is offered.
-    """
+    """A model as `create_react_agent` takes one that depends on the state."""
 
     def __init__(self, loop: Loop, model: BaseChatModel, tools: Tools) -> None:
         self._loop = loop
@@ -163,10 +147,8 @@ def _without_jump(update: Update) -> Update:
 
 
 def _over(state: State, update: Update) -> Update:
-    """The update without its jump, and without the mark that the run has ended.
-
-    The graph itself ends: what runs after it is not part of this run.
-    """
+    """The update without its jump, and without the mark that the run has ended."""
+    # The graph itself ends: what runs after it is not part of this run.
     update = _without_jump(update)
     if merged(state, update)[LEDGER].get("ended"):
         update = joined(update, {LEDGER: Ledger(ended=None)})

@@ -12,11 +12,7 @@ from langchain_quota.state import Abandoned, ledger, thread_tools
 
 
 def abandoned_calls(state: Mapping[str, Any]) -> Abandoned | None:
-    """The unfinished calls of the previous run's last batch, as its limiters knew them.
-
-    Args:
-        state: The agent's state.
-    """
+    """The unfinished calls of the previous run's last batch, as its limiters knew them."""
     known = ledger(state)
     batch = known.get("batch")
     found = unfinished_calls(state, batch["message"]) if batch else None
@@ -35,13 +31,7 @@ def abandoned_calls(state: Mapping[str, Any]) -> Abandoned | None:
 def take_back(
     state: Mapping[str, Any], abandoned: Abandoned, context: CallContext
 ) -> tuple[ToolCounts, list[Refund]]:
-    """The counts without the charges for abandoned calls, and what was taken back.
-
-    Args:
-        state: The agent's state.
-        abandoned: The calls.
-        context: Where the agent runs.
-    """
+    """The counts without the charges for abandoned calls, and what was taken back."""
     counts = ToolCounts(
         thread_tools(state),
         {},

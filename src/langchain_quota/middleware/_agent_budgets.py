@@ -23,22 +23,7 @@ def budgets_of(  # noqa: PLR0913 - keyword-only settings
     store: StoreClient | None,
     recorder: Recorder,
 ) -> Budgets | None:
-    """The budgets among the limits; `None` if there are none.
-
-    Args:
-        kind: What charges them.
-        limits: The limits.
-        prices: As the user gives them.
-        unknown_price: What happens to a call of a model without a price.
-        charge_all_models: Whether all model runs of the agent's run are charged.
-        store: The store; `None` without one.
-        recorder: Makes visible what is charged.
-
-    Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: It is unknown, all models are to be charged and there is no budget, or there
-            are prices and no limit of costs.
-    """
+    """The budgets among the limits; `None` if there are none."""
     check_choice("unknown_price", unknown_price, ("error", "allow"))
     check_switch("charge_all_models", charge_all_models)
     units = {limit.unit for limit in limits}
@@ -68,14 +53,7 @@ def budgets_of(  # noqa: PLR0913 - keyword-only settings
 def late_use(
     budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
 ) -> Late | None:
-    """The use of budgets that the state does not have yet; now a store has counted it.
-
-    Args:
-        budgets: The budgets, if the agent has any.
-        state: The agent's state.
-        runtime: The hook's runtime.
-        limits: The limits on model calls.
-    """
+    """The use of budgets that the state does not have yet; now a store has counted it."""
     if budgets is None:
         return None
     if budgets.others is not None:
@@ -86,14 +64,7 @@ def late_use(
 async def alate_use(
     budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
 ) -> Late | None:
-    """The use of budgets that the state does not have yet; now a store has counted it.
-
-    Args:
-        budgets: The budgets, if the agent has any.
-        state: The agent's state.
-        runtime: The hook's runtime.
-        limits: The limits on model calls.
-    """
+    """The use of budgets that the state does not have yet; now a store has counted it."""
     if budgets is None:
         return None
     if budgets.others is not None:

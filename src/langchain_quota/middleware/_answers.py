@@ -34,11 +34,7 @@ def is_answered() -> bool:
 
 
 def read_answer(resumed: object, offered: Mapping[str, int], units: Mapping[str, Unit]) -> Answer:
-    """The answer that a run is resumed with: a `HITLResponse`, which may have an amount.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """The answer that a run is resumed with: a `HITLResponse`, which may have an amount."""
     match resumed:
         case {"decisions": [{"type": "approve" | "reject" as kind, **said}], **others}:
             pass
@@ -58,11 +54,7 @@ def read_answer(resumed: object, offered: Mapping[str, int], units: Mapping[str,
 
 
 def _amount(value: object, units: Mapping[str, Unit]) -> int:
-    """The amount that a person gives to each limit of the question.
-
-    Raises:
-        ValueError: It is no amount, or the limits count different things.
-    """
+    """The amount that a person gives to each limit of the question."""
     unit, *others = sorted(set(units.values()))
     if others:
         names = ", ".join(map(repr, units))

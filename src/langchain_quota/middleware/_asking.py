@@ -48,11 +48,7 @@ class Questions:
         return self
 
     def check_can_wait(self, runtime: Any) -> None:
-        """Check that a run can wait for the answer of a person.
-
-        Raises:
-            RuntimeError: It cannot.
-        """
+        """Check that a run can wait for the answer of a person."""
         context = call_context(runtime, model_name=None)
         if not (context.remembers or context.invocation):
             raise RuntimeError(
@@ -69,12 +65,7 @@ class Questions:
         request_for: Callable[[ResolvedLimits], RequestT | None],
         acquire: Callable[[RequestT], AcquireResult | Awaitable[AcquireResult]],
     ) -> tuple[RequestT, AcquireResult]:
-        """Ask a person about refused calls, if that helps; the newest request, and its result.
-
-        Raises:
-            QuotaStoreError: The store could not be asked. Resume the run again: nothing is granted
-                twice.
-        """
+        """Ask a person about refused calls, if that helps; the newest request, and its result."""
         question = question_of(request, result)
         answer = self._answered(question) if question.exhausted else None
         request.answer = answer
@@ -103,11 +94,7 @@ class Questions:
         return again, await given if form else given
 
     def _answered(self, question: "Question") -> Answer:
-        """What the person answers: LangGraph interrupts the run here, and resumes it with it.
-
-        Raises:
-            GraphInterrupt: Nobody has answered yet.
-        """
+        """What the person answers: LangGraph interrupts the run here, and resumes it with it."""
         context, task = question.request.context, question.request.task
         limits = sorted(question.offered)
         problem = ""
@@ -265,11 +252,7 @@ def _needed(request: Request, result: AcquireResult, granted: Sequence[Exhausted
 def questions_of(
     limits: Sequence[Limit], store: QuotaStore | None, recorder: Recorder
 ) -> Questions | None:
-    """What asks people at limits; `None` if no limit asks.
-
-    Raises:
-        TypeError: A limit asks, and the store cannot grant more.
-    """
+    """What asks people at limits; `None` if no limit asks."""
     asking = [each.name for each in limits if each.enforce and each.exit_behavior == "ask"]
     if not asking:
         return None

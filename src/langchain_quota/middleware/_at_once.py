@@ -64,10 +64,8 @@ class Place:
                 slot.give_back()
 
     def watching(self, request: ToolCallRequest) -> ToolCallRequest:
-        """The request, with a tool whose thread keeps the place: a cancelled run does not end it.
-
-        The tool is a copy, whose `_run` is that of the original.
-        """
+        """The request, with a tool whose thread keeps the place when its run is cancelled."""
+        # The tool is a copy, whose `_run` is that of the original.
         tool: Any = request.tool
         own = (getattr(getattr(type(tool), each, None), "__module__", "") for each in _RUNS)
         if getattr(tool, "coroutine", None) or not all(
@@ -185,11 +183,7 @@ class AtOnce:
         return None
 
     async def _lease(self, form: Form, turn: Turn) -> Lease | None:
-        """Wait for a place in the store; `None` where it keeps none for this call.
-
-        Raises:
-            CancelledError: The call is cancelled.
-        """
+        """Wait for a place in the store; `None` where it keeps none for this call."""
         if self._leases is None:
             return None
         lease = Lease(self._leases, turn.limits.values())
@@ -219,11 +213,9 @@ class AtOnce:
         return lease if result.admitted[0] else None
 
     def _refund(self, turn: Turn) -> AcquireRequest | None:
-        """Give back what the call was charged: it does not run.
-
-        The state's counts are corrected when the next calls are judged: the answer says so. The
-        store's counts are corrected now, if the tool's state names them: other runs use them.
-        """
+        """Give back what the call was charged: it does not run."""
+        # The state's counts are corrected when the next calls are judged: the answer says so. The
+        # store's counts are corrected now, if the tool's state names them: other runs use them.
         batch, call_id = turn.batch, str(turn.call.id)
         if batch is None or turn.tried:
             return None
@@ -255,11 +247,9 @@ class AtOnce:
 
 
 def caps_of(middleware: Any, outage: Outage) -> AtOnce | None:
-    """The caps of a middleware on calls at once, if any. With caps or root runs it gets tool hooks.
-
-    LangChain looks for such hooks in the class. On `QuotaMiddleware` they would give every agent
-    with limits a wrapper around each tool call, and an agent without tools a node for tools.
-    """
+    """The caps of a middleware on calls at once; with caps or root runs it gets tool hooks."""
+    # LangChain looks for such hooks in the class. On `QuotaMiddleware` they would give every agent
+    # with limits a wrapper around each tool call, and an agent without tools a node for tools.
     known = vars(middleware)
     capped = [each for each in known["_limits"] if getattr(each, "at_once", None) is not None]
     if not capped and not known["_counts_root_runs"]:

@@ -130,11 +130,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return self._begin_run(state, runtime)
 
     def _learn_tools(self, request: ModelRequest[Any]) -> None:
-        """Tell the telemetry which tools there really are, before the model invents others.
-
-        Raises:
-            RuntimeError: Code that the model writes can call a tool past its limit.
-        """
+        """Tell the telemetry which tools there really are, before the model invents others."""
         is_new = self._offered.learn(request)
         if is_new:
             self._warn_of_sub_agents(request.tools)
@@ -145,11 +141,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                 self._made_at.warn(on_trial)
 
     def _refuse_unseen_calls(self, request: ModelRequest[Any]) -> None:
-        """Refuse to run an agent whose code can call a limited tool.
-
-        Raises:
-            RuntimeError: It can.
-        """
+        """Refuse to run an agent whose code can call a limited tool."""
         unseen = unseen_calls(self._enforced, request.tools)
         if unseen is not None:
             raise RuntimeError(unseen)
@@ -223,11 +215,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return update
 
     def _checked_mode(self, begun: str | None) -> str | None:
-        """How this run counts model calls, from all middlewares that have begun it.
-
-        Raises:
-            RuntimeError: Two middlewares would count each call twice.
-        """
+        """How this run counts model calls, from all middlewares that have begun it."""
         own = self._model_mode
         if begun is None or own is None:
             return own or begun
@@ -239,10 +227,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
 
     def _held(self, abandoned: Abandoned) -> bool:
-        """Whether the abandoned calls did not pass these limits, so that none of them started.
-
-        They did not if a limit raised, or if a review stopped them before it.
-        """
+        """Whether the abandoned calls did not pass these limits, so that none of them started."""
+        # They did not if a limit raised, or if a review stopped them before it.
         calls = [(Call("tool", name), Call("tool", old)) for name, _, old in abandoned["calls"]]
         return self.name in abandoned["held_by"] and any(
             limit.matches(call) and limit.matches(original)
@@ -287,11 +273,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return context.remembers
 
     def _check_wiring(self, state: Mapping[str, Any], runtime: Any) -> None:
-        """Check that the graph does what the hooks before this one said.
-
-        Raises:
-            RuntimeError: A call that was refused was made.
-        """
+        """Check that the graph does what the hooks before this one said."""
         if not self._wiring.check(state, runtime, middleware=self.name) or self._warned_of_runs:
             return
         if any(limit.run_limit is not None for limit in self._limits):
@@ -316,13 +298,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
 
 def untraced(middleware: AgentMiddleware[Any, Any, Any]) -> Callable[..., Awaitable[Any]]:
-    """A stand-in for `awrap_model_call` that is not `async`, while LangSmith is switched off.
-
-    LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
-
-    Args:
-        middleware: The middleware with the hook.
-    """
+    """A stand-in for `awrap_model_call` that is not `async`, while LangSmith is switched off."""
+    # LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
     stand_in: Any = partial(_model_call, middleware)
     # LangSmith reads the signature at every call. If it is missing, LangSmith computes it again.
     stand_in.__signature__ = signature(stand_in)
@@ -346,12 +323,7 @@ def effect(conclusion: Conclusion) -> Update | None:
 
 
 def _remedy(context: CallContext, *, has_store: bool | None) -> str:
-    """What to do where the counts of threads do not outlive the run.
-
-    Args:
-        context: Where the agent runs.
-        has_store: Whether a store counts threads; `None` where the middleware takes no store.
-    """
+    """What to do where the counts of threads do not outlive the run."""
     thread_id = '{"configurable": {"thread_id": …}}'
     if not context.is_nested:
         if has_store:

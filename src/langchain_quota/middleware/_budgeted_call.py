@@ -29,14 +29,7 @@ from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers
 
 
 class BudgetedCall:
-    """A model call that is about to be made.
-
-    Args:
-        budgets: The budgets.
-        request: The request.
-        limits: The limits on model calls.
-        task: The name of this work, among all that the middleware does in a step.
-    """
+    """A model call that is about to be made."""
 
     def __init__(
         self, budgets: Budgets, request: ModelRequest[Any], limits: ResolvedLimits, *, task: str
@@ -68,14 +61,7 @@ class BudgetedCall:
         take_effect: Callable[[Request, Conclusion], Update | None],
         observers: Observers,
     ) -> tuple[ModelResponse[Any] | None, Update]:
-        """Make the call, unless its budgets refuse it: the answer, and what is to be written.
-
-        Args:
-            handler: Calls the model.
-            acquire: Gets the answer to a request.
-            take_effect: Makes a refusal visible, and returns what the hook writes.
-            observers: Who is notified of what was decided.
-        """
+        """Make the call, unless its budgets refuse it: the answer, and what is to be written."""
         try:
             if self._asks:
                 for asked in self._asking():
@@ -99,17 +85,7 @@ class BudgetedCall:
         take_effect: Callable[[Request, Conclusion], Awaitable[Update | None]],
         observers: Observers,
     ) -> tuple[ModelResponse[Any] | None, Update]:
-        """Make the call, unless its budgets refuse it: the answer, and what is to be written.
-
-        Args:
-            handler: Calls the model.
-            acquire: Gets the answer to a request.
-            take_effect: Makes a refusal visible, and returns what the hook writes.
-            observers: Who is notified of what was decided.
-
-        Raises:
-            CancelledError: The run is cancelled. What is held for the call is given back first.
-        """
+        """Make the call, unless its budgets refuse it: the answer, and what is to be written."""
         try:
             if self._asks:
                 for asked in self._asking():
@@ -128,10 +104,8 @@ class BudgetedCall:
         return response, self._joined(update)
 
     def _asking(self) -> Iterator[Request]:
-        """Ask for all that the call can use, then for a last call, if it can be the last one.
-
-        The caller, sync or async, puts each answer into `_result` before it asks for the next.
-        """
+        """Ask for all that the call can use, then for a last call, if it can be the last one."""
+        # The caller, sync or async, puts each answer into `_result` before it asks for the next.
         asked = yield from self._ask(self._request)
         if _is_too_much(self._result) and _ends_with_an_answer(asked, self._result):
             asked = yield from self._ask_for_the_last(asked)

@@ -49,27 +49,14 @@ _NOTHING = nullcontext()
 
 
 class _Used(NamedTuple):
-    """What one model run has used.
-
-    Attributes:
-        run: The run.
-        amounts: What is charged for it, by counter.
-    """
+    """What one model run has used."""
 
     run: ModelRun
     amounts: Mapping[str, int]
 
 
 class Paid(NamedTuple):
-    """A call that is over, and what it has used.
-
-    Attributes:
-        request: The request.
-        limits: The limits on model calls.
-        used: What each of its model runs has used.
-        before: The state's counts before it, with what the state did not have yet.
-        late: What is to be written to the state.
-    """
+    """A call that is over, and what it has used."""
 
     request: ModelRequest[Any]
     limits: ResolvedLimits
@@ -79,16 +66,7 @@ class Paid(NamedTuple):
 
 
 class Budgets:
-    """Charges the model calls of an agent to its budgets.
-
-    Args:
-        limits: The limits of the agent, budgets among them.
-        prices: What model runs cost; `None` without a limit of costs.
-        allow_unknown: Whether models without a price may be called: they cost nothing then.
-        store: The store; `None` without one.
-        recorder: Makes visible what is charged.
-        all_models: Whether all model runs of the agent's run are charged, not its calls alone.
-    """
+    """Charges the model calls of an agent to its budgets."""
 
     def __init__(  # noqa: PLR0913 - keyword-only settings
         self,
@@ -133,17 +111,7 @@ class Budgets:
         limits: ResolvedLimits,
         held: Mapping[str, int],
     ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model; its answer, and what is to be written to the state.
-
-        Args:
-            request: The request.
-            handler: Calls the model.
-            limits: The limits on model calls.
-            held: What is held for the call, by the model's counter.
-
-        Raises:
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-        """
+        """Call the model; its answer, and what is to be written to the state."""
         admit = self._admits(request)
         with collect_model_runs(admit) as collector, self._left_out(collector):
             try:
@@ -164,18 +132,7 @@ class Budgets:
         limits: ResolvedLimits,
         held: Mapping[str, int],
     ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model; its answer, and what is to be written to the state.
-
-        Args:
-            request: The request.
-            handler: Calls the model.
-            limits: The limits on model calls.
-            held: What is held for the call, by the model's counter.
-
-        Raises:
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-            BaseException: Whatever the call raises; it is charged first.
-        """
+        """Call the model; its answer, and what is to be written to the state."""
         admit = self._admits(request)
         with collect_model_runs(admit) as collector, self._left_out(collector):
             try:
@@ -196,30 +153,14 @@ class Budgets:
         return response, _written(paid)
 
     def before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
-        """The limits that judge a call before its request is known: they hold no reserve yet.
-
-        A run may stop before it makes the call: then only the least amount was held in vain.
-
-        Args:
-            limits: The limits on model calls.
-        """
+        """The limits that judge a call before its request is known: they hold no reserve yet."""
+        # A run may stop before it makes the call: then only the least amount was held in vain.
         if not self.bounds_calls:
             return limits
         return ResolvedLimits(replace(each, hold=1) for each in limits.limits)
 
     def bounded(self, request: ModelRequest[Any], limits: ResolvedLimits, *, task: str) -> Request:
-        """The request of the next model call to budgets, for all that it can use.
-
-        Args:
-            request: The request.
-            limits: The limits on model calls.
-            task: The name of this work, among all that the middleware does in a step.
-
-        Raises:
-            TypeError: A function `reserve` gives no amount.
-            ValueError: The amount is out of bounds.
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-        """
+        """The request of the next model call to budgets, for all that it can use."""
         if request.model is not None:
             # The bound is priced before anything is called.
             self._admits(request)(asked_of(request.model, request.model_settings))
@@ -309,12 +250,7 @@ class Budgets:
                 self.recorder.warn_of_estimate(model, self._made_at)
 
     def _show(self, paid: Paid, answer: AcquireResult | None) -> None:
-        """Make visible what a call was charged, and what the store has granted.
-
-        Args:
-            paid: The call.
-            answer: The store's answer, by key.
-        """
+        """Make visible what a call was charged, and what the store has granted."""
         request, limits, used, before, _ = paid
         call = made(_state(request), request.runtime)
         for run, amounts in used:

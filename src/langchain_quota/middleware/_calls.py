@@ -29,14 +29,7 @@ Update = dict[str, Any]
 
 
 class Conclusion(NamedTuple):
-    """What a hook decided, and what follows from it.
-
-    Attributes:
-        decisions: The decisions, in the order of the calls.
-        update: What is written to the state; `None` for nothing.
-        refunds: Charges of other middlewares that were taken back.
-        error: Raised instead of writing the update.
-    """
+    """What a hook decided, and what follows from it."""
 
     decisions: Sequence[Decision]
     update: Update | None = None
@@ -45,12 +38,7 @@ class Conclusion(NamedTuple):
 
 
 class Late(NamedTuple):
-    """What calls have used of budgets that is not in the state yet.
-
-    Attributes:
-        amounts: What they have used, by counter.
-        newest: Names the newest one.
-    """
+    """What calls have used of budgets that is not in the state yet."""
 
     amounts: Mapping[str, int]
     newest: str
@@ -58,29 +46,7 @@ class Late(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """Calls that wait to be judged, and what they ask of counters.
-
-    Attributes:
-        state: The agent's state.
-        known: Our own part of it.
-        context: The agent and thread.
-        task: The name of this work among all that the middleware does in a step.
-        limits: The limits.
-        calls: The calls.
-        used: The state's counts, by the name of the counter.
-        stops: The limits whose refusals stop the batch, and after how many.
-        started: When judging began, in nanoseconds since the Unix epoch.
-        asked: For each call what it asks.
-        hits: One for each distinct call id, in order.
-        index_of: For each call the index of its hits.
-        sent: What a store was asked, if one was.
-        answered: Whether it answered.
-        holds: The idempotency key of the request that holds what the calls may use; empty for none.
-        late: What calls of the run have used of budgets that is not in the state yet.
-        anew: Whether it asks for more than it has asked for before in this step.
-        answer: A person's answer to the question whether these calls may run.
-        granted: What the thread's state then grants, by counter.
-    """
+    """Calls that wait to be judged, and what they ask of counters."""
 
     state: Mapping[str, Any]
     known: Ledger
@@ -181,11 +147,7 @@ class Request:
         return self.sent
 
     def to_store_again(self, sent: AcquireRequest) -> AcquireRequest | None:
-        """The request to a store that has answered before: what it held then may have expired.
-
-        Args:
-            sent: The request that it has answered.
-        """
+        """The request to a store that has answered before: what it held then may have expired."""
         if not self.holds:
             return None
         counters = {name: each for name, each in sent.counters.items() if each.lease is not None}
@@ -201,13 +163,8 @@ class Request:
         )
 
     def mirror_root_run(self, result: AcquireResult) -> None:
-        """Keep what the store has counted of the root run, if a quota is per root run.
-
-        What the store only holds is not counted yet: it is learned when it is settled.
-
-        Args:
-            result: The store's answer.
-        """
+        """Keep what the store has counted of the root run, if a quota is per root run."""
+        # What the store only holds is not counted yet: it is learned when it is settled.
         run = root_run()
         if run is None or run.subject is None:
             return
@@ -222,22 +179,14 @@ class Request:
         )
 
     def without_store(self, outage: Outage) -> AcquireResult:
-        """The answer while the store cannot be asked: what the state alone knows.
-
-        Args:
-            outage: What happens to calls that need the store.
-        """
+        """The answer while the store cannot be asked: what the state alone knows."""
         self.limits = self.limits.without_store(outage)
         self.asked = self.asks()
         self.hits, self.index_of = hits_of(self.calls, self.asked)
         return self.by_state()
 
     def raise_limits(self, granted: Mapping[str, int]) -> None:
-        """Raise the limits by what a store has granted.
-
-        Args:
-            granted: What is granted, by key.
-        """
+        """Raise the limits by what a store has granted."""
         limits = raised(self.limits, granted)
         if limits is not self.limits:
             self.asked = asked_again(self.asked, self.limits, limits)
@@ -247,12 +196,7 @@ class Request:
     def decided(
         self, result: AcquireResult, *, charging: bool = True
     ) -> tuple[list[Decision], list[Breach]]:
-        """The decision about each call, and the limits whose refusals hold.
-
-        Args:
-            result: The answer.
-            charging: Whether admitted calls are charged now.
-        """
+        """The decision about each call, and the limits whose refusals hold."""
         exits: dict[str, Exit] = {
             name: "end"
             for name, after in self.stops.items()
@@ -271,12 +215,7 @@ class Request:
 
 
 def counters_of(asked: Iterable[Asked], used: Mapping[str, int]) -> dict[str, Counter]:
-    """The counters that calls would hit, by name.
-
-    Args:
-        asked: What the calls ask.
-        used: The caller's counts, by name; a missing one counts as zero.
-    """
+    """The counters that calls would hit, by name."""
     counters: dict[str, Counter] = {}
     for limits, _, _ in asked:
         for row in (row for _, rows in limits for row in rows):

@@ -14,12 +14,7 @@ from langchain_quota.state import ledger
 
 
 class ChargedResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
-    """An answer, with what is written to the state. A subclass can use it as any response.
-
-    Args:
-        response: The answer.
-        update: What is written.
-    """
+    """An answer, with what is written to the state. A subclass can use it as any response."""
 
     def __init__(self, response: ModelResponse[Any], update: Update) -> None:
         self.result = response.result
@@ -42,12 +37,7 @@ class ChargedResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
 
 
 def has_ended(state: Mapping[str, Any]) -> bool:
-    """Whether the newest message is that of a refused call, so the run has ended.
-
-    The graph may go on nevertheless: LangChain does so if it waits for a structured response.
-
-    Args:
-        state: The agent's state.
-    """
+    """Whether the newest message is that of a refused call, so the run has ended."""
+    # The graph may go on nevertheless: LangChain does so if it waits for a structured response.
     newest = (state.get("messages") or (None,))[-1]
     return newest is not None and newest.id is not None and newest.id == ledger(state).get("ended")

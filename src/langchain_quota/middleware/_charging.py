@@ -33,14 +33,7 @@ MOST_KNOWN = 1_000
 
 
 class Charging:
-    """Computes what model runs are charged.
-
-    Args:
-        limits: The limits of the agent, budgets among them.
-        prices: What model runs cost; `None` without a limit of costs.
-        allow_unknown: Whether models without a price may be called: they cost nothing then.
-        recorder: Makes visible which prices are not known.
-    """
+    """Computes what model runs are charged."""
 
     def __init__(
         self,
@@ -69,17 +62,8 @@ class Charging:
         self._unpriced: dict[str, ModelUsage] = {}
 
     def check_price(self, asked: ModelUsage, agent: Callable[[], str | None]) -> None:
-        """Check that a model has a price, before a call of it is paid.
-
-        If its price failed after an earlier call, that call must have a price first.
-
-        Args:
-            asked: The model, with nothing used.
-            agent: Gives the name of the agent that is charged.
-
-        Raises:
-            UnknownPriceError: The model has no price.
-        """
+        """Check that a model has a price, before a call of it is paid."""
+        # If its price failed after an earlier call, that call must have a price first.
         if self._prices is None or self._allow_unknown:
             return
         failed = self._unpriced.get(asked.request_model)
@@ -99,17 +83,7 @@ class Charging:
         self._unpriced.pop(asked.request_model, None)
 
     def most(self, limit: Limit, bound: object) -> int:
-        """The bound of a call, in the unit of a limit.
-
-        Args:
-            limit: The limit.
-            bound: What its `reserve` gives: an amount, or the `ModelUsage` that a call has at most.
-
-        Raises:
-            TypeError: It is no amount.
-            ValueError: It is out of bounds.
-            UnknownPriceError: There is no price for the model.
-        """
+        """The bound of a call, in the unit of a limit."""
         if not isinstance(bound, ModelUsage):
             return whole_amount(limit.unit, f"reserve of limit {limit.name!r}", bound)
         if limit.counter != MICRODOLLARS:
@@ -124,16 +98,9 @@ class Charging:
     def amounts(
         self, run: ModelRun, held: Mapping[str, int], agent: Callable[[], str | None]
     ) -> dict[str, int]:
-        """What a run is charged, by counter.
-
-        A run that was cut off is charged at least what was held for it: its use is only an
-        estimate from what had arrived.
-
-        Args:
-            run: The run.
-            held: What was held for it, by counter.
-            agent: Gives the name of the agent that is charged.
-        """
+        """What a run is charged, by counter."""
+        # A run that was cut off is charged at least what was held for it: its use is only an
+        # estimate from what had arrived.
         usage = run.usage
         # A run whose price fails is charged what was held for it.
         least_cost = max(held.get(MICRODOLLARS, 0), self._least_cost)
@@ -149,13 +116,7 @@ class Charging:
         }
 
     def _cost(self, usage: ModelUsage, agent: Callable[[], str | None], least: int) -> int:
-        """What a run costs, in microdollars. The run is paid already: nothing is raised.
-
-        Args:
-            usage: What it has used.
-            agent: Gives the name of the agent that is charged.
-            least: What it is charged if its price fails.
-        """
+        """What a run costs, in microdollars. The run is paid already: nothing is raised."""
         if self._prices is None:
             return 0
         try:
@@ -171,11 +132,7 @@ class Charging:
 
 
 def _priced_again(failed: ModelUsage, prices: Prices) -> None:
-    """Check that a run has a price by now that had none when it was paid.
-
-    Raises:
-        UnknownPriceError: It has none yet.
-    """
+    """Check that a run has a price by now that had none when it was paid."""
     model = next(iter(failed.models), "")
     try:
         cost(failed, prices)

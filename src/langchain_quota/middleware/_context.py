@@ -28,22 +28,7 @@ _Values = dict[tuple[str, int], Any]
 
 
 class CallContext(NamedTuple):
-    """The agent and thread of a hook's call.
-
-    Attributes:
-        agent: The agent's name, if it has one.
-        thread_id: The thread's id as the caller gave it; `None` without one, and where the
-            agent carries its parent's.
-        task_id: The running task's id: the same when LangGraph runs the task again.
-        run_thread_id: The thread that the run belongs to, whichever agent in it this is.
-        checkpoint_ns: Where in the run's graphs the hook is.
-        remembers: Whether the state outlives the run: the agent has a checkpointer, and is not a
-            sub-agent whose state begins anew at each call.
-        invocation: Where a checkpointer keeps the state of one call of a sub-agent; empty without
-            such a place, and if all its calls share one.
-        own_name: As `agent`, but `None` inside another agent's tool, unless the agent is known to
-            have its own name: an agent without one has its parent's name and thread.
-    """
+    """The agent and thread of a hook's call."""
 
     agent: str | None = None
     thread_id: object = None
@@ -64,34 +49,23 @@ class CallContext(NamedTuple):
         return None if self.task_id is None else f"{self.task_id}/{middleware}"
 
     def step(self, middleware: str) -> str:
-        """A unique name for a middleware's work in this task; the same when it runs again.
-
-        Outside of a graph every call is a step of its own.
-        """
+        """A unique name for a middleware's work in this task; the same when it runs again."""
+        # Outside of a graph every call is a step of its own.
         if self.task_id is None:
             return uuid4().hex
         return _digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
 
     def run(self) -> str:
-        """A name for the run that begins in this task; the same if it begins again after a crash.
-
-        LangGraph runs the task again from its checkpoint, with the same id. The checkpoint of a
-        sub-agent's call may be lost: then the call is made again in the place of the first one.
-        """
+        """A name for the run that begins in this task; the same if it begins again."""
+        # LangGraph runs the task again from its checkpoint, with the same id. The checkpoint of a
+        # sub-agent's call may be lost: then the call is made again in the place of the first one.
         if self.invocation:
             return _digest(str(self.run_thread_id), self.invocation)
         return self.step("run")
 
 
 def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
-    """Read the context from what LangGraph gives a running hook; outside of a graph, nothing.
-
-    Args:
-        runtime: The hook's runtime; may be `None` where a hook is called directly.
-        model_name: The name on the newest AIMessage that this agent's model made in this run, if
-            any. LangChain puts a named agent's name on its messages. Inside a tool, only this
-            distinguishes a named agent from one that has its parent's name.
-    """
+    """Read the context from what LangGraph gives a running hook; outside of a graph, nothing."""
     config = running_config()
     agent = _agent(config)
     info = getattr(runtime, "execution_info", None)
@@ -170,23 +144,7 @@ def resolve(  # noqa: PLR0913 - keyword-only, with defaults
     root_run: str = "",
     prefix: str = "",
 ) -> list[ResolvedLimit]:
-    """The numbers of limits for this state and runtime.
-
-    Args:
-        limits: The limits.
-        state: The hook's state.
-        runtime: The hook's runtime.
-        recorder: Counts what functions raise.
-        now: The time in seconds since the Unix epoch, if a store keeps counts.
-        root_run: The subject of quotas per root run, if there are any.
-        prefix: What the store's keys begin with, if its prefix is a function.
-
-    Raises:
-        RuntimeError: A function is async; only the agent's async methods can wait for it.
-        TypeError: A number or subject has the wrong type.
-        ValueError: A number is negative, or a subject is missing.
-        Exception: Whatever a function raises; it is counted.
-    """
+    """The numbers of limits for this state and runtime."""
     found = []
     caller = call_context(runtime, model_name=None)
     for limit in limits:
@@ -230,22 +188,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
     root_run: str = "",
     prefix: str = "",
 ) -> list[ResolvedLimit]:
-    """The numbers of limits for this state and runtime; async functions are awaited.
-
-    Args:
-        limits: The limits.
-        state: The hook's state.
-        runtime: The hook's runtime.
-        recorder: Counts what functions raise.
-        now: The time in seconds since the Unix epoch, if a store keeps counts.
-        root_run: The subject of quotas per root run, if there are any.
-        prefix: What the store's keys begin with, if its prefix is a function.
-
-    Raises:
-        TypeError: A number or subject has the wrong type.
-        ValueError: A number is negative, or a subject is missing.
-        Exception: Whatever a function raises; it is counted.
-    """
+    """The numbers of limits for this state and runtime; async functions are awaited."""
     found = []
     caller = call_context(runtime, model_name=None)
     for limit in limits:
@@ -273,13 +216,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
 
 
 def store_prefix(prefix: object, state: Any, runtime: Any) -> str:
-    """What the store's keys begin with; empty where its prefix is no function.
-
-    Raises:
-        TypeError: The function gives no string.
-        ValueError: It gives one that cannot be a prefix.
-        Exception: Whatever it raises.
-    """
+    """What the store's keys begin with; empty where its prefix is no function."""
     if not callable(prefix):
         return ""
     try:
@@ -365,18 +302,7 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
 
 
 def subject_of(what: str, per: str, runtime: Any, caller: CallContext) -> str:
-    """The subject of a quota whose `per` is a name.
-
-    Args:
-        what: The quota, for messages.
-        per: `"thread"`, `"agent"`, `"global"`, or a name in `runtime.context`.
-        runtime: The hook's runtime.
-        caller: The agent and thread.
-
-    Raises:
-        ValueError: There is no subject.
-        TypeError: The subject is no string, whole number or UUID.
-    """
+    """The subject of a quota whose `per` is a name."""
     if per == "global":
         return ""
     if per == THREAD:
@@ -401,13 +327,7 @@ def subject_of(what: str, per: str, runtime: Any, caller: CallContext) -> str:
 
 
 def checked_subject(what: str, value: object) -> str:
-    """The text of a subject.
-
-    Raises:
-        TypeError: It is no string, whole number or UUID. Equal values of other types may have
-            different texts.
-        ValueError: It is empty.
-    """
+    """The text of a subject."""
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):
         raise TypeError(
             f"the subject of {what} must be a string, a whole number or a UUID, not "

@@ -25,12 +25,11 @@ _FIRST, _LONGEST = 1.0, 30.0
 
 
 class PendingCompensations:
-    """Corrections that the store has not confirmed, the oldest first.
+    """Corrections that the store has not confirmed, the oldest first."""
 
-    Only one request at a time carries old ones. Otherwise every caller would send the same ones to
-    a store that has just come back. It carries those of its own prefix: the node of another may
-    be down.
-    """
+    # Only one request at a time carries old ones. Otherwise every caller would send the same ones
+    # to a store that has just come back. It carries those of its own prefix: the node of another
+    # may be down.
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -57,12 +56,10 @@ class PendingCompensations:
         return full
 
     def take(self, request: AcquireRequest) -> tuple[tuple[Compensation, ...], bool]:
-        """The corrections to send next, and whether the request itself can be sent with them.
-
-        The store must first get the corrections of the request's earlier attempts, and those of
-        keys whose counts the caller has or corrects. One request at a time carries others of its
-        prefix, too.
-        """
+        """The corrections to send next, and whether the request itself can be sent with them."""
+        # The store must first get the corrections of the request's earlier attempts, and those of
+        # keys whose counts the caller has or corrects. One request at a time carries others of its
+        # prefix, too.
         if not self._waiting:
             return (), True
         ids = set(self._made_again(request.idempotency_key))

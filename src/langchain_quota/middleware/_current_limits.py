@@ -15,17 +15,7 @@ from langchain_quota.telemetry.recorder import Recorder
 
 
 class CurrentLimits:
-    """Gives the numbers of limits for a state, a runtime and a time.
-
-    Args:
-        limits: The limits.
-        store: Where quotas are counted, if anywhere.
-        recorder: Counts what functions raise.
-        counts_root_runs: Whether a quota is per root run.
-
-    Attributes:
-        of_kind: The limits by the kind of calls; `None` for all.
-    """
+    """Gives the numbers of limits for a state, a runtime and a time."""
 
     def __init__(
         self,
@@ -55,14 +45,7 @@ class CurrentLimits:
             }
 
     def at(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
-        """The limits at a moment.
-
-        Args:
-            now: The time, in seconds since the Unix epoch.
-            kind: The kind of calls; `None` for all limits.
-            state: The hook's state.
-            runtime: The hook's runtime.
-        """
+        """The limits at a moment."""
         if self._fixed:
             return _raised(self._fixed[kind], state)
         prefix = store_prefix(self._prefix, state, runtime)

@@ -26,11 +26,7 @@ def in_sync(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives that waits for nothing: in the sync form.
-
-    Raises:
-        RuntimeError: It waits.
-    """
+    """What a coroutine gives that waits for nothing: in the sync form."""
     try:
         coroutine.send(None)
     except StopIteration as done:

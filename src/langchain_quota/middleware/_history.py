@@ -23,16 +23,10 @@ _CALLS = {"tool_calls", "function_call"}
 
 
 def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
-    """The message with an id for every tool call; itself, if none lacks one.
-
-    Without an id a call cannot be answered: some providers and parsers give none, or an empty one.
-    The ids follow from the message's id, so that a hook that runs again gives the same ones. Every
-    provider takes them: they are short, and have letters, digits and `_` only.
-
-    Args:
-        message: The message. Only its own id is changed in place, if it has none.
-        answered: The ids that are answered. An empty id is one like any other.
-    """
+    """The message with an id for every tool call; itself, if none lacks one."""
+    # Without an id a call cannot be answered: some providers and parsers give none, or an empty
+    # one. The ids follow from the message's id, so that a hook that runs again gives the same ones.
+    # Every provider takes them: they are short, and have letters, digits and `_` only.
     missing = [
         index
         for index, call in enumerate(message.tool_calls)
@@ -76,14 +70,7 @@ def _identified_block(block: Any, given: list[ToolCall]) -> Any:
 @quick_init
 @dataclass(frozen=True, slots=True)
 class PendingCalls:
-    """The tool calls of the newest AIMessage that wait for an answer.
-
-    Attributes:
-        message: The AIMessage, with an id for every call.
-        calls: Its calls without an answer, under the name of the tool that will run.
-        structured: Whether another call of the message has delivered the structured response.
-        replaces: Whether calls got their id here: `message` replaces the one in the history.
-    """
+    """The tool calls of the newest AIMessage that wait for an answer."""
 
     message: AIMessage
     calls: tuple[ToolCall, ...]
@@ -92,11 +79,9 @@ class PendingCalls:
 
 
 def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
-    """The calls that are about to run; `None` if the newest AIMessage made none.
-
-    A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
-    is given in its edited form.
-    """
+    """The calls that are about to run; `None` if the newest AIMessage made none."""
+    # A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
+    # is given in its edited form.
     messages: Sequence[AnyMessage] = state.get("messages") or ()
     answers = []
     for message in reversed(messages):
@@ -119,14 +104,7 @@ def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
 
 @dataclass(frozen=True, slots=True)
 class DanglingCalls:
-    """The calls of one AIMessage that were left without an answer.
-
-    Attributes:
-        message: The AIMessage, with an id for every call.
-        calls: Its calls without an answer, under the name of the tool that would have run.
-        start: The index of the message.
-        end: The index after the answers that it has: the missing ones belong there.
-    """
+    """The calls of one AIMessage that were left without an answer."""
 
     message: AIMessage
     calls: tuple[ToolCall, ...]
@@ -158,11 +136,9 @@ def dangling_calls(state: Mapping[str, Any]) -> list[DanglingCalls]:
 def unfinished_calls(
     state: Mapping[str, Any], message_id: str
 ) -> tuple[AIMessage, tuple[ToolCall, ...]] | None:
-    """The calls of a message that no tool is known to have finished, and the message.
-
-    They have no answer. Or they have only an error, and the model has not answered since: then
-    another middleware may have added that error.
-    """
+    """The calls of a message that no tool is known to have finished, and the message."""
+    # They have no answer. Or they have only an error, and the model has not answered since: then
+    # another middleware may have added that error.
     messages: Sequence[AnyMessage] = state.get("messages") or ()
     answers: list[ToolMessage] = []
     is_newest = True
@@ -187,16 +163,7 @@ def answered_history(
     *,
     is_shared: bool,
 ) -> list[AnyMessage]:
-    """The messages with an answer for each dangling call, after the message that made it.
-
-    Args:
-        messages: The history.
-        dangling: The calls.
-        content: The text of an answer.
-        is_shared: Whether an enclosing graph merges the messages into a history of its own. It adds
-            new messages at the end only, and can replace earlier ones. So the calls are removed
-            from their message instead.
-    """
+    """The messages with an answer for each dangling call, after the message that made it."""
     history = list(messages)
     for each in reversed(dangling):
         if is_shared and each.end < len(messages):
@@ -260,16 +227,8 @@ def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
 def answer_of_refused(
     call_id: str, tool: str | None, content: str, *, returned: bool = True
 ) -> ToolMessage:
-    """The answer of a call that a limit refuses, perhaps after another limit let it through.
-
-    `not_run` finds it.
-
-    Args:
-        call_id: The call's id.
-        tool: Its tool.
-        content: What the model reads.
-        returned: Whether a store has back what it had charged for the call, if anything.
-    """
+    """The answer of a call that a limit refuses, perhaps after another limit let it through."""
+    # `not_run` finds it.
     message = answer(call_id, tool, content)
     # Not sent to the model.
     message.response_metadata[NOT_RUN] = returned
@@ -277,15 +236,7 @@ def answer_of_refused(
 
 
 def not_run(messages: Sequence[AnyMessage], message_id: str) -> dict[str, bool]:
-    """The calls of an AIMessage that were let through and then did not run.
-
-    Args:
-        messages: The history.
-        message_id: The id of the AIMessage.
-
-    Returns:
-        By id, whether a store has back what it had charged for the call.
-    """
+    """The calls of an AIMessage that were let through and then did not run."""
     found: dict[str, bool] = {}
     for message in reversed(messages):
         if message.id == message_id:
@@ -299,12 +250,7 @@ def not_run(messages: Sequence[AnyMessage], message_id: str) -> dict[str, bool]:
 
 
 def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[AnyMessage] | None:
-    """The messages after the one that was the newest when a run began; `None` if it is unknown.
-
-    Args:
-        messages: The history.
-        turn: The id of that message or, where it has none, how many there were.
-    """
+    """The messages after the one that was the newest when a run began; `None` if it is unknown."""
     if isinstance(turn, int):
         return messages[turn:]
     for index in range(len(messages) - 1, -1, -1):
@@ -337,11 +283,7 @@ def _as_edited(call: ToolCall, action: Mapping[str, Any]) -> ToolCall:
 
 
 def overruled(messages: Sequence[AnyMessage]) -> set[str]:
-    """The ids of our refusals whose calls a reviewer has answered, too.
-
-    Args:
-        messages: The history.
-    """
+    """The ids of our refusals whose calls a reviewer has answered, too."""
     refusals: dict[str, str] = {}
     answered: set[str] = set()
     for message in reversed(messages):

@@ -19,12 +19,7 @@ _SUB_AGENTS = "task"
 
 
 def unseen_calls(limits: Iterable[Limit], tools: Sequence[Any]) -> str | None:
-    """Says which limit a code interpreter would go past, and what to do; `None` for none.
-
-    Args:
-        limits: The limits.
-        tools: The tools of an agent.
-    """
+    """Says which limit a code interpreter would go past, and what to do; `None` for none."""
     if _PACKAGE not in sys.modules:
         return None
     for interpreter in tools:

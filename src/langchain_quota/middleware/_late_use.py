@@ -17,22 +17,16 @@ MAX_LATE = 10_000
 
 
 class _Use(NamedTuple):
-    """What a call has used.
-
-    Attributes:
-        follows: Names the use before it; empty for the first one of a thread.
-        amounts: How much it is, by counter.
-    """
+    """What a call has used."""
 
     follows: str
     amounts: Mapping[str, int]
 
 
 class LateUse:
-    """Keeps what calls have used, by run: for example, a call that fails cannot write its use.
+    """Keeps what calls have used, by run: for example, a call that fails cannot write its use."""
 
-    Use that is forgotten before it is written is missing in the state's counts; a store has it.
-    """
+    # Use that is forgotten before it is written is missing in the state's counts; a store has it.
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, _Use]] = {}

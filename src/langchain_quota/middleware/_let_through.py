@@ -14,17 +14,7 @@ MAX_LET_THROUGH = 10_000
 
 
 class Admitted(NamedTuple):
-    """A model call that was let through before its request was known.
-
-    Attributes:
-        decisions: What is to be made visible when the call is finally let through; empty if it is
-            visible already.
-        started: When judging began, in nanoseconds since the Unix epoch.
-        task_id: The task that judged.
-        trace: The trace of its run.
-        after_refusal: Whether a limit has refused a call of this run before.
-        charged: What a store has counted of the call itself, by key.
-    """
+    """A model call that was let through before its request was known."""
 
     decisions: Sequence[Decision] = ()
     started: int = 0
@@ -35,10 +25,9 @@ class Admitted(NamedTuple):
 
 
 class LetThrough:
-    """Knows which calls may be made. Each may be made once: made again, a call is judged anew.
+    """Knows which calls may be made. Each may be made once: made again, a call is judged anew."""
 
-    A call that is never made stays until newer ones take its place.
-    """
+    # A call that is never made stays until newer ones take its place.
 
     def __init__(self) -> None:
         # `None` for a call that was made.
@@ -53,10 +42,8 @@ class LetThrough:
                 del self._calls[next(iter(self._calls))]
 
     def take(self, name: str) -> tuple[Admitted | None, bool]:
-        """Note that a call is made: what was kept of it, and whether it was made before.
-
-        Nothing is kept of a call that was made before, or that another process has let through.
-        """
+        """Note that a call is made: what was kept of it, and whether it was made before."""
+        # Nothing is kept of a call that was made before, or that another process has let through.
         with self._lock:
             made_before = name in self._calls and self._calls[name] is None
             found = self._calls.get(name)

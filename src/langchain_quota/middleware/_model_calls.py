@@ -48,12 +48,7 @@ def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def budget_counts(state: Mapping[str, Any], late: Late | None) -> dict[str, int]:
-    """The state's counts of what model calls have used of budgets, by the name of the counter.
-
-    Args:
-        state: The agent's state.
-        late: What is not in the state yet.
-    """
+    """The state's counts of what model calls have used of budgets, by the name of the counter."""
     of_thread, of_run = spent(state)
     counts = {}
     for counter, thread, run in _NAMES:
@@ -64,12 +59,7 @@ def budget_counts(state: Mapping[str, Any], late: Late | None) -> dict[str, int]
 
 
 def spending(state: Mapping[str, Any], late: Late) -> Ledger:
-    """What is written to the state about what model calls have used of budgets.
-
-    Args:
-        state: The agent's state.
-        late: What they have used.
-    """
+    """What is written to the state about what model calls have used of budgets."""
     of_thread, of_run = spent(state)
     for counter, amount in late.amounts.items():
         of_thread[counter] = of_thread.get(counter, 0) + amount
@@ -85,15 +75,7 @@ def pending(
     task: str,
     late: Late | None = None,
 ) -> Request:
-    """The model call that is about to be made, and what it asks.
-
-    Args:
-        state: The agent's state.
-        runtime: The hook's runtime.
-        limits: The limits for model calls.
-        task: The name of this work, among all that the middleware does in a step.
-        late: What calls of the run have used of budgets that is not in the state yet.
-    """
+    """The model call that is about to be made, and what it asks."""
     used = model_counts(state)
     context = _context(state, runtime, used)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
@@ -116,24 +98,13 @@ def pending(
 def unlimited(
     request: ModelRequest[Any], limits: ResolvedLimits, *, task: str
 ) -> tuple[Request, Conclusion]:
-    """The model call that is being made, and that it runs: no limit judges model calls.
-
-    Args:
-        request: What the model is asked.
-        limits: The limits for model calls: none.
-        task: The name of this work, among all that the middleware does in a step.
-    """
+    """The model call that is being made, and that it runs: no limit judges model calls."""
     call = pending(request.state, request.runtime, limits, task=task)
     return call, Conclusion([Decision(call.calls[0], Outcome.ALLOWED)])
 
 
 def bounded(request: Request, bounds: Mapping[str, int]) -> Request:
-    """The same call, which asks budgets for all that it can use.
-
-    Args:
-        request: The call, judged by budgets alone.
-        bounds: The most that it can use, by the name of the limit that says so.
-    """
+    """The same call, which asks budgets for all that it can use."""
     (asked,) = request.asked
     # What the call already holds may be in use, so this is held in addition.
     return replace(request, asked=[asked.reserving(bounds)], anew=True)
@@ -151,13 +122,7 @@ def _context(state: Mapping[str, Any], runtime: Any, used: Mapping[str, int]) ->
 
 
 def conclude(request: Request, result: AcquireResult, *, charging: bool = True) -> Conclusion:
-    """What is decided, and what is written.
-
-    Args:
-        request: The call.
-        result: The answer.
-        charging: Whether an admitted call is charged now, and written to the state.
-    """
+    """What is decided, and what is written."""
     decisions, breaches = request.decided(result, charging=charging)
     error = _exceeded(breaches)
     if error is not None:
@@ -190,13 +155,7 @@ def conclude(request: Request, result: AcquireResult, *, charging: bool = True) 
 
 
 def _final(request: Request, before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """The run's final text if this is the last call of its budget and answers nothing; else empty.
-
-    Args:
-        request: The call.
-        before: The counts before it.
-        after: The counts with it.
-    """
+    """The run's final text if this is its budget's last call and answers nothing; else empty."""
     (asked,) = request.asked
     finalizing = {
         each.limit.name for each, _ in asked.limits if each.limit.exit_behavior == "finalize"
@@ -216,13 +175,7 @@ def _final(request: Request, before: Mapping[str, int], after: Mapping[str, int]
 
 
 def uncounted(request: Request, conclusion: Conclusion, *, by_budgets: bool) -> Conclusion:
-    """What is written if a call is refused that was let through and counted before.
-
-    Args:
-        request: The call.
-        conclusion: What is decided about it now.
-        by_budgets: Whether all limits are budgets: then the call was counted in the ledger.
-    """
+    """What is written if a call is refused that was let through and counted before."""
     of_thread = max(0, request.used[_THREAD] - 1)
     update = dict(conclusion.update or {})
     known: Ledger = update[LEDGER]
@@ -235,13 +188,7 @@ def uncounted(request: Request, conclusion: Conclusion, *, by_budgets: bool) -> 
 
 
 def admitted(request: Request, conclusion: Conclusion, *, decided: bool) -> Admitted:
-    """What is kept of a call that is let through until it is made.
-
-    Args:
-        request: The call.
-        conclusion: What is decided about it.
-        decided: Whether that decision is final.
-    """
+    """What is kept of a call that is let through until it is made."""
     if decided:
         return Admitted()
     return Admitted(
@@ -273,11 +220,7 @@ def held_for(request: Request) -> Held:
 
 
 def held_amounts(asked: Asked) -> dict[str, int]:
-    """What a call holds of budgets, by the model's counter.
-
-    Args:
-        asked: What it asks.
-    """
+    """What a call holds of budgets, by the model's counter."""
     found: dict[str, int] = {}
     for each, rows in asked.limits:
         if each.is_budget:

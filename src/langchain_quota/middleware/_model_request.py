@@ -49,14 +49,8 @@ _SPENT = {
 
 
 def with_state(request: ModelRequest[Any], state: Any) -> ModelRequest[Any]:
-    """The request with another state.
-
-    `ModelRequest.override` is slower, and switches warnings off for all threads while it works.
-
-    Args:
-        request: The request; it is not changed.
-        state: The state.
-    """
+    """The request with another state."""
+    # `ModelRequest.override` is slower, and switches warnings off for all threads while it works.
     made = copy(request)
     # An assignment to the attribute would warn.
     vars(made)["state"] = state
@@ -66,15 +60,8 @@ def with_state(request: ModelRequest[Any], state: Any) -> ModelRequest[Any]:
 def counts_now(
     state: Mapping[str, Any], limits: ResolvedLimits, kept: Mapping[str, int]
 ) -> dict[str, int]:
-    """The counts by the name of the counter: the store's, and the state's for all others.
-
-    What is held of budgets for the next call is not counted as used.
-
-    Args:
-        state: The state.
-        limits: The limits that judge a call before its request is known.
-        kept: The store's counts, by key.
-    """
+    """The counts by the name of the counter: the store's, and the state's for all others."""
+    # What is held of budgets for the next call is not counted as used.
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
     if limits.has_budgets:
@@ -120,15 +107,7 @@ def shaped(
     near: float | None,
     hides: bool,
 ) -> ModelRequest[Any]:
-    """The request as the model gets it: with what is left, and the tools that it may call.
-
-    Args:
-        request: The request.
-        limits: The limits that judge a call before its request is known.
-        kept: The store's counts, by key; `None` if it did not answer.
-        near: The share from which the request says what is left; `None` to say nothing.
-        hides: Whether tools with nothing left are not offered.
-    """
+    """The request as the model gets it: with what is left, and the tools that it may call."""
     state: Mapping[str, Any] = request.state
     if ledger(state).get("final"):
         return last_call(request)
@@ -147,13 +126,7 @@ def shaped(
 
 
 def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float) -> str | None:
-    """The note on what is left; `None` while no limit is near.
-
-    Args:
-        limits: The limits; those that are not enforced are not mentioned.
-        counts: The counts by name; those of the model include this call.
-        near: The share from which a limit without one of its own is near.
-    """
+    """The note on what is left; `None` while no limit is near."""
     is_near = False
     parts = []
     for each in limits.limits:
@@ -189,11 +162,9 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
 
 
 def with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
-    """The messages with a note at the end of the newest one.
-
-    The note changes with each request. At the end, it leaves the provider's prompt cache usable. It
-    is no system message: some providers refuse one in the middle of the list.
-    """
+    """The messages with a note at the end of the newest one."""
+    # The note changes with each request. At the end, it leaves the provider's prompt cache usable.
+    # It is no system message: some providers refuse one in the middle of the list.
     if not messages or not _takes_note(messages[-1]):
         return [*messages, HumanMessage(note)]
     *older, newest = messages
@@ -208,10 +179,8 @@ def with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
 
 
 def _takes_note(message: AnyMessage) -> bool:
-    """Whether a text may be added to a message.
-
-    It may not be added to the model's own messages, nor to an answer in a provider's own form.
-    """
+    """Whether a text may be added to a message."""
+    # It may not be added to the model's own messages, nor to an answer in a provider's own form.
     if not isinstance(message, ToolMessage):
         return isinstance(message, HumanMessage)
     parts = message.content if isinstance(message.content, list) else ()
@@ -223,10 +192,8 @@ def _takes_note(message: AnyMessage) -> bool:
 def without_exhausted(
     request: ModelRequest[Any], limits: ResolvedLimits, counts: Mapping[str, int]
 ) -> tuple[ModelRequest[Any], str | None]:
-    """The request without the tools that have nothing left, and a note if they have to stay.
-
-    A tool stays if all limits that refuse it ask a person: without a call nobody would be asked.
-    """
+    """The request without the tools that have nothing left, and a note if they have to stay."""
+    # A tool stays if all limits that refuse it ask a person: without a call nobody would be asked.
 
     def is_left(tool: str) -> bool:
         (refused,) = admit([limits.asked(Call("tool", tool)).hits], counts, {}).refused
@@ -245,10 +212,8 @@ def last_call(request: ModelRequest[Any]) -> ModelRequest[Any]:
 
 
 def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[Any], str | None]:
-    """Offer these tools, unless the provider might refuse the request.
-
-    Some refuse an empty list of tools where the history has tool calls.
-    """
+    """Offer these tools, unless the provider might refuse the request."""
+    # Some refuse an empty list of tools where the history has tool calls.
     has_history = any(
         isinstance(message, AIMessage) and message.tool_calls for message in request.messages
     )
@@ -262,11 +227,9 @@ def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[A
 
 
 def _has_structured_tool(request: ModelRequest[Any]) -> bool:
-    """Whether LangChain is sure to add a tool for the structured response to the request.
-
-    With an automatic strategy it adds one unless it knows that the model has structured output. It
-    knows this from the model's profile or, without one, from the model's name.
-    """
+    """Whether LangChain is sure to add a tool for the structured response to the request."""
+    # With an automatic strategy it adds one unless it knows that the model has structured output.
+    # It knows this from the model's profile or, without one, from the model's name.
     strategy = request.response_format
     if strategy is None or isinstance(strategy, ProviderStrategy):
         return False

@@ -17,15 +17,7 @@ Observer = Callable[[Decision], Awaitable[None] | None]
 
 
 class Observers:
-    """Functions that are called with every decision; what one raises is counted and logged.
-
-    Args:
-        on_decision: One function or several, sync or async.
-        recorder: Counts what they raise.
-
-    Raises:
-        TypeError: `on_decision` is neither a function nor several.
-    """
+    """Functions that are called with every decision; what one raises is counted and logged."""
 
     def __init__(self, on_decision: Observer | Sequence[Observer], recorder: Recorder) -> None:
         observers = (on_decision,) if callable(on_decision) else on_decision
@@ -45,26 +37,13 @@ class Observers:
         return self
 
     def refuse_async(self) -> None:
-        """Refuse to go on in a sync run, which cannot wait for an async observer.
-
-        Raises:
-            RuntimeError: One of the observers is async.
-        """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
+        """Refuse to go on in a sync run, which cannot wait for an async observer."""
         for observer in self._observers:
             if is_async(observer):
                 raise _async_error(observer)
 
     def notify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
-        """Call each observer with each decision.
-
-        Args:
-            decisions: The decisions.
-            task_id: The task that decided. If it runs again, each observer gets only the decisions
-                that it has not got before.
-
-        Raises:
-            RuntimeError: An observer returns an awaitable.
-        """  # noqa: DOC501 - the name is that of the function which makes the RuntimeError
+        """Call each observer with each decision."""
         for decision, observer in self._pending(decisions, task_id):
             result: Any = None
             try:
@@ -78,13 +57,7 @@ class Observers:
                 raise _async_error(observer)
 
     async def anotify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
-        """Call each observer with each decision, and wait for those that are async.
-
-        Args:
-            decisions: The decisions.
-            task_id: The task that decided. If it runs again (after a cancellation, for example),
-                each observer gets only the decisions that it has not got before.
-        """
+        """Call each observer with each decision, and wait for those that are async."""
         for decision, observer in self._pending(decisions, task_id):
             try:
                 result = observer(decision)

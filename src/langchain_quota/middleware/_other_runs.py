@@ -245,14 +245,7 @@ class _AgentRun:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherRuns:
-    """Charges the model runs of an agent's run that its own model calls do not make.
-
-    Attributes:
-        amounts: Computes what a model run is charged, by counter, from the run and the agent.
-        late: Keeps the amounts until the state has them.
-        store: The store; `None` without one.
-        recorder: Makes visible what is charged.
-    """
+    """Charges the model runs of an agent's run that its own model calls do not make."""
 
     amounts: Callable[[ModelRun, str | None], Mapping[str, int]]
     late: LateUse

@@ -26,17 +26,7 @@ from langchain_quota.state import ledger
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What one limit knows before it judges the calls of a message.
-
-    Attributes:
-        limit: The limit.
-        step: The number of the message in the run.
-        made: The calls of earlier messages.
-        others: The calls of this message that it has judged before and that are answered.
-        repeated: How often they were made.
-        asked: The keys of the tool and of the call, for each call of this message; `None` for
-            a call that the limit does not count.
-    """
+    """What one limit knows before it judges the calls of a message."""
 
     limit: RepeatLimit
     step: int
@@ -47,19 +37,7 @@ class _Known:
 
 
 class Repeats:
-    """What the repeat limits of a middleware know of the calls of one message.
-
-    Args:
-        limits: The limits.
-        state: The agent's state.
-        pending: The calls.
-        calls: The same, as they are judged.
-        middleware: The name of the middleware.
-
-    Raises:
-        TypeError: A limit's function gives no JSON value.
-        Exception: Whatever such a function raises.
-    """
+    """What the repeat limits of a middleware know of the calls of one message."""
 
     def __init__(
         self,
@@ -106,11 +84,7 @@ class Repeats:
         return _Known(limit, step, made, others, repeated(made), asked)
 
     def ask(self, asked: Sequence[Asked]) -> list[Asked]:
-        """What the calls ask of all limits, these included.
-
-        Args:
-            asked: For each call what it asks of the other limits.
-        """
+        """What the calls ask of all limits, these included."""
         return [self._ask(index, each) for index, each in enumerate(asked)]
 
     def _ask(self, index: int, asked: Asked) -> Asked:
@@ -157,11 +131,7 @@ class Repeats:
         return row
 
     def noted(self, let_through: Sequence[bool]) -> dict[str, dict[str, Record]]:
-        """What is remembered when these calls are judged.
-
-        Args:
-            let_through: For each call, whether it was let through.
-        """
+        """What is remembered when these calls are judged."""
         own: dict[str, Record] = {}
         for name, known in self._known.items():
             waiting = {

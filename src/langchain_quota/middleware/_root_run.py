@@ -37,18 +37,7 @@ Lost = Literal["inside", "thread"]
 
 
 class RootRun(BaseCallbackHandler):
-    """A root run, as everything that it starts finds it.
-
-    Attributes:
-        key: Names it; empty until it has begun.
-        thread_id: The thread that it runs on; `None` without one.
-        resumes: Whether it resumes a run of its thread that was interrupted or that failed.
-        subject: Whose calls a store counts together; `None` until a limiter has asked.
-        used: What a store has counted of it, by key: a store that is full may drop it.
-        tools: How many of its tool calls run now.
-        joined: The root run to which this one turned out to belong.
-        lost: Why it may belong to another root run, which it cannot find.
-    """
+    """A root run, as everything that it starts finds it."""
 
     run_inline = True
     ignore_llm = ignore_chat_model = ignore_agent = ignore_retriever = True
@@ -100,11 +89,7 @@ class RootRun(BaseCallbackHandler):
         self.used = {**known, **{key: max(n, known.get(key, 0)) for key, n in counts.items()}}
 
     def unsaved(self, known: Ledger) -> Ledger:
-        """What the state has to keep, so that a resumed run goes on with the same counts.
-
-        Args:
-            known: What it keeps now.
-        """
+        """What the state has to keep, so that a resumed run goes on with the same counts."""
         found = Ledger()
         if self.subject != known.get("root_run"):
             found["root_run"] = self.subject
@@ -150,11 +135,10 @@ def log_lost(cause: Lost) -> None:
 
 
 class _NewRootRun:
-    """Gives LangChain a handler for a run that has inherited none.
+    """Gives LangChain a handler for a run that has inherited none."""
 
-    LangChain asks in the context of whoever starts the run. So a run that was started without the
-    handlers around it gets that of its root run.
-    """
+    # LangChain asks in the context of whoever starts the run. So a run that was started without the
+    # handlers around it gets that of its root run.
 
     kind = RootRun
 
@@ -171,11 +155,7 @@ _watching = threading.Event()
 
 
 def watch_root_runs(kind: type[RootRun] | None = None) -> None:
-    """Give every root run that begins from now on a handler of its own.
-
-    Args:
-        kind: Its class from now on; `None` to leave it.
-    """
+    """Give every root run that begins from now on a handler of its own."""
     if kind is not None:
         _NewRootRun.kind = kind
     if not _watching.is_set():

@@ -25,15 +25,7 @@ def root_subject(
     prefix: str,
     recorder: Recorder,
 ) -> str:
-    """Whose calls a store counts together with those of the running node.
-
-    Args:
-        state: The agent's state.
-        runtime: The hook's runtime.
-        store: Numbers the root runs of a thread; `None` where nothing is counted by them.
-        prefix: What the store's keys begin with, if its prefix is a function.
-        recorder: Counts runs that may belong to another root run.
-    """
+    """Whose calls a store counts together with those of the running node."""
     if store is None:
         return ""
     run, caller = root_run(), call_context(runtime, model_name=None)
@@ -56,15 +48,7 @@ async def aroot_subject(
     prefix: str,
     recorder: Recorder,
 ) -> str:
-    """Whose calls a store counts together with those of the running node.
-
-    Args:
-        state: The agent's state.
-        runtime: The hook's runtime.
-        store: Numbers the root runs of a thread; `None` where nothing is counted by them.
-        prefix: What the store's keys begin with, if its prefix is a function.
-        recorder: Counts runs that may belong to another root run.
-    """
+    """Whose calls a store counts together with those of the running node."""
     if store is None:
         return ""
     run, caller = root_run(), call_context(runtime, model_name=None)
@@ -108,10 +92,8 @@ def _count(run: RootRun, subject: str, caller: CallContext, recorder: Recorder) 
 
 
 def _numbered(run: RootRun, caller: CallContext, prefix: str) -> tuple[object, str]:
-    """The thread of a root run, and where a store keeps the number of its newest one.
-
-    The number begins with the time. So a thread whose number has expired never gets an old one.
-    """
+    """The thread of a root run, and where a store keeps the number of its newest one."""
+    # The number begins with the time. So a thread whose number has expired never gets an old one.
     thread = _thread(run, caller)
     return thread, str(CountKey("", ROOT_RUN, str(thread), prefix=prefix))
 

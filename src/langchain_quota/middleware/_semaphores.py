@@ -80,11 +80,9 @@ class Semaphore:
             self.change(sure=True)
 
     def change(self, asks: Slot | None = None, *, sure: bool = False) -> None:
-        """Count a call that asks and those that have ended, and wake those that may run.
-
-        An abandoned call ends when garbage is collected: perhaps here, while this thread holds the
-        lock. So an end does not wait for the lock: who holds it counts the end, too.
-        """
+        """Count a call that asks and those that have ended, and wake those that may run."""
+        # An abandoned call ends when garbage is collected: perhaps here, while this thread holds
+        # the lock. So an end does not wait for the lock: who holds it counts the end, too.
         while sure or self.ended:
             if not self._lock.acquire(blocking=sure):
                 return

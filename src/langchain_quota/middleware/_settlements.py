@@ -20,15 +20,7 @@ def settlements(
     *,
     seen_by_others: bool = False,
 ) -> AcquireRequest | None:
-    """A request that charges what model runs have used; `None` where a store counts none of it.
-
-    Args:
-        state: The agent's state.
-        limits: The limits on model calls.
-        counts: The state's counts, by name.
-        used: The id of each model run, and what it has used, by the model's counter.
-        seen_by_others: Whether another agent may charge the same model runs to the same keys.
-    """
+    """A request that charges what model runs have used; `None` where a store counts none of it."""
     keys, starts = _kept(limits, counts)
     held = ledger(state).get("held")
     if held is not None and not held["keys"]:
@@ -57,14 +49,7 @@ def settlements(
 def charge_by_key(
     limits: ResolvedLimits, counts: Mapping[str, int], run: str, amounts: Mapping[str, int]
 ) -> AcquireRequest:
-    """A request that charges a model run to each key, unless another agent has charged it there.
-
-    Args:
-        limits: The limits on model calls.
-        counts: The state's counts, by name.
-        run: The id of the model run.
-        amounts: What it has used, by the model's counter.
-    """
+    """A request that charges a model run to each key, unless another agent has charged it there."""
     keys, starts = _kept(limits, counts)
     counters = {key: Counter(key, starts[key]) for key in keys}
     made = tuple(_by_key(run, amounts, keys, starts))
@@ -109,10 +94,8 @@ def _kept(
 def _by_key(
     run: str, amounts: Mapping[str, int], keys: Mapping[str, str], starts: Mapping[str, int]
 ) -> Iterator[Compensation]:
-    """Corrections that charge a model run: one per key, which only the first agent makes.
-
-    They settle a request that holds nothing, so a store remembers them as long as settlements.
-    """
+    """Corrections that charge a model run: one per key, which only the first agent makes."""
+    # They settle a request that holds nothing, so a store remembers them as long as settlements.
     for key, counter in keys.items():
         if amounts[counter]:
             start = {key: starts[key]} if key in starts else {}
@@ -120,12 +103,7 @@ def _by_key(
 
 
 def mirror_root_run(limits: ResolvedLimits, answer: AcquireResult | None) -> None:
-    """Keep what the store has counted of the root run, if a budget is per root run.
-
-    Args:
-        limits: The limits on model calls.
-        answer: The store's answer, by key; `None` if there is none.
-    """
+    """Keep what the store has counted of the root run, if a budget is per root run."""
     run = root_run()
     if run is None or run.subject is None or answer is None:
         return

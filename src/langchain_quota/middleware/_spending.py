@@ -18,15 +18,7 @@ def record_run(
     run: ModelRun,
     amounts: Mapping[str, int],
 ) -> None:
-    """Count what a model run has spent.
-
-    Args:
-        recorder: Counts it.
-        call: Names the agent and the thread that are charged.
-        limits: The limits on model calls.
-        run: The run.
-        amounts: What it is charged, by the model's counter.
-    """
+    """Count what a model run has spent."""
     spent = [
         (each.limit.name, each.limit.unit, amounts[each.limit.counter])
         for each in limits.limits
@@ -51,17 +43,7 @@ def record_standing(  # noqa: PLR0913 - all of one charge
     answer: AcquireResult | None,
     is_call: bool = True,
 ) -> None:
-    """Make visible what is used of budgets after a charge, and what a store has newly granted.
-
-    Args:
-        recorder: Makes it visible.
-        call: What is charged.
-        limits: The limits on model calls.
-        before: The state's counts before it, by name.
-        spent: What is charged, by the model's counter.
-        answer: The store's answer after it, by key; `None` without one.
-        is_call: Whether the call itself is charged, and not what was used beside it.
-    """
+    """Make visible what is used of budgets after a charge, and what a store has newly granted."""
     counts: Mapping[str, int] = {}
     if answer is not None:
         counts = answer.used

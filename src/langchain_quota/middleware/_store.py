@@ -229,10 +229,8 @@ class StoreClient:
 
     @contextmanager
     def _carrying(self, request: AcquireRequest) -> Iterator[tuple[AcquireRequest, bool]]:
-        """What to send next, and whether it is the request itself: corrections may come first.
-
-        If the store answers, the corrections that were sent are done.
-        """
+        """What to send next, and whether it is the request itself: corrections may come first."""
+        # If the store answers, the corrections that were sent are done.
         with self._lock:
             carried, last = self._pending.take(request)
         asked = AcquireRequest("", "", compensations=carried)
@@ -289,11 +287,7 @@ class StoreClient:
 
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
-    """The answer of a store, which may be a user's own.
-
-    Raises:
-        QuotaStoreError: It does not say for each call whether it is admitted, and what refuses it.
-    """
+    """The answer of a store, which may be a user's own."""
     if {len(result.admitted), len(result.refused)} != {len(request.hits)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
     return result

@@ -26,42 +26,25 @@ def starters(tools: Iterable[Any]) -> list[FunctionType]:
 
 
 def unlimited_sub_agents(start: FunctionType) -> list[str]:
-    """The names of the sub-agents without limits that a function starts.
-
-    Only certain cases: a sub-agent that LangChain has not made is never named.
-
-    Args:
-        start: The function.
-    """
+    """The names of the sub-agents without limits that a function starts."""
+    # Only certain cases: a sub-agent that LangChain has not made is never named.
     agents = sub_agents(start)
     return [name for name, agent in agents.items() if _is_agent(agent) and not has_limits(agent)]
 
 
 def sub_agents(start: FunctionType) -> Mapping[str, Any]:
-    """The sub-agents that a function starts, by name, as far as they are known.
-
-    Args:
-        start: The function.
-    """
+    """The sub-agents that a function starts, by name, as far as they are known."""
     agents = inspect.getclosurevars(start).nonlocals.get("subagent_graphs")
     return agents if isinstance(agents, Mapping) else {}
 
 
 def has_limits(runnable: object) -> bool:
-    """Whether an agent, or a graph within it, keeps counts of ours.
-
-    Args:
-        runnable: The agent.
-    """
+    """Whether an agent, or a graph within it, keeps counts of ours."""
     return any(LEDGER in graph.channels for graph in graphs_of(runnable))
 
 
 def graphs_of(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
-    """A graph and those within it; none if it is no graph.
-
-    Args:
-        runnable: The graph.
-    """
+    """A graph and those within it; none if it is no graph."""
     while isinstance(runnable, RunnableBindingBase):
         runnable = runnable.bound
     if not isinstance(runnable, Pregel):

@@ -41,18 +41,7 @@ _EXITS: tuple[Exit, ...] = ("continue", "end", "error")
 
 @dataclass(slots=True, kw_only=True)
 class BatchRequest(Request):
-    """The tool calls of one AIMessage that wait for an answer.
-
-    Attributes:
-        middleware: The name of the middleware.
-        pending: The calls as the message has them.
-        every_call: All of them, whether or not a limit matches.
-        counts: The state's counts, and what these calls are charged.
-        renewed: What a store charged for these calls before, by the refund's name.
-        final: The run's final text, if the last model call of its budget made them. It follows the
-            text of their message.
-        repeats: What repeat limits know of them, if there are any.
-    """
+    """The tool calls of one AIMessage that wait for an answer."""
 
     middleware: str
     pending: PendingCalls
@@ -85,16 +74,7 @@ def pending(  # noqa: PLR0913 - what a hook knows
     every_call: bool,
     task: str = "",
 ) -> BatchRequest | None:
-    """The tool calls that wait for an answer, and what they ask; `None` if there are none.
-
-    Args:
-        state: The agent's state.
-        runtime: The hook's runtime.
-        limits: The limits for tool calls.
-        middleware: The name of the middleware.
-        every_call: Whether calls that match no limit are decided (as allowed), too.
-        task: The name of this work, if the middleware does several things in a step.
-    """
+    """The tool calls that wait for an answer, and what they ask; `None` if there are none."""
     waiting = pending_calls(state)
     if waiting is None or not waiting.calls:
         return None
@@ -160,11 +140,9 @@ def _asked(
 
 
 def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> bool:
-    """Whether limits match a call that waits.
-
-    If a middleware has charged calls of the message, its answered calls matter, too: it is recorded
-    that these limits have judged the message.
-    """
+    """Whether limits match a call that waits."""
+    # If a middleware has charged calls of the message, its answered calls matter, too: it is
+    # recorded that these limits have judged the message.
     batch = known.get("batch")
     charged = batch is not None and batch["message"] == waiting.message.id
     calls = (*waiting.calls, *(waiting.message.tool_calls if charged else ()))
@@ -174,10 +152,8 @@ def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> b
 def _renewed(
     counts: ToolCounts, limits: ResolvedLimits, middleware: str, matched: set[str], step: str
 ) -> dict[str, Amounts]:
-    """What a store charged for these calls before, by the refund's name.
-
-    The name is the same if the request is made again, so that no refund is made twice.
-    """
+    """What a store charged for these calls before, by the refund's name."""
+    # The name is the same if the request is made again, so that no refund is made twice.
     keys = {key for each in limits.limits for key in each.keys}
     found = {call_id: counts.renew(call_id, middleware, keys) for call_id in sorted(matched)}
     return {f"{step}/{call_id}": amounts for call_id, amounts in found.items() if amounts}
@@ -190,15 +166,7 @@ def conclude(
     pending_error: bool = False,
     has_caps: bool = False,
 ) -> Conclusion:
-    """What is decided about each call, and what is written.
-
-    Args:
-        request: The calls.
-        result: The answer.
-        pending_error: Whether ending the run with other tools' calls pending is an error.
-        has_caps: Whether the middleware has caps on calls at once, which are not in the request's
-            limits. The next run must know that this middleware has let the calls pass.
-    """
+    """What is decided about each call, and what is written."""
     if request.final:
         return _finalized(request)
     if not (request.limits.limits or has_caps or request.known.get("batch")):
@@ -377,10 +345,8 @@ def _update(
 def _answers(
     decisions: Sequence[Decision], request: BatchRequest, skipped: str
 ) -> list[AnyMessage]:
-    """One answer for each call that does not run; the refused ones first.
-
-    Before them the message itself, under its id, if its calls had none.
-    """
+    """One answer for each call that does not run; the refused ones first."""
+    # Before them the message itself, under its id, if its calls had none.
     message = request.pending
     replacement: list[AnyMessage] = [message.message] if message.replaces else []
     found: dict[str, AnyMessage] = {}

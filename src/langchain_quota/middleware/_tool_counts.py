@@ -18,25 +18,15 @@ from langchain_quota.state import (
 
 
 def charged_for(batch: Batch, call_id: str) -> dict[str, Amounts]:
-    """What a store has charged for a call of a batch, by the name of the refund.
-
-    A name is the same whenever the refund is made: a store takes it back once.
-    """
+    """What a store has charged for a call of a batch, by the name of the refund."""
+    # A name is the same whenever the refund is made: a store takes it back once.
     message = batch["message"] or uuid4().hex
     acquired = batch.get("acquired", {}).get(call_id, {})
     return {f"{message}/{call_id}/{each}": amounts for each, amounts in acquired.items()}
 
 
 class ToolCounts:
-    """The counts of tool calls as one hook reads and rewrites them.
-
-    Args:
-        thread: The thread's counts, by counter; changed in place.
-        run: The run's counts, by counter; changed in place.
-        charges: The charges of the current batch; changed in place.
-        acquired: What a store charged for its calls; changed in place.
-        pending_refunds: What a store is to take back; changed in place.
-    """
+    """The counts of tool calls as one hook reads and rewrites them."""
 
     def __init__(
         self,
@@ -56,10 +46,8 @@ class ToolCounts:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], message_id: str | None) -> "ToolCounts":
-        """The counts in a state, with what is charged to the calls of an AIMessage.
-
-        Calls of the previous message that were let through and then did not run are uncounted.
-        """
+        """The counts in a state, with what is charged to the calls of an AIMessage."""
+        # Calls of the previous message that were let through and then did not run are uncounted.
         known = ledger(state)
         run = known.get("run_tools")
         batch: Any = known.get("batch")
@@ -118,11 +106,9 @@ class ToolCounts:
         self.pending_refunds |= {uuid4().hex: amounts for amounts in charged}
 
     def renew(self, call_id: str, middleware: str, keys: Collection[str]) -> Amounts:
-        """Forget what a store charged for a call that a middleware judges (again), and return it.
-
-        What another middleware charged stays charged, except under the keys that this one charges,
-        too: a key counts a call once.
-        """
+        """Forget, and return, what a store charged for a call that a middleware judges (again)."""
+        # What another middleware charged stays charged, except under the keys that this one
+        # charges, too: a key counts a call once.
         by_middleware = self.acquired.get(call_id, {})
         amounts = by_middleware.pop(middleware, {})
         for others in by_middleware.values():

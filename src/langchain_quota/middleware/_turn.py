@@ -53,11 +53,10 @@ class Turn:
 
     @property
     def needs(self) -> list[tuple[str, int | None]]:
-        """The counts that it is in while it runs, and how many may be in each, if that is enforced.
-
-        Every call takes its slots in this order, so no two calls wait for each other. Counts of few
-        tools come first: who waits for one of them keeps other tools waiting as little as it can.
-        """
+        """The counts that it is in while it runs, with the most for each that is enforced."""
+        # Every call takes its slots in this order, so no two calls wait for each other. Counts of
+        # few tools come first: who waits for one of them keeps other tools waiting as little as it
+        # can.
         enforced: dict[tuple[int, str], int] = {}
         counted = set()
         for limit in self.limits.values():

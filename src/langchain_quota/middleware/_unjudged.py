@@ -27,10 +27,9 @@ _Where = tuple[str, str | None, Kind]
 
 
 class CountingRootRun(RootRun):
-    """A root run that sees each model and tool that starts.
+    """A root run that sees each model and tool that starts."""
 
-    Threads that run tools in parallel change it, each by single operations.
-    """
+    # Threads that run tools in parallel change it, each by single operations.
 
     ignore_llm = ignore_chat_model = ignore_agent = ignore_chain = False
 
@@ -61,11 +60,9 @@ class CountingRootRun(RootRun):
             self._start("model", **more)
 
     def on_chain_end(self, *_: object, **more: Any) -> None:
-        """Record what is seen minus what is judged, if the root run is over.
-
-        What a run that waits for a person has not judged yet is judged after it is resumed. Then
-        what it has judged before is not known any more.
-        """
+        """Record what is seen minus what is judged, if the root run is over."""
+        # What a run that waits for a person has not judged yet is judged after it is resumed. Then
+        # what it has judged before is not known any more.
         self._end(**more)
         is_known = len(self.seen) < MOST_CALLS and not self.resumes and not self._waits
         if more["run_id"] != self._outermost or self.counter is None or not is_known:

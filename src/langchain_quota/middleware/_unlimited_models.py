@@ -12,15 +12,10 @@ from langchain_quota.middleware._charged_response import ChargedResponse
 
 
 def leave_out_before_model(middleware: Any) -> None:
-    """Record model calls in `wrap_model_call`, so that `create_agent` adds no `before_model` node.
-
-    LangChain adds a node for each hook that the class overrides. So the middleware gets another
-    class, in which `before_model` is that of LangChain's base class. The object itself keeps its
-    hook, for a graph that is wired by hand.
-
-    Args:
-        middleware: A `QuotaMiddleware` without limits on the model.
-    """
+    """Record model calls in `wrap_model_call`: `create_agent` adds no `before_model` node."""
+    # LangChain adds a node for each hook that the class overrides. So the middleware gets another
+    # class, in which `before_model` is that of LangChain's base class. The object itself keeps its
+    # hook, for a graph that is wired by hand.
     own: Any = type(middleware)
     for hook in ("before_model", "abefore_model"):
         vars(middleware)[hook] = getattr(middleware, hook)

@@ -29,13 +29,7 @@ _KEPT = 1000
 
 
 class _Place(NamedTuple):
-    """Where a hook runs.
-
-    Attributes:
-        invocation: An object that only this invocation of the outermost graph has, and the graph.
-        thread: The thread and the graph, where a checkpointer keeps the graph's state; else `None`.
-        step: The graph's step.
-    """
+    """Where a hook runs."""
 
     invocation: tuple[object, str]
     thread: tuple[object, str] | None
@@ -70,19 +64,7 @@ class Wiring:
         """Where a hook wrote the first ledger of a state, and the state's newest message."""
 
     def check(self, state: Mapping[str, Any], runtime: Any, *, middleware: str) -> bool:
-        """Check that what the limits refused did not run.
-
-        Args:
-            state: The state, as a `before_model` or `after_model` hook gets it.
-            runtime: The hook's runtime.
-            middleware: The name of the middleware.
-
-        Returns:
-            Whether it is certain that no hook begins the runs of this graph.
-
-        Raises:
-            RuntimeError: A refused call ran, or the state does not keep the counts.
-        """
+        """Check that what the limits refused did not run."""
         known = ledger(state)
         batch = known.get("batch")
         ended = known.get("ended")
@@ -110,11 +92,7 @@ class Wiring:
         return not began_here and _is_new_turn(messages)
 
     def _check_kept(self, messages: Sequence[AnyMessage], here: _Place, middleware: str) -> None:
-        """Check that the state keeps what a hook wrote: the graph has gone on since.
-
-        Raises:
-            RuntimeError: The state does not keep it.
-        """
+        """Check that the state keeps what a hook wrote: the graph has gone on since."""
         written = {newest for place, newest in self._written if place.is_followed_by(here)}
         has_gone_on = False
         for message in reversed(messages):
@@ -126,11 +104,7 @@ class Wiring:
             has_gone_on = has_gone_on or isinstance(message, AIMessage | ToolMessage)
 
     def wrote(self, state: Mapping[str, Any]) -> None:
-        """Note that a hook writes the first ledger of a state.
-
-        Args:
-            state: The state, as the hook gets it.
-        """
+        """Note that a hook writes the first ledger of a state."""
         messages: Sequence[AnyMessage] = state.get("messages") or ()
         runtime = running_runtime()
         info = getattr(runtime, "execution_info", None)

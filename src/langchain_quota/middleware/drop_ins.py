@@ -327,10 +327,6 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
 
 
 def _check_given(*limits: object) -> None:
-    """Check that there is a limit, with the message of LangChain's limiters.
-
-    Raises:
-        ValueError: There is no limit.
-    """
+    """Check that there is a limit, with the message of LangChain's limiters."""
     if limits == (None, None):
         raise ValueError("At least one limit must be specified (thread_limit or run_limit)")

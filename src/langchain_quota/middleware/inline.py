@@ -246,15 +246,7 @@ class _StepState(dict[str, Any]):
 
 
 class _Step:
-    """One step of the model, and what is judged and written in it.
-
-    Args:
-        middleware: The name of the middleware.
-        request: The model request.
-
-    Raises:
-        RuntimeError: The step is inside another one.
-    """
+    """One step of the model, and what is judged and written in it."""
 
     def __init__(self, middleware: str, request: ModelRequest[Any]) -> None:
         if isinstance(request.state, _StepState):
@@ -299,13 +291,7 @@ class _Step:
         return "jump_to" in self._written
 
     def write(self, update: Update | None) -> None:
-        """Take in what is to be written to the state.
-
-        Raises:
-            ModelCallLimitExceededError: It ends a run that it has ended before, and that was led
-                back to the model.
-            ToolCallLimitExceededError: The same, at the tools.
-        """
+        """Take in what is to be written to the state."""
         if not update:
             return
         self._state = None
@@ -357,15 +343,9 @@ class _Step:
         return ExtendedModelResponse(model_response=made, command=Command(update=self._written))
 
     def _refuse_circling(self, update: Update) -> None:
-        """Raise if a run that a limit has ended is led back: it could go on forever.
-
-        Another middleware's `after_model` hook may do so, or LangChain itself, which waits for a
-        structured response where there are no tools.
-
-        Raises:
-            ModelCallLimitExceededError: The limit refuses the model call.
-            ToolCallLimitExceededError: It refuses tool calls.
-        """
+        """Raise if a run that a limit has ended is led back: it could go on forever."""
+        # Another middleware's `after_model` hook may do so, or LangChain itself, which waits for a
+        # structured response where there are no tools.
         if "jump_to" not in update:
             return
         if self._messages and ledger(self.state).get("final"):

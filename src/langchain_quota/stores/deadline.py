@@ -7,11 +7,10 @@ _TICKS = 16
 
 
 class Deadline:
-    """Like `asyncio.timeout`, but without the time in which the event loop was blocked.
+    """Like `asyncio.timeout`, but without the time in which the event loop was blocked."""
 
-    While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before it
-    is read. So this timeout counts ticks of the event loop. A late tick counts as one.
-    """
+    # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
+    # it is read. So this timeout counts ticks of the event loop. A late tick counts as one.
 
     def __init__(self, seconds: float) -> None:
         self.blocked = 0.0

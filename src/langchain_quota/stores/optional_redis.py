@@ -6,11 +6,7 @@ except ModuleNotFoundError as _missing:
     _REASON = str(_missing)
 
     class RedisStore:  # type: ignore[no-redef]  # takes its place
-        """A `QuotaStore` in Redis; it needs the package redis, which is not installed.
-
-        Raises:
-            ModuleNotFoundError: Always; the message says what to install.
-        """
+        """A `QuotaStore` in Redis; it needs the package redis, which is not installed."""
 
         def __init__(self, *_: object, **__: object) -> None:
             raise ModuleNotFoundError(_REASON, name="redis")

@@ -100,22 +100,19 @@ class _Given:
 
 
 def _running(client: AsyncClient) -> "Together | Cluster":
-    """The client, whose callers wait when all its connections are in use: without, they fail.
-
-    Callers of a cluster do not wait: while a node does not answer, its callers would keep the
-    callers of other nodes waiting.
-    """
+    """The client, whose callers wait when all its connections are in use: without, they fail."""
+    # Callers of a cluster do not wait: while a node does not answer, its callers would keep the
+    # callers of other nodes waiting.
     if isinstance(client, redis.asyncio.RedisCluster):
         return Cluster(client)
     return Together(client, client.connection_pool.max_connections)
 
 
 class Cluster:
-    """A client of a cluster that knows the nodes before it sends a request.
+    """A client of a cluster that knows the nodes before it sends a request."""
 
-    Without, redis-py sends first requests to any node, and closes connections that others use when
-    these nodes answer that they do not have the key.
-    """
+    # Without, redis-py sends first requests to any node, and closes connections that others use
+    # when these nodes answer that they do not have the key.
 
     def __init__(self, client: redis.asyncio.RedisCluster) -> None:
         self._client = client
@@ -258,10 +255,8 @@ def remedies(error: BaseException) -> Sequence[str]:
 
 
 def _is_url(url: str) -> bool:
-    """Whether redis-py understands a URL, and takes no part of the password for something else.
-
-    redis-py's own errors quote what they do not understand.
-    """
+    """Whether redis-py understands a URL, and takes no part of the password for something else."""
+    # redis-py's own errors quote what they do not understand.
     try:
         pool = redis.ConnectionPool.from_url(url)
         pool.connection_class(**pool.connection_kwargs)
@@ -285,10 +280,8 @@ def _secrets(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def scrub(error: BaseException, secrets: Sequence[str]) -> None:
-    """Remove secrets from the texts of an exception and of its causes.
-
-    A server that does not know a command may quote it, with the password in it.
-    """
+    """Remove secrets from the texts of an exception and of its causes."""
+    # A server that does not know a command may quote it, with the password in it.
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:

@@ -55,11 +55,7 @@ class Names:
         return f"{{{self.prefix}}}:count:{rest}".encode(errors="surrogatepass")
 
     def key(self, name: bytes | str) -> str:
-        """The key of a count, by its name in Redis; the client may have decoded the name.
-
-        Raises:
-            ValueError: It is not the name of a count.
-        """
+        """The key of a count, by its name in Redis; the client may have decoded the name."""
         text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
         before, found, key = text.partition(f"{{{self.prefix}}}:count:")
         if before or not found:
@@ -181,11 +177,7 @@ class ScriptCall:
         return (len(self._keys), *others)
 
     def again(self, reply: object) -> bool:
-        """Whether the script must be called again, with further keys that it needs.
-
-        Raises:
-            ValueError: It asks once too often.
-        """
+        """Whether the script must be called again, with further keys that it needs."""
         if not isinstance(reply, list) or not reply or _text(reply[0]) != "again":
             return False
         names = reply[1:]
@@ -230,12 +222,7 @@ def _place(names: Names, key: str, idle: int) -> tuple[bytes, int]:
 
 
 def result(reply: object, request: AcquireRequest) -> AcquireResult:
-    """The answer to a request.
-
-    Raises:
-        QuotaStoreError: The attempt was refused in advance.
-        ValueError: The reply is not one of the script.
-    """
+    """The answer to a request."""
     text = _text(reply)
     if text == "refused":
         raise QuotaStoreError("the attempt was compensated before it arrived")
@@ -313,11 +300,7 @@ def _grant(key: str, kept: Sequence[Any]) -> Grant:
 
 
 def done(reply: object) -> None:
-    """The answer to a reset.
-
-    Raises:
-        ValueError: The reply is not one of the script.
-    """
+    """The answer to a reset."""
     if _list(reply):
         raise ValueError("it is not empty")
 
@@ -360,10 +343,8 @@ def _flag(number: object) -> bool:
 
 
 def _hold(name: str) -> str:
-    """The field of a count that has what a request holds, by the request's name.
-
-    A hash keeps its compact form while no field is longer than 64 characters.
-    """
+    """The field of a count that has what a request holds, by the request's name."""
+    # A hash keeps its compact form while no field is longer than 64 characters.
     return f"held:{_digest(name)[:32]}"
 
 

@@ -41,12 +41,11 @@ class Together:
 
 
 class _Pipeline:
-    """Requests that are sent together, until it is closed for more.
+    """Requests that are sent together, until it is closed for more."""
 
-    A task of its own sends them: a caller who is cancelled, or whose time is over, takes nothing
-    from the others. The task ends with its last caller at the latest. If it fails, it fails for all
-    who still wait.
-    """
+    # A task of its own sends them: a caller who is cancelled, or whose time is over, takes nothing
+    # from the others. The task ends with its last caller at the latest. If it fails, it fails for
+    # all who still wait.
 
     def __init__(self, client: Any, permits: asyncio.Semaphore) -> None:
         self._client = client

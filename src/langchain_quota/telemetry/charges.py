@@ -43,14 +43,7 @@ _PRICE_IT = (
 
 
 class ChargeRecorder:
-    """Makes charges visible that are no part of a decision.
-
-    Args:
-        instruments: The metrics in which charges are counted.
-
-    Attributes:
-        near: The used share from which a limit without a share of its own is near.
-    """
+    """Makes charges visible that are no part of a decision."""
 
     def __init__(self, instruments: Instruments) -> None:
         self.near = instruments.settings.near
@@ -73,14 +66,7 @@ class ChargeRecorder:
         is_call: bool = True,
         task_id: str | None = None,
     ) -> None:
-        """Make visible that a call which was let through before is charged to a limit now.
-
-        Args:
-            call: The call.
-            status: The limit, with the charge.
-            is_call: Whether the call itself is charged, and not what was used beside it.
-            task_id: Names the work that is done once, though it may be repeated.
-        """
+        """Make visible that a call which was let through before is charged to a limit now."""
         if self._tasks.seen(task_id):
             return
         agent, thread = self._labels(call.agent, call.thread_id)
@@ -115,17 +101,8 @@ class ChargeRecorder:
         model: str | None,
         estimated: bool = False,
     ) -> None:
-        """Count what a model run has spent, once for each run.
-
-        `record_charge` shows the counts of the limits after it.
-
-        Args:
-            agent: The name of the agent that is charged, if it has one.
-            thread_id: The thread; `None` for none.
-            spent: The limits, and how much was spent of each.
-            model: The model's name, as its provider gives it; `None` if it is not known.
-            estimated: Whether the amounts are estimated, because the provider reported none.
-        """
+        """Count what a model run has spent, once for each run."""
+        # `record_charge` shows the counts of the limits after it.
         name, thread = self._labels(agent, thread_id)
         with self._guard("metrics"):
             shown = self._models.label(model)
@@ -137,12 +114,7 @@ class ChargeRecorder:
                 self._usage.spend(name, thread, spent)
 
     def record_granted(self, agent: str | None, granted: Sequence[Granted]) -> None:
-        """Count what was granted on top of limits.
-
-        Args:
-            agent: The name of the agent that has the limits, if it has one.
-            granted: The thresholds, and how much was added to each.
-        """
+        """Count what was granted on top of limits."""
         name, _ = self._labels(agent, None)
         for each in granted:
             with self._guard("metrics"):
@@ -162,15 +134,9 @@ class ChargeRecorder:
                 )
 
     def warn_of_estimate(self, model: str, made_at: UserLine) -> None:
-        """Warn, once for each model, that its tokens are estimated: its provider reports none.
-
-        Estimates for a run that was cut off are counted without a warning. Where warnings are
-        errors, it is logged instead: the answer is paid, and an error would lose it.
-
-        Args:
-            model: The model's name, as its provider gives it.
-            made_at: Where the user has made the middleware.
-        """
+        """Warn, once for each model, that its tokens are estimated: its provider reports none."""
+        # Estimates for a run that was cut off are counted without a warning. Where warnings are
+        # errors, it is logged instead: the answer is paid, and an error would lose it.
         shown = self._models.label(model)
         if self._is_first("usage", "", shown):
             try:

@@ -27,21 +27,7 @@ Key = tuple[str, str, str | bytes]
 
 
 class Use(NamedTuple):
-    """What is used of one number, as a row of `usage` has it.
-
-    Attributes:
-        used: The count.
-        cap: The limit; `None` without one, and for a limit of 0.
-        near: The share from which it is near; `None` if the limit is not enforced.
-        resets_at: When the window ends, in seconds since the Unix epoch.
-        blocked: How many calls the limit has refused.
-        decided: When a decision last said what is used, in seconds since the Unix epoch.
-        full_since: Since when all of it is used, in seconds since the Unix epoch.
-        refused: When the limit last refused a call, in seconds since the Unix epoch.
-        refused_since: When its latest refusals began, in seconds since the Unix epoch.
-        unit: What the numbers count.
-        spent: What model calls of a thread have spent of the limit; resets do not lower it.
-    """
+    """What is used of one number, as a row of `usage` has it."""
 
     used: int = 0
     cap: int | None = None
@@ -73,11 +59,7 @@ Parts = Mapping[str, Use]
 
 
 class UsageDatabase:
-    """A connection to the database.
-
-    Args:
-        connection: The connection.
-    """
+    """A connection to the database."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -88,17 +70,7 @@ class UsageDatabase:
 
     @classmethod
     def open(cls, path: Path | None, *, started: float, **settings: float) -> Self:
-        """Open the database, and make it if there is none.
-
-        Args:
-            path: The file; `None` for one in memory.
-            started: When the process began to count, in seconds since the Unix epoch. The first
-                process's time is kept.
-            settings: Settings for processes that judge no calls.
-
-        Raises:
-            ValueError: Another version has made the file.
-        """
+        """Open the database, and make it if there is none."""
         if path is not None and not path.exists():
             _make_file(path)
         connection = _opened(path or ":memory:")
@@ -121,11 +93,7 @@ class UsageDatabase:
 
     @contextmanager
     def transaction(self, kind: str) -> Iterator[None]:
-        """Write all changes of the block, or none of them.
-
-        Args:
-            kind: `"IMMEDIATE"` to write, `"DEFERRED"` to read.
-        """
+        """Write all changes of the block, or none of them."""
         self.execute(f"BEGIN {kind}")
         try:
             yield
@@ -215,15 +183,7 @@ class UsageDatabase:
         is_call: bool = True,
         refused: float = 0,
     ) -> None:
-        """Rank a subject: exhausted ones by their last refusal, others by their last call.
-
-        Args:
-            subject: The number of the subject.
-            uses: All that it has used.
-            now: The time in seconds since the Unix epoch.
-            is_call: Whether it was called; if not, a window has passed.
-            refused: When an enforced limit refused a call, 0 for never.
-        """
+        """Rank a subject: exhausted ones by their last refusal, others by their last call."""
         numbers = [use for parts in uses.values() for use in parts.values()]
         rated = [(each, use) for use in numbers if (each := use.level) is not None]
         values = {
@@ -294,11 +254,7 @@ class UsageDatabase:
 
 
 def settings_of(path: Path) -> dict[str, float]:
-    """The settings that processes have written which judge calls.
-
-    Raises:
-        ValueError: Another version has made the file.
-    """
+    """The settings that processes have written which judge calls."""
     with closing(_opened(path)) as connection:
         _check_version(connection, path)
         return UsageDatabase(connection).settings()

@@ -74,11 +74,7 @@ _lock = fork_safe_lock()
 
 
 def instruments_of(registry: CollectorRegistry, settings: Settings) -> Instruments:
-    """The instruments of a registry, made if it has none.
-
-    Raises:
-        ValueError: The registry's instruments were made with other settings.
-    """
+    """The instruments of a registry, made if it has none."""
     with _lock:
         found = _instruments.get(registry)
         if found is None:

@@ -40,14 +40,9 @@ _Metric = TypeVar("_Metric", Counter, Histogram)
 
 
 class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
-    """The series of a metric, by all labels but the last; siblings begin together, at 0.
+    """The series of a metric, by all labels but the last; siblings begin together, at 0."""
 
-    So `increase()` sees the first increment of every series.
-
-    Args:
-        metric: The metric.
-        values: The values of its last label.
-    """
+    # So `increase()` sees the first increment of every series.
 
     def __init__(self, metric: _Metric, values: Iterable[str]) -> None:
         self._metric: _Metric = metric
@@ -60,13 +55,7 @@ class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
 
 
 class _Met(NamedTuple):
-    """A limit of an agent, with the settings of its last call.
-
-    Attributes:
-        label: The label of the limit.
-        configured: The settings.
-        charged: Counts the calls that are charged.
-    """
+    """A limit of an agent, with the settings of its last call."""
 
     label: str
     configured: tuple[object, ...]
@@ -86,14 +75,9 @@ def _configured(status: LimitStatus) -> tuple[object, ...]:
 
 
 class Metrics:
-    """The metrics of one registry.
+    """The metrics of one registry."""
 
-    The methods take labels of agents and tools, and render them unchanged.
-
-    Args:
-        registry: Where they are registered.
-        near: The share from which a limit without a share of its own is near.
-    """
+    # The methods take labels of agents and tools, and render them unchanged.
 
     def __init__(self, registry: CollectorRegistry, near: float) -> None:
         def histogram(spec: MetricSpec, buckets: tuple[float, ...]) -> Histogram:
@@ -321,11 +305,7 @@ class Metrics:
 
 
 def ended_by(decisions: Sequence[Decision]) -> str | None:
-    """The first limit that ends the run with these decisions, if one does.
-
-    Args:
-        decisions: The decisions.
-    """
+    """The first limit that ends the run with these decisions, if one does."""
     for decision in decisions:
         if decision.outcome is Outcome.BLOCKED:
             for status in decision.refused_by:

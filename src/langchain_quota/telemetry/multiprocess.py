@@ -37,12 +37,7 @@ def unusable(directory: Path, purpose: str) -> ValueError:
 
 
 def checked_directory() -> Path | None:
-    """The directory in which this process shares its counts; `None` without multi-process mode.
-
-    Raises:
-        ValueError: The directory does not exist or cannot be written to, or its disk is almost
-            full.
-    """  # noqa: DOC501 - the name is that of the function which makes the ValueError
+    """The directory in which this process shares its counts; `None` without multi-process mode."""
     directory = multiprocess_directory()
     if directory is None:
         return None

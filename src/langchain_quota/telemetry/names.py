@@ -7,14 +7,7 @@ from langchain_quota.decision import Unit
 
 
 class MetricSpec(NamedTuple):
-    """The specification of a metric.
-
-    Attributes:
-        name: The name, as in a query; of a histogram without `_bucket`, `_count` and `_sum`.
-        help: What it says.
-        labels: The names of its labels.
-        kind: Its type.
-    """
+    """The specification of a metric."""
 
     name: str
     help: str

@@ -34,29 +34,14 @@ _outcome = attrgetter("outcome")
 
 @dataclass(slots=True)
 class Recorded:
-    """The result of recording decisions.
-
-    Attributes:
-        is_new: Whether the decisions are new, and not those of a re-run.
-        trace: The first span of the run, if there is no active span as its parent.
-    """
+    """The result of recording decisions."""
 
     is_new: bool
     trace: Mapping[str, str] | None
 
 
 class Recorder(ChargeRecorder):
-    """Turns what middlewares report into metrics, spans and logs, by the settings of a `Telemetry`.
-
-    Args:
-        instruments: The metrics in which decisions are counted.
-        tracing: Makes the spans.
-        count_unjudged_calls: Whether calls that no limit judges are counted.
-
-    Attributes:
-        near: The used share from which a limit without a share of its own is near.
-        unjudged: Counts the calls that no limit judges; `None` if they are not counted.
-    """
+    """Turns what middlewares report into metrics, spans and logs."""
 
     def __init__(
         self, instruments: Instruments, tracing: Tracing, *, count_unjudged_calls: bool = False
@@ -117,18 +102,7 @@ class Recorder(ChargeRecorder):
         trace: Mapping[str, str] | None = None,
         after_refusal: bool = False,
     ) -> Recorded:
-        """Turn the decisions about a batch of one agent's calls into metrics, spans and logs.
-
-        Args:
-            decisions: In the order in which they were made.
-            started: When judging began, in nanoseconds since the Unix epoch.
-            error: The exception that is about to be raised for a refusal, if any.
-            task_id: The task that judged. If it comes again with the same outcomes, it is a re-run
-                (a failed node that was resumed), which was recorded before.
-            trace: The trace that an earlier call for this run returned.
-            after_refusal: Whether a limit has refused a tool call of an earlier message of this
-                run.
-        """
+        """Turn the decisions about a batch of one agent's calls into metrics, spans and logs."""
         took = time.time_ns() - started
         trace = trace or self._tasks.begun(task_id)
         outcomes = list(map(_outcome, decisions))
@@ -177,15 +151,7 @@ class Recorder(ChargeRecorder):
             self._metrics.lost_root_run(self._agents.label(agent), cause)
 
     def record_error(self, component: str, error: Exception, *, log: bool | None = None) -> None:
-        """Count a failure of a user's function or store, and log it.
-
-        Args:
-            component: What failed, as in the metric's label: `"observer"`, `"store"` or
-                `"dynamic_limit"`.
-            error: What it raised.
-            log: Whether it is logged now, for callers that report a recovery; by default it is
-                logged once per kind.
-        """
+        """Count a failure of a user's function or store, and log it."""
         self._failed(component, error, log=log)
 
     def record_recovery(self, component: str) -> None:
@@ -195,36 +161,17 @@ class Recorder(ChargeRecorder):
             logger.warning("%s of langchain-quota works again", component)
 
     def observe_store(self, operation: str, outcome: str, seconds: float) -> None:
-        """Time a request to the shared store.
-
-        Args:
-            operation: `"acquire"`, `"peek"` or `"reset"`.
-            outcome: `"ok"`, `"error"` or `"timeout"`.
-            seconds: How long it took.
-        """
+        """Time a request to the shared store."""
         with self._guard("metrics"):
             self._metrics.observe_store(operation, outcome, seconds)
 
     def record_wait(self, agent: str | None, limit: str, decision: str, seconds: float) -> None:
-        """Time how long a call has waited for others to end.
-
-        Args:
-            agent: The agent's name, if it has one.
-            limit: The limit for which it has waited.
-            decision: What happened then: an outcome's value, or `"cancelled"`.
-            seconds: How long it has waited.
-        """
+        """Time how long a call has waited for others to end."""
         with self._guard("metrics"):
             self._metrics.waited(self._agents.label(agent), limit, decision, seconds)
 
     def record_turn(self, decision: Decision, waited_for: str, seconds: float) -> None:
-        """Make visible that a call runs after it has waited, or that it has waited in vain.
-
-        Args:
-            decision: What was decided, by the caps on calls at once.
-            waited_for: The limit that it has waited for; no other limit made it wait.
-            seconds: How long it has waited; 0 if it did not have to.
-        """
+        """Make visible that a call runs after it has waited, or that it has waited in vain."""
         call = decision.call
         for status in decision.limits:
             mine = status.limit == waited_for
@@ -261,14 +208,7 @@ class Recorder(ChargeRecorder):
         problem: str = "",
         task_id: str | None = None,
     ) -> None:
-        """Count and log that a person is asked whether a run may go on at limits.
-
-        Args:
-            agent: The name of the agent that asks, if it has one.
-            limits: The limits that it asks about.
-            problem: Why an answer could not be used, if it asks once more.
-            task_id: Names the question: LangGraph may run its task again.
-        """
+        """Count and log that a person is asked whether a run may go on at limits."""
         if self._tasks.seen(task_id, problem):
             return
         name, _ = self._labels(agent, None)
@@ -279,14 +219,7 @@ class Recorder(ChargeRecorder):
     def record_answer(
         self, agent: str | None, limits: Sequence[str], answer: Answer, task_id: str | None
     ) -> bool:
-        """Count and log a person's answer; whether it is new.
-
-        Args:
-            agent: The name of the agent that has asked, if it has one.
-            limits: The limits that it has asked about.
-            answer: The answer.
-            task_id: Names the question: LangGraph may run its task again.
-        """
+        """Count and log a person's answer; whether it is new."""
         if self._tasks.seen(task_id, answer):
             return False
         name, _ = self._labels(agent, None)
@@ -298,13 +231,7 @@ class Recorder(ChargeRecorder):
     def record_reset(
         self, agent: str | None, thread_id: object, limits: Sequence[LimitStatus]
     ) -> None:
-        """Show that a thread, if there is one, has used nothing.
-
-        Args:
-            agent: The agent's name, if it has one.
-            thread_id: The thread.
-            limits: The status of its limits after the reset.
-        """
+        """Show that a thread, if there is one, has used nothing."""
         name, thread = self._labels(agent, thread_id)
         with self._guard("threads"):
             if thread is not None:

@@ -9,11 +9,10 @@ _Task = tuple[object, Mapping[str, str] | None]
 
 
 class RecentTasks:
-    """The newest tasks by id, to recognize a task that runs again, with the traces they began.
+    """The newest tasks by id, to recognize a task that runs again, with the traces they began."""
 
-    At least `LEAST` ids are remembered, and at most twice as many. The older half of them is
-    forgotten in one step.
-    """
+    # At least `LEAST` ids are remembered, and at most twice as many. The older half of them is
+    # forgotten in one step.
 
     LEAST = 10_000
 

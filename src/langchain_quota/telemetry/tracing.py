@@ -84,12 +84,7 @@ class LazyAttributes(Mapping[str, AttributeValue]):
 
 
 class Place(NamedTuple):
-    """Where spans of a run belong.
-
-    Attributes:
-        parent: Their parent; `None` for the active span, if there is one.
-        is_root: Whether there is no active span and no earlier span of the run.
-    """
+    """Where spans of a run belong."""
 
     parent: Context | None
     is_root: bool
@@ -101,13 +96,7 @@ NOWHERE = Place(None, is_root=False)
 
 
 class Tracing:
-    """Spans for decisions.
-
-    Args:
-        provider: Makes the tracer; `None` for the global provider.
-        spans: Which decisions get a span.
-        hashed_threads: Whether thread labels are made by the user's `thread_label`.
-    """
+    """Spans for decisions."""
 
     def __init__(
         self, provider: trace.TracerProvider | None, spans: Spans, *, hashed_threads: bool
@@ -117,11 +106,7 @@ class Tracing:
         self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
 
     def place(self, carrier: Mapping[str, str] | None) -> Place:
-        """Where the spans of a run belong.
-
-        Args:
-            carrier: The first span of the run, if no span was active.
-        """
+        """Where the spans of a run belong."""
         current = get_current()
         if not current:
             return _place_below(*carrier.items()) if carrier else _ROOT
@@ -141,16 +126,7 @@ class Tracing:
         error: BaseException | None,
         place: Place,
     ) -> trace.Span | None:
-        """Make the span; `None` if the decision gets none.
-
-        Args:
-            decision: What was decided.
-            tool: The label of the tool.
-            thread: The label of the thread, if there is one.
-            started: When judging began, in nanoseconds since the Unix epoch.
-            error: The exception that is raised for the refusal, if any.
-            place: Where it belongs.
-        """
+        """Make the span; `None` if the decision gets none."""
         if self._spans == "off" or (
             self._spans == "refused" and decision.outcome is Outcome.ALLOWED
         ):

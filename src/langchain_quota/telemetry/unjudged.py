@@ -18,11 +18,10 @@ _MOST_LOGGED = 1000
 
 
 class UnjudgedCalls:
-    """Counts and logs calls that no limit judged.
+    """Counts and logs calls that no limit judged."""
 
-    They are logged and cause no `QuotaWarning`: they are found in a callback, where LangChain would
-    swallow a warning that is an error.
-    """
+    # They are logged and cause no `QuotaWarning`: they are found in a callback, where LangChain
+    # would swallow a warning that is an error.
 
     def __init__(self, instruments: Instruments) -> None:
         self._metrics = instruments.metrics
