@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage dist langchain-tests langgraph-server clean
+.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -95,6 +95,9 @@ docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 whi
 
 coverage: $(VENV)/.develop ## Run all tests, and show the lines of the package that none of them runs.
 	@$(BIN)/pytest --cov --cov-report=term $(ARGS)
+
+mutants: $(VENV)/.develop ## Plant faults in a copy of the code; each must be found by the tests named beside it.
+	@$(BIN)/python -m tools.mutants $(ARGS)
 
 dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as the README says.
 	rm -rf dist

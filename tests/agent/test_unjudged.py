@@ -288,20 +288,23 @@ async def test_a_middlewares_own_model_calls(
 async def test_the_log(
     watched: Watched, search: BaseTool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each kind of call is logged once, with its agent and what to do."""
+    """Each kind of call is logged once, in whatever run, with its agent and what to do."""
     child = new_agent(
         ScriptedChatModel(script=lambda messages: "found" if len(messages) > 1 else ["search"] * 3),
         [search],
         name="child",
     )
     agent = new_agent(
-        model(["ask"], ["ask"], "done"), [asking("ask", child, GO)], middleware=[watched.quota()]
+        model(["ask"], ["ask"], "done", ["ask"], "done"),
+        [asking("ask", child, GO)],
+        middleware=[watched.quota()],
     )
 
     with caplog.at_level(logging.WARNING, "langchain_quota"):
         await agent.ainvoke(GO)
+        await agent.ainvoke(GO)
 
-    assert watched.unjudged == {("child", "model"): 4, ("child", "tool"): 6}
+    assert watched.unjudged == {("child", "model"): 6, ("child", "tool"): 9}
     model_line, tool_line = caplog.records
     assert "model call of agent 'child'" in model_line.getMessage()
     assert "tool call of agent 'child'" in tool_line.getMessage()

@@ -80,6 +80,18 @@ class TestAcquire:
         assert (result.stopped, result.replayed) == (False, False)
         assert used(store, KEY) == [2]
 
+    @pytest.mark.parametrize("trial_first", [True, False])
+    def test_a_limit_on_trial_lifts_no_refusal(self, store: Store, trial_first: bool) -> None:  # noqa: FBT001
+        """What an enforced limit refuses stays refused, wherever a limit on trial stands."""
+        trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
+        most = Threshold("most", "user_id", "searches", 0)
+        thresholds = (trial, most) if trial_first else (most, trial)
+        hits = (Hits({"searches": 1}, thresholds),)
+        result = store.acquire(AcquireRequest("", "", {"searches": Counter(KEY)}, hits))
+        assert result.refused == ({"trial": "user_id", "most": "user_id"},)
+        assert result.admitted == (False,)
+        assert used(store, KEY) == [None]
+
     def test_limit_of_any_size(self, store: Store) -> None:
         """A limit that no count can reach is valid."""
         assert store.acquire(calls(KEY, 2, limit=10**30)).admitted == (True, True)
