@@ -922,7 +922,7 @@ class TestOutage:
         assert scene.ran == ["search"] * (1 if outage == "allow" else 0)
 
     async def test_behind_the_answer(self, signals: Signals) -> None:
-        """A grant that fails is an error; the run is resumed again, with the answer."""
+        """A grant that fails is an error; the run is resumed again, with the same answer."""
         store = Fickle(MemoryStore())
         limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
         scene = Asking(signals, [["search"] * 2, "done"], limit, quota={"store": store})
@@ -934,6 +934,9 @@ class TestOutage:
         await scene.go_on()
         assert scene.ran == ["search"] * 2
         assert [each.amount for each in store.grants()] == [1]
+        metric = "langchain_quota_answers_total"
+        known = {"agent": "unnamed", "limit": "tool:search", "answer": "approve"}
+        assert signals.value(metric, **known) == 1
 
     async def test_between_two_grants(self, signals: Signals) -> None:
         """If the store fails after the first of two grants, the same amount gives the second."""

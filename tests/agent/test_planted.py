@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall, ToolMessage
-from langchain_core.tools import tool
+from langchain_core.tools import ToolException, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,12 +26,14 @@ from langchain_quota import (
     Price,
     Quota,
     QuotaMiddleware,
+    RepeatLimit,
     Telemetry,
     TokenLimit,
     ToolCallLimit,
     usage,
 )
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
+from tests.agent.shared import FickleStore
 from tests.forked import run_python
 from tests.signals import Signals, needs_inline
 
@@ -200,32 +202,6 @@ async def test_each_run_of_an_inline_quota_ends_with_its_last_word(signals: Sign
     assert second[-1].content == first[-1].content == "Model call limits exceeded: run limit (1/1)"
 
 
-@needs_inline
-async def test_an_inline_quota_names_calls_without_an_id(signals: Signals) -> None:
-    """Calls that come without an id get one, are judged and answered, and the history is valid."""
-    quota = InlineQuotaMiddleware(
-        [ToolCallLimit("search", run_limit=1)], telemetry=signals.telemetry
-    )
-    calls = [ToolCall(name="search", args={}, id=None) for _ in range(2)]
-    agent = Agent([AIMessage("", tool_calls=calls), "done"], quota)
-    messages = await agent.turn()
-    assert_valid_history(messages)
-    assert ran(messages) == ["search"]
-
-
-async def test_what_a_call_holds_is_not_told_as_used(signals: Signals) -> None:
-    """What a store holds for the very call that reads the note is left, as far as it can tell."""
-    quota = QuotaMiddleware(
-        [TokenLimit(run_limit=1000, reserve=900)],
-        tell_model=True,
-        store=MemoryStore(),
-        telemetry=signals.telemetry,
-    )
-    agent = Agent(["done"], quota)
-    await agent.turn()
-    assert [each.content for each in agent.model.calls[0].messages] == ["hi"]
-
-
 PRICES = {"gpt": Price(input="0.5", output="0.5", cache_read="0.1")}
 
 
@@ -293,20 +269,24 @@ async def test_a_run_that_goes_on_is_not_ended(
     limits = [
         ToolCallLimit("search", run_limit=2, near=0.5, name="holds"),
         ToolCallLimit("calc", run_limit=0, enforce=False, name="tries"),
+        ToolCallLimit(run_limit=9, near=0.3, name="nears"),
     ]
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
     messages = await Agent(calling("search", "search", "search", "calc"), quota).turn()
-    holds = {"agent": "unnamed", "limit": "holds"}
+    holds, nears = ({"agent": "unnamed", "limit": each} for each in ("holds", "nears"))
     assert ran(messages) == ["search", "search", "calc"]
     assert signals.value("langchain_quota_runs_ended_total", **holds) == 0
     assert signals.value("langchain_quota_near_limit_total", **holds, scope="run") == 1
     assert signals.value("langchain_quota_exhausted_total", **holds, scope="run") == 1
+    assert signals.value("langchain_quota_near_limit_total", **nears, scope="run") == 1
+    assert signals.value("langchain_quota_exhausted_total", **nears, scope="run") == 0
     told = [(each.levelname, vars(each).get("quota_event")) for each in caplog.records]
     assert [each for each in told if each[1]] == [
         ("INFO", "near"),
         ("WARNING", "exhausted"),
         ("DEBUG", "refused"),
         ("DEBUG", "would refuse"),
+        ("INFO", "near"),
     ]
 
 
@@ -321,6 +301,42 @@ async def test_labels_of_tools_and_threads_are_safe_and_bounded() -> None:
     # The agent's own three tools have a place each, so one is left.
     assert labels(registry, "tool") == {"search", "invented-0", "_other", "none"}
     assert len(labels(registry, "thread_id")) == 3
+
+
+async def test_failures_that_the_model_has_not_read_count_once(signals: Signals) -> None:
+    """Of one message, calls that fail alike are one failure: the model has not read the first."""
+
+    @tool("search")
+    def failing(text: str) -> str:
+        """Search for a text."""
+        ran_with.append(text)
+        raise ToolException("the index is broken")
+
+    ran_with: list[str] = []
+    failing.handle_tool_error = True
+    made = [["a"], ["b", "c"], ["d"], ["e"]]
+    script = [*([("search", {"text": each}) for each in texts] for texts in made), "done"]
+    quota = QuotaMiddleware([RepeatLimit(3)], telemetry=signals.telemetry)
+    await Agent(script, quota, tools=[failing]).turn()
+    assert sorted(ran_with) == ["a", "b", "c", "d"]
+
+
+async def test_a_store_that_forgot_all_hears_of_an_outage_in_order(signals: Signals) -> None:
+    """What ran in an outage is counted once, on top of what the oldest of its runs began with."""
+    store = FickleStore(MemoryStore())
+    quota = QuotaMiddleware(
+        [ToolCallLimit("search", thread_limit=9)],
+        store=store,
+        on_store_error="allow",
+        telemetry=signals.telemetry,
+    )
+    agent = Agent(calling("search"), quota)
+    store.down = True
+    await agent.turn()
+    await agent.turn()
+    store.down = False
+    await agent.turn()
+    assert [each.used for each in store.usages("search:thread:*")] == [3]
 
 
 @pytest.mark.parametrize("caps", [(1, 3), (3, 1)])

@@ -514,7 +514,12 @@ def test_grant(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_revoke(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """A grant ends now, is logged, and is there no more."""
+    """A grant ends now, is logged, and is there no more; another key's with its id goes on."""
+    adam = f"{ADA}m"
+    store.grant(adam, 9, id="4711")
+    assert run("revoke", "--key", ADA, "--id", "4711") == 2
+    capsys.readouterr()
+    assert store.revoke(adam, "4711") is not None
     store.grant(ADA, 50, id="4711")
     assert run("revoke", "--key", ADA, "--id", "4711") == 0
     said = capsys.readouterr()
