@@ -25,7 +25,7 @@ FAULTS = Path(__file__).with_name("faults.yaml")
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv*", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "dist", "site"
 )
-OF_A_TEST = 60
+OF_A_TEST = 30
 """After so many seconds a test has failed: a fault may make an agent go round in circles."""
 
 OF_A_FAULT = 600
