@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall, ToolMessage
 from langchain_core.tools import ToolException, tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -66,7 +67,7 @@ class Agent:
         self._agent: Any = create_agent(
             self.model,
             options.pop("tools", [search, calc, model_tool]),
-            middleware=[quota],
+            middleware=[quota, *options.pop("beside", ())],
             checkpointer=InMemorySaver(),
             **options,
         )
@@ -77,6 +78,10 @@ class Agent:
             {"messages": [("user", "hi")]}, self._config(thread), context=context
         )
         return list(result["messages"])
+
+    async def go_on(self) -> list[BaseMessage]:
+        """The messages behind a run that goes on where it failed."""
+        return list((await self._agent.ainvoke(None, self._config("7")))["messages"])
 
     def usage(self) -> Any:
         return usage(self._agent.get_state(self._config("7")))
@@ -96,11 +101,12 @@ def calling(*tools: Any) -> Callable[[Sequence[BaseMessage]], Any]:
     return lambda messages: list(tools) if messages[-1].type == "human" else "done"
 
 
-def reporting(**tokens: Any) -> AIMessage:
-    """An answer with its usage."""
+def reporting(*tools: str, **tokens: Any) -> AIMessage:
+    """An answer with its usage, which may call tools."""
     known = {"input_tokens": 0, "output_tokens": 0, **tokens}
     known["total_tokens"] = known["input_tokens"] + known["output_tokens"]
-    return AIMessage("done", usage_metadata=known)
+    calls = [ToolCall(name=each, args={}, id=each) for each in tools]
+    return AIMessage("" if tools else "done", tool_calls=calls, usage_metadata=known)
 
 
 def labels(registry: CollectorRegistry, name: str) -> set[str]:
@@ -200,6 +206,47 @@ async def test_each_run_of_an_inline_quota_ends_with_its_last_word(signals: Sign
     agent = Agent(lambda _: ["search"], quota)
     first, second = await agent.turn(), await agent.turn()
     assert second[-1].content == first[-1].content == "Model call limits exceeded: run limit (1/1)"
+
+
+async def test_what_a_call_holds_is_not_told_as_used(signals: Signals) -> None:
+    """What a store holds for the very call that reads the note is told as left."""
+    quota = QuotaMiddleware(
+        [TokenLimit(run_limit=100)],
+        tell_model=True,
+        store=MemoryStore(),
+        telemetry=signals.telemetry,
+    )
+    agent = Agent([reporting("search", input_tokens=90), reporting(input_tokens=1)], quota)
+    await agent.turn()
+    told = agent.model.calls[1].messages[-1].content
+    assert told == "found\n\nBudget: tokens: 10 of 100 left."
+
+
+class ProviderError(Exception):
+    """What a provider raises when it has answered, and been paid."""
+
+
+class FailsOnce(AgentMiddleware[Any, Any, Any]):
+    """Loses the first answer of the model."""
+
+    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+        response = await handler(request)
+        if not vars(self).setdefault("failed", False):
+            vars(self)["failed"] = True
+            raise ProviderError
+        return response
+
+
+@needs_inline
+async def test_what_a_failed_call_has_used_ends_the_run(signals: Signals) -> None:
+    """A run that goes on behind a failed call which used its budget up makes no other call."""
+    quota = InlineQuotaMiddleware([TokenLimit(run_limit=50)], telemetry=signals.telemetry)
+    agent = Agent(lambda _: reporting(input_tokens=60), quota, beside=[FailsOnce()])
+    with pytest.raises(ProviderError):
+        await agent.turn()
+    messages = await agent.go_on()
+    assert messages[-1].content == "Token limits exceeded: run limit (60/50 tokens)"
+    assert len(agent.model.calls) == 1
 
 
 PRICES = {"gpt": Price(input="0.5", output="0.5", cache_read="0.1")}
