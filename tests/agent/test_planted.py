@@ -31,6 +31,9 @@ from langchain_quota import (
     Telemetry,
     TokenLimit,
     ToolCallLimit,
+    ToolCallLimitExceededError,
+    metrics_app,
+    start_metrics_server,
     usage,
 )
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
@@ -388,14 +391,14 @@ async def test_a_store_that_forgot_all_hears_of_an_outage_in_order(signals: Sign
 
 @pytest.mark.parametrize("caps", [(1, 3), (3, 1)])
 async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Signals) -> None:
-    """Two limits cap the calls of one tool at once: no more run than the lower one allows."""
-    running, most = 0, 0
+    """Of one tool no more calls run at once than the lower cap allows, and they run in order."""
+    running, most, order = 0, 0, ""
 
     @tool("search")
-    async def slow() -> str:
-        """Search for a while."""
-        nonlocal running, most
-        running += 1
+    async def slow(text: str) -> str:
+        """Search for a text for a while."""
+        nonlocal running, most, order
+        running, order = running + 1, order + text
         most = max(most, running)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -404,9 +407,45 @@ async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Sign
 
     limits = [ToolCallLimit("search", at_once=each, name=f"cap-{each}") for each in caps]
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
-    agent = Agent(calling("search", "search", "search"), quota, tools=[slow])
-    assert ran(await agent.turn()) == ["search"] * 3
-    assert most == 1
+    agent = Agent(calling(*(("search", {"text": each}) for each in "abcd")), quota, tools=[slow])
+    assert ran(await agent.turn()) == ["search"] * 4
+    assert (most, order) == (1, "abcd")
+
+
+async def test_spans_of_what_was_refused(signals: Signals) -> None:
+    """Only refused calls have spans if so chosen; one that raised is an error; no id is shown."""
+    telemetry = Telemetry(
+        registry=CollectorRegistry(),
+        tracer_provider=signals.provider,
+        spans="refused",
+        thread_label=lambda _: "hidden",
+    )
+    limits = [ToolCallLimit("search", run_limit=1, exit_behavior="error")]
+    quota = QuotaMiddleware(limits, telemetry=telemetry)
+    with pytest.raises(ToolCallLimitExceededError):
+        await Agent(calling("calc", "search", "search"), quota).turn("secret")
+    spans = signals.spans()
+    shown = [(each.attributes or {}).get("langchain_quota.decision") for each in spans]
+    assert shown == ["skipped", "skipped", "blocked"]
+    assert [each.status.is_ok for each in spans] == [True, True, False]
+    assert all((each.attributes or {})["langchain_quota.thread.id"] == "hidden" for each in spans)
+    assert "secret" not in "".join(each.to_json() for each in spans)
+
+
+async def test_where_metrics_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on this machine, or where the environment says; and by HTTP alone."""
+    registry = CollectorRegistry()
+    with start_metrics_server(0, registry=registry) as server:
+        assert server.url == f"http://127.0.0.1:{server.port}/metrics"
+    monkeypatch.setenv("LANGCHAIN_QUOTA_METRICS_ADDR", "localhost")
+    with start_metrics_server(0, registry=registry) as server:
+        assert server.addr == "localhost"
+
+    async def unused(*_: object) -> Any:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="websocket"):
+        await metrics_app(registry)({"type": "websocket"}, unused, unused)
 
 
 async def test_labels_of_agents_are_bounded() -> None:
