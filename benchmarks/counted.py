@@ -11,12 +11,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.workloads import KINDS, Counting, Judging, Step, Work, prepare
-from langchain_quota.telemetry import usage
 
 Job = tuple[Work, int]
-
-_SECONDS = 3600.0
-"""Longer than any job takes."""
 
 
 def main(directory: Path) -> None:
@@ -29,9 +25,6 @@ def main(directory: Path) -> None:
     prepare(Judging(1))
     prepare(Counting())
     prepare(Step("Inline, 1", has_memory=True))
-    # The thread that writes the table of usage wakes by the clock, and callgrind makes all else
-    # fifty times slower. So each job writes only once, at its end, and this write is counted.
-    usage.INTERVAL = _SECONDS
     # The collector's runs come when they come; they would be counted with either.
     gc.collect()
     gc.freeze()
@@ -56,8 +49,6 @@ def _forked(job: Job) -> int:
         failed = 1
         try:
             prepare(work)(times)
-            for table in list(usage._tables):
-                table.flush()
             failed = 0
         finally:
             sys.stderr.flush()

@@ -15,7 +15,6 @@ from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
 from langchain_quota.decision import Call
 from langchain_quota.resolved import ResolvedLimit
 from langchain_quota.telemetry import recorder_of
-from langchain_quota.telemetry.instruments import usage_of
 from tests.judged import Used, judge
 
 FEW, MANY = 1, 8
@@ -36,33 +35,32 @@ def measure(size: Size) -> Result:
         ["`MemoryStore`: a request with 1 limit, for an hour", number(questions - counts, 0)],
     ]
     note = (
-        f"The mean of {threads:,} threads, counts or requests. Telemetry keeps its table in "
-        "SQLite: the first two rows are the bytes of the table's pages. The other rows are the "
-        "bytes that Python has allocated."
+        f"The mean of {threads:,} threads, counts or requests: the bytes that Python has allocated."
     )
     return Result([Table("Memory", ("item", "bytes"), rows, note)])
 
 
 def tracked_bytes(threads: int, limits: int) -> int:
     """The bytes of the table of so many threads, each with so many limits."""
-    registry = CollectorRegistry()
-    recorder = recorder_of(Telemetry(registry=registry, spans="off"))
+    recorder = recorder_of(Telemetry(registry=CollectorRegistry(), spans="off"))
     terms = [
         ResolvedLimit.of(ToolCallLimit("search", thread_limit=UNREACHED, name=f"limit-{index}"))
         for index in range(limits)
     ]
-    for thread in range(threads):
+
+    def record(thread: int) -> None:
         call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
         usage = {each.limit.counter: Used(1, 1) for each in terms}
         recorder.record(judge(terms, usage, [call]).decisions, started=time.time_ns())
-    table = usage_of(registry)
-    assert table is not None
-    table.flush()
-    with table._connected() as database:
-        ((pages,),) = database.execute("PRAGMA page_count")
-        ((size,),) = database.execute("PRAGMA page_size")
-    table.close()
-    return int(pages * size)
+
+    # The series of the counters are there before.
+    record(-1)
+
+    def fill() -> None:
+        for thread in range(threads):
+            record(thread)
+
+    return _allocated(fill)
 
 
 def held_bytes(questions: int, *, names: bool) -> int:

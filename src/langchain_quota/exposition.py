@@ -22,9 +22,8 @@ from prometheus_client.registry import Collector, RestrictedRegistry
 
 from langchain_quota.arguments import check_type
 from langchain_quota.telemetry.instruments import usage_of
-from langchain_quota.telemetry.multiprocess import FILE, multiprocess_directory, unusable
-from langchain_quota.telemetry.usage import UsageTable, told_by_others
-from langchain_quota.telemetry.usage_reader import families
+from langchain_quota.telemetry.multiprocess import multiprocess_directory, unusable
+from langchain_quota.telemetry.usage_reader import UsageReader, families
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -45,8 +44,7 @@ class _WorkersUsage(Collector):
 
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
         self._registry = registry
-        self._path = directory / FILE
-        self._table: UsageTable | None = None
+        self._reader = UsageReader(directory, None, _log)
 
     def describe(self) -> Iterator[Metric]:
         """The families without samples."""
@@ -54,18 +52,12 @@ class _WorkersUsage(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Render what all workers know, by this worker's settings, else by another's."""
-        table = usage_of(self._registry) or self._table
-        if table is None:
-            try:
-                table = self._table = told_by_others(self._path, _log)
-            except Exception as error:  # noqa: BLE001 - the scrape goes on
-                _log(error)
-        return iter(()) if table is None else table.collect()
+        return (usage_of(self._registry) or self._reader).collect()
 
 
 def _log(error: Exception) -> None:
     """Log an error where no telemetry counts errors yet."""
-    logger.error("what other workers know cannot be read", exc_info=error)
+    logger.error("what another worker knows cannot be read", exc_info=error)
 
 
 class _WorkersMetrics(MultiProcessCollector):

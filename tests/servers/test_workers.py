@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,7 +30,6 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.telemetry.instruments import usage_of
-from langchain_quota.telemetry.usage import WRITER
 from tests.forked import as_module, start_python
 from tests.servers.agents import arun, build_agent
 from tests.servers.prometheus import check_metrics, eventually, series_of
@@ -63,11 +61,7 @@ class Service:
         """Write what is to be told to the other workers."""
         usage = usage_of(REGISTRY)
         if usage is not None:
-            usage.flush()
-
-    def threads(self) -> list[str]:
-        """The names of this process' threads."""
-        return [thread.name for thread in threading.enumerate()]
+            usage.write()
 
     async def _search(self, thread: str, user: str, searches: int) -> None:
         quota = Quota(11, per=lambda _state, _runtime: user, name="user")
@@ -260,7 +254,7 @@ def test_a_worker_that_ends(workers: Workers) -> None:
     third = workers.start("spawn", "three")["three"]
     last = {("boss", "searches", "last"): 2}
     eventually(lambda: third.samples("langchain_quota_thread_used") == last)
-    assert third.do("threads").count(WRITER) == 0
+    assert len(workers.files()) == 1
 
 
 def test_a_file_that_a_worker_is_making(workers: Workers) -> None:
@@ -293,11 +287,10 @@ def test_scrapes_while_all_work(workers: Workers) -> None:
 
 
 def test_a_decision_is_told_by_itself(workers: Workers) -> None:
-    """Nobody asks a worker to write: a thread of its own does, once there is something to tell."""
+    """Nobody asks a worker to write: it does so by itself, once there is something to tell."""
     running = workers.start("spawn", "one", "two")
-    assert WRITER not in running["one"].do("threads")
+    assert workers.files() == []
     running["one"].do("search", "t1", "ada", 2)
-    assert running["one"].do("threads").count(WRITER) == 1
     used = "langchain_quota_thread_used"
     eventually(lambda: running["two"].samples(used) == {("boss", "searches", "t1"): 2})
     assert running["two"].metrics(used).splitlines()[2:] == [

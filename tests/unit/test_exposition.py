@@ -38,7 +38,6 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.exposition import ADDR_VARIABLE
-from langchain_quota.telemetry.multiprocess import FILE
 from langchain_quota.telemetry.usage import UsageTable
 from tests.certificates import Certificate
 from tests.servers.prometheus import parse_openmetrics
@@ -529,12 +528,12 @@ def other(workers: Path) -> Iterator[UsageTable]:
     """The table of another worker."""
     errors: list[Exception] = []
     on_error = errors.append
-    table = UsageTable(near=0.8, max_exported=9, ttl=3600, on_error=on_error, path=workers / FILE)
+    table = UsageTable(near=0.8, max_exported=9, ttl=3600, on_error=on_error, directory=workers)
     status = LimitStatus("search", "continue", 0, 7, 10, 0, 7, None, charged=True)
     table.record("boss", "t1", [Decision(Call("tool", "search"), Outcome.ALLOWED, (status,))])
-    table.flush()
+    table.write()
     yield table
-    table.close()
+    table.end()
     assert errors == []
 
 

@@ -1,13 +1,11 @@
 """The table of usage: what a scrape exports of threads and others, and what is forgotten."""
 
 import asyncio
-import gc
+import json
 import os
-import sqlite3
 import stat
-import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota import Call, Decision, LimitStatus, Outcome, Telemetry
 from langchain_quota.decision import QuotaStatus
-from langchain_quota.telemetry import multiprocess, recorder_of, usage
-from langchain_quota.telemetry.database import UsageDatabase
-from langchain_quota.telemetry.usage import UsageTable, told_by_others
+from langchain_quota.telemetry import multiprocess, recorder_of
+from langchain_quota.telemetry.usage import UsageTable
+from langchain_quota.telemetry.usage_reader import UsageReader
 from tests.clock import Clock
 from tests.servers.prometheus import eventually
 
@@ -63,15 +61,11 @@ class Bench:
     errors: list[Exception] = field(default_factory=list)
     tables: list[UsageTable] = field(default_factory=list)
 
-    def table(
-        self, path: Path | None = None, *, by_itself: bool = False, **settings: Any
-    ) -> UsageTable:
-        """A table that writes by itself, or only when it is scraped or told to."""
+    def table(self, directory: Path | None = None, **settings: Any) -> UsageTable:
+        """A table; in a directory it is one of several workers'."""
         given = {"near": 0.8, "max_exported": 100, "ttl": TTL, **settings}
         on_error = self.errors.append
-        made = UsageTable(**given, on_error=on_error, path=path, clock=self.clock)
-        if not by_itself:
-            made._writer = threading.Thread()
+        made = UsageTable(**given, on_error=on_error, directory=directory, clock=self.clock)
         self.tables.append(made)
         return made
 
@@ -82,14 +76,8 @@ def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
     for table in bench.tables:
-        table.close()
+        table.end()
     assert bench.errors == []
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """The file that workers share."""
-    return tmp_path / "usage.sqlite3"
 
 
 def decide(
@@ -220,21 +208,6 @@ class TestThreads:
         table.reset("boss", "t1", [])
         assert samples(table, f"{SPENT}_dollars_total") == {("boss", "cost", "t1"): 1.5}
         assert samples(table, f"{SPENT}_tokens_total") == {("boss", "run", "t1"): 40}
-
-    def test_what_a_thread_spends_in_a_moment_is_written_once(self, bench: Bench) -> None:
-        """As many rows are written for many model calls as for one; decisions do not part them."""
-        written = []
-        for calls in (1, 20):
-            table = bench.table()
-            for number in range(calls):
-                table.record("boss", "t1", [decide(number)])
-                table.spend("boss", "t1", [("cost", "microdollars", 1), ("run", "tokens", 4)])
-            table.flush()
-            database = table._link.database
-            assert database is not None
-            written.append(database._connection.total_changes)
-            assert samples(table, f"{SPENT}_tokens_total") == {("boss", "run", "t1"): 4 * calls}
-        assert written[0] == written[1]
 
     def test_a_name_that_is_given_to_another_unit(self, bench: Bench) -> None:
         """Amounts of two units are never added, and never exported together."""
@@ -451,15 +424,11 @@ class TestThreads:
             table.record("boss", "t1", [decision])
             assert used(table) == {"t1": (4, 10)}
 
-    def test_a_bad_entry_is_left_out(self, bench: Bench) -> None:
-        """An entry that cannot be written is reported, and the others are written."""
+    def test_a_large_number(self, bench: Bench) -> None:
+        """A number of any size is shown: Python's have no bound."""
         table = bench.table()
-        for thread, decision in (("good", decide(1)), ("bad", decide(10**30, 10**30))):
-            table.record("boss", thread, [decision])
-        table.record("boss", "good too", [decide(2)])
-        assert used(table) == {"good": (1, 10), "good too": (2, 10)}
-        assert {type(error) for error in bench.errors} == {OverflowError}
-        bench.errors.clear()
+        table.record("boss", "t1", [decide(10**30, 10**30)])
+        assert used(table) == {"t1": (10**30, 10**30)}
 
 
 class TestQuotasPerThread:
@@ -521,8 +490,6 @@ class TestQuotasPerThread:
         for now, thread, until in ((1000, "again", 2000), (2100, "once", 9000)):
             bench.clock.now = now
             table.record("boss", thread, [decide(0, None, "search", hourly(10, until=until))])
-            if thread == "again":
-                table.flush()
         bench.clock.now = 2200
         table.record("boss", "again", [decide(0, None, "search", hourly(10, until=9000))])
         assert threads(table) == ["again", "once"]
@@ -626,16 +593,28 @@ class TestSubjects:
         found = {key[3]: value for key, value in samples(table, SUBJECT_USED).items()}
         assert found == {"nex": 9, "nea": 8}
 
-    def test_names_are_not_kept(self, bench: Bench, file: Path) -> None:
-        """Of a user the table keeps 16 bytes, which are no name."""
-        table = bench.table(file)
+    def test_names_are_not_kept(self, bench: Bench, tmp_path: Path) -> None:
+        """Of a user a worker's file has a hash, which is no name."""
+        table = bench.table(tmp_path)
         user = "ada@example.org" * 5
         table.record("boss", "t1", [decide(0, None, "search", users(1, user=user))])
-        table.close()
-        assert b"ada@example" not in file.read_bytes()
-        with closing(sqlite3.connect(file)) as database:
-            names = database.execute("SELECT name FROM subject WHERE scope = 'user_id'").fetchall()
-        assert [len(name) for (name,) in names] == [16]
+        table.write()
+        (file,) = tmp_path.iterdir()
+        assert "ada@example" not in file.read_text("ascii")
+        (name,) = [
+            name
+            for (_, scope, name), *_ in map(json.loads, file.read_text("ascii").splitlines()[1:])
+            if scope == "user_id"
+        ]
+        assert len(bytes.fromhex(name)) == 16
+
+    def test_a_label_outlives_an_idle_time(self, bench: Bench) -> None:
+        """A user who comes back after the time to live has series again."""
+        table = bench.table(subject_label=lambda _, subject: subject, max_subjects=9)
+        for _ in range(2):
+            table.record("boss", "t1", [decide(0, None, "search", users(1))])
+            assert samples(table, SUBJECT_USED) == {("boss", "search", "user_id", "ada"): 1}
+            bench.clock.now += TTL + 1
 
 
 class TestForgetting:
@@ -660,7 +639,6 @@ class TestForgetting:
         """A thread that comes back after it was idle for too long has no refusals from before."""
         table = bench.table()
         table.record("boss", "t1", [refuse(10)])
-        table.flush()
         bench.clock.now += TTL + 1
         table.record("boss", "t1", [decide(10)])
         assert blocked(table) == {}
@@ -671,7 +649,6 @@ class TestForgetting:
         for name in ("t1", "t2", "t1", "t3"):
             bench.clock.now += 1
             table.record("boss", name, [decide(1, 10, "search", users(1, user=name))])
-            table.flush()
         assert threads(table) == ["t3", "t1"]
         assert (states(table), states(table, scope="user_id")) == ({"ok": 2}, {"ok": 2})
 
@@ -880,7 +857,6 @@ def test_the_table_is_what_a_recount_gives(steps: Sequence[Sequence[Any]]) -> No
                     state = ("ok", "near", "exhausted")[max(found)]
                     counted[state] = counted.get(state, 0) + 1
             assert states(table, limit) == counted
-    table.close()
     assert errors == []
 
 
@@ -911,235 +887,235 @@ class TestRegistry:
         assert all(not family.samples for family in described)
 
 
-class TestWriting:
-    """The thread that writes."""
+class TestWorkers:
+    """Several processes with one directory; here several tables."""
 
-    async def test_deciding_does_not_wait(self, bench: Bench, file: Path) -> None:
-        """On an event loop a decision is only queued; another thread writes it."""
-        table = bench.table(file, by_itself=True)
+    async def test_deciding_does_not_wait(self, bench: Bench, tmp_path: Path) -> None:
+        """On an event loop a decision is only remembered; another thread writes it, by itself."""
+        table, other = bench.table(tmp_path), bench.table(tmp_path)
         with blockbuster_ctx():
             table.record("boss", "t1", [decide(1)])
-        other = bench.table(file)
         await asyncio.to_thread(eventually, lambda: used(other))
 
-    async def test_writing_on_the_loop_would_be_seen(self, bench: Bench, file: Path) -> None:
+    async def test_writing_on_the_loop_would_be_seen(self, bench: Bench, tmp_path: Path) -> None:
         """The test above can fail: the same file written on the loop is caught."""
-        table = bench.table(file)
+        table = bench.table(tmp_path)
         with blockbuster_ctx():
-            table.flush()
-        assert [type(error) for error in bench.errors] == [BlockingError]
+            table.write()
+        assert {type(error) for error in bench.errors} == {BlockingError}
         bench.errors.clear()
 
-    def test_one_daemon_thread(self, bench: Bench) -> None:
-        """The first decision starts one thread, which does not keep the process alive."""
-        before = set(threading.enumerate())
-        table = bench.table(by_itself=True)
-        assert set(threading.enumerate()) <= before
-        for _ in range(3):
-            table.record("boss", "t1", [decide(1)])
-        (writer,) = set(threading.enumerate()) - before
-        assert (writer.name, writer.daemon) == (usage.WRITER, True)
-
-    def test_it_ends_with_its_table(self) -> None:
-        """A table that nobody has any more leaves neither a thread nor an open database."""
-        before = set(threading.enumerate())
-        table = UsageTable(near=0.8, max_exported=1, ttl=TTL, on_error=print)
-        table.record("boss", "t1", [decide(1)])
-        assert used(table) == {"t1": (1, 10)}
-        (writer,) = set(threading.enumerate()) - before
-        link = table._link
-        is_open = [link.database is not None]
-        del table
-        gc.collect()
-        is_open.append(link.database is not None)
-        assert is_open == [True, False]
-        writer.join(60)
-        assert not writer.is_alive()
-
-    @pytest.mark.parametrize(("took", "rest"), [(0.0, 1.0), (0.1, 1.0), (0.5, 4.5)])
-    def test_writing_is_seldom(self, took: float, rest: float) -> None:
-        """At most once a second, and at most a tenth of the time."""
-        assert usage._rest(took) == rest
-
-
-class TestWorkers:
-    """Several processes with one file; here several tables."""
-
-    def test_all_are_told_by_any(self, bench: Bench, file: Path) -> None:
+    def test_all_are_told_by_any(self, bench: Bench, tmp_path: Path) -> None:
         """A scrape of any worker tells what all have decided; refusals are summed."""
-        one, two = bench.table(file), bench.table(file)
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
         one.record("boss", "t1", [decide(1), refuse(10)])
         two.record("boss", "t1", [refuse(10)])
         two.record("boss", "t2", [decide(2)])
-        two.flush()
-        assert used(one) == {"t1": (10, 10), "t2": (2, 10)}
-        assert blocked(one) == blocked(two) == {"t1": 2}
+        for table in (one, two):
+            table.write()
+        for table in (one, two):
+            assert used(table) == {"t1": (10, 10), "t2": (2, 10)}
+            assert blocked(table) == {"t1": 2}
+            assert states(table) == {"ok": 1, "exhausted": 1}
 
-    def test_what_all_spend_adds_up(self, bench: Bench, file: Path) -> None:
+    def test_what_all_spend_adds_up(self, bench: Bench, tmp_path: Path) -> None:
         """Workers spend on one thread at the same time, and nothing of it is lost."""
-        one, two = bench.table(file), bench.table(file)
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
         for table in (one, two, one):
             table.spend("boss", "t1", [("cost", "microdollars", 250_000)])
-        two.flush()
+        two.write()
         assert samples(one, f"{SPENT}_dollars_total") == {("boss", "cost", "t1"): 0.75}
 
-    def test_the_latest_decision_holds(self, bench: Bench, file: Path) -> None:
+    def test_the_latest_decision_holds(self, bench: Bench, tmp_path: Path) -> None:
         """What a worker writes late hides nothing that was decided since."""
-        one, two = bench.table(file), bench.table(file)
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
         one.record("boss", "t1", [refuse(3), decide(1, 50, "all")])
         bench.clock.now += 1
         two.record("boss", "t1", [decide(5)])
-        two.flush()
-        one.flush()
-        assert used(two) == {"t1": (5, 10)}
-        assert used(two, "all") == {"t1": (1, 50)}
-        assert samples(two, BLOCKED)["boss", "search", "t1"] == 1
+        two.write()
+        one.write()
+        for table in (one, two):
+            assert used(table) == {"t1": (5, 10)}
+            assert used(table, "all") == {"t1": (1, 50)}
+            assert blocked(table) == {"t1": 1}
 
-    def test_a_late_refund(self, bench: Bench, file: Path) -> None:
+    def test_a_user_whom_two_serve(self, bench: Bench, tmp_path: Path) -> None:
+        """A user is counted once, in the state of the newest decision of all workers."""
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
+        for table, count in ((one, 1), (two, 9)):
+            bench.clock.now += 1
+            table.record("boss", None, [decide(0, None, "search", users(count))])
+            table.write()
+        for table in (one, two):
+            assert states(table, scope="user_id") == {"near": 1}
+
+    def test_since_when_all_refuse(self, bench: Bench, tmp_path: Path) -> None:
+        """The refusals of two workers are one row if they are at most ten minutes apart."""
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
+        seen = []
+        for table, later in ((one, 0), (two, 600), (one, 601)):
+            bench.clock.now += later
+            table.record("boss", "t1", [refuse(10)])
+            table.write()
+            found = [samples(each, REFUSED_SINCE)["boss", "search", "t1"] for each in (one, two)]
+            assert found[0] == found[1]
+            seen.append(found[0])
+        assert seen == [1000, 1000, 2201]
+
+    def test_a_late_refund(self, bench: Bench, tmp_path: Path) -> None:
         """A charge taken back before a later decision, which knows of it, is not taken twice."""
-        one, two = bench.table(file), bench.table(file)
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
         one.record("boss", "t1", [decide(5)])
-        one.flush()
         one.refund("boss", "t1", "search", 1)
         bench.clock.now += 1
         two.record("boss", "t1", [decide(5)])
-        two.flush()
-        one.flush()
-        assert used(two) == {"t1": (5, 10)}
+        two.write()
+        one.write()
+        assert used(one) == used(two) == {"t1": (5, 10)}
 
-    def test_reset_by_one(self, bench: Bench, file: Path) -> None:
+    def test_reset_by_one(self, bench: Bench, tmp_path: Path) -> None:
         """What others decided before a reset is not taken in after it; what comes later is."""
-        one, two = bench.table(file), bench.table(file)
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
         for table in (one, two):
             table.record("boss", "t1", [refuse(10)])
-        one.flush()
+            table.write()
         bench.clock.now += 1
         one.reset("boss", "t1", [])
-        one.flush()
+        one.write()
         assert used(two) == {"t1": (0, 10)}
+        assert samples(two, REFUSED_SINCE) == {}
         bench.clock.now += 1
         two.record("boss", "t1", [decide(1)])
-        assert (used(two), blocked(one)) == ({"t1": (1, 10)}, {"t1": 2})
+        two.write()
+        assert (used(one), used(two), blocked(one)) == ({"t1": (1, 10)}, {"t1": (1, 10)}, {"t1": 2})
 
-    def test_a_late_reset_undoes_nothing_newer(self, bench: Bench, file: Path) -> None:
+    def test_a_late_reset_undoes_nothing_newer(self, bench: Bench, tmp_path: Path) -> None:
         """A reset that is written after a later decision of another process leaves it alone."""
-        one, two = bench.table(file), bench.table(file)
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
         one.record("boss", "t1", [decide(5)])
-        one.flush()
         one.reset("boss", "t1", [])
         bench.clock.now += 1
         two.record("boss", "t1", [decide(1)])
-        two.flush()
-        one.flush()
+        two.write()
+        one.write()
         assert used(two) == {"t1": (1, 10)}
         assert samples(two, LAST) == {("boss", "search", "t1"): 1001}
 
-    def test_when_the_first_began(self, bench: Bench, file: Path) -> None:
+    def test_the_others_keep_a_thread(self, bench: Bench, tmp_path: Path) -> None:
+        """While another worker is called, what this one has refused stays counted."""
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
+        one.record("boss", "t1", [refuse(10)])
+        for _ in range(3):
+            bench.clock.now += TTL
+            two.record("boss", "t1", [decide(10)])
+            two.write()
+            assert blocked(one) == {"t1": 1}
+
+    def test_when_the_first_began(self, bench: Bench, tmp_path: Path) -> None:
         """All export when the first of them began to count."""
-        one = bench.table(file)
-        one.flush()
+        one = bench.table(tmp_path)
+        one.write()
         bench.clock.now += 50
-        two = bench.table(file)
+        two = bench.table(tmp_path)
         assert samples(two, STARTED) == samples(one, STARTED) == {(): 1000}
 
-    def test_a_worker_that_ends(self, bench: Bench, file: Path) -> None:
+    def test_a_worker_that_ends(self, bench: Bench, tmp_path: Path) -> None:
         """A worker writes what waits when it ends, and what it has written stays."""
-        one, two = bench.table(file), bench.table(file)
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
         one.record("boss", "t1", [refuse(10)])
-        one.close()
+        one.end()
         assert blocked(two) == {"t1": 1}
 
-    def test_a_process_that_decides_nothing(self, bench: Bench, file: Path) -> None:
+    def test_what_is_forgotten_leaves_the_file(self, bench: Bench, tmp_path: Path) -> None:
+        """The file is no longer than what the worker remembers."""
+        table = bench.table(tmp_path, max_tracked=2)
+        for thread in ("t1", "t2", "t3"):
+            table.record("boss", thread, [decide(1)])
+            table.write()
+        (file,) = tmp_path.iterdir()
+        assert len(file.read_text("ascii").splitlines()) == 1 + 2
+
+    def test_a_process_that_decides_nothing(self, bench: Bench, tmp_path: Path) -> None:
         """It tells what others have written, as their settings say; nothing where there is none."""
-        assert told_by_others(file, bench.errors.append) is None
-        writer = bench.table(file, max_exported=1)
+        registry = CollectorRegistry()
+        registry.register(UsageReader(tmp_path, None, bench.errors.append))
+        assert list(registry.collect()) == []
+        # It has the system's time, as its files have.
+        bench.clock.now = time.time()
+        writer = bench.table(tmp_path, max_exported=1)
         for thread in ("t1", "t2"):
             writer.record("boss", thread, [decide(1)])
-        writer.flush()
-        reader = told_by_others(file, bench.errors.append)
-        assert reader is not None
-        bench.tables.append(reader)
-        reader._clock = bench.clock
-        assert threads(reader) == ["t2"]
+            bench.clock.now += 1
+        writer.write()
+        shown = [
+            sample.labels["thread_id"]
+            for family in registry.collect()
+            for sample in family.samples
+            if sample.name == USED
+        ]
+        assert shown == ["t2"]
 
-    def test_the_file_is_private(self, bench: Bench, file: Path) -> None:
+    def test_what_a_worker_has_told_is_forgotten(self, bench: Bench, tmp_path: Path) -> None:
+        """Of a worker that has ended nothing is told after the time to live, but its start."""
+        one = bench.table(tmp_path)
+        one.record("boss", "t1", [refuse(10)])
+        one.end()
+        (file,) = tmp_path.iterdir()
+        os.utime(file, (time.time() - TTL - 60,) * 2)
+        bench.clock.now += 1
+        two = bench.table(tmp_path)
+        assert blocked(two) == {}
+        assert samples(two, STARTED) == {(): 1000}
+
+    def test_the_file_is_private(self, bench: Bench, tmp_path: Path) -> None:
         """Others cannot read ids of threads, and prometheus_client takes no file for its own."""
-        table = bench.table(file)
+        table = bench.table(tmp_path)
         table.record("boss", "t1", [decide(1)])
-        table.flush()
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in file.parent.iterdir()}
-        assert set(modes.values()) == {0o600}
-        assert not multiprocess.FILE.endswith(".db")
+        table.write()
+        (file,) = tmp_path.iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert file.suffix != ".db"
 
-    @pytest.mark.parametrize("when", ["before", "after"])
-    def test_a_corrupt_file(self, bench: Bench, file: Path, when: str) -> None:
-        """What is no database is counted as an error at each scrape, and left there."""
-        if when == "before":
-            file.write_bytes(b"nonsense" * 1000)
-        table = bench.table(file)
-        table.record("boss", "t1", [decide(1)])
-        if when == "after":
-            table.close()
-            file.write_bytes(b"nonsense" * 1000)
-            table.record("boss", "t1", [decide(1)])
-        assert used(table) == {}
-        assert {type(error) for error in bench.errors} == {sqlite3.DatabaseError}
+    def test_a_corrupt_file(self, bench: Bench, tmp_path: Path) -> None:
+        """What no worker has written is counted as an error at each scrape, and left there."""
+        one, two = bench.table(tmp_path), bench.table(tmp_path)
+        one.record("boss", "t1", [decide(1)])
+        one.write()
+        (file,) = tmp_path.iterdir()
+        file.write_bytes(b"nonsense" * 1000)
+        two.record("boss", "t2", [decide(1)])
+        for _ in range(2):
+            assert threads(two) == ["t2"]
+        assert [type(error) for error in bench.errors] == [json.JSONDecodeError] * 2
         assert file.read_bytes().startswith(b"nonsense")
-        table._queue.clear()
         bench.errors.clear()
 
-    def test_another_version(self, bench: Bench, file: Path) -> None:
-        """A file that another version has made is refused with what to do."""
-        bench.table(file).flush()
-        with closing(sqlite3.connect(file)) as database:
-            database.execute("PRAGMA user_version = 7")
-        bench.table(file).flush()
-        (error,) = bench.errors
-        assert "has version 7, not 3: empty the directory before the service starts" in str(error)
-        bench.errors.clear()
-
-    def test_what_cannot_be_written_waits(self, bench: Bench, file: Path) -> None:
-        """If a file cannot be written, that is reported, and what waits is written later."""
-        table = bench.table(file.parent / "later" / file.name)
+    def test_what_cannot_be_written_waits(self, bench: Bench, tmp_path: Path) -> None:
+        """If a file cannot be written, that is reported, and all of it is written later."""
+        later = tmp_path / "later"
+        table, other = bench.table(later), bench.table(later)
         table.record("boss", "t1", [refuse(10)])
-        assert used(table) == {}
+        table.write()
         assert {type(error) for error in bench.errors} == {FileNotFoundError}
+        later.mkdir()
+        table.write()
+        assert blocked(other) == {"t1": 1}
         bench.errors.clear()
-        (file.parent / "later").mkdir()
-        assert blocked(table) == {"t1": 1}
 
-    def test_a_full_disk(self, bench: Bench, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A disk that is full in the middle of writing loses nothing and writes nothing twice."""
-        table = bench.table(file)
-        put = UsageDatabase.put
-
-        def full(self: UsageDatabase, *arguments: Any) -> None:
-            put(self, *arguments)
-            raise sqlite3.OperationalError("database or disk is full")
-
-        monkeypatch.setattr(UsageDatabase, "put", full)
+    def test_a_fork(self, bench: Bench, tmp_path: Path) -> None:
+        """A forked process begins with an empty table and a file of its own."""
+        table = bench.table(tmp_path)
         table.record("boss", "t1", [refuse(10)])
-        table.flush()
-        monkeypatch.setattr(UsageDatabase, "put", put)
-        assert blocked(table) == {"t1": 1}
-        assert {str(error) for error in bench.errors} == {"database or disk is full"}
-        bench.errors.clear()
-
-    def test_a_fork(self, bench: Bench, file: Path) -> None:
-        """A forked process begins with an empty queue and a connection of its own."""
-        table = bench.table(file)
-        table.record("boss", "t1", [decide(1)])
-        table.flush()
-        table.record("boss", "t2", [decide(1)])
-        table._using.acquire()
+        table.write()
         child = os.fork()
         if child == 0:  # pragma: no cover - another process
-            table.record("boss", "t3", [decide(1)])
-            table.flush()
-            os._exit(0 if not bench.errors else 1)
+            table.record("boss", "t2", [decide(1)])
+            table.write()
+            is_right = blocked(table) == {"t1": 1} and not bench.errors
+            os._exit(0 if is_right else 1)
         assert os.waitpid(child, 0)[1] == 0
-        table._using.release()
-        assert {*threads(table)} == {"t1", "t2", "t3"}
+        assert {*threads(table)} == {"t1", "t2"}
+        assert blocked(table) == {"t1": 1}
 
     def test_the_mode_is_that_of_prometheus_client(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.failures import Failures
 from langchain_quota.telemetry.labels import BoundedLabels, Label, ToolLabels, own_label
 from langchain_quota.telemetry.metrics import Metrics
-from langchain_quota.telemetry.multiprocess import FILE, checked_directory
+from langchain_quota.telemetry.multiprocess import checked_directory
 from langchain_quota.telemetry.stores import StoreTable
 from langchain_quota.telemetry.usage import UsageTable
 
@@ -53,7 +53,7 @@ class Instruments:
             ttl=settings.thread_ttl.total_seconds(),
             fullest_store=self.stores.fullest,
             on_error=lambda error: self.failures.record("threads", error),
-            path=None if directory is None else directory / FILE,
+            directory=directory,
         )
         registry.register(self.usage)
 

@@ -6,9 +6,6 @@ from pathlib import Path
 
 from prometheus_client import values
 
-FILE = "langchain_quota.sqlite3"
-"""The file with what workers know of subjects; prometheus_client's own files are `*.db`."""
-
 _MIB = 2**20
 NEEDED = 4 * _MIB
 """The free space, in bytes, that a worker needs to begin.

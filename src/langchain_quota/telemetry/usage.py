@@ -1,69 +1,53 @@
 """What threads, users and other subjects have used of their limits: a bounded table for scrapes.
 
-It is an SQLite database: in memory, or, if several processes answer on one port, in a file that
-they share. A decision is only appended to a queue; a thread writes it, so that no event loop waits.
+A decision changes one entry of a dict; sorting is left to the scrape. If several processes answer
+on one port, each writes its table to a file of their directory, and a scrape reads all the files.
 """
 
 import atexit
+import hashlib
 import os
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from sqlite3 import Error, OperationalError
-from threading import Event, Thread
-from typing import Any
-from weakref import WeakSet, finalize, ref
+from threading import Timer
+from weakref import WeakSet
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.decision import Decision, LimitStatus, Unit
+from langchain_quota.decision import ROOT_RUN, THREAD, Decision, LimitStatus, Unit
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry.database import UsageDatabase, settings_of
-from langchain_quota.telemetry.usage_reader import OnError, families, read
-from langchain_quota.telemetry.usage_writer import SubjectLabel, UsageWriter
+from langchain_quota.telemetry import usage_files
+from langchain_quota.telemetry.usage_reader import OnError, UsageReader, families
+from langchain_quota.telemetry.usage_rows import (
+    Key,
+    Snapshot,
+    Subject,
+    Use,
+    decided,
+    merged,
+    near_of,
+    number_of,
+)
 
 MAX_TRACKED = 100_000
 """The most threads, and the most other subjects, that are remembered; the longest idle go first."""
 
 INTERVAL = 1.0
-"""How long the writing thread waits at least after each write, in seconds."""
+"""How long a worker waits at least from one write of its file to the next, in seconds."""
 
-_REST = 9
-"""Its wait is at least so many times longer than the write: it writes a tenth of the time."""
+SubjectLabel = Callable[[str, str], str | None]
+"""Makes the label of a subject, by its quota's name; `None` for one that is not to be shown."""
 
-WRITER = "langchain-quota-usage"
-"""The name of the thread that writes."""
+_BOUNDED = ("agent", "global")
+"""The `per` of quotas with at most one subject for each agent, which always has series."""
 
-_MAX_QUEUED = 100_000
-"""The most changes that wait; if nothing can be written, the oldest ones beyond it are lost."""
-
-
-_JOINED = (UsageWriter.decisions, UsageWriter.spend)
-"""Changes that are joined, for each thread, before they are written."""
-
-
-_Change = tuple[Callable[..., None], float, tuple[Any, ...]]
-"""What waits to be written: the method that writes it, its time, and the method's arguments."""
-
-
-class _Link:
-    """What a table shares with the thread that writes for it; both end with the table."""
-
-    def __init__(self) -> None:
-        self.news = Event()
-        self.database: UsageDatabase | None = None
-
-    def close(self) -> None:
-        """Close the database, and wake the thread."""
-        if self.database is not None:
-            self.database.close()
-            self.database = None
-        self.news.set()
+_Subjects = OrderedDict[Key, Subject]
+"""The subjects, those without a call for longest first."""
 
 
 class UsageTable(Collector):
@@ -72,12 +56,11 @@ class UsageTable(Collector):
     Args:
         near: The share from which a limit is near.
         max_exported: The most threads that a scrape exports.
-        subject_label: Makes the label of a quota's subject, by the quota's name and the subject;
-            `None` for one that is not to be shown. The writing thread calls it.
+        subject_label: Makes the labels of quotas' subjects; called once for each subject.
         max_subjects: The most subjects with labels that a scrape exports.
         ttl: How long, in seconds, a subject without decisions is remembered.
         on_error: Called with each failure to write, read or render.
-        path: The file that all processes share; `None` for a table of this process alone.
+        directory: Where workers that share a port have their files; `None` for one process.
         fullest_store: How full the fullest store of this process is; `None` without one.
         max_tracked: The most threads, and the most other subjects, that are remembered.
         clock: The time in seconds since the Unix epoch.
@@ -92,71 +75,121 @@ class UsageTable(Collector):
         on_error: OnError,
         subject_label: SubjectLabel = lambda _quota, _subject: None,
         max_subjects: int = 0,
-        path: Path | None = None,
+        directory: Path | None = None,
         fullest_store: Callable[[], Occupancy | None] = lambda: None,
         max_tracked: int = MAX_TRACKED,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._rows = UsageWriter(near=near, ttl=ttl, subject_label=subject_label)
-        self._settings = {"max_exported": max_exported, "max_subjects": max_subjects, "ttl": ttl}
+        self._near = near
+        self._bounds = (max_exported, max_subjects, ttl)
         self._ttl = ttl
         self._on_error = on_error
-        self._path = path
+        self._subject_label = subject_label
+        self._directory = directory
         self._fullest_store = fullest_store
         self._max_tracked = max_tracked
         self._clock = clock
         self._started = clock()
-        self._begin()
+        self._lock = fork_safe_lock()
+        # Held while the file is written; the other one is taken under it.
+        self._writing = fork_safe_lock()
+        self.begin()
         _tables.add(self)
 
-    def _begin(self) -> None:
-        self._queue: deque[_Change] = deque(maxlen=_MAX_QUEUED)
-        self._link = _Link()
-        # At the end of the process, `_at_exit` writes what waits first.
-        self._end = finalize(self, self._link.close)
-        self._end.atexit = False
-        self._using = fork_safe_lock()
-        self._starting = fork_safe_lock()
-        self._writer: Thread | None = None
-        self._process = secrets.token_hex(8)
-
-    def begin_anew(self) -> None:
-        """Begin an empty table in a forked process: its parent reports what the parent knows."""
-        self._end.detach()
-        # In a forked process SQLite does not even allow closing the connection.
-        _inherited.append(self._link)
-        self._begin()
+    def begin(self) -> None:
+        """Begin an empty table, also in a forked process: its parent tells what it knows itself."""
+        self._threads: _Subjects = OrderedDict()
+        self._others: _Subjects = OrderedDict()
+        # Only for the file: what is not written yet, and the lines of the last one.
+        self._changed: dict[Key, Subject] = {}
+        self._lines: dict[Key, str] = {}
+        self._is_due = False
+        self._written = 0.0
+        self._path: Path | None = None
+        if self._directory is not None:
+            name = f"{usage_files.PREFIX}{secrets.token_hex(8)}{usage_files.SUFFIX}"
+            self._path = self._directory / name
+        self._reader = UsageReader(self._directory, self._path, self._on_error)
 
     def record(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
         """Add the decisions about calls of one thread, in order; `agent`, `thread` are labels."""
         now = self._clock()
-        self._change((UsageWriter.decisions, now, (agent, thread, [(now, decisions)])))
+        statuses = [status for decision in decisions for status in decision.limits]
+        others = [each for each in statuses if each.quotas]
+        quotas = list(self._quotas(agent, others, now)) if others else ()
+        with self._lock:
+            if thread is not None:
+                uses = self._subject(self._threads, (agent, THREAD, thread), now).uses
+                for status in statuses:
+                    uses[status.limit] = decided(uses.get(status.limit), status, now, self._near)
+            for key, label, limit, use in quotas:
+                self._subject(self._others, key, now, label).uses[limit] = use
+        self._write_soon()
 
     def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
-        """Subtract a charge from what a thread has used of a limit."""
-        self._change((UsageWriter.refund, self._clock(), (agent, thread, limit, amount)))
+        """Subtract calls from what a thread has used of a limit; other amounts are settled."""
+        key, now = (agent, THREAD, thread), self._clock()
+        with self._lock:
+            known = self._threads.get(key)
+            if known is None or limit not in known.uses:
+                return
+            uses = self._subject(self._threads, key, now).uses
+            use = uses.get(limit)
+            if use is not None and use.unit == "calls":
+                numbers = tuple(
+                    (max(0, used - amount), cap, ends) for used, cap, ends in use.numbers
+                )
+                uses[limit] = use._replace(numbers=numbers)
+        self._write_soon()
 
     def spend(self, agent: str, thread: str, spent: Sequence[tuple[str, Unit, int]]) -> None:
         """Add what a model call of a thread has spent, by limit."""
-        self._change((UsageWriter.spend, self._clock(), (agent, thread, spent)))
+        with self._lock:
+            uses = self._subject(self._threads, (agent, THREAD, thread), self._clock()).uses
+            for limit, unit, amount in spent:
+                use = uses.get(limit)
+                if use is None or use.unit != unit:
+                    use = (use or Use())._replace(unit=unit, numbers=(), spent=0)
+                uses[limit] = use._replace(spent=use.spent + amount)
+        self._write_soon()
 
     def reset(self, agent: str, thread: str, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
-        self._change((UsageWriter.reset, self._clock(), (agent, thread, limits)))
+        now = self._clock()
+        with self._lock:
+            uses = self._subject(self._threads, (agent, THREAD, thread), now).uses
+            new = {each.limit: decided(None, each, now, self._near) for each in limits}
+            for limit, use in (new | uses).items():
+                numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
+                uses[limit] = use._replace(decided=now, numbers=numbers, since=None, reset=now)
+        self._write_soon()
 
-    def flush(self) -> None:
-        """Write what waits, and forget what is idle; what fails is reported."""
-        self._flush(has_readers=self._path is not None)
+    def write(self, *, is_end: bool = False) -> None:
+        """Write the file of this process, if others read it; what fails is reported."""
+        if self._path is None:
+            return
+        with self._writing:
+            # Before the next one may become due, which waits from here.
+            self._written = time.monotonic()
+            self._is_due = False
+            with self._lock:
+                changed, self._changed = self._changed, {}
+            try:
+                for key, each in changed.items():
+                    self._lines[key] = usage_files.line_of(each)
+                known = (self._threads, self._others)
+                forgotten = [key for key in self._lines if key not in known[key[1] != THREAD]]
+                for key in forgotten:
+                    del self._lines[key]
+                told = self._snapshot([], None if is_end else self._store())
+                usage_files.write(self._path, told, self._lines.values())
+            except Exception as error:
+                self._on_error(error)
 
-    def close(self) -> None:
-        """Write what waits, if other processes read it, and close the database."""
-        if self._path is not None and self._queue:
-            self.flush()
-        with self._using:
-            if self._link.database is not None:
-                self._link.database.put_store(self._process, 0, None)
-                self._link.database.close()
-                self._link.database = None
+    def end(self) -> None:
+        """Write what this process has to tell the others for the last time."""
+        if self._changed or self._lines:
+            self.write(is_end=True)
 
     def describe(self) -> Iterator[Metric]:
         """The families without samples: for the registry's check for duplicates."""
@@ -164,150 +197,118 @@ class UsageTable(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Render what is known: the near threads first, then the exhausted, then the recent."""
-        self._flush(has_readers=True)
-        found = families()
-        try:
-            with self._connected() as database, database.transaction("DEFERRED"):
-                read(database, found, on_error=self._on_error)
-        except Exception as error:
-            self._on_error(error)
-        return iter(found.values())
+        now = self._clock()
+        with self._lock:
+            # Of equals the ones with the latest calls come first.
+            known = [*reversed(self._threads.values()), *reversed(self._others.values())]
+        own = [Subject(each.key, each.label, each.last, dict(each.uses)) for each in known]
+        snapshots = [self._snapshot(own, self._store()), *self._reader.others()]
+        subjects = merged(snapshots)
+        if len(snapshots) > 1:
+            self._keep(subjects)
+        return self._reader.rendered(snapshots, subjects, now)
 
-    def _change(self, change: _Change) -> None:
-        self._queue.append(change)
-        news = self._link.news
-        if not news.is_set():
-            news.set()
-        if self._writer is None:
-            with self._starting:
-                if self._writer is None:
-                    arguments = (ref(self), news)
-                    self._writer = Thread(target=_run, args=arguments, name=WRITER, daemon=True)
-                    self._writer.start()
+    def _subject(self, known: _Subjects, key: Key, now: float, label: str | None = None) -> Subject:
+        """The subject of a key, with a call now; forgets those that are idle or too many."""
+        found = known.get(key)
+        if found is None or now - found.last > self._ttl:
+            # Its label was made when it was new.
+            label = label if found is None else found.label
+            found = known[key] = Subject(key, label, now, {})
+            while len(known) > self._max_tracked or self._is_idle(known, now):
+                known.popitem(last=False)
+        known.move_to_end(key)
+        found.last = now
+        if self._path is not None:
+            self._changed[key] = found
+        return found
 
-    @contextmanager
-    def _connected(self) -> Iterator[UsageDatabase]:
-        with self._using:
-            link = self._link
-            if link.database is None:
-                link.database = UsageDatabase.open(
-                    self._path, started=self._started, **self._settings
+    def _is_idle(self, known: _Subjects, now: float) -> bool:
+        return now - next(iter(known.values())).last > self._ttl
+
+    def _keep(self, subjects: Iterable[Subject]) -> None:
+        """Remember what is still called in other processes: its refusals here still count."""
+        for each in subjects:
+            known = self._threads if each.key[1] == THREAD else self._others
+            own = known.get(each.key)
+            if own is not None and own.last < each.last:
+                with self._lock:
+                    own.last = each.last
+
+    def _quotas(
+        self, agent: str, statuses: Sequence[LimitStatus], now: float
+    ) -> Iterator[tuple[Key, str | None, str, Use]]:
+        """What others than threads have used, with their keys, labels and limits."""
+        # Made once per subject: it may have a megabyte, and several quotas may count by it.
+        digests: dict[str, str] = {}
+        for status in statuses:
+            for quota in status.quotas:
+                # Root runs come without end, and nobody looks for one by its name.
+                if quota.per in (THREAD, ROOT_RUN):
+                    continue
+                if quota.subject not in digests:
+                    digests[quota.subject] = _digest(quota.subject)
+                key = (agent, quota.scope, digests[quota.subject])
+                label = None
+                if quota.per in _BOUNDED:
+                    label = ""
+                elif key not in self._others:
+                    # Outside the lock: it is the user's function.
+                    label = self._subject_label(quota.scope, quota.subject)
+                # As with threads, only enforced limits above 0 say how much is used.
+                says = status.enforced and quota.limit
+                numbers = (number_of(status, quota),) if says else ()
+                yield (
+                    key,
+                    label,
+                    status.limit,
+                    Use(now, status.unit, near_of(status, self._near), numbers),
                 )
-            try:
-                yield link.database
-            except Error:
-                # The file may be repaired or replaced: the next try opens it anew.
-                if self._path is not None:
-                    link.database.close()
-                    link.database = None
-                raise
 
-    def _flush(self, *, has_readers: bool) -> None:
-        store = self._told_by_stores() if has_readers else None
-        taken: list[_Change] = []
-        try:
-            with self._connected() as database, database.transaction("IMMEDIATE"):
-                taken += [self._queue.popleft() for _ in range(len(self._queue))]
-                for change in _joined(taken):
-                    self._write(database, change)
-                database.put_store(self._process, self._clock(), store)
-                database.forget_idle(self._clock(), self._ttl, self._max_tracked)
-        except Exception as error:
-            if isinstance(error, OperationalError):
-                # The changes are still to be written.
-                self._queue.extendleft(reversed(taken))
-                self._link.news.set()
-            self._on_error(error)
-
-    def _told_by_stores(self) -> Occupancy | None:
+    def _store(self) -> Occupancy | None:
         try:
             return self._fullest_store()
         except Exception as error:
             self._on_error(error)
             return None
 
-    def _write(self, database: UsageDatabase, change: _Change) -> None:
-        try:
-            write, now, arguments = change
-            write(self._rows, database, now, *arguments)
-        except OperationalError:
-            raise
-        except Exception as error:
-            self._on_error(error)
+    def _snapshot(self, subjects: list[Subject], store: Occupancy | None) -> Snapshot:
+        return Snapshot(self._started, *self._bounds, store, subjects)
 
-
-def told_by_others(path: Path, on_error: OnError) -> UsageTable | None:
-    """The table of a file, for a process that judges no calls; `None` if there is none."""
-    if not path.exists():
-        return None
-    settings = settings_of(path)
-    return UsageTable(
-        near=1,
-        max_exported=int(settings["max_exported"]),
-        max_subjects=int(settings["max_subjects"]),
-        ttl=settings["ttl"],
-        on_error=on_error,
-        path=path,
-    )
-
-
-def _run(table: "ref[UsageTable]", news: Event) -> None:
-    """Write for a table until the table is no longer used."""
-    while news.wait():
-        # Changes after this wake the thread again.
-        news.clear()
-        began = time.monotonic()
-        found = table()
-        if found is None:
+    def _write_soon(self) -> None:
+        """Write a second after the last time, in a thread that ends with it: no loop waits."""
+        if self._path is None:
             return
-        found.flush()
-        del found  # so that an unused table can be collected during the wait
-        time.sleep(_rest(time.monotonic() - began))
+        with self._lock:
+            is_due, self._is_due = self._is_due, True
+        if is_due:
+            return
+        try:
+            timer = Timer(max(0, self._written + INTERVAL - time.monotonic()), self.write)
+            timer.daemon = True
+            timer.start()
+        except BaseException:
+            # No thread can be started: the next decision tries again.
+            self._is_due = False
+            raise
 
 
-def _rest(took: float) -> float:
-    """How long to wait after writing, in seconds."""
-    return max(INTERVAL, _REST * took)
-
-
-def _joined(changes: Sequence[_Change]) -> Iterator[_Change]:
-    """The changes, with all decisions on a thread joined, and all that it has spent joined.
-
-    They are a moment apart. What is spent is only added, so its order does not matter.
-    """
-    waiting: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}
-    for write, now, arguments in changes:
-        if write not in _JOINED:
-            yield from _waiting(waiting)
-            waiting.clear()
-            yield write, now, arguments
-            continue
-        agent, thread, items = arguments
-        # The latest come last, so that the thread with the latest call is known.
-        _, joined = waiting.pop((write, agent, thread), (now, []))
-        joined += items
-        waiting[write, agent, thread] = now, joined
-    yield from _waiting(waiting)
-
-
-def _waiting(joined: Mapping[tuple[Any, ...], tuple[float, list[Any]]]) -> Iterator[_Change]:
-    for (write, agent, thread), (now, items) in joined.items():
-        yield write, now, (agent, thread, items)
+def _digest(subject: str) -> str:
+    """What is remembered of a subject: a hash, so that users' names are not kept."""
+    return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 _tables: WeakSet[UsageTable] = WeakSet()
-_inherited: list[_Link] = []
-"""The connections of a parent process, which must not be closed here."""
 
 
 def _after_fork() -> None:
     for table in list(_tables):
-        table.begin_anew()
+        table.begin()
 
 
 def _at_exit() -> None:
     for table in list(_tables):
-        table.close()
+        table.end()
 
 
 atexit.register(_at_exit)

@@ -1,24 +1,32 @@
-"""Reads what a scrape exports from the database of usage."""
+"""What a scrape exports of what subjects have used, as all processes know it together."""
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import nlargest
+from pathlib import Path
+from typing import NamedTuple
 
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry import names
-from langchain_quota.telemetry.database import LEVELS, Parts, UsageDatabase
+from langchain_quota.decision import THREAD
+from langchain_quota.levels import Level, near_threshold
+from langchain_quota.telemetry import names, usage_files
 from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.stores import fullest
+from langchain_quota.telemetry.usage_rows import Number, Snapshot, Subject, Use, merged
 from langchain_quota.units import in_base_unit
 
 Families = dict[MetricSpec, GaugeMetricFamily | CounterMetricFamily]
-Sample = tuple[MetricSpec, float]
-_THREADS = "SELECT id, agent, name, level FROM subject WHERE (scope = 'thread') = 1 AND level = ?"
-_SUBJECTS = "SELECT id, agent, label, level FROM subject WHERE label > '' AND level = ?"
-_BOUNDED = "SELECT id, agent, label, level FROM subject WHERE label = ''"
-
 OnError = Callable[[Exception], None]
+_Series = tuple[str, str, str]
+"""The agent's label, the limit, and the scope of the subjects that are counted."""
+
+_LEVELS = (Level.OK, Level.NEAR, Level.EXHAUSTED)
+_OK, _NEAR, _EXHAUSTED = range(3)
 
 
 def families() -> Families:
@@ -46,111 +54,184 @@ def families() -> Families:
     return {spec: made[spec.kind](spec.name, spec.help, labels=spec.labels) for spec in specs}
 
 
-def read(database: UsageDatabase, found: Families, *, on_error: OnError) -> None:
-    """Add what is known to the families; the settings bound the number of threads."""
-    settings = database.settings()
-    found[names.START_TIME].add_metric([], settings["started"])
-    hidden = dict.fromkeys(LEVELS, 0)
-    query = "SELECT level, count(*) FROM subject WHERE scope = 'thread' GROUP BY level"
-    for rated, count in database.execute(query):
-        hidden[LEVELS[rated]] += count
-    query = "SELECT id, agent, lim, scope FROM series"
-    series = {number: tuple(labels) for number, *labels in database.execute(query)}
-    limits = {number: label(limit) for number, (_, limit, _) in series.items()}
-    for subject, agent, thread, rated in _chosen(database, _THREADS, settings["max_exported"]):
-        try:
-            samples = [
-                (metric, [agent, limits[number], thread], value)
-                for number, parts in database.uses(subject).items()
-                for metric, value in _of_thread(parts)
-            ]
-        except Exception as error:
-            on_error(error)
-            continue
-        hidden[LEVELS[rated]] -= 1
-        for metric, labels, value in samples:
-            found[metric].add_metric(labels, value)
-    _read_subjects(database, found, settings["max_subjects"], series, limits)
-    for number, counts in _counts(database).items():
-        agent, _, scope = series[number]
-        for rated, each in enumerate(LEVELS):
-            labels = [agent, limits[number], scope, each]
-            found[names.SUBJECTS].add_metric(labels, counts.get(rated, 0))
-    for each, count in hidden.items():
-        found[names.THREADS_HIDDEN].add_metric([each], count)
-    query = "SELECT keys, droppable, max_keys FROM store"
-    store = fullest(Occupancy(*row) for row in database.execute(query))
-    if store is not None:
-        found[names.STORE_KEYS].add_metric(["true"], store.droppable)
-        found[names.STORE_KEYS].add_metric(["false"], store.keys - store.droppable)
-        found[names.STORE_MAX_KEYS].add_metric([], store.max_keys)
+class _Rated(NamedTuple):
+    """A subject, the highest level of its limits, and its place among those that are exported."""
+
+    subject: Subject
+    level: int
+    place: tuple[int, float, float]
 
 
-def _read_subjects(
-    database: UsageDatabase,
-    found: Families,
-    most: float,
-    series: Mapping[int, tuple[str, ...]],
-    limits: Mapping[int, str],
-) -> None:
-    """Add what subjects with labels have used of their quotas."""
+class UsageReader(Collector):
+    """Reads and renders what subjects have used.
+
+    Args:
+        directory: Where workers that share a port have their files; `None` for one process.
+        own: The file of this process.
+        on_error: Called with each failure.
+    """
+
+    def __init__(self, directory: Path | None, own: Path | None, on_error: OnError) -> None:
+        self._directory = directory
+        self._own = own
+        self._on_error = on_error
+        # Once known they are exported, at 0 too.
+        self._series: dict[_Series, None] = {}
+
+    def others(self) -> list[Snapshot]:
+        """What the other processes have written."""
+        found: list[Snapshot] = []
+        paths: list[Path] = []
+        if self._directory is not None:
+            try:
+                paths += self._directory.glob(f"{usage_files.PREFIX}*{usage_files.SUFFIX}")
+            except Exception as error:
+                self._on_error(error)
+        for path in paths:
+            if path != self._own:
+                try:
+                    found.append(usage_files.read(path))
+                except Exception as error:
+                    self._on_error(error)
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        """Render what the others have written, by their settings, in a process without a table."""
+        snapshots = self.others()
+        return self.rendered(snapshots, merged(snapshots), time.time()) if snapshots else iter(())
+
+    def rendered(
+        self, snapshots: Sequence[Snapshot], subjects: Iterable[Subject], now: float
+    ) -> Iterator[Metric]:
+        """Render subjects by the settings of the first snapshot, which bound their number."""
+        found, settings = families(), snapshots[0]
+        counts: Counter[tuple[_Series, int]] = Counter()
+        threads: list[_Rated] = []
+        others: list[_Rated] = []
+        for each in subjects:
+            if now - each.last <= settings.ttl:
+                try:
+                    rated = self._rated(each, counts, now)
+                except Exception as error:
+                    self._on_error(error)
+                else:
+                    (threads if each.key[1] == THREAD else others).append(rated)
+        shown = nlargest(settings.max_exported, threads, key=lambda each: each.place)
+        for chosen in shown:
+            _add_thread(found, chosen.subject, now)
+        _add_subjects(found, [each.subject for each in others if each.subject.label == ""], now)
+        labelled = [each for each in others if each.subject.label]
+        labelled = nlargest(settings.max_subjects, labelled, key=lambda each: each.place)
+        _add_subjects(found, [each.subject for each in labelled], now)
+        self._series |= dict.fromkeys(series for series, _ in counts)
+        # A copy: another scrape may add to it meanwhile.
+        for agent, limit, scope in list(self._series):
+            for number, state in enumerate(_LEVELS):
+                labels = [agent, label(limit), scope, state]
+                count = counts[(agent, limit, scope), number]
+                found[names.SUBJECTS].add_metric(labels, count)
+        hidden = Counter(each.level for each in threads) - Counter(each.level for each in shown)
+        for number, state in enumerate(_LEVELS):
+            found[names.THREADS_HIDDEN].add_metric([state], hidden[number])
+        store = fullest(each.store for each in snapshots if each.store is not None)
+        if store is not None:
+            found[names.STORE_KEYS].add_metric(["true"], store.droppable)
+            found[names.STORE_KEYS].add_metric(["false"], store.keys - store.droppable)
+            found[names.STORE_MAX_KEYS].add_metric([], store.max_keys)
+        found[names.START_TIME].add_metric([], min(each.started for each in snapshots))
+        return iter(found.values())
+
+    def _rated(self, subject: Subject, counts: Counter[tuple[_Series, int]], now: float) -> _Rated:
+        """The subject with its level, which is counted for each limit."""
+        agent, scope, _ = subject.key
+        highest, share, refused, fell = _OK, 0.0, 0.0, False
+        for limit, use in subject.uses.items():
+            if use.refused is not None and use.refused > refused:
+                refused = use.refused
+            near = use.near
+            if near is None:
+                continue
+            numbers = _numbers(use, scope, now)
+            if numbers is not use.numbers:
+                fell = fell or any(_has_fallen(each, near, now) for each in use.numbers)
+            if numbers:
+                rated = max([_level(used, cap, near) for used, cap, _ in numbers])
+                counts[(agent, limit, scope), rated] += 1
+                highest = max(highest, rated)
+                share = max(share, *[used / cap for used, cap, _ in numbers])
+        if highest == _NEAR:
+            return _Rated(subject, highest, (2, share, subject.last))
+        if highest == _EXHAUSTED:
+            return _Rated(subject, highest, (1, refused, subject.last))
+        # One whose level falls without a call comes after those with a call.
+        return _Rated(subject, highest, (0, 0.0 if fell else subject.last, subject.last))
+
+
+def _level(used: int, cap: int, near: float) -> int:
+    if used >= cap:
+        return _EXHAUSTED
+    return _NEAR if used >= near_threshold(cap, near) else _OK
+
+
+def _has_fallen(number: Number, near: float, now: float) -> bool:
+    """Whether a number was near or exhausted when its window ended."""
+    used, cap, ends = number
+    return bool(cap) and ends is not None and ends <= now and _level(used, cap, near) > _OK
+
+
+def _numbers(use: Use, scope: str, now: float) -> Sequence[Number]:
+    """The limited numbers, as they are now: of a window that has ended, nothing is used."""
+    if len(use.numbers) == 1 and use.numbers[0][1] and use.numbers[0][2] is None:
+        return use.numbers
+    found: list[Number] = []
+    for used, cap, ends in use.numbers:
+        if cap and (ends is None or ends > now):
+            found.append((used, cap, ends))
+        elif cap and scope == THREAD:
+            found.append((0, cap, None))
+    return found
+
+
+def _add_thread(found: Families, subject: Subject, now: float) -> None:
+    """Add what is exported of a thread."""
+    agent, scope, thread = subject.key
+    for limit, use in subject.uses.items():
+        labels = [agent, label(limit), thread]
+        numbers = _numbers(use, scope, now)
+        if numbers:
+            used, cap, ends = max(numbers, key=lambda each: each[0] / each[1])
+            found[names.THREAD_USED[use.unit]].add_metric(labels, in_base_unit(used, use.unit))
+            found[names.THREAD_LIMIT[use.unit]].add_metric(labels, in_base_unit(cap, use.unit))
+            if ends is not None:
+                found[names.THREAD_RESETS].add_metric(labels, ends)
+        if use.spent:
+            spent = in_base_unit(use.spent, use.unit)
+            found[names.THREAD_SPENT[use.unit]].add_metric(labels, spent)
+        if use.decided:
+            found[names.THREAD_DECIDED].add_metric(labels, use.decided)
+        if use.blocked:
+            found[names.THREAD_BLOCKED].add_metric(labels, use.blocked)
+        if use.refused is not None:
+            found[names.THREAD_REFUSED].add_metric(labels, use.refused)
+        if use.since is not None:
+            found[names.THREAD_REFUSED_SINCE].add_metric(labels, use.since)
+
+
+def _add_subjects(found: Families, subjects: Iterable[Subject], now: float) -> None:
+    """Add what is exported of subjects with labels, near ones first."""
     shown = set()
-    bounded = database.execute(_BOUNDED).fetchall()
-    for subject, agent, name, _ in (*bounded, *_chosen(database, _SUBJECTS, most)):
-        for number, parts in database.uses(subject).items():
-            labels = (agent, limits[number], series[number][2], name)
-            use = parts[""]
+    for subject in subjects:
+        agent, scope, _ = subject.key
+        for limit, use in subject.uses.items():
+            labels = (agent, label(limit), scope, subject.label or "")
+            numbers = _numbers(use, scope, now)
             # The user's function may give two subjects the same label.
-            if use.cap is None or labels in shown:
+            if not numbers or labels in shown:
                 continue
             shown.add(labels)
-            unit = use.unit
-            found[names.SUBJECT_USED[unit]].add_metric(labels, in_base_unit(use.used, unit))
-            found[names.SUBJECT_LIMIT[unit]].add_metric(labels, in_base_unit(use.cap, unit))
+            ((used, cap, ends),) = numbers
+            found[names.SUBJECT_USED[use.unit]].add_metric(labels, in_base_unit(used, use.unit))
+            found[names.SUBJECT_LIMIT[use.unit]].add_metric(labels, in_base_unit(cap, use.unit))
             found[names.SUBJECT_DECIDED].add_metric(labels, use.decided)
-            if use.resets_at is not None:
-                found[names.SUBJECT_RESETS].add_metric(labels, use.resets_at)
-
-
-def _chosen(database: UsageDatabase, query: str, most: float) -> list[tuple[int, str, str, int]]:
-    """The subjects that are exported: near ones by share, then the others by their places."""
-    chosen: list[tuple[int, str, str, int]] = []
-    for rated, place in ((1, "share"), (2, "since"), (0, "since")):
-        chosen += database.execute(
-            f"{query} ORDER BY {place} DESC, decided DESC, id DESC LIMIT ?",
-            (rated, int(most) - len(chosen)),
-        ).fetchall()
-    return chosen
-
-
-def _of_thread(parts: Parts) -> Iterator[Sample]:
-    """What is exported of a thread's use of a limit."""
-    limited = [use for use in parts.values() if use.cap is not None]
-    if limited:
-        fullest = max(limited, key=lambda use: use.used / (use.cap or 1))
-        unit = fullest.unit
-        yield names.THREAD_USED[unit], in_base_unit(fullest.used, unit)
-        yield names.THREAD_LIMIT[unit], in_base_unit(fullest.cap or 0, unit)
-        if fullest.resets_at is not None:
-            yield names.THREAD_RESETS, fullest.resets_at
-    own = parts[""]
-    if own.spent:
-        yield names.THREAD_SPENT[own.unit], in_base_unit(own.spent, own.unit)
-    if own.decided:
-        yield names.THREAD_DECIDED, own.decided
-    if own.blocked:
-        yield names.THREAD_BLOCKED, float(own.blocked)
-    if own.refused is not None:
-        yield names.THREAD_REFUSED, own.refused
-    if own.refused_since is not None:
-        yield names.THREAD_REFUSED_SINCE, own.refused_since
-
-
-def _counts(database: UsageDatabase) -> dict[int, dict[int, int]]:
-    """How many subjects have used how much, by the number of the series."""
-    query = "SELECT id FROM series WHERE is_shown"
-    counts: dict[int, dict[int, int]] = {series: {} for (series,) in database.execute(query)}
-    query = "SELECT series, level, count(*) FROM usage WHERE level IS NOT NULL GROUP BY 1, 2"
-    for series, rated, count in database.execute(query):
-        counts[series][rated] = count
-    return counts
+            if ends is not None:
+                found[names.SUBJECT_RESETS].add_metric(labels, ends)
