@@ -57,7 +57,7 @@ class _WorkersUsage(Collector):
 
 def _log(error: Exception) -> None:
     """Log an error where no telemetry counts errors yet."""
-    logger.error("what another worker knows cannot be read", exc_info=error)
+    logger.error("what other workers know cannot be read", exc_info=error)
 
 
 class _WorkersMetrics(MultiProcessCollector):

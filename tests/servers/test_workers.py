@@ -158,7 +158,7 @@ class Workers:
             workers[name] = Worker(pid, url, connection)
         return workers
 
-    def files(self, pattern: str = "langchain_quota_*") -> list[str]:
+    def files(self, pattern: str = "langchain_quota.*") -> list[str]:
         return sorted(path.name for path in self.directory.glob(pattern))
 
     def _run(self, *arguments: str) -> None:

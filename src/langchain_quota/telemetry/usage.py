@@ -201,8 +201,7 @@ class UsageTable(Collector):
         with self._lock:
             # Of equals the ones with the latest calls come first.
             known = [*reversed(self._threads.values()), *reversed(self._others.values())]
-        own = [Subject(each.key, each.label, each.last, dict(each.uses)) for each in known]
-        snapshots = [self._snapshot(own, self._store()), *self._reader.others()]
+        snapshots = [self._snapshot(known, self._store()), *self._reader.others()]
         subjects = merged(snapshots)
         if len(snapshots) > 1:
             self._keep(subjects)

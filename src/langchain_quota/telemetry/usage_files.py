@@ -9,7 +9,7 @@ from pathlib import Path
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.usage_rows import Snapshot, Subject, Use
 
-PREFIX = "langchain_quota_usage_1_"
+PREFIX = "langchain_quota.usage-1."
 """How their names begin; the number is that of their form. prometheus_client's are `*.db`."""
 
 SUFFIX = ".json"

@@ -1,7 +1,7 @@
 """What a scrape exports of what subjects have used, as all processes know it together."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import nlargest
 from pathlib import Path
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from langchain_quota.decision import THREAD
 from langchain_quota.levels import Level, near_threshold
 from langchain_quota.telemetry import names, usage_files
-from langchain_quota.telemetry.labels import label
+from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.stores import fullest
 from langchain_quota.telemetry.usage_rows import Number, Snapshot, Subject, Use, merged
@@ -106,17 +106,13 @@ class UsageReader(Collector):
         """Render subjects by the settings of the first snapshot, which bound their number."""
         found, settings = families(), snapshots[0]
         counts: Counter[tuple[_Series, int]] = Counter()
-        threads: list[_Rated] = []
+        levels: Counter[int] = Counter()
         others: list[_Rated] = []
-        for each in subjects:
-            if now - each.last <= settings.ttl:
-                try:
-                    rated = self._rated(each, counts, now)
-                except Exception as error:
-                    self._on_error(error)
-                else:
-                    (threads if each.key[1] == THREAD else others).append(rated)
+        threads = self._threads(subjects, settings.ttl, counts, levels, others, now)
+        # One after the other: a list of many would make the garbage collector stop all threads.
         shown = nlargest(settings.max_exported, threads, key=lambda each: each.place)
+        # If none is to be exported, none was taken.
+        deque(threads, maxlen=0)
         for chosen in shown:
             _add_thread(found, chosen.subject, now)
         _add_subjects(found, [each.subject for each in others if each.subject.label == ""], now)
@@ -127,10 +123,10 @@ class UsageReader(Collector):
         # A copy: another scrape may add to it meanwhile.
         for agent, limit, scope in list(self._series):
             for number, state in enumerate(_LEVELS):
-                labels = [agent, label(limit), scope, state]
+                labels = [agent, limit_label(limit), scope, state]
                 count = counts[(agent, limit, scope), number]
                 found[names.SUBJECTS].add_metric(labels, count)
-        hidden = Counter(each.level for each in threads) - Counter(each.level for each in shown)
+        hidden = levels - Counter(each.level for each in shown)
         for number, state in enumerate(_LEVELS):
             found[names.THREADS_HIDDEN].add_metric([state], hidden[number])
         store = fullest(each.store for each in snapshots if each.store is not None)
@@ -141,11 +137,35 @@ class UsageReader(Collector):
         found[names.START_TIME].add_metric([], min(each.started for each in snapshots))
         return iter(found.values())
 
+    def _threads(  # noqa: PLR0913, PLR0917 - what is found on the way
+        self,
+        subjects: Iterable[Subject],
+        ttl: float,
+        counts: Counter[tuple[_Series, int]],
+        levels: Counter[int],
+        others: list[_Rated],
+        now: float,
+    ) -> Iterator[_Rated]:
+        """The threads; their levels are counted, and other subjects with labels are noted."""
+        for each in subjects:
+            if now - each.last > ttl:
+                continue
+            try:
+                rated = self._rated(each, counts, now)
+            except Exception as error:
+                self._on_error(error)
+                continue
+            if each.key[1] == THREAD:
+                levels[rated.level] += 1
+                yield rated
+            elif each.label is not None:
+                others.append(rated)
+
     def _rated(self, subject: Subject, counts: Counter[tuple[_Series, int]], now: float) -> _Rated:
         """The subject with its level, which is counted for each limit."""
         agent, scope, _ = subject.key
         highest, share, refused, fell = _OK, 0.0, 0.0, False
-        for limit, use in subject.uses.items():
+        for limit, use in _uses(subject):
             if use.refused is not None and use.refused > refused:
                 refused = use.refused
             near = use.near
@@ -173,6 +193,11 @@ def _level(used: int, cap: int, near: float) -> int:
     return _NEAR if used >= near_threshold(cap, near) else _OK
 
 
+def _uses(subject: Subject) -> Iterable[tuple[str, Use]]:
+    """What it has used, by limit, copied at once: a decision may add a limit meanwhile."""
+    return list(subject.uses.items())
+
+
 def _has_fallen(number: Number, near: float, now: float) -> bool:
     """Whether a number was near or exhausted when its window ended."""
     used, cap, ends = number
@@ -195,8 +220,8 @@ def _numbers(use: Use, scope: str, now: float) -> Sequence[Number]:
 def _add_thread(found: Families, subject: Subject, now: float) -> None:
     """Add what is exported of a thread."""
     agent, scope, thread = subject.key
-    for limit, use in subject.uses.items():
-        labels = [agent, label(limit), thread]
+    for limit, use in _uses(subject):
+        labels = [agent, limit_label(limit), thread]
         numbers = _numbers(use, scope, now)
         if numbers:
             used, cap, ends = max(numbers, key=lambda each: each[0] / each[1])
@@ -222,8 +247,8 @@ def _add_subjects(found: Families, subjects: Iterable[Subject], now: float) -> N
     shown = set()
     for subject in subjects:
         agent, scope, _ = subject.key
-        for limit, use in subject.uses.items():
-            labels = (agent, label(limit), scope, subject.label or "")
+        for limit, use in _uses(subject):
+            labels = (agent, limit_label(limit), scope, subject.label or "")
             numbers = _numbers(use, scope, now)
             # The user's function may give two subjects the same label.
             if not numbers or labels in shown:
