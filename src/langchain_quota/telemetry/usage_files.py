@@ -14,6 +14,9 @@ PREFIX = "langchain_quota.usage-1."
 
 SUFFIX = ".json"
 
+Lines = dict[str, Subject]
+"""The lines of a file, with what they say."""
+
 
 def line_of(subject: Subject) -> str:
     """A subject as a line of the file."""
@@ -36,17 +39,22 @@ def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
         raise
 
 
-def read(path: Path) -> Snapshot:
-    """What a process has written; without its subjects if they were forgotten since."""
+def read(path: Path, known: Lines) -> tuple[Snapshot, Lines]:
+    """What a process has written, and its lines; no subjects if they were forgotten since."""
+    lines: Lines = {}
     with path.open(encoding="ascii") as file:
         started, max_exported, max_subjects, ttl, store = json.loads(next(file))
         snapshot = Snapshot(started, max_exported, max_subjects, ttl, None, [])
         if time.time() - os.fstat(file.fileno()).st_mtime > ttl:
-            return snapshot
+            return snapshot, lines
         if store is not None:
             snapshot.store = Occupancy(*store)
         for line in file:
-            key, label, last, uses = json.loads(line)
-            found = {limit: Use(*use) for limit, use in uses.items()}
-            snapshot.subjects.append(Subject(tuple(key), label, last, found))
-    return snapshot
+            subject = lines[line] = known.get(line) or _subject_of(line)
+            snapshot.subjects.append(subject)
+    return snapshot, lines
+
+
+def _subject_of(line: str) -> Subject:
+    key, label, last, uses = json.loads(line)
+    return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()})

@@ -77,6 +77,9 @@ class UsageReader(Collector):
         self._on_error = on_error
         # Once known they are exported, at 0 too.
         self._series: dict[_Series, None] = {}
+        # Most lines are those of the last scrape: to make all anew takes long, and as long the
+        # garbage collector would stop all threads.
+        self._lines: dict[Path, usage_files.Lines] = {}
 
     def others(self) -> list[Snapshot]:
         """What the other processes have written."""
@@ -87,12 +90,16 @@ class UsageReader(Collector):
                 paths += self._directory.glob(f"{usage_files.PREFIX}*{usage_files.SUFFIX}")
             except Exception as error:
                 self._on_error(error)
+        read: dict[Path, usage_files.Lines] = {}
         for path in paths:
             if path != self._own:
                 try:
-                    found.append(usage_files.read(path))
+                    snapshot, read[path] = usage_files.read(path, self._lines.get(path, {}))
                 except Exception as error:
                     self._on_error(error)
+                else:
+                    found.append(snapshot)
+        self._lines = read
         return found
 
     def collect(self) -> Iterator[Metric]:
