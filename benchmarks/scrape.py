@@ -93,8 +93,6 @@ def measure(size: Size) -> Result:
         f"scrape with {largest.threads:,} tracked threads, to one with {least.threads:,}",
         3,
         divided(median(largest.took), median(least.took)),
-        why="*A scrape of 100,000 threads*: it looks at every tracked thread, so that a decision "
-        "changes one entry only.",
     )
     return Result([Table("Scraping", columns, rows, note)], [ratio])
 

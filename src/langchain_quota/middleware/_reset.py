@@ -81,8 +81,12 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
         """Whether a task failed because a limit ended the run with an exception."""
         # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
         error = task.error if isinstance(task.error, str) else repr(task.error)
-        hooks = f"{self.name}.before_model", f"{self.name}.after_model"
-        return any(_is(task.name, each) for each in hooks) and error.startswith(_LIMIT_ERRORS)
+        judges = any(_is(task.name, each) for each in self._judging_nodes())
+        return judges and error.startswith(_LIMIT_ERRORS)
+
+    def _judging_nodes(self) -> tuple[str, ...]:
+        """The nodes of the graph in which this middleware judges."""
+        return f"{self.name}.before_model", f"{self.name}.after_model"
 
 
 def _is(node: str, hook: str) -> bool:
