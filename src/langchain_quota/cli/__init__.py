@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,13 @@ INTERRUPTED = 130
 _EXTRAS = {"demo": "demo", "quotas": "redis", "top": "top"}
 """The extra of the package that a command needs."""
 
-_MAX_THREADS = 100
-_MAX_SECONDS = 3600
-_MAX_PORT = 65_535
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: The arguments; by default those of the process.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        SystemExit: The arguments are wrong (code 2), or ask for help or the version (0).
-    """
+    """Run a command with these arguments, by default those of the process; the exit code."""
     arguments = _parser().parse_args(argv)
     command: str = arguments.command
     try:
-        code: int = _module(command).run(arguments)
+        return int(_module(command).run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
     except CommandError as error:
@@ -55,16 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         complain(command, error.strerror or str(error))
         return FAILED
-    return code
 
 
 def _module(command: str) -> Any:
-    """The module of a command: imported when it is needed, since its extra may be missing.
-
-    Raises:
-        CommandError: A package of the extra is missing.
-        ModuleNotFoundError: The module itself is missing.
-    """
+    """The module of a command: imported when it is needed, since its extra may be missing."""
     try:
         return import_module(f"langchain_quota.cli.{command}")
     except ModuleNotFoundError as error:
@@ -82,73 +63,56 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"langchain-quota {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser(
-        "demo",
-        help="watch agents reach their limits",
-        description="Runs agents on several threads at once, and shows how limits stop them.",
-    )
-    demo.add_argument(
-        "--threads",
-        type=_whole(1, _MAX_THREADS),
-        default=6,
-        help="conversations at the same time (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--seconds",
-        type=_whole(1, _MAX_SECONDS),
-        default=20,
-        help="how long the traffic lasts (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--port",
-        type=_whole(0, _MAX_PORT),
-        default=9464,
-        help="where /metrics is served; 0 takes a free port (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--serve", action="store_true", help="go on serving /metrics afterwards, until Ctrl-C"
-    )
-    demo.add_argument(
-        "--db",
-        type=Path,
-        metavar="FILE",
-        help="keep the threads in this SQLite file: a second run goes on with their counts",
-    )
-    demo.add_argument(
-        "--model",
-        metavar="PROVIDER:NAME",
-        help="a real chat model, such as openai:gpt-5.5, instead of the scripted one",
-    )
-    export.add_arguments(
-        commands.add_parser(
-            "export",
-            help="write dashboards, alert rules and an example for Alertmanager",
-            description="Writes what monitoring needs into a directory.",
-        )
-    )
-    quotas_arguments.add_arguments(
-        commands.add_parser(
-            "quotas",
-            help="see what is used of shared quotas, reset it, grant more",
-            description="Shows and resets the counts that agents share in Redis; grants more.",
-        )
-    )
-    top_options.add_arguments(
-        commands.add_parser("top", help="watch who is near a limit, and who is refused")
-    )
+    for name, (add_arguments, text, description) in _COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=text, description=description))
     return parser
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    add, default = demo.add_argument, "(default: %(default)s)"
+    text = f"conversations at the same time {default}"
+    add("--threads", type=_whole(1, 100), default=6, help=text)
+    add("--seconds", type=_whole(1, 3600), default=20, help=f"how long the traffic lasts {default}")
+    text = f"where /metrics is served; 0 takes a free port {default}"
+    add("--port", type=_whole(0, 65_535), default=9464, help=text)
+    add("--serve", action="store_true", help="go on serving /metrics afterwards, until Ctrl-C")
+    text = "keep the threads in this SQLite file: a second run goes on with their counts"
+    add("--db", type=Path, metavar="FILE", help=text)
+    text = "a real chat model, such as openai:gpt-5.5, instead of the scripted one"
+    add("--model", metavar="PROVIDER:NAME", help=text)
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "demo": (
+        _add_demo,
+        "watch agents reach their limits",
+        "Runs agents on several threads at once, and shows how limits stop them.",
+    ),
+    "export": (
+        export.add_arguments,
+        "write dashboards, alert rules and an example for Alertmanager",
+        "Writes what monitoring needs into a directory.",
+    ),
+    "quotas": (
+        quotas_arguments.add_arguments,
+        "see what is used of shared quotas, reset it, grant more",
+        "Shows and resets the counts that agents share in Redis; grants more.",
+    ),
+    "top": (
+        top_options.add_arguments,
+        "watch who is near a limit, and who is refused",
+        "Shows who is near a limit and who is refused, again and again.",
+    ),
+}
+"""What adds a command's arguments, its help, and its description."""
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} to {most}, not {text!r}"
-            )
-        return value
+        with suppress(ValueError):
+            if least <= int(text) <= most:
+                return int(text)
+        fault = f"must be a whole number from {least} to {most}, not {text!r}"
+        raise argparse.ArgumentTypeError(fault)
 
     return whole

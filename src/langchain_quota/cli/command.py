@@ -28,13 +28,7 @@ def complain(command: str, text: str) -> None:
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()
 ) -> list[str]:
-    """The lines of a table.
-
-    Args:
-        headings: The headings of the columns.
-        rows: The cells.
-        right: The headings of columns that are aligned to the right.
-    """
+    """The lines of a table; the columns with the headings in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     return [
         "  ".join(
@@ -43,6 +37,14 @@ def table(
         ).rstrip()
         for row in (headings, *rows)
     ]
+
+
+def say_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]
+) -> None:
+    """Print a table."""
+    for line in table(headings, rows, right=right):
+        say(line)
 
 
 def when(seconds: float | None) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,85 +11,94 @@ from langchain_quota.cli.command import CommandError, say
 from langchain_quota.monitoring import checks, exports
 
 
+def _checked(fault: Callable[[str], str | None], metavar: str, text: str) -> dict[str, Any]:
+    """The arguments of an option with a text that is checked."""
+
+    def checked(text: str) -> str:
+        found = fault(text)
+        if found is not None:
+            raise argparse.ArgumentTypeError(found)
+        return text
+
+    return {"type": checked, "metavar": metavar, "help": text}
+
+
+def _directory(text: str) -> Path:
+    if not text:  # Path would take it for the current directory
+        raise argparse.ArgumentTypeError("must be a directory, not ''")
+    return Path(text)
+
+
+_ALERTS = ("--selector", "--grafana-url", "--runbooks", "--per-thread-alerts")
+_WHATS: dict[str, tuple[Callable[..., Mapping[str, str]], str, Sequence[str]]] = {
+    "grafana": (exports.dashboards, "dashboards", ("--datasource", "--selector", "--runbooks")),
+    "prometheus": (exports.rules, "recording and alert rules", (*_ALERTS, "--format")),
+    "kubernetes": (
+        exports.kubernetes,
+        "scraping, rules and dashboards for kustomize",
+        ("--namespace", *_ALERTS),
+    ),
+    "alertmanager": (exports.alertmanager, "an example of a route", ()),
+}
+"""What can be written: by which function, the help, and the options that the function takes."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--datasource": _checked(
+        checks.datasource_fault, "UID", "the Prometheus data source that the dashboards open with"
+    ),
+    "--selector": _checked(
+        checks.selector_fault, "MATCHERS", "matchers for every query, such as 'job=\"agents\"'"
+    ),
+    "--grafana-url": _checked(
+        checks.url_fault,
+        "URL",
+        f"where Grafana is, for the alerts' links (default: {exports.GRAFANA_URL})",
+    ),
+    "--runbooks": _checked(
+        checks.url_fault,
+        "URL",
+        "where your runbooks are; the alert's name is appended (default: the project's own)",
+    ),
+    "--per-thread-alerts": {
+        "dest": "per_thread",
+        "action": "store_true",
+        "help": "add alerts about single threads that are near their limits",
+    },
+    "--format": {
+        "choices": exports.RULES_FILES,
+        "help": "a rule file, or the object for the Prometheus Operator (default: rules)",
+    },
+    "--namespace": _checked(
+        checks.namespace_fault, "NAME", "the namespace of the objects (default: kubectl's own)"
+    ),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments: to a subcommand only the options that apply to it."""
     whats = parser.add_subparsers(dest="what", required=True)
-    boards = whats.add_parser("grafana", help="dashboards")
-    boards.add_argument(
-        "--datasource",
-        type=_checked(checks.datasource_fault),
-        metavar="UID",
-        help="the Prometheus data source that the dashboards open with",
-    )
-    _add_selector(boards)
-    _add_runbooks(boards)
-    prometheus = whats.add_parser("prometheus", help="recording and alert rules")
-    _add_selector(prometheus)
-    _add_alert_options(prometheus)
-    prometheus.add_argument(
-        "--format",
-        choices=exports.RULES_FILES,
-        default="rules",
-        help="a rule file, or the object for the Prometheus Operator (default: %(default)s)",
-    )
-    kubernetes = whats.add_parser("kubernetes", help="scraping, rules and dashboards for kustomize")
-    kubernetes.add_argument(
-        "--namespace",
-        type=_checked(checks.namespace_fault),
-        metavar="NAME",
-        help="the namespace of the objects (default: kubectl's own)",
-    )
-    _add_selector(kubernetes)
-    _add_alert_options(kubernetes)
-    example = whats.add_parser("alertmanager", help="an example of a route")
-    for each in (boards, prometheus, example, kubernetes):
-        each.add_argument(
-            "--to", type=_directory, required=True, metavar="DIR", help="the directory to write to"
-        )
-        each.add_argument("--force", action="store_true", help="overwrite files that exist")
+    for what, (_, text, options) in _WHATS.items():
+        add = whats.add_parser(what, help=text).add_argument
+        for option in options:
+            add(option, default=argparse.SUPPRESS, **_OPTIONS[option])
+        where = "the directory to write to"
+        add("--to", type=_directory, required=True, metavar="DIR", help=where)
+        add("--force", action="store_true", help="overwrite files that exist")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files and print their names; without an address of Grafana, print the default.
-
-    Raises:
-        CommandError: A file exists, or cannot be written.
-    """
-    note = ""
-    if arguments.what == "grafana":
-        files = exports.dashboards(
-            datasource=arguments.datasource,
-            selector=arguments.selector or "",
-            runbooks=arguments.runbooks,
-        )
-    elif arguments.what == "prometheus":
-        note = f" (needs Prometheus {exports.PROMETHEUS} or newer)"
-        files = exports.rules(format=arguments.format, **_alert_options(arguments))
-    elif arguments.what == "kubernetes":
-        files = exports.kubernetes(namespace=arguments.namespace, **_alert_options(arguments))
-    else:
-        files = exports.alertmanager()
-    _write(files, arguments.to, note, force=arguments.force)
-    if arguments.what in ("prometheus", "kubernetes") and arguments.grafana_url is None:
+    """Write the files and print their names; without an address of Grafana, print the default."""
+    given = vars(arguments)
+    _, what, to, force = (given.pop(each) for each in ("command", "what", "to", "force"))
+    made, _, options = _WHATS[what]
+    note = f" (needs Prometheus {exports.PROMETHEUS} or newer)" if what == "prometheus" else ""
+    _write(made(**given), to, note, force=force)
+    if "--grafana-url" in options and "grafana_url" not in given:
         say(f"dashboard_url of the alerts leads to {exports.GRAFANA_URL}: set --grafana-url")
     return 0
 
 
-def _alert_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "selector": arguments.selector or "",
-        "grafana_url": arguments.grafana_url or exports.GRAFANA_URL,
-        "runbooks": arguments.runbooks,
-        "per_thread": arguments.per_thread_alerts,
-    }
-
-
 def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool) -> None:
-    """Write all files, or none if one of them may not be written.
-
-    Raises:
-        CommandError: One of them may not, or cannot, be written.
-    """
+    """Write all files, or none if one of them may not be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,52 +129,3 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
         ) from error
     for path in paths:
         say(f"{path}{note}")
-
-
-def _add_selector(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--selector",
-        type=_checked(checks.selector_fault),
-        metavar="MATCHERS",
-        help="matchers for every query, such as 'job=\"agents\"'",
-    )
-
-
-def _add_alert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--grafana-url",
-        type=_checked(checks.url_fault),
-        metavar="URL",
-        help=f"where Grafana is, for the alerts' links (default: {exports.GRAFANA_URL})",
-    )
-    _add_runbooks(parser)
-    parser.add_argument(
-        "--per-thread-alerts",
-        action="store_true",
-        help="add alerts about single threads that are near their limits",
-    )
-
-
-def _add_runbooks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--runbooks",
-        type=_checked(checks.url_fault),
-        metavar="URL",
-        help="where your runbooks are; the alert's name is appended (default: the project's own)",
-    )
-
-
-def _checked(fault: Callable[[str], str | None]) -> Callable[[str], str]:
-    def checked(text: str) -> str:
-        found = fault(text)
-        if found is not None:
-            raise argparse.ArgumentTypeError(found)
-        return text
-
-    return checked
-
-
-def _directory(text: str) -> Path:
-    if not text:  # Path would take it for the current directory
-        raise argparse.ArgumentTypeError("must be a directory, not ''")
-    return Path(text)

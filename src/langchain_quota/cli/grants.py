@@ -7,12 +7,12 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from getpass import getuser
 from uuid import uuid4
 
-from langchain_quota.cli.command import CommandError, escaped, say, table, when
+from langchain_quota.cli.command import CommandError, escaped, say, say_table, when
 from langchain_quota.cli.quotas_arguments import NO_WINDOW
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import window_end
@@ -25,12 +25,7 @@ _HEADINGS = ("key", "granted", "until", "by", "reason", "id")
 
 
 def grant(store: RedisStore, arguments: Namespace) -> int:
-    """Give more of a quota; the exit code.
-
-    Raises:
-        CommandError: The key, the amount or the time cannot be used.
-        QuotaStoreError: Redis failed; the message has the id with which to ask again.
-    """
+    """Give more of a quota; the exit code."""
     key = _count(store, arguments)
     text, unit = arguments.amount, unit_of(key)
     if unit != "microdollars" and not text.isdecimal():
@@ -43,20 +38,13 @@ def grant(store: RedisStore, arguments: Namespace) -> int:
         except OverflowError:
             raise CommandError("--for must end before the year 10000") from None
     name = uuid4().hex if arguments.id is None else arguments.id
+    by, reason = _user() if arguments.by is None else arguments.by, arguments.reason
     try:
         with _audit() as told:
-            given = store.grant(
-                key,
-                amount,
-                until=until,
-                reason=arguments.reason,
-                by=_user() if arguments.by is None else arguments.by,
-                id=name,
-            )
+            given = store.grant(key, amount, until=until, reason=reason, by=by, id=name)
     except QuotaStoreError as error:
-        raise QuotaStoreError(
-            f"{error}; to try again without granting twice add --id {name}"
-        ) from error
+        again = f"to try again without granting twice add --id {name}"
+        raise QuotaStoreError(f"{error}; {again}") from error
     except ValueError as error:
         raise CommandError(str(error)) from error
     event = "granted" if told else "was granted before:"
@@ -67,11 +55,7 @@ def grant(store: RedisStore, arguments: Namespace) -> int:
 
 
 def revoke(store: RedisStore, arguments: Namespace) -> int:
-    """End a grant; the exit code.
-
-    Raises:
-        CommandError: There is no such grant.
-    """
+    """End a grant; the exit code."""
     key = arguments.key
     for each in store.grants(_glob(key) + "*"):
         if each.id == arguments.id and key in {each.key, _base(each.key)}:
@@ -93,28 +77,18 @@ def show(store: RedisStore, arguments: Namespace) -> int:
     if not found:
         say("no grants")
         return 0
-    rows = [
-        (
-            escaped(each.key),
-            shown(each.amount, each.unit),
-            when(each.ends),
-            repr(each.by),
-            repr(each.reason),
-            escaped(each.id),
-        )
-        for each in sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
-    ]
-    for line in table(_HEADINGS, rows, right={"granted"}):
-        say(line)
+    in_order = sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
+    say_table(_HEADINGS, [*map(_row, in_order)], right={"granted"})
     return 0
 
 
-def _count(store: RedisStore, arguments: Namespace) -> str:
-    """The whole key of the count; if it has a window, the key for the present one.
+def _row(each: Grant) -> tuple[str, ...]:
+    amount, key, name = shown(each.amount, each.unit), escaped(each.key), escaped(each.id)
+    return (key, amount, when(each.ends), repr(each.by), repr(each.reason), name)
 
-    Raises:
-        CommandError: The key names no count, or several.
-    """
+
+def _count(store: RedisStore, arguments: Namespace) -> str:
+    """The whole key of the count; if it has a window, the key for the present one."""
     text: str = arguments.key
     try:
         key = CountKey.parse(text)
@@ -123,11 +97,9 @@ def _count(store: RedisStore, arguments: Namespace) -> str:
             f"--key must be the key of a count, such as email:user_id:ada, not {text!r}: "
             "quotas show lists what is counted, per what, and for whom"
         ) from None
-    if key.window is not None:
+    if key.window is not None or ("window" in arguments and arguments.window is None):
         return text
     if "window" in arguments:
-        if arguments.window is None:
-            return text
         return in_window(text, arguments.window, time.time())
     found = [
         each.key
@@ -137,9 +109,8 @@ def _count(store: RedisStore, arguments: Namespace) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise CommandError(
-            f"several counts are meant: give one of them, --key {' or '.join(found)}"
-        )
+        several = "several counts are meant: give one of them, --key"
+        raise CommandError(f"{several} {' or '.join(found)}")
     raise CommandError(
         f"nothing is counted under {text!r} now: add the window of the quota, such as --window 1d, "
         f"or --window {NO_WINDOW}"
@@ -148,13 +119,11 @@ def _count(store: RedisStore, arguments: Namespace) -> str:
 
 def _base(text: str) -> str:
     """A key's text without its window."""
-    try:
+    with suppress(ValueError):
         key = CountKey.parse(text)
-    except ValueError:
-        return text
-    if key.window is None:
-        return text
-    return text.removesuffix(f":{key.window}:{key.index}")
+        if key.window is not None:
+            return text.removesuffix(f":{key.window}:{key.index}")
+    return text
 
 
 def _glob(text: str) -> str:
@@ -163,9 +132,7 @@ def _glob(text: str) -> str:
 
 
 def _line(grant: Grant) -> str:
-    amount = shown(grant.amount, grant.unit)
-    if grant.unit == "calls":
-        amount = f"{amount} calls"
+    amount = shown(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
     return f"{amount} under {escaped(grant.key)} until {when(grant.ends)}, id {escaped(grant.id)}"
 
 

@@ -12,7 +12,7 @@ from langchain_quota.cli.command import (
     escaped,
     printable,
     say,
-    table,
+    say_table,
     when,
 )
 from langchain_quota.decision import ROOT_RUN, RUN
@@ -37,11 +37,7 @@ _SHOWN = 200
 
 
 def run(arguments: Namespace) -> int:
-    """Show what is kept, set it to 0, or give more of it.
-
-    Raises:
-        CommandError: Redis cannot be asked, or nobody can be asked whether to reset.
-    """
+    """Show what is kept, set it to 0, or give more of it."""
     store = _store(arguments)
     try:
         return _ACTIONS[arguments.action](store, arguments)
@@ -49,22 +45,24 @@ def run(arguments: Namespace) -> int:
         raise CommandError(_line(error)) from error
 
 
-def _show(store: RedisStore, arguments: Namespace) -> int:
+def _show_or_reset(store: RedisStore, arguments: Namespace) -> int:
     found, odd = _found(store, arguments.keys)
-    _print_table(found)
-    return _name(odd)
-
-
-def _reset(store: RedisStore, arguments: Namespace) -> int:
-    found, odd = _found(store, arguments.keys)
-    _print_table(found)
+    if found:
+        say_table(_HEADINGS, [*map(_row, found)], right={"used", "of"})
+    else:
+        say("no counts")
     code = _name(odd)
-    if not found:
+    if arguments.action == "show" or not found:
         return code
     if not arguments.yes:
         if not sys.stdin.isatty():
             raise CommandError("reset asks first, and there is no terminal: pass --yes")
-        if not _agreed(f"Reset {len(found)} to 0? [y/N] "):
+        try:
+            answer = input(f"Reset {len(found)} to 0? [y/N] ")
+        except EOFError:
+            say()
+            answer = ""
+        if answer.strip().lower() not in {"y", "yes"}:
             say("nothing was reset")
             return _DECLINED
     for first in range(0, len(found), _AT_ONCE):
@@ -74,8 +72,8 @@ def _reset(store: RedisStore, arguments: Namespace) -> int:
 
 
 _ACTIONS: dict[str, Callable[[RedisStore, Namespace], int]] = {
-    "show": _show,
-    "reset": _reset,
+    "show": _show_or_reset,
+    "reset": _show_or_reset,
     "grant": grants.grant,
     "revoke": grants.revoke,
     "grants": grants.show,
@@ -85,10 +83,8 @@ _ACTIONS: dict[str, Callable[[RedisStore, Namespace], int]] = {
 def _store(arguments: Namespace) -> RedisStore:
     url, prefix = arguments.redis, arguments.prefix
     if url is not None and _PASSWORD.search(url):
-        raise CommandError(
-            "--redis has a password, which others on this machine can see: set "
-            f"{URL_VARIABLE} instead"
-        )
+        seen = "--redis has a password, which others on this machine can see"
+        raise CommandError(f"{seen}: set {URL_VARIABLE} instead")
     try:
         return RedisStore(url, prefix=PREFIX if prefix is None else prefix, timeout=_TIMEOUT)
     except ValueError as error:
@@ -124,14 +120,6 @@ def _name(odd: Sequence[bytes]) -> int:
     return _ODD if odd else 0
 
 
-def _print_table(uses: Sequence[QuotaUsage]) -> None:
-    if not uses:
-        say("no counts")
-        return
-    for line in table(_HEADINGS, [*map(_row, uses)], right={"used", "of"}):
-        say(line)
-
-
 def _row(use: QuotaUsage) -> tuple[str, ...]:
     try:
         key = CountKey.parse(use.key)
@@ -146,11 +134,3 @@ def _row(use: QuotaUsage) -> tuple[str, ...]:
 def _line(error: Exception) -> str:
     """An error's text on one line; what would move a terminal's cursor is escaped."""
     return printable(" ".join(str(error).split()))
-
-
-def _agreed(question: str) -> bool:
-    try:
-        return input(question).strip().lower() in {"y", "yes"}
-    except EOFError:
-        say()
-        return False

@@ -3,6 +3,7 @@
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from datetime import timedelta
+from typing import Any
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
@@ -11,35 +12,23 @@ NO_WINDOW = "none"
 
 
 def add_arguments(quotas: ArgumentParser) -> None:
-    """Add the actions and their arguments.
-
-    Args:
-        quotas: The command's parser.
-    """
+    """Add the actions and their arguments."""
     actions = quotas.add_subparsers(dest="action", required=True)
     server = ArgumentParser(add_help=False)
-    server.add_argument(
-        "--redis",
-        metavar="URL",
-        help="the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)",
-    )
+    text = "the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)"
+    server.add_argument("--redis", metavar="URL", help=text)
     server.add_argument("--prefix", help="the store's prefix, if it is not the default")
     several = ArgumentParser(add_help=False, parents=[server])
-    several.add_argument(
-        "--key",
-        dest="keys",
-        metavar="PATTERN",
-        action="extend",
-        nargs="+",
-        default=[],
-        help="only counts whose key matches, such as 'search:user_id:ada*' (default: all); "
-        "counts of runs match only a pattern with ':run:' in it",
+    text = (
+        "only counts whose key matches, such as 'search:user_id:ada*' (default: all); counts of "
+        "runs match only a pattern with ':run:' in it"
     )
+    of_keys: Any = {"dest": "keys", "metavar": "PATTERN", "nargs": "+", "default": []}
+    several.add_argument("--key", action="extend", help=text, **of_keys)
     one = ArgumentParser(add_help=False, parents=[server])
     one.add_argument("--key", required=True, help="the count's key, such as 'email:user_id:ada'")
-    actions.add_parser(
-        "show", parents=[several], help="print what is used, of which limit, and until when"
-    )
+    text = "print what is used, of which limit, and until when"
+    actions.add_parser("show", parents=[several], help=text)
     reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
     reset.add_argument("--yes", action="store_true", help="do not ask")
     _add_grant(actions.add_parser("grant", parents=[one], help="raise the limits over a count"))
@@ -49,36 +38,25 @@ def add_arguments(quotas: ArgumentParser) -> None:
 
 
 def _add_grant(grant: ArgumentParser) -> None:
-    grant.add_argument("amount", help="how much more: calls, tokens or dollars, as the key counts")
-    grant.add_argument(
-        "--for",
-        dest="for_time",
-        type=_duration,
-        metavar="TIME",
-        help="for how long at most, such as 30m, 12h, 1d or 2w (default: to the end of the "
-        "window; without one, a year)",
+    add = grant.add_argument
+    add("amount", help="how much more: calls, tokens or dollars, as the key counts")
+    text = (
+        "for how long at most, such as 30m, 12h, 1d or 2w (default: to the end of the window; "
+        "without one, a year)"
     )
-    grant.add_argument("--reason", required=True, help="why, for the list and the log")
-    grant.add_argument("--by", metavar="NAME", help="who grants it (default: the system's user)")
-    grant.add_argument(
-        "--id", help="the grant's id: a second grant with the same key and id adds nothing"
+    add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
+    add("--reason", required=True, help="why, for the list and the log")
+    add("--by", metavar="NAME", help="who grants it (default: the system's user)")
+    add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
+    text = (
+        f"the quota's window, such as 1d, or {NO_WINDOW}: needed if no call has been counted in "
+        "it yet"
     )
-    grant.add_argument(
-        "--window",
-        type=_window,
-        default=SUPPRESS,
-        metavar="TIME",
-        help=f"the quota's window, such as 1d, or {NO_WINDOW}: needed if no call has been counted "
-        "in it yet",
-    )
+    add("--window", type=_window, default=SUPPRESS, metavar="TIME", help=text)
 
 
 def _duration(text: str) -> timedelta:
-    """A time such as `30m`, `12h`, `1d` or `2w`.
-
-    Raises:
-        ArgumentTypeError: The text is no such time.
-    """
+    """A time such as `30m`, `12h`, `1d` or `2w`."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise ArgumentTypeError(f"must be a time such as 30m, 12h, 1d or 2w, not {text!r}")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -36,29 +37,17 @@ def environment_of_console() -> dict[str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.description = "Shows who is near a limit and who is refused, again and again."
     add = parser.add_argument
-    add(
-        "addresses",
-        nargs="*",
-        type=_address,
-        metavar="ADDRESS",
-        help=f"the /metrics of each process, such as host:9464 (default: {DEFAULT})",
-    )
-    add(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"the token to send (default: the one in {TOKEN_VARIABLE})",
-    )
+    text = f"the /metrics of each process, such as host:9464 (default: {DEFAULT})"
+    add("addresses", nargs="*", type=_address, metavar="ADDRESS", help=text)
+    text = f"the token to send (default: the one in {TOKEN_VARIABLE})"
+    add("--token-file", type=Path, metavar="FILE", help=text)
     add("--once", action="store_true", help="print everything once, as plain text")
-    add(
-        "--interval",
-        type=_seconds,
-        metavar="SECONDS",
-        help=f"seconds between two updates (default: {INTERVAL:g}); without a terminal: print "
-        "again after this time",
+    text = (
+        f"seconds between two updates (default: {INTERVAL:g}); without a terminal: print again "
+        "after this time"
     )
+    add("--interval", type=_seconds, metavar="SECONDS", help=text)
     add("--view", choices=ORDERS, help="the first view; in plain text, the only one")
     orders = dict.fromkeys(order for each in ORDERS.values() for order in each)
     add("--sort", choices=orders, help="the order of the rows")
@@ -75,11 +64,7 @@ def _address(text: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    fault = argparse.ArgumentTypeError(f"must be from 0.1 to 3600 seconds, not {text!r}")
-    try:
-        value = float(text)
-    except ValueError:
-        raise fault from None
-    if not 0.1 <= value <= 3600:  # noqa: PLR2004 - said in the message
-        raise fault
-    return value
+    with suppress(ValueError):
+        if 0.1 <= float(text) <= 3600:  # noqa: PLR2004 - said in the message
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be from 0.1 to 3600 seconds, not {text!r}")

@@ -66,11 +66,8 @@ class Source:
     @property
     def fault(self) -> str | None:
         """What is wrong with it, in one line, with the age of figures that are old."""
-        if self.failure is None:
-            return None
-        old = f"{time.monotonic() - self.answered_at:.0f} s old"
-        age = "" if self.scrape is None else f" (figures {old})"
-        return f"{self.name}{age}: {self.failure}"
+        age = f" (figures {time.monotonic() - self.answered_at:.0f} s old)" if self.scrape else ""
+        return self.failure and f"{self.name}{age}: {self.failure}"
 
     def _ask(self) -> Scrape:
         with self._client.stream("GET", self.name) as response:
@@ -85,9 +82,9 @@ class Source:
         """Why it answers with an error."""
         answer = f"it answers {response.status_code} {response.reason_phrase}".rstrip()
         if response.status_code in _NO_ACCESS:
-            if "Authorization" in self._client.headers:
-                return f"{answer}: it does not take the token"
-            return f"{answer}: give a token in {TOKEN_VARIABLE} or with --token-file"
+            asked = f"give a token in {TOKEN_VARIABLE} or with --token-file"
+            has_token = "Authorization" in self._client.headers
+            return f"{answer}: {'it does not take the token' if has_token else asked}"
         if "Location" in response.headers:
             return f"{answer}: give the address {response.headers['Location']}"
         return answer
@@ -104,13 +101,8 @@ def _reason(error: Exception) -> str:
 
 
 def _parts(response: httpx.Response) -> Iterator[bytes]:
-    """An answer, bounded in size and time.
-
-    Raises:
-        SourceError: It is too long, or takes too long.
-    """
-    end = time.monotonic() + LONGEST
-    size = 0
+    """An answer, bounded in size and time."""
+    end, size = time.monotonic() + LONGEST, 0
     for part in response.iter_bytes():  # as they come: a slow answer must not take longer
         size += len(part)
         if size > MOST_BYTES:
@@ -141,12 +133,12 @@ def sources(arguments: Namespace) -> list[Source]:
     if token:
         headers["Authorization"] = f"Bearer {token}"
     context = ssl.create_default_context()
+    # Nobody closes a client: threads ask with it until the process ends.
+    closed = httpx.Limits(max_keepalive_connections=0)
 
     def client(url: str) -> httpx.Client:
         # This machine asks itself without a proxy.
         outside = not (urlsplit(url).hostname or "").startswith(_LOOPBACK)
-        # Nobody closes the client: threads ask with it until the process ends.
-        closed = httpx.Limits(max_keepalive_connections=0)
         return httpx.Client(
             verify=context, headers=headers, timeout=SILENCE, trust_env=outside, limits=closed
         )
@@ -155,14 +147,9 @@ def sources(arguments: Namespace) -> list[Source]:
 
 
 def _token(file: Path | None) -> str:
-    """The token to send; empty for none.
-
-    Raises:
-        CommandError: The file cannot be read, or has no token.
-    """
-    if file is None:
-        token, where = token_of_environment(), TOKEN_VARIABLE
-    else:
+    """The token to send; empty for none."""
+    token, where = token_of_environment(), TOKEN_VARIABLE
+    if file is not None:
         where = f"--token-file {str(file)!r}"
         try:
             token = file.read_text().strip()

@@ -60,13 +60,12 @@ def url_fault(text: str) -> str | None:
 
 def datasource_fault(text: str) -> str | None:
     """What is wrong with the UID of a data source in Grafana."""
-    if _UID.fullmatch(text):
-        return None
-    return f"must be 1 to 40 letters, digits, - and _, not {text!r}"
+    return (
+        None if _UID.fullmatch(text) else f"must be 1 to 40 letters, digits, - and _, not {text!r}"
+    )
 
 
 def namespace_fault(text: str) -> str | None:
     """What is wrong with the name of a namespace in Kubernetes."""
-    if _NAMESPACE.fullmatch(text):
-        return None
-    return f"must be 1 to 63 lower-case letters, digits and - between them, not {text!r}"
+    fault = f"must be 1 to 63 lower-case letters, digits and - between them, not {text!r}"
+    return None if _NAMESPACE.fullmatch(text) else fault

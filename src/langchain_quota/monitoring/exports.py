@@ -1,7 +1,6 @@
 """The dashboards, the rules, an example for Alertmanager and a base for kustomize, as exported.
 
-They are data files beside this module, which work unchanged: for all jobs, with links to the
-project's runbooks and to a Grafana on the same machine.
+They are data files that work unchanged: for all jobs, with links to a Grafana on the same machine.
 """
 
 import json
@@ -10,7 +9,7 @@ import textwrap
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 PROMETHEUS = "2.42"
 """The oldest Prometheus that takes the rules: the first with `keep_firing_for`."""
@@ -45,16 +44,11 @@ _PLACE = re.compile(
 def dashboards(
     *, datasource: str | None = None, selector: str = "", runbooks: str | None = None
 ) -> dict[str, str]:
-    """The dashboards' JSON, by the names of their files.
-
-    Args:
-        datasource: The UID of the Prometheus data source that the dashboards begin with; without
-            it Grafana's default one.
-        selector: Matchers put into every query, such as `job="agents"`.
-        runbooks: Where the runbooks are, for the links of alerts; a slash and the alert's name are
-            appended. Without it the links lead to the project's own.
-    """
-    files = [file for file in _boards().iterdir() if file.name.endswith(".json")]
+    """The dashboards' JSON, by the names of their files; they begin with this data source."""
+    # In the package, or in the source tree that it runs from.
+    carried = _DATA / "dashboards"
+    boards = carried if carried.is_dir() else Path(__file__).parents[3] / "dashboards" / "grafana"
+    files = [file for file in boards.iterdir() if file.name.endswith(".json")]
     matchers, pages = _in_json(selector), _in_json(runbooks or "")
     texts = {file.name: _filled(_read(file), selector=matchers, runbooks=pages) for file in files}
     if datasource:
@@ -70,18 +64,7 @@ def rules(
     per_thread: bool = False,
     format: Format = "rules",  # noqa: A002 - the option's name
 ) -> dict[str, str]:
-    """The recording and alert rules, by the name of their file.
-
-    Args:
-        selector: Matchers put into every selector of a metric, such as `job="agents"`.
-        grafana_url: Where Grafana is, for `dashboard_url`.
-        runbooks: Where the runbooks are, for `runbook_url`; a slash and the alert's name are
-            appended. Without it the links lead to the project's own.
-        per_thread: Whether to alert on single threads that come near their limits, and to record
-            what these alerts read.
-        format: `"rules"` for a rule file, `"prometheusrule"` for the object of that kind which
-            the Prometheus Operator takes.
-    """
+    """The recording and alert rules, by the name of their file."""
     text = _read(_DATA / "rules.yaml")
     if not per_thread:
         text = text[: text.index(_PER_THREAD)].rstrip() + "\n"
@@ -93,39 +76,16 @@ def rules(
 
 def alertmanager() -> dict[str, str]:
     """The example of Alertmanager's configuration, by the name of its file."""
-    file = _DATA / "alertmanager.yaml"
-    return {file.name: _read(file)}
+    return {"alertmanager.yaml": _read(_DATA / "alertmanager.yaml")}
 
 
 def kubernetes(
-    *,
-    namespace: str | None = None,
-    selector: str = "",
-    grafana_url: str = GRAFANA_URL,
-    runbooks: str | None = None,
-    per_thread: bool = False,
+    *, namespace: str | None = None, selector: str = "", runbooks: str | None = None, **options: Any
 ) -> dict[str, str]:
-    """A base for kustomize, by the names of its files.
-
-    Its objects are a PodMonitor that scrapes agents, a PrometheusRule with the rules, and a
-    ConfigMap for each dashboard.
-
-    Args:
-        namespace: The namespace of the objects; without it kubectl's own.
-        selector: Matchers put into every query and rule.
-        grafana_url: As in `rules`.
-        runbooks: As in `rules`.
-        per_thread: As in `rules`.
-    """
+    """A base for kustomize, by the names of its files: what scrapes agents, rules, dashboards."""
     objects = {
         "langchain-quota-podmonitor.yaml": _read(_DATA / "podmonitor.yaml"),
-        **rules(
-            selector=selector,
-            grafana_url=grafana_url,
-            runbooks=runbooks,
-            per_thread=per_thread,
-            format="prometheusrule",
-        ),
+        **rules(selector=selector, runbooks=runbooks, format="prometheusrule", **options),
     }
     for file, board in dashboards(selector=selector, runbooks=runbooks).items():
         name = file.removesuffix(".json")
@@ -135,12 +95,6 @@ def kubernetes(
     if namespace:
         base += f"namespace: {json.dumps(namespace)}\n"
     return {"kustomization.yaml": base, **objects}
-
-
-def _boards() -> Traversable:
-    """Where the generated files are: in the package, or in the source tree that it runs from."""
-    carried = _DATA / "dashboards"
-    return carried if carried.is_dir() else Path(__file__).parents[3] / "dashboards" / "grafana"
 
 
 def _read(file: Traversable) -> str:
@@ -155,10 +109,7 @@ def _in_json(given: str) -> str:
 def _filled(
     text: str, *, selector: str, grafana_url: str = GRAFANA_URL, runbooks: str | None
 ) -> str:
-    """The text with the user's matchers and addresses; a slash at an address' end is left out.
-
-    All in one pass, so that the user's own text is never changed.
-    """
+    """The text with the user's matchers and addresses; one pass never changes the user's text."""
     grafana, own_pages = grafana_url.rstrip("/"), (runbooks or "").rstrip("/")
 
     def put(place: re.Match[str]) -> str:
