@@ -99,14 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool) -> None:
     """Write all files, or none if one of them may not be written."""
+    remedy = "name a directory that you can write to"
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         reason = "a file is in the way" if in_the_way else error.strerror
-        raise CommandError(
-            f"cannot use --to {str(directory)!r}: {reason}; name a directory that you can write to"
-        ) from error
+        raise CommandError(f"cannot use --to {str(directory)!r}: {reason}; {remedy}") from error
     paths = {directory / name: text for name, text in files.items()}
     taken = [path for path in paths if os.path.lexists(path)]
     if taken and not force:
@@ -123,9 +122,7 @@ def _write(files: Mapping[str, str], directory: Path, note: str, *, force: bool)
                 # What a link leads to is left alone: the file takes the link's place.
                 Path(unfinished, path.name).replace(path)
     except OSError as error:
-        raise CommandError(
-            f"cannot write {str(path)!r}: {error.strerror}; name a directory that you can write to "
-            "with --to"
-        ) from error
+        fault = f"cannot write {str(path)!r}: {error.strerror}; {remedy} with --to"
+        raise CommandError(fault) from error
     for path in paths:
         say(f"{path}{note}")

@@ -163,9 +163,8 @@ class _Audit(logging.Handler):
         fields = {name: value for name, value in vars(record).items() if name.startswith("quota_")}
         if fields:
             time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-            line = json.dumps({"time": time, **fields})
-            self.lines.append(line)
-            print(line, file=sys.stderr, flush=True)  # noqa: T201 - a command's output
+            self.lines.append(json.dumps({"time": time, **fields}))
+            print(self.lines[-1], file=sys.stderr, flush=True)  # noqa: T201 - a command's output
 
 
 def _user() -> str:

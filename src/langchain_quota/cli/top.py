@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from threading import Thread
@@ -29,14 +29,11 @@ try:
 except ModuleNotFoundError:  # Windows
     termios = tty = None  # type: ignore[assignment]
 
-SOME_FAILED = 1
-"""The exit code if some addresses did not answer, where each is asked once."""
-ALL_FAILED = 2
-"""The exit code if none did."""
+SOME_FAILED, ALL_FAILED = 1, 2
+"""The exit codes if addresses did not answer, where each is asked once."""
 
 _NO_KEYS = "no keys are read here: use the options; Ctrl-C quits"
 _NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
-"""Wrapping is off: a character that is wider than expected must not move the lines below."""
 _PAUSE = 0.2
 """The seconds between two looks at new answers."""
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
@@ -116,9 +113,8 @@ def _print(watch: Watch, view: View, names: Sequence[str], interval: float | Non
         began = time.monotonic()
         watch.ask_all()
         failures = [f"{each.name}: {each.failure}" for each in watch.sources if each.failure]
-        for each in failures:
-            if each not in complained:
-                complain("top", each)
+        for each in (each for each in failures if each not in complained):
+            complain("top", each)
         complained = failures
         if all(each.scrape is None for each in watch.sources):
             return ALL_FAILED
@@ -134,24 +130,25 @@ def _print(watch: Watch, view: View, names: Sequence[str], interval: float | Non
 def _show(watch: Watch, view: View, console: Console) -> int:
     """Show the view until the user ends it; however it ends, the terminal is as before."""
     drawn: Any = None
-    with _keys() as pressed, _screen(console) as live:
+    write = console.file.write
+    with ExitStack() as stack:
+        pressed = _keys(stack)
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+        # A character that is wider than expected must not move the lines below.
+        stack.callback(write, _WRAPPING)
+        write(_NO_WRAPPING)
+        keys = KEYS if pressed is not _wait else _NO_KEYS
         while not view.ended:
             watch.gather()
             known = drawn[0] if drawn and view.paused else watch.figures
-            now = (known, view, watch.faults, console.size)
+            faults = watch.faults
+            now = (known, view, faults, console.size)
             if now != drawn:
-                drawn = now
-                shown = screen(
-                    known,
-                    view,
-                    console=console,
-                    addresses=len(watch.sources),
-                    faults=now[2],
-                    now=time.time(),
-                    keys=KEYS if pressed is not _wait else _NO_KEYS,
-                )
+                drawn, moment, count = now, time.time(), len(watch.sources)
+                beside: Any = {"addresses": count, "faults": faults, "now": moment, "keys": keys}
+                shown = screen(known, view, console=console, **beside)
                 live.update(shown, refresh=True)
-            size = page(console.height, len(now[2]))
+            size = page(console.height, len(faults))
             for key in pressed(_PAUSE):
                 view = press(view, key, page=size)
             if view.first:
@@ -160,36 +157,19 @@ def _show(watch: Watch, view: View, console: Console) -> int:
     return 0
 
 
-@contextmanager
-def _screen(console: Console) -> Iterator[Live]:
-    """The terminal's other screen, without a cursor and without wrapping."""
-    sequence = console.file.write
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        sequence(_NO_WRAPPING)
-        try:
-            yield live
-        finally:
-            sequence(_WRAPPING)
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], Sequence[str]]]:
-    """Gives a function that waits some seconds for keys. A signal ends the view like an error."""
-    with ExitStack() as stack:
-        # Ctrl-Z would leave the screen to the shell.
-        for name in ("SIGTERM", "SIGHUP", "SIGTSTP"):
-            if hasattr(signal, name):
-                number = getattr(signal, name)
-                handler = signal.SIG_IGN if name == "SIGTSTP" else _end
-                stack.callback(signal.signal, number, signal.signal(number, handler))
-        if termios is None or not sys.stdin.isatty():
-            yield _wait
-            return
-        terminal = sys.stdin.fileno()
-        mode = termios.tcgetattr(terminal)
-        stack.callback(termios.tcsetattr, terminal, termios.TCSAFLUSH, mode)
-        tty.setcbreak(terminal)
-        yield lambda seconds: _pressed(terminal, seconds)
+def _keys(stack: ExitStack) -> Callable[[float], Sequence[str]]:
+    """A function that waits some seconds for keys; a signal ends the view like an error."""
+    # Ctrl-Z would leave the screen to the shell.
+    for name, handler in (("SIGTERM", _end), ("SIGHUP", _end), ("SIGTSTP", signal.SIG_IGN)):
+        if hasattr(signal, name):
+            number = getattr(signal, name)
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+    if termios is None or not sys.stdin.isatty():
+        return _wait
+    terminal = sys.stdin.fileno()
+    stack.callback(termios.tcsetattr, terminal, termios.TCSAFLUSH, termios.tcgetattr(terminal))
+    tty.setcbreak(terminal)
+    return lambda seconds: _pressed(terminal, seconds)
 
 
 def _end(number: int, _: object) -> None:

@@ -113,8 +113,7 @@ class Growth:
         if before is not None:
             # A counter that is lower than before began again at 0, with its process.
             known = {key: last for key, last in before.items() if now.get(key, 0.0) >= last}
-            gains = {key: value - known.get(key, 0.0) for key, value in now.items()}
-            self._gains.append((at, gains))
+            self._gains.append((at, {key: now[key] - known.get(key, 0.0) for key in now}))
 
     def rates(self, at: float) -> Rates | None:
         """The gains in a second; `None` before anything was seen twice."""
@@ -134,18 +133,13 @@ _Part = dict[str, Any]
 
 
 def figures(scrapes: Iterable[Scrape], rates: Rates | None = None) -> Figures:
-    """What several processes say, together.
-
-    Counters are added. What a thread or a subject has used is what the process says that judged it
-    last.
-    """
-    processes = 0
+    """What processes say, together; of a thread or a subject, what the one says that judged last."""
+    scrapes = [*scrapes]
     uses: defaultdict[Series, list[_Part]] = defaultdict(list)
     sums: defaultdict[Series, float] = defaultdict(float)
     near: dict[Series, float] = {}
     subjects: defaultdict[Series, float] = defaultdict(float)
     for scrape in scrapes:
-        processes += 1
         own: defaultdict[Series, _Part] = defaultdict(dict)
         for key, value in scrape.items():
             name, *labels = key
@@ -163,8 +157,8 @@ def figures(scrapes: Iterable[Scrape], rates: Rates | None = None) -> Figures:
                 sums[key] += value
         for key, part in own.items():
             uses[key].append(part)
-    known = [_use(key, parts, near.get(key[:2])) for key, parts in uses.items()]
-    known = [each for each in known if each.used is not None or each.refused]
+    made = (_use(key, parts, near.get(key[:2])) for key, parts in uses.items())
+    known = [each for each in made if each.used is not None or each.refused]
     for key, count in Counter((*each[:3], each.level) for each in known if each.level).items():
         subjects[key] = max(subjects[key], count)
     return Figures(
@@ -177,42 +171,36 @@ def figures(scrapes: Iterable[Scrape], rates: Rates | None = None) -> Figures:
         if rates is None
         else _MINUTE * _total(rates, names.CALLS.name, Outcome.BLOCKED),
         hidden=_total(sums, names.THREADS_HIDDEN.name),
-        processes=processes,
+        processes=len(scrapes),
     )
 
 
-def _total(amounts: Mapping[Series, float], name: str, *decisions: str) -> float:
-    return sum(
-        amount
-        for key, amount in amounts.items()
-        if key[0] == name and (not decisions or key[-1] in decisions)
-    )
+def _total(amounts: Rates, name: str, *decisions: str) -> float:
+    found = ((key[-1], amount) for key, amount in amounts.items() if key[0] == name)
+    return sum(amount for decision, amount in found if not decisions or decision in decisions)
 
 
 def _use(key: Series, parts: list[_Part], near: float | None) -> Use:
     agent, limit, scope, subject = key
     latest = max(parts, key=lambda part: part.get("decided", 0))
+    refused_at = (part["refused_at"] for part in parts if "refused_at" in part)
     used, most, unit = latest.get("used"), latest.get("most"), latest["unit"]
     if used is None and any("spent" in part for part in parts):
         # No limit per thread: what it has spent, in all processes.
         used = sum(part.get("spent", 0) for part in parts)
-    scale = MICRODOLLARS if unit == "microdollars" else 1
+    is_at = None
+    if used is not None and most is not None and near is not None:
+        scale = MICRODOLLARS if unit == "microdollars" else 1
+        is_at = level(round(used * scale), round(most * scale), near)
     return Use(
-        *(agent, limit, scope, subject, unit, used, most),
-        level=None
-        if used is None or most is None or near is None
-        else level(round(used * scale), round(most * scale), near),
+        *(agent, limit, scope, subject, unit, used, most, is_at),
         refused=sum(part.get("refused", 0) for part in parts),
-        refused_at=max(
-            (part["refused_at"] for part in parts if "refused_at" in part), default=None
-        ),
+        refused_at=max(refused_at, default=None),
         resets_at=latest.get("resets_at"),
     )
 
 
-def _limits(
-    sums: Mapping[Series, float], rates: Rates | None, subjects: Mapping[Series, float]
-) -> tuple[Limit, ...]:
+def _limits(sums: Rates, rates: Rates | None, subjects: Rates) -> tuple[Limit, ...]:
     found: defaultdict[Series, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     units: dict[Series, Unit] = {}
     for key, value in sums.items():

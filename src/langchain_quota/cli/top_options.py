@@ -9,14 +9,9 @@ from urllib.parse import urlsplit
 from langchain_quota.monitoring import checks
 
 TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
-"""The environment variable with the token that is sent."""
-
 DEFAULT = "http://127.0.0.1:9464/metrics"
 """Where `start_metrics_server` serves by default."""
-
 INTERVAL = 2.0
-"""The seconds between two questions to an address, by default."""
-
 ORDERS = {
     "threads": ("share", "refused", "name"),
     "quotas": ("share", "name"),

@@ -103,15 +103,16 @@ def _use_style(use: Use) -> str:
 
 
 def _used_of(use: Use, _: float) -> str:
-    if use.most is None:
-        return compact(use.used, use.unit)
-    return f"{compact(use.used, use.unit).removesuffix(' tok')}/{compact(use.most, use.unit)}"
+    used, most = compact(use.used, use.unit), use.most
+    return used if most is None else f"{used.removesuffix(' tok')}/{compact(most, use.unit)}"
+
+
+def _share(use: Use, _: float) -> str:
+    return percent(use.share) + _MARKS.get(use.level, " ")  # a mark says the same without colors
 
 
 def _state(use: Use, _: float) -> str:
-    if use.share is None:
-        return ""
-    return str(use.level or "on trial")
+    return "" if use.share is None else str(use.level or "on trial")
 
 
 def _ends_in(use: Use, now: float) -> str:
@@ -125,13 +126,7 @@ _WHOSE = (
 _USE = (
     *_WHOSE,
     _Column("used/of", _used_of, _use_style, right=True),
-    # A mark says the same without colors.
-    _Column(
-        "share",
-        lambda use, _: percent(use.share) + _MARKS.get(use.level, " "),
-        _use_style,
-        right=True,
-    ),
+    _Column("share", _share, _use_style, right=True),
     _Column("state", _state, _use_style, wide=True),
 )
 _COLUMNS: Mapping[str, Sequence[_Column]] = {
@@ -199,9 +194,8 @@ class View:
 def rows(figures: Figures, view: View) -> list[Row]:
     """The rows of a view, filtered and in order."""
     text, order = view.text.casefold(), view.used_order
-    found = [
-        row for row in getattr(figures, view.name) if any(text in name for name in _names(row))
-    ]
+    known = getattr(figures, view.name)
+    found = [row for row in known if any(text in name for name in _names(row))]
     return sorted(found, key=lambda row: (_order(row, order), _names(row)))
 
 
@@ -221,22 +215,19 @@ def press(view: View, key: str, *, page: int = 10) -> View:
         if key.isprintable() and len(text) < _LONGEST_FILTER:
             text += key
         return replace(view, text=text, first=0)
-    if key.isdecimal() and 1 <= int(key) <= len(ORDERS):
-        return replace(view, name=[*ORDERS][int(key) - 1], first=0)
+    orders = ORDERS[view.name]
+    following = orders[(orders.index(view.used_order) + 1) % len(orders)]
     moves = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -page, "\x1b[6~": page}
-    if key in moves:
-        return replace(view, first=max(0, view.first + moves[key]))
-    if key == "s":
-        orders = ORDERS[view.name]
-        following = orders[(orders.index(view.used_order) + 1) % len(orders)]
-        return replace(view, order=following, first=0)
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "q": {"ended": True},
         " ": {"paused": not view.paused},
         "/": {"is_typing": True},
+        "s": {"order": following, "first": 0},
         "\x1b": {"text": "", "first": 0},
+        **{str(number): {"name": name, "first": 0} for number, name in enumerate(ORDERS, 1)},
+        **{move: {"first": max(0, view.first + by)} for move, by in moves.items()},
     }
-    return replace(view, **changes.get(key, {}))  # type: ignore[arg-type]
+    return replace(view, **changes.get(key, {}))
 
 
 def page(height: int, faults: int) -> int:
@@ -275,9 +266,8 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
         _table(found[first : first + shown], view.name, console, now),
     ]
     if not found:
-        parts.append(
-            Text("nothing matches; Esc clears" if view.text else _NOTHING[view.name], "dim")
-        )
+        nothing = "nothing matches; Esc clears" if view.text else _NOTHING[view.name]
+        parts.append(Text(nothing, "dim"))
     parts += [Text("")] * (shown - max(1, min(shown, len(found))))
     prompt = f"filter: {view.text}_   Enter keeps it, Esc clears it"
     parts.append(Text(prompt if view.is_typing else keys, "" if view.is_typing else "dim"))
@@ -320,11 +310,10 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     overflow: Any = "ellipsis" if is_utf(console.encoding) else "crop"
     for column in columns:
-        # Rich makes columns narrower that may wrap; the texts in them do not.
-        is_name = not column.right and not column.wide
         heading = Text(column.title, no_wrap=True, overflow=overflow)
         justify: Any = "right" if column.right else "left"
-        made.add_column(heading, justify=justify, no_wrap=not is_name)
+        # Rich makes columns narrower that may wrap, those with names; the texts in them do not.
+        made.add_column(heading, justify=justify, no_wrap=column.right or column.wide)
     has_bar = name in ("threads", "quotas")
     if has_bar:
         made.add_column("", no_wrap=True)
