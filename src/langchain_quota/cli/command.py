@@ -40,10 +40,10 @@ def table(
 
 
 def say_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str], empty: str
 ) -> None:
-    """Print a table."""
-    for line in table(headings, rows, right=right):
+    """Print a table, or `empty` if it has no rows."""
+    for line in table(headings, rows, right=right) if rows else [empty]:
         say(line)
 
 

@@ -74,11 +74,8 @@ def show(store: RedisStore, arguments: Namespace) -> int:
         for pattern in arguments.keys or ("*",)
         for each in store.grants(pattern)
     }
-    if not found:
-        say("no grants")
-        return 0
     in_order = sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
-    say_table(_HEADINGS, [*map(_row, in_order)], right={"granted"})
+    say_table(_HEADINGS, [*map(_row, in_order)], right={"granted"}, empty="no grants")
     return 0
 
 

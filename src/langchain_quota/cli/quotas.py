@@ -47,10 +47,7 @@ def run(arguments: Namespace) -> int:
 
 def _show_or_reset(store: RedisStore, arguments: Namespace) -> int:
     found, odd = _found(store, arguments.keys)
-    if found:
-        say_table(_HEADINGS, [*map(_row, found)], right={"used", "of"})
-    else:
-        say("no counts")
+    say_table(_HEADINGS, [*map(_row, found)], right={"used", "of"}, empty="no counts")
     code = _name(odd)
     if arguments.action == "show" or not found:
         return code

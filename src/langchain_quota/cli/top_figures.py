@@ -133,7 +133,7 @@ _Part = dict[str, Any]
 
 
 def figures(scrapes: Iterable[Scrape], rates: Rates | None = None) -> Figures:
-    """What processes say, together; of a thread or a subject, what the one says that judged last."""
+    """What processes say: the sums, and what a thread or subject has used by who judged it last."""
     scrapes = [*scrapes]
     uses: defaultdict[Series, list[_Part]] = defaultdict(list)
     sums: defaultdict[Series, float] = defaultdict(float)
