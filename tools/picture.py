@@ -18,12 +18,12 @@ from prometheus_client import generate_latest
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
-from langchain_quota.cli.demo import _Traffic
-from langchain_quota.cli.demo_traffic import scripted_model
-from langchain_quota.cli.demo_view import Display, table
+from langchain_quota.cli.demo_traffic import Traffic
+from langchain_quota.cli.demo_view import View, table
 from langchain_quota.cli.top_figures import figures
 from langchain_quota.cli.top_sources import of_text
-from langchain_quota.cli.top_table import View, screen
+from langchain_quota.cli.top_table import View as TopView
+from langchain_quota.cli.top_table import screen
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THREADS = 6
@@ -36,14 +36,14 @@ def drawn(seconds: int) -> dict[str, RenderableType]:
     """What the demo and `top` show when the demo's traffic is over."""
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
     options = argparse.Namespace(threads=THREADS, seconds=seconds, model=None)
-    traffic = _Traffic(options, scripted_model(), TracerProvider())
+    traffic = Traffic(options, None, TracerProvider())
     with TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
-        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", Display()))
+        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", View(traffic.rows, "")))
     known = figures([of_text(generate_latest().decode())])
     board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())
     return {
-        "demo": table(traffic.board.rows(), board),
-        "top": screen(known, View(), console=top, addresses=1, faults=(), now=time.time()),
+        "demo": table(traffic.rows, board),
+        "top": screen(known, TopView(), console=top, addresses=1, faults=(), now=time.time()),
     }
 
 

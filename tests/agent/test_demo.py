@@ -400,7 +400,7 @@ def test_model_that_fails(provider: dict[str, str]) -> None:
 
 def test_model_that_hangs(provider: dict[str, str]) -> None:
     """A model that never answers does not keep the demo from ending; its calls are charged."""
-    short = "from langchain_quota.cli import demo\ndemo.GRACE_SECONDS = 0\n"
+    short = "from langchain_quota.cli import demo_traffic\ndemo_traffic.GRACE_SECONDS = 0\n"
     ended = demo(
         "--model", "openai:slow", "--seconds", "1", "--port", "0", code=short + CODE, **provider
     )

@@ -12,19 +12,13 @@ from langchain_quota import Call, Decision, Level, ModelCallLimit, ToolCallLimit
 from langchain_quota.cli import main
 from langchain_quota.cli.bars import STYLES
 from langchain_quota.cli.demo import prevented
-from langchain_quota.cli.demo_board import Board, Row, Use
-from langchain_quota.cli.demo_view import Display, gauge, table
+from langchain_quota.cli.demo_view import Row, View, gauge, table
 from langchain_quota.limits import Limit
 from tests.forked import run_python, without
 from tests.judged import Used, judge
 
 SEARCH = ToolCallLimit("search", thread_limit=5, run_limit=3)
-ALL_TOOLS = ToolCallLimit(thread_limit=10)
 MODEL = ModelCallLimit(thread_limit=4)
-
-
-def board(*threads: str) -> Board:
-    return Board(threads, (SEARCH, ALL_TOOLS, MODEL), near=0.8)
 
 
 def search(number: int, thread: str = "ann") -> Call:
@@ -36,8 +30,7 @@ def decide(limit: Limit, used: int, *calls: Call) -> tuple[Decision, ...]:
 
 
 def row(thread: str = "ann", used: int = 3, last_refusal: str = "") -> Row:
-    use = Use("search", used, 8, Level.OK)
-    return Row(thread, (use,), allowed=used, blocked=1, last_refusal=last_refusal)
+    return Row(thread, {"tool:search": used}, {"tool:search": 8}, used, 1, last_refusal)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,48 +116,24 @@ def test_extra_of_top_is_missing() -> None:
 
 def test_decisions_make_a_row() -> None:
     """Decisions give a thread's use of each limit, its allowed and blocked calls."""
-    one = board("ann", "bob")
-    one.take(decide(SEARCH, 0, *(search(number) for number in range(4))))
-    one.take(decide(MODEL, 3, Call("model", thread_id="ann")))
-    ann, bob = one.rows()
-    assert [(use.title, use.used, use.limit, use.level) for use in ann.uses] == [
-        ("search", 3, 5, Level.OK),
-        ("tools", 0, 10, Level.OK),
-        ("model", 4, 4, Level.EXHAUSTED),
-    ]
+    names = ("tool:search", "tool:*", "model")
+    ann = Row("ann", dict.fromkeys(names, 0), dict.fromkeys(names, 5))
+    for decision in (
+        *decide(SEARCH, 0, *(search(number) for number in range(4))),
+        *decide(MODEL, 3, Call("model", thread_id="ann")),
+    ):
+        ann.take(decision)
+    assert ann.used == {"tool:search": 3, "tool:*": 0, "model": 4}
     assert (ann.allowed, ann.blocked, ann.last_refusal) == (4, 1, "search (run)")
-    assert (bob.allowed, bob.blocked) == (0, 0)
-
-
-@pytest.mark.parametrize("first", [SEARCH, ALL_TOOLS])
-def test_call_judged_twice(first: ToolCallLimit) -> None:
-    """A tool call that one of two limiters refuses is one blocked call, in both orders."""
-    admits, refuses = decide(SEARCH, 0, search(1)), decide(ALL_TOOLS, 10, search(1))
-    one = board("ann")
-    for decisions in (admits, refuses) if first is SEARCH else (refuses, admits):
-        one.take(decisions)
-    (ann,) = one.rows()
-    assert (ann.allowed, ann.blocked) == (0, 1)
-
-
-def test_state_has_the_last_word() -> None:
-    """A charge that another limiter's refusal took back is gone once the state is read."""
-    one = board("ann")
-    one.take_state("ann", {})
-    one.take((*decide(SEARCH, 0, search(1)), *decide(ALL_TOOLS, 10, search(1))))
-    one.take_state("ann", {"tool:*": 10})
-    (ann,) = one.rows()
-    assert [use.used for use in ann.uses] == [0, 10, 0]
 
 
 def test_a_raised_limit_is_shown() -> None:
-    """A thread that was granted more has the raised limit in its row, and no other thread has."""
-    one = board("ann", "bob")
+    """A thread that was granted more has the raised limit in its row."""
+    ann = Row("ann", {"tool:search": 0}, {"tool:search": 5})
     for decision in decide(SEARCH, 5, search(1)):
         raised = [replace(status, thread_limit=8) for status in decision.limits]
-        one.take([replace(decision, limits=tuple(raised))])
-    ann, bob = one.rows()
-    assert (ann.uses[0].limit, bob.uses[0].limit) == (8, 5)
+        ann.take(replace(decision, limits=tuple(raised)))
+    assert ann.most == {"tool:search": 8}
 
 
 @pytest.mark.parametrize(
@@ -197,14 +166,17 @@ def test_what_was_prevented(blocked: tuple[int, int], sentence: str) -> None:
 )
 def test_gauge(used: int, limit: int, expected: str) -> None:
     """A bar is empty only at 0, full only from the limit on, and never longer."""
-    assert gauge(Use("search", used, limit, Level.OK), 8).plain == expected
+    assert gauge(used, limit, 8).plain == expected
 
 
 def test_plain_lines_show_changes(capsys: pytest.CaptureFixture[str]) -> None:
     """A thread is printed again only when it changed, and the heading is printed once."""
-    lines = Display()
-    for rows in ([row(), row("bob")], [row(), row("bob")], [row(), row("bob", used=4)]):
-        lines.show(rows)
+    rows = [row(), row("bob")]
+    lines = View(rows, "")
+    lines.show()
+    lines.show()
+    rows[1].used["tool:search"] = 4
+    lines.show()
     printed = capsys.readouterr().out.splitlines()
     assert [text.split()[0] for text in printed] == ["thread", "ann", "bob", "bob"]
 
@@ -212,14 +184,10 @@ def test_plain_lines_show_changes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("width", "bars"), [(80, 8), (100, 7), (140, 17)])
 def test_table_fits(width: int, bars: int) -> None:
     """The table of the demo's limits fits terminals of 80 columns and more, with bars to see."""
-    uses = (
-        Use("search", 8, 8, Level.EXHAUSTED),
-        Use("tools", 16, 16, Level.EXHAUSTED),
-        Use("model", 20, 20, Level.EXHAUSTED),
-        Use("tokens", 6_500, 6_000, Level.EXHAUSTED),
-    )
+    most = {"tool:search": 8, "tool:*": 16, "model": 20, "tokens": 6_000}
+    used = {**most, "tokens": 6_500}
     console = Console(file=io.StringIO(), width=width)
-    console.print(table([Row("customer-1", uses, 27, 12, "search (thread)")], console))
+    console.print(table([Row("customer-1", used, most, 27, 12, "search (thread)")], console))
     assert isinstance(console.file, io.StringIO)
     heading, text = console.file.getvalue().splitlines()
     full = "▇" * bars
@@ -234,9 +202,9 @@ def test_table_fits(width: int, bars: int) -> None:
 
 def test_only_bars_have_colors() -> None:
     """Numbers keep the terminal's own color, which can be read on dark and light backgrounds."""
-    for level, color in STYLES.items():
-        shown = gauge(Use("search", 7, 8, level), 8)
-        assert [(each.start, each.style) for each in shown.spans] == [(len("7/8 "), color)]
+    for used, level in ((6, Level.OK), (7, Level.NEAR), (8, Level.EXHAUSTED)):
+        shown = gauge(used, 8, 8)
+        assert [(each.start, each.style) for each in shown.spans] == [(len("7/8 "), STYLES[level])]
 
 
 def test_markup_in_a_name_is_text() -> None:

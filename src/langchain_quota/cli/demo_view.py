@@ -1,145 +1,161 @@
-"""How the demo shows its threads: a live table in a terminal, plain lines elsewhere."""
+"""How the demo shows its threads: one table, redrawn in a terminal, printed as lines elsewhere."""
 
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
 
-from rich.console import Console, Group, JustifyMethod
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from langchain_quota.cli.bars import STYLES, bar, bar_characters
 from langchain_quota.cli.command import say
-from langchain_quota.cli.demo_board import Row, Use
+from langchain_quota.decision import Decision, Outcome
+from langchain_quota.levels import level
+
+NEAR = 0.8
 
 _BAR_WIDTHS = (2, 20)
-_ALLOWED, _BLOCKED, _REFUSAL = "allowed", "blocked", "last refusal   "
+_COUNTS = ("allowed", "blocked", "last refusal   ")
 _THOUSAND = 1000
 _WIDE = 100
 """From how many columns on there is room for the allowed calls and the last refusal."""
 
 
-class Display:
-    """Shows the threads again and again; `show` may block, and is called in a worker thread.
+@dataclass
+class Row:
+    """A thread: what it has used of each limit, by name, and what became of its calls."""
 
-    Args:
-        live: Redraws the table in place; without it a line is printed for each thread that
-            changed.
-        heading: The heading of the redrawn table.
-    """
+    thread: str
+    used: dict[str, int]
+    most: dict[str, int]
+    allowed: int = 0
+    blocked: int = 0
+    last_refusal: str = ""
 
-    def __init__(self, live: Live | None = None, heading: str = "") -> None:
-        self.interval = 1.0 if live is None else 0.2
-        self._live = live
+    def take(self, decision: Decision) -> None:
+        """Take in a decision about a call of the thread."""
+        self.allowed += decision.outcome is Outcome.ALLOWED
+        self.blocked += decision.outcome is Outcome.BLOCKED
+        for status in decision.limits:
+            if status.limit in self.used:
+                self.used[status.limit] = status.thread_used
+                # Grants have raised it.
+                self.most[status.limit] = status.thread_limit or 0
+            if status.refused:
+                self.last_refusal = f"{_title(status.limit)} ({status.refusal_scope})"
+
+
+class View:
+    """Shows the threads under a heading; `show` may block, so call it in a worker thread."""
+
+    def __init__(self, rows: Sequence[Row], heading: str) -> None:
+        console = Console()
+        can_redraw = console.is_terminal and not console.is_dumb_terminal
+        self._is_live = sys.stdout.isatty() and can_redraw
+        # Elsewhere there are no colors, even where the environment forces them.
+        plain = Console(force_terminal=False, color_system=None)
+        self._console = console if self._is_live else plain
+        self.interval = 0.2 if self._is_live else 1.0
+        self._rows = rows
         self._heading = Text(heading, no_wrap=True)
-        self._printed: dict[str, Row] = {}
+        self._live: Live | None = None
+        self._printed: list[str] = []
 
-    def show(self, rows: Sequence[Row]) -> None:
-        """Show the threads' numbers."""
-        if self._live is not None:
-            shown = table(rows, self._live.console)
-            self._live.update(Group(self._heading, shown), refresh=True)
+    @contextmanager
+    def on_screen(self) -> Iterator[None]:
+        """Show the table, where it can be redrawn, on a screen of its own, which keys do not tear.
+
+        That screen is gone at the end, so call `end` then.
+        """
+        if not self._is_live:
+            yield
             return
-        changed = [row for row in rows if self._printed.get(row.thread) != row]
-        if changed:
-            _print(changed, heading=not self._printed)
-        self._printed.update({row.thread: row for row in changed})
-
-
-@contextmanager
-def display(heading: str) -> Iterator[Display]:
-    """The table where it can be redrawn, else lines.
-
-    The table is redrawn on a screen of its own: a new size of the terminal and typed keys cannot
-    spoil it. That screen is gone at the end, so call `print_table` then.
-    """
-    console = _terminal()
-    if console is not None:
         # The user's own screen must come back.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                yield Display(live, heading)
+            with Live(console=self._console, screen=True, auto_refresh=False) as self._live:
+                yield
         finally:
             signal.signal(signal.SIGTERM, before)
-    else:
-        yield Display()
+
+    def show(self) -> None:
+        """Redraw the table, or print those of its lines that changed."""
+        if self._live is not None:
+            shown = Group(self._heading, table(self._rows, self._console))
+            self._live.update(shown, refresh=True)
+            return
+        lines = self._lines()
+        for line, printed in zip_longest(lines, self._printed):
+            if line != printed:
+                say(line)
+        self._printed = lines
+
+    def end(self) -> None:
+        """Print the table where it stays."""
+        if not self._is_live:
+            say()
+        for line in self._lines():
+            say(line)
+
+    def _lines(self) -> list[str]:
+        with self._console.capture() as captured:
+            self._console.print(table(self._rows, self._console))
+        return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    """Print the threads' numbers on the user's own screen, where they stay."""
-    console = _terminal()
-    if console is not None:
-        console.print(table(rows, console))
-    else:
-        say()
-        _print(rows, heading=True)
-
-
-def _terminal() -> Console | None:
-    """The terminal, if the table can be redrawn in it."""
-    console = Console()
-    can_redraw = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
-    return console if can_redraw else None
-
-
-def _print(rows: Sequence[Row], *, heading: bool) -> None:
-    """Print the threads without colors, even where the environment forces them."""
-    console = Console(force_terminal=False, color_system=None)
-    with console.capture() as captured:
-        console.print(table(rows, console, heading=heading))
-    for line in captured.get().splitlines():
-        say(line.rstrip())
-
-
-def table(rows: Sequence[Row], console: Console, *, heading: bool = True) -> Table:
+def table(rows: Sequence[Row], console: Console) -> Table:
     """The threads as a table; names are shown as they are, never read as markup."""
-    wide = console.width >= _WIDE
-    counts = (_ALLOWED, _BLOCKED, _REFUSAL) if wide else (_BLOCKED,)
+    counts = _COUNTS if console.width >= _WIDE else _COUNTS[1:2]
     fixed = max(len(row.thread) for row in rows) + sum(1 + len(each) for each in counts)
-    fixed += max(sum(len(f" {_numbers(use)} ") for use in row.uses) for row in rows)
+    fixed += max(
+        sum(2 + len(_numbers(row.used[each], row.most[each])) for each in row.used) for row in rows
+    )
     least, most = _BAR_WIDTHS
-    width = max(least, min(most, (console.width - fixed) // len(rows[0].uses)))
+    width = max(least, min(most, (console.width - fixed) // len(rows[0].used)))
     characters = bar_characters(console.encoding)
-    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=heading)
-    for title in ("thread", *(use.title for use in rows[0].uses), *counts):
-        justify: JustifyMethod = "right" if title in {_ALLOWED, _BLOCKED} else "left"
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("thread", *map(_title, rows[0].used), *counts):
+        is_number = title in _COUNTS[:2]
         shown.add_column(
-            title, justify=justify, min_width=len(title), no_wrap=True, overflow="crop"
+            title,
+            justify="right" if is_number else "left",
+            min_width=len(title),
+            no_wrap=True,
+            overflow="crop",
         )
     for row in rows:
-        cells = {
-            _ALLOWED: Text(str(row.allowed)),
-            _BLOCKED: Text(str(row.blocked), "red" if row.blocked else ""),
-            _REFUSAL: Text(row.last_refusal),
-        }
-        uses = (gauge(use, width, characters) for use in row.uses)
-        shown.add_row(Text(row.thread), *uses, *(cells[each] for each in counts))
+        gauges = (gauge(row.used[each], row.most[each], width, characters) for each in row.used)
+        cells = (
+            Text(str(row.allowed)),
+            Text(str(row.blocked), "red" if row.blocked else ""),
+            Text(row.last_refusal),
+        )
+        shown.add_row(Text(row.thread), *gauges, *(cells if counts is _COUNTS else cells[1:2]))
     return shown
 
 
-def gauge(use: Use, width: int, characters: str = "▇_") -> Text:
-    """A use with a bar, such as `3/8 ▇▇____`; the bar is full only at the limit.
-
-    Only the bar has a color: the numbers can be read on a dark and on a light background.
-    """
-    share = use.used / use.limit if use.limit else 1.0
-    return Text.assemble(
-        _numbers(use), " ", (bar(share, width, characters), STYLES[use.level]), no_wrap=True
-    )
+def gauge(used: int, most: int, width: int, characters: str = "▇_") -> Text:
+    """Such as `3/8 ▇▇____`; only the bar has a color, so that the numbers can be read anywhere."""
+    drawn = bar(used / most if most else 1.0, width, characters)
+    style = STYLES[level(used, most, NEAR)]
+    return Text.assemble(_numbers(used, most), " ", (drawn, style), no_wrap=True)
 
 
-def _numbers(use: Use) -> str:
-    most = _short(use.limit)
+def _numbers(used: int, most: int) -> str:
     # Thousands have a decimal.
-    room = 2 * len(most) + (1 if use.limit < _THOUSAND else 3)
-    return f"{_short(use.used)}/{most}".ljust(room)
+    room = 2 * len(_short(most)) + (1 if most < _THOUSAND else 3)
+    return f"{_short(used)}/{_short(most)}".ljust(room)
 
 
 def _short(amount: int) -> str:
     """An amount in few characters, such as `950` or `8.9k`, and never more than it is."""
-    if amount < _THOUSAND:
-        return str(amount)
-    return f"{amount * 10 // _THOUSAND / 10:g}k"
+    return str(amount) if amount < _THOUSAND else f"{amount * 10 // _THOUSAND / 10:g}k"
+
+
+def _title(limit: str) -> str:
+    return "tools" if limit == "tool:*" else limit.removeprefix("tool:")
