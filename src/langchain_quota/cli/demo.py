@@ -9,22 +9,21 @@ import sqlite3
 import sys
 import urllib.request
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
 
 from langchain.chat_models import init_chat_model
-from langchain_core.language_models import BaseChatModel
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from langchain_quota.cli import INTERRUPTED
 from langchain_quota.cli.command import CommandError, say
-from langchain_quota.cli.demo_traffic import AGENT, MODEL, TOKENS, Traffic, failure
+from langchain_quota.cli.demo_traffic import AGENT, MODEL, TOKENS, Traffic, failing
 from langchain_quota.cli.demo_view import Row, View
 from langchain_quota.cli.top_options import DEFAULT
 from langchain_quota.exposition import MetricsServer, start_metrics_server
@@ -40,45 +39,40 @@ _SHOWN_METRICS = (
 """How the series begin that are shown, without the agent's label: so they fit 80 columns."""
 
 _OWN_AGENTS = "https://github.com/langchain-quota/langchain-quota"
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def run(options: Namespace) -> int:
-    """Run the demo to its end, or with `serve` until Ctrl-C after its end; the exit code.
-
-    Raises:
-        CommandError: The port, the file, the model, the directory of metrics or the exporter of
-            spans cannot be used.
-    """  # noqa: DOC501 - the name is that of the function which makes the CommandError
+    """Run the demo to its end, or with `serve` until Ctrl-C after its end; the exit code."""
     code = 0
     with ExitStack() as stack:
         # What the limits do is in the table already.
         logger = logging.getLogger("langchain_quota")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
-        model = None if options.model is None else _real_model(options.model)
+        model = None
+        if options.model is not None:
+            # A missing package or key: each provider raises its own error.
+            with failing(f"cannot use the model {options.model!r}", Exception):
+                model = init_chat_model(options.model)
         if options.db is None:
             file = Path(stack.enter_context(TemporaryDirectory())) / "threads.sqlite"
         else:
             file = _writable(options.db)
         server = stack.enter_context(_served(options.port))
-        provider = stack.enter_context(_traced())
-        try:
+        provider = _traced()
+        stack.callback(provider.shutdown)
+        # PROMETHEUS_MULTIPROC_DIR may not be writable.
+        with failing("cannot keep metrics", OSError, ValueError):
             traffic = Traffic(options, model, provider)
-        except (OSError, ValueError) as error:  # PROMETHEUS_MULTIPROC_DIR cannot be written to
-            raise failure("cannot keep metrics", error) from error
         heading = f"{options.threads} threads for {options.seconds} s, Ctrl-C ends them; "
         heading += f"metrics: {server.url}"
         say(heading)
         view = View(traffic.rows, heading)
         try:
-            with view.on_screen():
+            with failing(f"the database {str(file)!r} failed", sqlite3.Error), view.on_screen():
                 asyncio.run(traffic.run(file, view))
         except KeyboardInterrupt:
             code = INTERRUPTED
-        except sqlite3.Error as error:
-            raise failure(f"the database {str(file)!r} failed", error) from error
         view.end()
         serves = options.serve and not code
         _summarize(traffic, server, serves=serves)
@@ -89,69 +83,50 @@ def run(options: Namespace) -> int:
     return code
 
 
-def _real_model(name: str) -> BaseChatModel:
-    try:
-        return init_chat_model(name)
-    except Exception as error:  # a missing package or key: each provider raises its own
-        raise failure(f"cannot use the model {name!r}", error) from error
-
-
 def _writable(db: Path) -> Path:
     file = db.absolute()
-    try:
+    with failing(f"cannot use --db {str(db)!r}", sqlite3.Error, ValueError):
+        if not file.parent.is_dir():
+            raise ValueError("its directory does not exist")
+        if file.is_dir():
+            raise ValueError("it is a directory")
         with closing(sqlite3.connect(file)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
-    except sqlite3.Error as error:
-        reason: object = error
-        if not file.parent.is_dir():
-            reason = "its directory does not exist"
-        elif file.is_dir():
-            reason = "it is a directory"
-        raise failure(f"cannot use --db {str(db)!r}", reason) from error
     return file
 
 
 def _served(port: int) -> MetricsServer:
     try:
-        return start_metrics_server(port=port)
+        # PROMETHEUS_MULTIPROC_DIR may name no directory.
+        with failing("cannot keep metrics", ValueError):
+            return start_metrics_server(port=port)
     except OSError as error:
         reason = str(error.strerror)
         if error.errno == errno.EADDRINUSE:
             reason = f"{reason.partition(';')[0]}; choose another with --port"
         raise CommandError(reason) from error
-    except ValueError as error:  # PROMETHEUS_MULTIPROC_DIR names no directory
-        raise failure("cannot keep metrics", error) from error
 
 
-@contextmanager
-def _traced() -> Iterator[TracerProvider]:
+def _traced() -> TracerProvider:
     # A provider of the demo's own: the process's global one stays as it is.
     named = Resource.create({"service.name": "langchain-quota-demo"})
     provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-    if _first(_ENDPOINTS):
-        try:
-            provider.add_span_processor(BatchSpanProcessor(_exporter()))
-        except (ValueError, ImportError) as error:
-            raise failure("cannot send spans", error) from error
-    try:
-        yield provider
-    finally:
-        provider.shutdown()
+    if _setting("ENDPOINT"):
+        protocol = _setting("PROTOCOL") or "grpc"
+        # Each protocol's exporter brings packages of its own: only the one asked for is imported.
+        with failing("cannot send spans", ValueError, ImportError):
+            if protocol not in {"grpc", "http/protobuf"}:
+                raise ValueError(f"no OTLP exporter for {protocol!r}: grpc or http/protobuf")
+            package = f"opentelemetry.exporter.otlp.proto.{protocol.partition('/')[0]}"
+            exporter = import_module(f"{package}.trace_exporter").OTLPSpanExporter()
+            provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
 
 
-def _exporter() -> SpanExporter:
-    protocol = _first(_PROTOCOLS) or "grpc"
-    if protocol not in {"grpc", "http/protobuf"}:
-        raise ValueError(f"no OTLP exporter for the protocol {protocol!r}: grpc or http/protobuf")
-    # Each protocol's exporter brings packages of its own: only the one asked for is imported.
-    package = f"opentelemetry.exporter.otlp.proto.{protocol.partition('/')[0]}"
-    exporter: SpanExporter = import_module(f"{package}.trace_exporter").OTLPSpanExporter()
-    return exporter
-
-
-def _first(variables: Sequence[str]) -> str | None:
-    return next((value for each in variables if (value := os.environ.get(each))), None)
+def _setting(name: str) -> str | None:
+    of_all = os.environ.get(f"OTEL_EXPORTER_OTLP_{name}")
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or of_all
 
 
 def _summarize(traffic: Traffic, server: MetricsServer, *, serves: bool) -> None:
@@ -163,8 +138,7 @@ def _summarize(traffic: Traffic, server: MetricsServer, *, serves: bool) -> None
     with opener.open(server.url, timeout=10) as response:
         samples = response.read().decode().replace(f'agent="{AGENT}",', "").splitlines()
     for shown in _SHOWN_METRICS:
-        series = next((each for each in samples if each.startswith(shown)), None)
-        if series is not None:
+        for series in [each for each in samples if each.startswith(shown)][:1]:
             say(f"  {series.removesuffix('.0')}")
     say()
     if traffic.carried_over:

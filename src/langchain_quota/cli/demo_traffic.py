@@ -6,7 +6,8 @@ import sqlite3
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,7 +15,6 @@ from uuid import uuid4
 from langchain.agents import create_agent
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
-from langchain_core.messages.ai import UsageMetadata
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
@@ -118,8 +118,7 @@ class Traffic:
                 self._take(decisions)
                 await asyncio.to_thread(view.show)
                 done, running = await asyncio.wait(running, timeout=view.interval)
-                for each in done:
-                    each.result()
+                await asyncio.gather(*done)
         finally:
             for each in running:
                 each.cancel()
@@ -140,19 +139,16 @@ class Traffic:
                 )
             attributes = {"gen_ai.conversation.id": thread}
             with self._tracer.start_as_current_span("conversation turn", attributes=attributes):
-                await self._turn(agent, thread, question)
-            if time.monotonic() >= end and not self._is_scripted:
-                return
+                try:
+                    await agent.ainvoke({"messages": [HumanMessage(question)]}, _config(thread))
+                except Exception as error:
+                    if self._is_scripted or isinstance(error, sqlite3.Error):
+                        raise
+                    raise _failure(f"the model {self._options.model!r} failed", error) from error
             begin += turn_seconds
+            if time.monotonic() >= end and not self._is_scripted:
+                break
         await asyncio.sleep(max(0, end - time.monotonic()))
-
-    async def _turn(self, agent: Any, thread: str, question: str) -> None:
-        try:
-            await agent.ainvoke({"messages": [HumanMessage(question)]}, _config(thread))
-        except Exception as error:
-            if self._is_scripted or isinstance(error, sqlite3.Error):
-                raise
-            raise failure(f"the model {self._options.model!r} failed", error) from error
 
     def _take(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -173,14 +169,12 @@ class Traffic:
             await asyncio.sleep(seconds)
             return f"12 boards of {query}, from 40 EUR"
 
-        async def weather(city: str) -> str:
+        def weather(city: str) -> str:
             """The weather in a city."""
-            await asyncio.sleep(seconds / 2)
             return f"sunny in {city}"
 
-        async def convert(amount: float) -> str:
+        def convert(amount: float) -> str:
             """Convert an amount of EUR to NOK."""
-            await asyncio.sleep(seconds / 2)
             return f"{amount * 11.5:.2f} NOK"
 
         return create_agent(
@@ -193,8 +187,16 @@ class Traffic:
         )
 
 
-def failure(what: str, why: object) -> CommandError:
-    """An error that says in one line what cannot be done, and why."""
+@contextmanager
+def failing(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Say in one line what cannot be done, and which of the errors is why."""
+    try:
+        yield
+    except errors as error:
+        raise _failure(what, error) from error
+
+
+def _failure(what: str, why: Exception) -> CommandError:
     return CommandError(textwrap.shorten(f"{what}: {why}", width=400))
 
 
@@ -215,7 +217,5 @@ def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
         # A thread in a file outlives this model: ids must be unique among several models.
         tool_calls=[ToolCall(name=name, args=args, id=f"call_{uuid4()}") for name, args in calls],
         response_metadata={"model_name": "scripted"},
-        usage_metadata=UsageMetadata(
-            input_tokens=given, output_tokens=made, total_tokens=given + made
-        ),
+        usage_metadata={"input_tokens": given, "output_tokens": made, "total_tokens": given + made},
     )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +19,6 @@ from langchain_quota.levels import level
 
 NEAR = 0.8
 
-_BAR_WIDTHS = (2, 20)
 _COUNTS = ("allowed", "blocked", "last refusal   ")
 _THOUSAND = 1000
 _WIDE = 100
@@ -54,12 +53,11 @@ class View:
     """Shows the threads under a heading; `show` may block, so call it in a worker thread."""
 
     def __init__(self, rows: Sequence[Row], heading: str) -> None:
-        console = Console()
-        can_redraw = console.is_terminal and not console.is_dumb_terminal
+        self._console = Console()
+        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
         self._is_live = sys.stdout.isatty() and can_redraw
-        # Elsewhere there are no colors, even where the environment forces them.
-        plain = Console(force_terminal=False, color_system=None)
-        self._console = console if self._is_live else plain
+        if not self._is_live:  # no colors, even where the environment forces them
+            self._console = Console(force_terminal=False, color_system=None)
         self.interval = 0.2 if self._is_live else 1.0
         self._rows = rows
         self._heading = Text(heading, no_wrap=True)
@@ -115,18 +113,13 @@ def table(rows: Sequence[Row], console: Console) -> Table:
     fixed += max(
         sum(2 + len(_numbers(row.used[each], row.most[each])) for each in row.used) for row in rows
     )
-    least, most = _BAR_WIDTHS
-    width = max(least, min(most, (console.width - fixed) // len(rows[0].used)))
+    width = max(2, min(20, (console.width - fixed) // len(rows[0].used)))
     characters = bar_characters(console.encoding)
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("thread", *map(_title, rows[0].used), *counts):
-        is_number = title in _COUNTS[:2]
+        justify: JustifyMethod = "right" if title in _COUNTS[:2] else "left"
         shown.add_column(
-            title,
-            justify="right" if is_number else "left",
-            min_width=len(title),
-            no_wrap=True,
-            overflow="crop",
+            title, justify=justify, min_width=len(title), no_wrap=True, overflow="crop"
         )
     for row in rows:
         gauges = (gauge(row.used[each], row.most[each], width, characters) for each in row.used)
