@@ -39,6 +39,8 @@ _SHOWN_METRICS = (
 """How the series begin that are shown, without the agent's label: so they fit 80 columns."""
 
 _OWN_AGENTS = "https://github.com/langchain-quota/langchain-quota"
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def run(options: Namespace) -> int:
@@ -112,8 +114,8 @@ def _traced() -> TracerProvider:
     # A provider of the demo's own: the process's global one stays as it is.
     named = Resource.create({"service.name": "langchain-quota-demo"})
     provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-    if _setting("ENDPOINT"):
-        protocol = _setting("PROTOCOL") or "grpc"
+    if _first(_ENDPOINTS):
+        protocol = _first(_PROTOCOLS) or "grpc"
         # Each protocol's exporter brings packages of its own: only the one asked for is imported.
         with failing("cannot send spans", ValueError, ImportError):
             if protocol not in {"grpc", "http/protobuf"}:
@@ -124,9 +126,8 @@ def _traced() -> TracerProvider:
     return provider
 
 
-def _setting(name: str) -> str | None:
-    of_all = os.environ.get(f"OTEL_EXPORTER_OTLP_{name}")
-    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or of_all
+def _first(variables: Sequence[str]) -> str | None:
+    return next((value for each in variables if (value := os.environ.get(each))), None)
 
 
 def _summarize(traffic: Traffic, server: MetricsServer, *, serves: bool) -> None:
