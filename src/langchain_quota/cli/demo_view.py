@@ -66,10 +66,8 @@ class View:
 
     @contextmanager
     def on_screen(self) -> Iterator[None]:
-        """Show the table, where it can be redrawn, on a screen of its own, which keys do not tear.
-
-        That screen is gone at the end, so call `end` then.
-        """
+        """Show the table, where it can be redrawn, on a screen of its own that keys do not tear."""
+        # That screen is gone at the end, so call `end` then.
         if not self._is_live:
             yield
             return

@@ -174,11 +174,7 @@ class GraphQuota:
         return merged(fresh, {"jump_to": "model", **self._loop.begin(fresh)})
 
     async def abegin(self, state: State) -> dict[str, Any]:
-        """The async form of `begin`.
-
-        Args:
-            state: The state.
-        """
+        """`begin`, without blocking the event loop."""
         return self.begin(state)
 
     def before_model(self, state: State) -> dict[str, Any]:
@@ -195,15 +191,7 @@ class GraphQuota:
         return merged(given, self._loop.judge_model(given))
 
     async def abefore_model(self, state: State) -> dict[str, Any]:
-        """The async form of `before_model`.
-
-        Args:
-            state: The state.
-
-        Raises:
-            ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            RuntimeError: A refused call was made.
-        """
+        """`before_model`, without blocking the event loop."""
         given = identified_state(state)
         return merged(given, await self._loop.ajudge_model(given))
 
@@ -243,19 +231,7 @@ class GraphQuota:
         *,
         prompt: str | SystemMessage | None = None,
     ) -> AIMessage:
-        """The async form of `call_model`.
-
-        Args:
-            model: The chat model, without tools.
-            state: The state.
-            tools: The tools that it is offered.
-            prompt: The system prompt.
-
-        Raises:
-            ModelCallLimitExceededError: The function `reserve` of a limit with
-                `exit_behavior="error"` says that the call could exceed it.
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-        """
+        """`call_model`, without blocking the event loop."""
         message, _ = await self._loop.aask(model, state, tools, prompt)
         return message
 
@@ -276,15 +252,7 @@ class GraphQuota:
         return merged(given, self._loop.judge_tools(given))
 
     async def aafter_model(self, state: State) -> dict[str, Any]:
-        """The async form of `after_model`.
-
-        Args:
-            state: The state.
-
-        Raises:
-            ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A refused call was made.
-        """
+        """`after_model`, without blocking the event loop."""
         given = identified_state(state)
         return merged(given, await self._loop.ajudge_tools(given))
 
@@ -361,16 +329,5 @@ class GraphQuota:
         self._loop.reset(graph, config)
 
     async def areset(self, graph: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        """The async form of `reset`.
-
-        Args:
-            graph: The compiled graph that `add_to` added to.
-            config: Names the thread: `{"configurable": {"thread_id": …}}`.
-
-        Raises:
-            TypeError: `graph` is not a graph of this process, but a remote one, for example.
-            ValueError: `add_to` added nothing to it.
-            RuntimeError: The thread has no state, or waits in mid-run.
-            QuotaStoreError: The store could not be asked.
-        """
+        """`reset`, without blocking the event loop."""
         await self._loop.areset(graph, config)

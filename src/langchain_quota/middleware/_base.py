@@ -119,14 +119,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return self._begin_run(state, runtime)
 
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
-        """Begin a new run: set the run's counts to 0, and answer every call left without an answer.
-
-        LangGraph does not call this when a run is resumed.
-
-        Raises:
-            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
-                is older than `InlineQuotaMiddleware` needs.
-        """
+        """`before_agent`, without blocking the event loop."""
         return self._begin_run(state, runtime)
 
     def _learn_tools(self, request: ModelRequest[Any]) -> None:

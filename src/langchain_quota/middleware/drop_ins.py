@@ -140,12 +140,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
     async def aafter_model(
         self, state: ToolCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the tool calls that the model just made; nothing in it waits or blocks.
-
-        Raises:
-            ToolCallLimitExceededError: A call is over the limit and `exit_behavior` is `"error"`.
-            NotImplementedError: Calls of other tools are pending and `on_pending` is `"raise"`.
-        """
+        """`after_model`, without blocking the event loop."""
         return self._judge(state, runtime)
 
     def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
@@ -247,11 +242,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     async def abefore_model(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the model call that is about to be made; nothing in it waits or blocks.
-
-        Raises:
-            ModelCallLimitExceededError: The limit is reached and `exit_behavior` is `"error"`.
-        """
+        """`before_model`, without blocking the event loop."""
         return self._judge_next(state, runtime)
 
     def wrap_model_call(

@@ -185,18 +185,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ExtendedModelResponse[ResponseT]:
-        """Judge the model call, make it, and judge the tool calls that it makes.
-
-        Raises:
-            ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached, or a run
-                that a limit has ended is led back to the model.
-            ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call, or a
-                run that a limit has ended is led back to its tools.
-            RuntimeError: Another middleware of this agent judges around the model call, too.
-            TypeError: What a limit or a quota computes or reads from the context has the wrong
-                type, or the store does not serve async calls.
-            ValueError: It is out of bounds or missing.
-        """
+        """`wrap_model_call`, without blocking the event loop."""
         step = _Step(self.name, request)
         limits = await self._aresolve("model", step.state, request.runtime)
         late = await alate_use(self._budgets, step.state, request.runtime, limits)

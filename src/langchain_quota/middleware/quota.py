@@ -194,15 +194,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     async def abefore_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the model call that is about to be made, and charge it.
-
-        Raises:
-            ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            RuntimeError: A refused call was made.
-            TypeError: What a limit or a quota computes or reads from the context has the wrong
-                type, or the store does not serve async calls.
-            ValueError: It is out of bounds or missing.
-        """
+        """`before_model`, without blocking the event loop."""
         self._check_wiring(state, runtime)
         if self._budgets is not None and has_ended(state):
             return {"jump_to": "end"}
@@ -250,15 +242,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     async def aafter_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the tool calls that the model just made.
-
-        Raises:
-            ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A refused call was made.
-            TypeError: What a limit or a quota computes or reads from the context has the wrong
-                type, or the store does not serve async calls.
-            ValueError: It is out of bounds or missing.
-        """
+        """`after_model`, without blocking the event loop."""
         self._check_wiring(state, runtime)
         self._mark_judged(state)
         if self._budgets is not None:

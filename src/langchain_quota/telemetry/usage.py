@@ -51,20 +51,7 @@ _Subjects = OrderedDict[Key, Subject]
 
 
 class UsageTable(Collector):
-    """What subjects have used of their limits, from the newest decisions.
-
-    Args:
-        near: The share from which a limit is near.
-        max_exported: The most threads that a scrape exports.
-        subject_label: Makes the labels of quotas' subjects; called once for each subject.
-        max_subjects: The most subjects with labels that a scrape exports.
-        ttl: How long, in seconds, a subject without decisions is remembered.
-        on_error: Called with each failure to write, read or render.
-        directory: Where workers that share a port have their files; `None` for one process.
-        fullest_store: How full the fullest store of this process is; `None` without one.
-        max_tracked: The most threads, and the most other subjects, that are remembered.
-        clock: The time in seconds since the Unix epoch.
-    """
+    """What subjects have used of their limits, from the newest decisions."""
 
     def __init__(  # noqa: PLR0913 - keyword-only settings
         self,

@@ -63,13 +63,7 @@ class _Rated(NamedTuple):
 
 
 class UsageReader(Collector):
-    """Reads and renders what subjects have used.
-
-    Args:
-        directory: Where workers that share a port have their files; `None` for one process.
-        own: The file of this process.
-        on_error: Called with each failure.
-    """
+    """Reads and renders what subjects have used."""
 
     def __init__(self, directory: Path | None, own: Path | None, on_error: OnError) -> None:
         self._directory = directory

@@ -18,19 +18,7 @@ _APART = 600
 
 
 class Use(NamedTuple):
-    """What a subject has used of a limit; times are in seconds since the Unix epoch.
-
-    Attributes:
-        decided: When a decision last said what is used, 0 for never.
-        unit: What the numbers count.
-        near: The share from which it is near; `None` if the limit is not enforced.
-        numbers: A thread's own number and those of its quotas per thread, or the quota's number.
-        blocked: How many calls the limit has refused.
-        refused: When the limit last refused a call.
-        since: When its latest refusals began.
-        reset: When it was last reset, 0 for never.
-        spent: What model calls of a thread have spent of the limit; resets do not lower it.
-    """
+    """What a subject has used of a limit; times are in seconds since the Unix epoch."""
 
     decided: float = 0.0
     unit: Unit = "calls"
@@ -48,14 +36,7 @@ _NOTHING = Use()
 
 @dataclass(slots=True)
 class Subject:
-    """A thread, or the subject of a quota.
-
-    Attributes:
-        key: Its key.
-        label: Of another subject with series of its own; empty for all, or an agent.
-        last: When a call was last judged.
-        uses: What it has used, by limit.
-    """
+    """A thread, or the subject of a quota."""
 
     key: Key
     label: str | None
@@ -65,16 +46,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a process knows.
-
-    Attributes:
-        started: When it began to count.
-        max_exported: The most threads that a scrape exports.
-        max_subjects: The most subjects with labels that a scrape exports.
-        ttl: How long, in seconds, a subject without decisions is remembered.
-        store: How full its fullest store in memory is.
-        subjects: The subjects.
-    """
+    """What a process knows."""
 
     started: float
     max_exported: int
