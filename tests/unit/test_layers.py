@@ -40,9 +40,9 @@ LAYERS = [
 LAYER = {part: index for index, packages in enumerate(LAYERS) for part in packages}
 
 MIDDLEWARE_LAYERS = [
+    {"_form"},
     {
         "_context",
-        "_form",
         "_history",
         "_interpreters",
         "_observers",

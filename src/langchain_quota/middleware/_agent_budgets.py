@@ -7,6 +7,7 @@ from langchain_quota.arguments import check_choice, check_switch
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Late
+from langchain_quota.middleware._form import Form, ask
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.prices import Price, Prices, UnknownPrice, check_prices, resolve_prices
 from langchain_quota.resolved import ResolvedLimits
@@ -50,23 +51,16 @@ def budgets_of(  # noqa: PLR0913 - keyword-only settings
     )
 
 
-def late_use(
-    budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
+async def late_use(
+    form: Form,
+    budgets: Budgets | None,
+    state: Mapping[str, Any],
+    runtime: Any,
+    limits: ResolvedLimits,
 ) -> Late | None:
     """The use of budgets that the state does not have yet; now a store has counted it."""
     if budgets is None:
         return None
     if budgets.others is not None:
-        budgets.others.settle(state, runtime, limits)
-    return budgets.late(state)
-
-
-async def alate_use(
-    budgets: Budgets | None, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
-) -> Late | None:
-    """The use of budgets that the state does not have yet; now a store has counted it."""
-    if budgets is None:
-        return None
-    if budgets.others is not None:
-        await budgets.others.asettle(state, runtime, limits)
+        await ask(form, budgets.others, "settle", state, runtime, limits)
     return budgets.late(state)

@@ -12,6 +12,8 @@ from langgraph.runtime import get_runtime
 from langchain_quota.decision import ROOT_RUN, RUN, THREAD
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
+from langchain_quota.middleware._form import Form
+from langchain_quota.middleware._form import now as done
 from langchain_quota.repeats import RepeatLimit
 from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
 from langchain_quota.state import ledger
@@ -134,48 +136,9 @@ def running_config() -> Mapping[str, Any]:
         return {}
 
 
-def resolve(  # noqa: PLR0913 - keyword-only, with defaults
-    limits: Sequence[Limit],
-    state: Any,
-    runtime: Any,
-    recorder: Recorder,
-    *,
-    now: float | None = None,
-    root_run: str = "",
-    prefix: str = "",
-) -> list[ResolvedLimit]:
-    """The numbers of limits for this state and runtime."""
-    found = []
-    caller = call_context(runtime, model_name=None)
-    for limit in limits:
-        values: _Values = {}
-        for key, function in _functions(limit):
-            try:
-                value = function(state, runtime)
-            except Exception as error:
-                _name(limit, key[0], error, recorder)
-                raise
-            if inspect.iscoroutine(value):
-                value.close()
-            if inspect.isawaitable(value):
-                raise RuntimeError(
-                    f"{key[0]} of limit {limit.name!r} is async: call the agent with ainvoke or "
-                    "astream"
-                )
-            values[key] = value
-        found.append(
-            _resolved(
-                limit,
-                values,
-                state,
-                runtime,
-                caller=caller,
-                now=now,
-                root_run=root_run,
-                prefix=prefix,
-            )
-        )
-    return found
+def resolve(*args: Any, **options: Any) -> list[ResolvedLimit]:
+    """The numbers of limits for this state and runtime; async functions are refused."""
+    return done(aresolve(*args, form="", **options))
 
 
 async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
@@ -184,6 +147,7 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
     runtime: Any,
     recorder: Recorder,
     *,
+    form: Form = "a",
     now: float | None = None,
     root_run: str = "",
     prefix: str = "",
@@ -196,10 +160,19 @@ async def aresolve(  # noqa: PLR0913 - keyword-only, with defaults
         for key, function in _functions(limit):
             try:
                 value = function(state, runtime)
-                values[key] = await value if inspect.isawaitable(value) else value
+                if form and inspect.isawaitable(value):
+                    value = await value
             except Exception as error:
                 _name(limit, key[0], error, recorder)
                 raise
+            if inspect.iscoroutine(value):
+                value.close()
+            if inspect.isawaitable(value):
+                raise RuntimeError(
+                    f"{key[0]} of limit {limit.name!r} is async: call the agent with ainvoke or "
+                    "astream"
+                )
+            values[key] = value
         found.append(
             _resolved(
                 limit,

@@ -5,8 +5,10 @@ from typing import Any
 
 from langchain_quota.decision import Kind
 from langchain_quota.limits import Limit, counts_calls, is_dynamic
-from langchain_quota.middleware._context import aresolve, resolve, store_prefix
-from langchain_quota.middleware._root_subject import aroot_subject, root_subject
+from langchain_quota.middleware._context import aresolve, store_prefix
+from langchain_quota.middleware._form import Form
+from langchain_quota.middleware._form import now as done
+from langchain_quota.middleware._root_subject import root_subject
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.raised import raised
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
@@ -48,23 +50,27 @@ class CurrentLimits:
         """The limits at a moment."""
         if self._fixed:
             return _raised(self._fixed[kind], state)
-        prefix = store_prefix(self._prefix, state, runtime)
-        root = root_subject(state, runtime, self._numbers_root_runs, prefix, self._recorder)
-        limits, counted_at = self.of_kind[kind], now if self._has_store else None
-        found = resolve(
-            limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix
-        )
-        return _raised(ResolvedLimits(found), state)
+        return done(self._at("", now, kind, state, runtime))
 
     async def aat(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
         """`at`, where async functions of limits are awaited."""
         if self._fixed:
             return _raised(self._fixed[kind], state)
-        prefix = store_prefix(self._prefix, state, runtime)
-        root = await aroot_subject(state, runtime, self._numbers_root_runs, prefix, self._recorder)
-        limits, counted_at = self.of_kind[kind], now if self._has_store else None
+        return await self._at("a", now, kind, state, runtime)
+
+    async def _at(
+        self, form: Form, now: float, kind: Kind | None, state: Any, runtime: Any
+    ) -> ResolvedLimits:
+        prefix, store = store_prefix(self._prefix, state, runtime), self._numbers_root_runs
         found = await aresolve(
-            limits, state, runtime, self._recorder, now=counted_at, root_run=root, prefix=prefix
+            self.of_kind[kind],
+            state,
+            runtime,
+            self._recorder,
+            form=form,
+            now=now if self._has_store else None,
+            root_run=await root_subject(form, state, runtime, store, prefix, self._recorder),
+            prefix=prefix,
         )
         return _raised(ResolvedLimits(found), state)
 

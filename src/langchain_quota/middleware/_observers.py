@@ -8,6 +8,7 @@ from typing import Any, Self
 from langchain_quota.arguments import check_function, is_async
 from langchain_quota.decision import Decision, Outcome
 from langchain_quota.locks import fork_safe_lock
+from langchain_quota.middleware._form import Form, now
 from langchain_quota.telemetry.recorder import Recorder
 
 MAX_TASKS = 10_000
@@ -44,28 +45,28 @@ class Observers:
 
     def notify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
         """Call each observer with each decision."""
+        now(self._notify("", decisions, task_id))
+
+    async def anotify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
+        """Call each observer with each decision, and wait for those that are async."""
+        await self._notify("a", decisions, task_id)
+
+    async def _notify(self, form: Form, decisions: Sequence[Decision], task_id: str | None) -> None:
         for decision, observer in self._pending(decisions, task_id):
             result: Any = None
             try:
                 result = observer(decision)
+                if form and inspect.isawaitable(result):
+                    result = await result
             except Exception as error:  # noqa: BLE001 - an observer must not break the agent
                 self._recorder.record_error("observer", error)
             self._count_one(task_id)
+            if form:
+                continue
             if inspect.iscoroutine(result):
                 result.close()
             if inspect.isawaitable(result):
                 raise _async_error(observer)
-
-    async def anotify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
-        """Call each observer with each decision, and wait for those that are async."""
-        for decision, observer in self._pending(decisions, task_id):
-            try:
-                result = observer(decision)
-                if inspect.isawaitable(result):
-                    await result
-            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
-                self._recorder.record_error("observer", error)
-            self._count_one(task_id)
 
     def _pending(
         self, decisions: Sequence[Decision], task_id: str | None

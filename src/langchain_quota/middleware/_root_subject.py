@@ -11,6 +11,7 @@ from uuid import uuid4
 from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.middleware._context import CallContext, call_context
+from langchain_quota.middleware._form import Form, ask
 from langchain_quota.middleware._root_run import RootRun, log_lost, root_run
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.state import ledger
@@ -18,7 +19,8 @@ from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.recorder import Recorder
 
 
-def root_subject(
+async def root_subject(  # noqa: PLR0913, PLR0917 - what a hook knows
+    form: Form,
     state: Mapping[str, Any],
     runtime: Any,
     store: StoreClient | None,
@@ -33,33 +35,10 @@ def root_subject(
     if run is None or subject is not None:
         return subject or caller.run()
     thread, key = _numbered(run, caller, prefix)
-    found = (store.peek([key]) or {}).get(key) if run.resumes else None
+    found = (await ask(form, store, "peek", [key]) or {}).get(key) if run.resumes else None
     number = None if found is None else found.used
     if number is None:
-        answer = store.ask(_addition(key, run.key))
-        number = None if answer is None else answer.used[key] + 1
-    return run.key if number is None else _count(run, f"{thread}@{number}", caller, recorder)
-
-
-async def aroot_subject(
-    state: Mapping[str, Any],
-    runtime: Any,
-    store: StoreClient | None,
-    prefix: str,
-    recorder: Recorder,
-) -> str:
-    """Whose calls a store counts together with those of the running node."""
-    if store is None:
-        return ""
-    run, caller = root_run(), call_context(runtime, model_name=None)
-    subject = _known(run, state, caller, recorder)
-    if run is None or subject is not None:
-        return subject or caller.run()
-    thread, key = _numbered(run, caller, prefix)
-    found = (await store.apeek([key]) or {}).get(key) if run.resumes else None
-    number = None if found is None else found.used
-    if number is None:
-        answer = await store.aask(_addition(key, run.key))
+        answer = await ask(form, store, "ask", _addition(key, run.key))
         number = None if answer is None else answer.used[key] + 1
     return run.key if number is None else _count(run, f"{thread}@{number}", caller, recorder)
 

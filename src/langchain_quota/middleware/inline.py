@@ -22,10 +22,11 @@ from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExc
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._agent_budgets import alate_use, late_use
+from langchain_quota.middleware._agent_budgets import late_use
 from langchain_quota.middleware._base import ContextT
 from langchain_quota.middleware._budgeted_call import BudgetedCall
 from langchain_quota.middleware._calls import Late, Request, Update
+from langchain_quota.middleware._form import now
 from langchain_quota.middleware._history import identified, overruled, since
 from langchain_quota.middleware._model_request import with_state
 from langchain_quota.middleware._observers import Observer
@@ -154,7 +155,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         """
         step = _Step(self.name, request)
         limits = self._resolve("model", step.state, request.runtime)
-        late = late_use(self._budgets, step.state, request.runtime, limits)
+        late = now(late_use("", self._budgets, step.state, request.runtime, limits))
         call = step.model_call(self._before_request(limits), late)
         conclusion = self._let_through(call, self._acquire(call))
         step.write(self._take_effect(call, conclusion))
@@ -188,7 +189,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         """`wrap_model_call`, without blocking the event loop."""
         step = _Step(self.name, request)
         limits = await self._aresolve("model", step.state, request.runtime)
-        late = await alate_use(self._budgets, step.state, request.runtime, limits)
+        late = await late_use("a", self._budgets, step.state, request.runtime, limits)
         call = step.model_call(self._before_request(limits), late)
         conclusion = self._let_through(call, await self._aacquire(call))
         step.write(await self._atake_effect(call, conclusion))

@@ -14,7 +14,7 @@ from langchain_quota.decision import Kind
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._agent_budgets import alate_use, budgets_of, late_use
+from langchain_quota.middleware._agent_budgets import budgets_of, late_use
 from langchain_quota.middleware._asking import questions_of
 from langchain_quota.middleware._at_once import caps_of
 from langchain_quota.middleware._base import ContextT, effect
@@ -180,7 +180,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         if self._budgets is not None and has_ended(state):
             return {"jump_to": "end"}
         limits = self._resolve("model", state, runtime)
-        late = late_use(self._budgets, state, runtime, limits)
+        late = now(late_use("", self._budgets, state, runtime, limits))
         first = self._before_request(limits)
         ask = partial(model_calls.pending, state, runtime, task=self.name, late=late)
         request = ask(first)
@@ -199,7 +199,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         if self._budgets is not None and has_ended(state):
             return {"jump_to": "end"}
         limits = await self._aresolve("model", state, runtime)
-        late = await alate_use(self._budgets, state, runtime, limits)
+        late = await late_use("a", self._budgets, state, runtime, limits)
         first = self._before_request(limits)
         ask = partial(model_calls.pending, state, runtime, task=self.name, late=late)
         request = ask(first)
