@@ -2,7 +2,7 @@
 
 import hashlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry, hmac_label
-from langchain_quota.telemetry.labels import BoundedLabels, ToolLabels, described, label
+from langchain_quota.telemetry.labels import BoundedLabels, described, label, tool_labels
 from tests.calls import calls_made
 
 KEY = "0123456789abcdef"
@@ -165,67 +165,67 @@ def test_a_key_is_measured_in_bytes() -> None:
 
 def test_a_model_call_has_no_tool() -> None:
     """The tool label of a model call says that there is none."""
-    assert ToolLabels(10).label("boss", None) == "none"
+    assert tool_labels(10).label(None, "boss") == "none"
 
 
 @pytest.mark.parametrize("name", ["search", "a.b-c_D9", "s" * 64])
 def test_usual_tool_names_are_kept(name: str) -> None:
     """Names as providers allow them are labels as they are."""
-    assert ToolLabels(10).label("boss", name) == name
+    assert tool_labels(10).label(name, "boss") == name
 
 
 @pytest.mark.parametrize("name", ["", "s" * 65, "two words", "a\n", "süß", "\ud800", "a/b"])
 def test_unusual_tool_names_are_other(name: str) -> None:
     """A name that no provider allows is the model's invention."""
-    assert ToolLabels(10).label("boss", name) == "_other"
+    assert tool_labels(10).label(name, "boss") == "_other"
 
 
 def test_invented_names_are_bounded() -> None:
     """Beyond the bound new names are `_other`, and the known ones keep theirs."""
-    tools = ToolLabels(2)
-    found = [tools.label("boss", name) for name in ("a", "b", "c", "a", "d", "b")]
+    tools = tool_labels(2)
+    found = [tools.label(name, "boss") for name in ("a", "b", "c", "a", "d", "b")]
     assert found == ["a", "b", "_other", "a", "_other", "b"]
 
 
 def test_the_bound_is_per_agent() -> None:
     """One agent's inventions do not use up another agent's names."""
-    tools = ToolLabels(1)
-    assert tools.label("boss", "a") == "a"
-    assert tools.label("clerk", "b") == "b"
-    assert tools.label("boss", "b") == "_other"
+    tools = tool_labels(1)
+    assert tools.label("a", "boss") == "a"
+    assert tools.label("b", "clerk") == "b"
+    assert tools.label("b", "boss") == "_other"
 
 
 def test_tools_that_limits_name_keep_their_names() -> None:
     """A limited tool is labelled by its name at any number of names, and uses up none."""
-    tools = ToolLabels(1)
+    tools = tool_labels(1)
     tools.keep(("search", "two words"))
-    assert tools.label("boss", "search") == "search"
-    assert tools.label("boss", "two words") == "two words"
-    assert tools.label("boss", "a") == "a"
-    assert tools.label("boss", "b") == "_other"
-    assert tools.label("boss", "search") == "search"
+    assert tools.label("search", "boss") == "search"
+    assert tools.label("two words", "boss") == "two words"
+    assert tools.label("a", "boss") == "a"
+    assert tools.label("b", "boss") == "_other"
+    assert tools.label("search", "boss") == "search"
 
 
 def test_a_kept_name_is_still_a_safe_label() -> None:
     """A limited tool's name is cut and hashed like any other value."""
-    tools = ToolLabels(1)
+    tools = tool_labels(1)
     tools.keep(("s" * 100, "\ud800"))
-    assert tools.label("boss", "s" * 100) == label("s" * 100)
-    assert tools.label("boss", "\ud800") == label("\ud800")
+    assert tools.label("s" * 100, "boss") == label("s" * 100)
+    assert tools.label("\ud800", "boss") == label("\ud800")
 
 
 def test_0_names_of_others() -> None:
     """With a bound of 0 only the tools that limits name are told apart."""
-    tools = ToolLabels(0)
+    tools = tool_labels(0)
     tools.keep(("search",))
-    assert [tools.label("boss", name) for name in ("search", "calc")] == ["search", "_other"]
+    assert [tools.label(name, "boss") for name in ("search", "calc")] == ["search", "_other"]
 
 
 def test_the_bound_holds_under_threads() -> None:
     """Agents in many threads together do not pass the bound."""
-    tools = ToolLabels(50)
+    tools = tool_labels(50)
     with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda index: tools.label("boss", f"t{index}"), range(2000)))
+        found = set(pool.map(lambda index: tools.label(f"t{index}", "boss"), range(2000)))
     assert len(found - {"_other"}) == 50
 
 
@@ -239,50 +239,56 @@ def test_the_key_is_not_shown_in_a_conflict() -> None:
     assert "f" * 16 not in str(caught.value)
 
 
+def offer(tools: BoundedLabels, names: Iterable[str]) -> None:
+    """An agent shows its tools before its model invents others."""
+    for name in names:
+        tools.label(name, "boss")
+
+
 def test_offered_tools_come_before_invented_ones() -> None:
     """The tools that an agent really has are labels, whatever its model invents meanwhile."""
-    tools = ToolLabels(3)
-    tools.offer("boss", ["search", "calc"])
-    found = [tools.label("boss", name) for name in ("made-up", "also-made-up", "calc", "search")]
+    tools = tool_labels(3)
+    offer(tools, ["search", "calc"])
+    found = [tools.label(name, "boss") for name in ("made-up", "also-made-up", "calc", "search")]
     assert found == ["made-up", "_other", "calc", "search"]
 
 
 def test_offered_tools_are_bounded() -> None:
     """Of more tools than the bound the first are labels; what was known before keeps its place."""
-    tools = ToolLabels(3)
-    tools.label("boss", "early")
+    tools = tool_labels(3)
+    tools.label("early", "boss")
     for _ in range(2):
-        tools.offer("boss", (f"t{index}" for index in range(1000)))
-    found = [tools.label("boss", name) for name in ("early", "t0", "t1", "t2", "t999")]
+        offer(tools, (f"t{index}" for index in range(1000)))
+    found = [tools.label(name, "boss") for name in ("early", "t0", "t1", "t2", "t999")]
     assert found == ["early", "t0", "t1", "_other", "_other"]
 
 
 def test_offered_tools_are_bounded_by_agent() -> None:
     """What one agent has uses up no other agent's names, and is not the other's."""
-    tools = ToolLabels(1)
-    tools.offer("boss", ["search"])
-    assert [tools.label("clerk", name) for name in ("made-up", "search")] == ["made-up", "_other"]
+    tools = tool_labels(1)
+    offer(tools, ["search"])
+    assert [tools.label(name, "clerk") for name in ("made-up", "search")] == ["made-up", "_other"]
 
 
 def test_odd_names_that_are_offered_are_left_out() -> None:
     """A name that cannot be a label takes no room, and is still `_other`."""
-    tools = ToolLabels(1)
-    tools.offer("boss", ["", "two words", "s" * 65, "\ud800", "search"])
-    found = [tools.label("boss", name) for name in ("made-up", "two words", "search")]
+    tools = tool_labels(1)
+    offer(tools, ["", "two words", "s" * 65, "\ud800", "search"])
+    found = [tools.label(name, "boss") for name in ("made-up", "two words", "search")]
     assert found == ["_other", "_other", "search"]
 
 
 def test_offered_tools_that_limits_name_use_up_no_room() -> None:
     """The bound is beside the limited tools, also when an agent is known to have them."""
-    tools = ToolLabels(1)
+    tools = tool_labels(1)
     tools.keep(("search",))
-    tools.offer("boss", ["search", "calc"])
-    found = [tools.label("boss", name) for name in ("made-up", "calc", "search")]
+    offer(tools, ["search", "calc"])
+    found = [tools.label(name, "boss") for name in ("made-up", "calc", "search")]
     assert found == ["_other", "calc", "search"]
 
 
 def test_nothing_fits_into_no_room() -> None:
     """With a bound of 0 the tools that an agent has are no labels either."""
-    tools = ToolLabels(0)
-    tools.offer("boss", ["search"])
-    assert tools.label("boss", "search") == "_other"
+    tools = tool_labels(0)
+    offer(tools, ["search"])
+    assert tools.label("search", "boss") == "_other"

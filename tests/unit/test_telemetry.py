@@ -579,7 +579,7 @@ TELLING: dict[str, tuple[str, str, Entrance]] = {
     "record_charge": ("metrics", "charged", LABELLING["record_charge"]),
     "record_charge on a thread": ("usage", "record", LABELLING["record_charge"]),
     "reset": ("usage", "reset", LABELLING["reset"]),
-    "learn_tools": ("tools", "offer", lambda recorder, _: recorder.learn_tools("boss", ["search"])),
+    "learn_tools": ("tools", "label", lambda recorder, _: recorder.learn_tools("boss", ["search"])),
 }
 """What else they tell, and what may raise then."""
 

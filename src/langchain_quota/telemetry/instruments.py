@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.failures import Failures
-from langchain_quota.telemetry.labels import BoundedLabels, Label, ToolLabels, own_label
+from langchain_quota.telemetry.labels import BoundedLabels, Label, own_label, tool_labels
 from langchain_quota.telemetry.metrics import Metrics
 from langchain_quota.telemetry.multiprocess import checked_directory
 from langchain_quota.telemetry.stores import StoreTable
@@ -42,7 +42,7 @@ class Instruments:
         self.metrics = Metrics(registry, settings.near)
         self.failures = Failures(self.metrics)
         self.agents = BoundedLabels(settings.max_agents)
-        self.tools = ToolLabels(settings.max_tools)
+        self.tools = tool_labels(settings.max_tools)
         self.models = BoundedLabels(_MAX_MODELS)
         self.stores = StoreTable()
         self.usage = UsageTable(

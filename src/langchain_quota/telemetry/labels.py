@@ -114,76 +114,42 @@ def agent_name(name: str | None) -> str:
 
 
 class BoundedLabels:
-    """The bounded labels of agents or models: there may be new names all the time.
+    """The labels of a bounded number of names: models and callers invent names all the time.
 
-    Args:
-        most: How many distinct names there may be.
+    Names may be in groups, such as the tools of an agent; the bound is for each group.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(
+        self, most: int, *, nameless: str = UNNAMED, allowed: re.Pattern[str] | None = None
+    ) -> None:
         self._most = most
-        self._seen: dict[str, str] = {}
-        self._lock = fork_safe_lock()
-
-    def label(self, name: str | None) -> str:
-        """The label of a name."""
-        if not name:
-            return UNNAMED
-        if name in self._seen:
-            return self._seen[name]
-        made = label(name)
-        with self._lock:
-            if len(self._seen) < self._most:
-                self._seen[name] = made
-            return self._seen.get(name, OTHER)
-
-
-class ToolLabels:
-    """The bounded names of tools: models invent names, and every new name would be a new series.
-
-    Args:
-        max_tools: How many distinct names an agent may have beside those that limits name.
-    """
-
-    def __init__(self, max_tools: int) -> None:
-        self._max_tools = max_tools
+        self._nameless = nameless
+        self._allowed = allowed
         self._kept: dict[str, str] = {}
-        self._seen: dict[str, set[str]] = {}
+        self._seen: dict[str, dict[str, str]] = {}
         self._lock = fork_safe_lock()
 
-    def keep(self, names: tuple[str, ...]) -> None:
-        """Always label these tools by their names."""
+    def keep(self, names: Iterable[str]) -> None:
+        """Always label these names by themselves, beside the bound."""
         with self._lock:
             self._kept.update((name, label(name)) for name in names)
 
-    def offer(self, agent: str, names: Iterable[str]) -> None:
-        """Give labels to the tools that an agent really has, before its model invents others."""
-        with self._lock:
-            seen = self._seen.setdefault(agent, set())
-            new = (
-                name
-                for name in dict.fromkeys(names)
-                if name not in seen and name not in self._kept and _TOOL.fullmatch(name)
-            )
-            seen.update(list(islice(new, self._room(seen))))
-
-    def _room(self, seen: set[str]) -> int:
-        return max(0, self._max_tools - len(seen))
-
-    def label(self, agent: str, name: str | None) -> str:
-        """The label of a tool; `none` for a model call."""
-        if name is None:
-            return NONE
-        if name in self._kept:
-            return self._kept[name]
-        if name in self._seen.get(agent, ()):
-            return name
-        if not _TOOL.fullmatch(name):
+    def label(self, name: str | None, group: str = "") -> str:
+        """The label of a name."""
+        if not name and (name is None or self._allowed is None):
+            return self._nameless
+        found = self._kept.get(name) or self._seen.get(group, {}).get(name)
+        if found is not None:
+            return found
+        if self._allowed is not None and not self._allowed.fullmatch(name):
             return OTHER
         with self._lock:
-            seen = self._seen.setdefault(agent, set())
-            if name not in seen:
-                if not self._room(seen):
-                    return OTHER
-                seen.add(name)
-        return name
+            seen = self._seen.setdefault(group, {})
+            if name not in seen and len(seen) < self._most:
+                seen[name] = label(name)
+            return seen.get(name, OTHER)
+
+
+def tool_labels(most: int) -> BoundedLabels:
+    """The labels of tools, by agent, beside those that limits name."""
+    return BoundedLabels(most, nameless=NONE, allowed=_TOOL)

@@ -90,7 +90,9 @@ class Recorder(ChargeRecorder):
     def learn_tools(self, agent: str | None, names: Iterable[str]) -> None:
         """Learn an agent's tools: they get labels before names that its model invents."""
         with self._guard("metrics"):
-            self._tools.offer(self._agents.label(agent), names)
+            group = self._agents.label(agent)
+            for name in names:
+                self._tools.label(name, group)
 
     def record(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -117,7 +119,7 @@ class Recorder(ChargeRecorder):
         for decision in decisions:
             tool, span = OTHER, None
             with self._guard("metrics"):
-                tool = self._tools.label(agent, decision.call.tool)
+                tool = self._tools.label(decision.call.tool, agent)
             with self._guard("tracing"):
                 span = self._tracing.record(
                     decision,
