@@ -45,7 +45,10 @@ TEXTS = ("!", "oak", "7", "1 2 3 4")
 """The last one is a loop, which a limit ends. Of the searches a thread has two, the others fail."""
 
 REMEMBERED = 100
-"""The newest steps that the service remembers, not 10,000, to reach that before the first count."""
+"""The newest steps that the service remembers, not 10,000, to reach that before the first count.
+
+Of threads it tracks a tenth of that.
+"""
 
 KINDS = ("ask", "stream", "hang up", "usage", "nonsense", "no token")
 USUAL = {200, 401, 403, 404, 409, 422}
@@ -62,6 +65,8 @@ signal.alarm(600 + {REQUESTS})
 patch("langchain_quota.middleware._observers.MAX_TASKS", {REMEMBERED}).start()
 patch("langchain_quota.middleware._let_through.MAX_LET_THROUGH", {REMEMBERED}).start()
 patch("langchain_quota.telemetry.reruns.RecentTasks.LEAST", {REMEMBERED}).start()
+tracked = "langchain_quota.telemetry.usage.UsageTable.__init__.__kwdefaults__"
+patch.dict(tracked, max_tracked={REMEMBERED // 10}).start()
 
 def report(*_):
     for cache in gc.get_objects():
