@@ -1,29 +1,19 @@
 """At a limit that asks a person: they grant more, or end the run; what is granted is kept once."""
 
-import asyncio
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import (
-    HumanInTheLoopMiddleware,
-    ModelRetryMiddleware,
-    ToolRetryMiddleware,
-)
 from langchain.agents.middleware.human_in_the_loop import HITLRequest
-from langchain.agents.structured_output import ToolStrategy
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.messages.ai import UsageMetadata
 from langgraph.types import Command
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from langchain_quota import (
-    Answer,
     CostLimit,
     Decision,
     InlineQuotaMiddleware,
@@ -32,23 +22,16 @@ from langchain_quota import (
     ModelUsage,
     Quota,
     QuotaMiddleware,
-    RepeatLimit,
     Telemetry,
     TokenLimit,
     ToolCallLimit,
-    ToolCallLimitExceededError,
     usage,
 )
-from langchain_quota.admission import AcquireRequest, Compensation
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.grants import Grant, Granting
-from langchain_quota.stores.keys import CountKey
-from tests.agent.conftest import Form, Order, both_forms, orders
-from tests.agent.rules import Scene, check_history, recording
-from tests.agent.shared import FickleStore
-from tests.agent.test_review import per_call
-from tests.agent.test_shared_reruns import DatabaseError, FailingSaver
+from tests.scene import Form, Scene, both_forms, check_history
 from tests.signals import Signals, needs_inline
+from tests.stores import FickleStore
 
 SEARCH = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
 MODEL = ModelCallLimit(run_limit=1, exit_behavior="ask")
@@ -115,30 +98,10 @@ class TestToolCalls:
     """Calls of tools over a limit."""
 
     @both_forms
-    async def test_approved(self, signals: Signals, form: Form) -> None:
-        """What is approved runs, once, and so does what needed no approval; the run goes on."""
-        scene = Asking(signals, [["search", "search", "calc"], "done"], SEARCH, form=form)
-        await scene.turn()
-        assert scene.ran == []
-        assert scene.decisions[1:] == []
-        args, text = scene.question()
-        assert args == {"tool:search": 1}
-        assert text == (
-            "'search' tool call limit reached: run limit exceeded (2/1 calls). Approve to "
-            "allow 1 more call for 'tool:search'. Reject to end the run."
-        )
-        result = await scene.resume(APPROVE)
-        assert sorted(scene.ran) == ["calc", "search", "search"]
-        assert scene.outcomes() == ["allowed"] * 3
-        assert len(scene.model.calls) == 2
-        assert usage(scene.agent.get_state(CONFIG)).run_tools == {"search": 2}
-        check_history(result["messages"])
-
-    @both_forms
     async def test_rejected(self, signals: Signals, form: Form) -> None:
         """A rejected run ends with the person's words; no call of the batch runs."""
         scene = Asking(signals, [["search", "search"]], SEARCH, form=form)
-        await scene.turn()
+        await scene.play()
         result = await scene.resume(answer("reject", message="That is enough, thanks."))
         assert result["messages"][-1].content == "That is enough, thanks."
         assert scene.ran == []
@@ -149,136 +112,36 @@ class TestToolCalls:
     async def test_rejected_without_a_word(self, signals: Signals) -> None:
         """Without a message a rejected run ends with the limit's own text."""
         scene = Asking(signals, [["search", "search"]], SEARCH)
-        await scene.turn()
+        await scene.play()
         result = await scene.resume(REJECT)
         assert "run limit exceeded" in result["messages"][-1].content
-
-    async def test_another_amount(self, signals: Signals) -> None:
-        """Another amount is granted as it is given; what is over it is refused, and no more."""
-        scene = Asking(signals, [["search"] * 4, "done"], SEARCH)
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 3}
-        await scene.resume(amount(2))
-        assert scene.ran == ["search"] * 3
-        assert scene.outcomes() == ["allowed"] * 3 + ["blocked"]
-        assert scene.decisions[-2].answer == Answer("approve", {"tool:search": 2})
-        assert len({*scene.decisions[1:-1]}) == 4
-
-    async def test_nothing_is_granted(self, signals: Signals) -> None:
-        """An amount of 0 refuses the calls, and lets the agent go on without them."""
-        scene = Asking(signals, [["search", "search"], "done"], SEARCH)
-        await scene.turn()
-        result = await scene.resume(amount(0))
-        assert scene.ran == ["search"]
-        assert result["messages"][-1].content == "done"
-        check_history(result["messages"])
 
     async def test_grant(self, signals: Signals) -> None:
         """`grant` says how much is offered, but never less than the calls need."""
         limit = ToolCallLimit("search", run_limit=1, exit_behavior="ask", grant=2)
         scene = Asking(signals, [["search"] * 2, ["search"] * 5, "done"], limit)
-        await scene.turn()
+        await scene.play()
         assert scene.question()[0] == {"tool:search": 2}
         await scene.resume(APPROVE)
         assert scene.question()[0] == {"tool:search": 4}
         await scene.resume(APPROVE)
         assert scene.ran == ["search"] * 7
 
-    async def test_the_default_grant_does_not_grow(self, signals: Signals) -> None:
-        """What is offered by default is the limit's own number, however much is granted."""
-        limit = ToolCallLimit("search", run_limit=2, exit_behavior="ask")
-        scene = Asking(signals, [["search"] * 3, ["search"] * 2, ["search"], "done"], limit)
-        await scene.turn()
-        for _ in range(2):
-            assert scene.question()[0] == {"tool:search": 2}
-            await scene.resume(APPROVE)
-        assert scene.ran == ["search"] * 6
-
     async def test_a_limit_of_0(self, signals: Signals) -> None:
         """A tool that is forbidden is allowed call by call."""
         limit = ToolCallLimit("search", thread_limit=0, exit_behavior="ask")
         scene = Asking(signals, [["search"], "done"], limit)
-        await scene.turn()
+        await scene.play()
         assert scene.question()[0] == {"tool:search": 1}
         await scene.resume(APPROVE)
         assert scene.ran == ["search"]
-
-    async def test_a_dynamic_limit(self, signals: Signals) -> None:
-        """What a function gives is asked about, and raised."""
-        limit = ToolCallLimit("search", run_limit=lambda *_: 1, exit_behavior="ask")
-        scene = Asking(signals, [["search"] * 2, ["search"], "done"], limit)
-        await scene.turn()
-        await scene.resume(APPROVE)
-        assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(REJECT)
-        assert scene.ran == ["search"] * 2
-
-
-class TestModelCalls:
-    """Calls of the model over a limit."""
-
-    @both_forms
-    @pytest.mark.parametrize("kind", ["approve", "amount", "reject"])
-    async def test_answers(self, signals: Signals, form: Form, kind: str) -> None:
-        """The model is called again as often as is granted; else the run ends, with a text."""
-        scene = Asking(signals, [["calc"], ["calc"], ["calc"], "done"], MODEL, form=form)
-        await scene.turn()
-        assert scene.ran == ["calc"]
-        assert scene.question()[0] == {"model": 1}
-        given = {
-            "approve": APPROVE,
-            "amount": amount(2),
-            "reject": answer("reject", message="No."),
-        }
-        result = await scene.resume(given[kind])
-        assert len(scene.model.calls) == {"approve": 2, "amount": 3, "reject": 1}[kind]
-        assert bool(scene.questions()) is (kind != "reject")
-        assert usage(scene.agent.get_state(CONFIG)).run_model == len(scene.model.calls)
-        if kind == "reject":
-            assert result["messages"][-1].content == "No."
-            check_history(result["messages"])
-
-    async def test_nothing_is_granted(self, signals: Signals) -> None:
-        """There is no run without a model: it ends, as with `end`."""
-        scene = Asking(signals, [["calc"]], MODEL)
-        await scene.turn()
-        result = await scene.resume(amount(0))
-        assert "Model call limits exceeded" in result["messages"][-1].content
-        assert len(scene.model.calls) == 1
-
-
-@pytest.mark.parametrize("form", ["sync", "async"])
-async def test_a_stream(signals: Signals, form: Form) -> None:
-    """The question is in the stream; nothing runs after it, and later nothing runs twice."""
-    scene = Asking(signals, [["search"] * 2, "done"], SEARCH, form=form)
-    first = await scene.updates({"messages": [("user", "hi")]})
-    assert list(first[-1]) == ["__interrupt__"]
-    assert not any("tools" in each for each in first)
-    then = await scene.updates(Command(resume=APPROVE))
-    assert not any("__interrupt__" in each for each in then)
-    assert scene.ran == ["search"] * 2
-    assert len(scene.model.calls) == 2
-
-
-async def test_one_question_for_a_batch(signals: Signals) -> None:
-    """Several calls over several limits are one question; one amount raises each of them."""
-    limits = [
-        ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
-        ToolCallLimit("calc", thread_limit=2, exit_behavior="ask", grant=7, name="sums"),
-        ToolCallLimit(run_limit=3, exit_behavior="ask", grant=1, name="all"),
-    ]
-    scene = Asking(signals, [["search", "calc"] * 3, "done"], *limits)
-    await scene.turn()
-    assert scene.question()[0] == {"tool:search": 2, "sums": 7, "all": 3}
-    await scene.resume(amount(2))
-    assert scene.ran == ["search", "calc"] * 2 + ["search"]
 
 
 async def test_one_amount_for_two_units(signals: Signals) -> None:
     """Where calls and tokens are asked about at once, an amount cannot be meant for both."""
     tokens = TokenLimit(run_limit=10, exit_behavior="ask", name="tokens")
     scene = Asking(signals, [used(10, "calc"), "done"], MODEL, tokens)
-    await scene.turn()
+    await scene.play()
     assert scene.question()[0] == {"model": 1, "tokens": 10}
     await scene.resume(amount(5))
     args, text = scene.question()
@@ -294,9 +157,9 @@ class TestScopes:
     async def test_a_run(self, signals: Signals) -> None:
         """What is granted to a run ends with it."""
         scene = Asking(signals, [["search"] * 2, "done", ["search"] * 2], SEARCH)
-        await scene.turn()
+        await scene.play()
         await scene.resume(APPROVE)
-        await scene.turn()
+        await scene.play()
         assert scene.question()[0] == {"tool:search": 1}
         assert scene.ran == ["search"] * 2
 
@@ -304,28 +167,12 @@ class TestScopes:
         """What is granted to a thread lasts as long as the thread."""
         limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask", grant=3)
         scene = Asking(signals, [["search"] * 2, "done", ["search"] * 2, "done"], limit)
-        await scene.turn()
+        await scene.play()
         await scene.resume(APPROVE)
-        await scene.turn()
+        await scene.play()
         assert scene.questions() == []
         assert scene.ran == ["search"] * 4
         assert usage(scene.agent.get_state(CONFIG)).tools == {"search": 4}
-
-    async def test_both(self, signals: Signals) -> None:
-        """A limit of a thread and of its runs is raised where it is reached."""
-        limit = ToolCallLimit("search", run_limit=1, thread_limit=2, exit_behavior="ask")
-        scene = Asking(
-            signals, [["search"] * 2, "done", ["search"], "done", ["search"], "done"], limit
-        )
-        await scene.turn()
-        await scene.resume(APPROVE)
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 2}
-        await scene.resume(APPROVE)
-        assert scene.ran == ["search"] * 3
-        await scene.turn()
-        assert scene.questions() == []
-        assert scene.ran == ["search"] * 4
 
 
 class TestUnusable:
@@ -355,7 +202,7 @@ class TestUnusable:
         kept = store() if store else None
         calc = ToolCallLimit("calc", run_limit=1, exit_behavior="ask")
         scene = Asking(signals, [["search"] * 2, "done"], SEARCH, calc, quota={"store": kept})
-        await scene.turn()
+        await scene.play()
         await scene.resume(given)
         args, text = scene.question()
         assert args == {"tool:search": 1}
@@ -383,7 +230,7 @@ class TestWho:
     async def test_by(self, signals: Signals, resumed: Any, user: Any, by: str) -> None:
         """LangGraph's authentication says it, or the answer."""
         scene = Asking(signals, [["search"] * 2, "done"], SEARCH)
-        await scene.turn()
+        await scene.play()
         config: Any = {"configurable": {"thread_id": "thread-1"}}
         if user:
             config["configurable"]["langgraph_auth_user_id"] = user
@@ -407,22 +254,6 @@ def dollars(model: ModelUsage) -> Decimal:
 class TestBudgets:
     """Tokens and dollars."""
 
-    async def test_tokens(self, signals: Signals, has_store: bool) -> None:  # noqa: FBT001
-        """The next call is asked about when nothing is left; what is granted is used by others."""
-        limit = TokenLimit(thread_limit=100, exit_behavior="ask", grant=10, name="tokens")
-        script = [used(150, "calc"), used(10, "calc", number=1), "done"]
-        store = MemoryStore() if has_store else None
-        scene = Asking(signals, script, limit, quota={"store": store})
-        await scene.turn()
-        args, text = scene.question()
-        assert args == {"tokens": 51}
-        assert "allow 51 more tokens for 'tokens'" in text
-        await scene.resume(APPROVE)
-        assert scene.question()[0] == {"tokens": 10}
-        await scene.resume(REJECT)
-        assert len(scene.model.calls) == 2
-        assert usage(scene.agent.get_state(CONFIG)).spent["model.total_tokens"] == 160
-
     async def test_dollars(self, signals: Signals, has_store: bool) -> None:  # noqa: FBT001
         """Dollars are offered as text, and are given as text; metrics have dollars."""
         limit = CostLimit(run_limit="1.50", exit_behavior="ask", grant="0.25", name="cost")
@@ -430,7 +261,7 @@ class TestBudgets:
         store = MemoryStore() if has_store else None
         quota = {"prices": dollars, "store": store}
         scene = Asking(signals, script, limit, quota=quota)
-        await scene.turn()
+        await scene.play()
         args, text = scene.question()
         assert args == {"cost": "0.25"}
         assert "allow $0.25 more for 'cost'" in text
@@ -440,43 +271,13 @@ class TestBudgets:
         assert scene.question()[0] == {"cost": "0.25"}
 
 
-def other(text: str) -> Any:
-    return {"messages": [("user", text)]}
-
-
 class TestNotAnswered:
     """A new message in place of an answer."""
-
-    async def test_tool_calls(self, signals: Signals) -> None:
-        """The calls that waited are answered, nothing is granted, and nothing is counted."""
-        scene = Asking(signals, [["search"] * 2, ["search"] * 2, "done"], SEARCH)
-        await scene.turn()
-        result = await scene.turn("something else")
-        assert scene.question()[0] == {"tool:search": 1}
-        check_history(scene.model.calls[-1].messages)
-        assert scene.ran == []
-        await scene.resume(amount(0))
-        assert scene.ran == ["search"]
-        assert usage(scene.agent.get_state(CONFIG)).tools == {"search": 1}
-        assert "granted" not in scene.state()["langchain_quota"]
-        check_history(scene.state()["messages"])
-        assert result is not None
-
-    async def test_a_model_call(self, signals: Signals) -> None:
-        """A new run has its own number of model calls."""
-        limit = ModelCallLimit(run_limit=1, thread_limit=9, exit_behavior="ask")
-        scene = Asking(signals, [["calc"], "done"], limit)
-        await scene.turn()
-        result = await scene.turn("something else")
-        assert result["messages"][-1].content == "done"
-        assert scene.questions() == []
-        assert usage(scene.agent.get_state(CONFIG)).model == 2
-        check_history(result["messages"])
 
     async def test_resumed_without_an_answer(self, signals: Signals) -> None:
         """A run that goes on without an answer asks once more, and counts one question."""
         scene = Asking(signals, [["search"] * 2, "done"], SEARCH)
-        await scene.turn()
+        await scene.play()
         await scene.go_on()
         assert scene.question()[0] == {"tool:search": 1}
         assert scene.count("questions_total", limit="tool:search") == 1
@@ -487,111 +288,22 @@ class TestNotAnswered:
 class TestBesideOtherLimits:
     """A refusal by another limit beside it."""
 
-    @pytest.mark.parametrize("exit_behavior", ["end", "error"])
-    async def test_the_run_ends(self, signals: Signals, exit_behavior: Any) -> None:
-        """Nobody is asked if another limit ends the run."""
-        hard = ToolCallLimit(run_limit=1, exit_behavior=exit_behavior)
-        scene = Asking(signals, [["search"] * 2], SEARCH, hard)
-        if exit_behavior == "error":
-            with pytest.raises(ToolCallLimitExceededError):
-                await scene.turn()
-        else:
-            result = await scene.turn()
-            assert "limit" in result["messages"][-1].content
-        assert scene.questions() == []
-        assert scene.ran == []
-
     async def test_the_run_would_end(self, signals: Signals) -> None:
         """Nobody is asked if the calls that are granted would end the run at another limit."""
         hard = ToolCallLimit(run_limit=2, exit_behavior="end")
         scene = Asking(signals, [["search"] * 3, "done"], SEARCH, hard)
-        await scene.turn()
+        await scene.play()
         assert scene.questions() == []
         assert scene.ran == ["search"]
         assert scene.answers() == [("search", "error")] * 2 + [("search", "success")]
-
-    async def test_refused_anyway(self, signals: Signals) -> None:
-        """Nobody is asked for calls that another limit refuses, too."""
-        hard = ToolCallLimit(run_limit=2)
-        scene = Asking(signals, [["search"] * 4, "done"], SEARCH, hard)
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(APPROVE)
-        assert scene.ran == ["search"] * 2
-
-    async def test_all_refused_anyway(self, signals: Signals) -> None:
-        """If no call would run, they are refused, and the agent goes on."""
-        hard = ToolCallLimit(run_limit=1)
-        scene = Asking(signals, [["search"], ["search"], "done"], SEARCH, hard)
-        result = await scene.turn()
-        assert scene.questions() == []
-        assert scene.ran == ["search"]
-        assert result["messages"][-1].content == "done"
-
-    async def test_a_limit_on_trial(self, signals: Signals) -> None:
-        """A limit that is not enforced asks nobody, and lowers no offer."""
-        trial = ToolCallLimit("calc", run_limit=0, exit_behavior="ask", enforce=False)
-        hard = ToolCallLimit(run_limit=1, exit_behavior="end", enforce=False)
-        scene = Asking(signals, [["calc"], ["search"] * 2, "done"], SEARCH, trial, hard)
-        await scene.turn()
-        assert scene.ran == ["calc"]
-        assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(APPROVE)
-        assert scene.ran == ["calc", "search", "search"]
-
-    async def test_a_limit_that_gives_up(self, signals: Signals) -> None:
-        """If a limit gives up first, it ends the run, and nobody is asked."""
-        calc = ToolCallLimit("calc", run_limit=0, give_up_after=2)
-        scene = Asking(
-            signals, [["calc", "search"], ["calc", "search", "search"], "x"], SEARCH, calc
-        )
-        await scene.turn()
-        assert scene.questions() == []
-        assert scene.ran == ["search"]
-        assert len(scene.model.calls) == 2
-
-    async def test_a_repeat(self, signals: Signals) -> None:
-        """A call that repeats itself is no reason to ask; another one is."""
-        script = [["search"], ["search", ("search", {"query": "b"})], "done"]
-        scene = Asking(signals, script, SEARCH, RepeatLimit(1))
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(APPROVE)
-        assert scene.ran == ["search"] * 2
-        assert scene.outcomes() == ["allowed", "blocked", "allowed"]
 
     async def test_at_once(self, signals: Signals) -> None:
         """Who may run more calls still runs so many at a time."""
         limit = ToolCallLimit("search", run_limit=1, at_once=1, exit_behavior="ask")
         scene = Asking(signals, [["search"] * 3, "done"], limit)
-        await scene.turn()
+        await scene.play()
         await scene.resume(APPROVE)
         assert scene.ran == ["search"] * 3
-
-    async def test_two_on_one_count(self, signals: Signals) -> None:
-        """A grant raises all limits over one count, once, by the most that is granted."""
-        options: dict[str, Any] = {"exit_behavior": "ask"}
-        user = ToolCallLimit("search", run_limit=1, thread_limit=9, grant=3, name="user", **options)
-        soft = ToolCallLimit("search", run_limit=2, thread_limit=5, grant=1, name="soft", **options)
-        scene = Asking(signals, [["search"] * 3, ["search"] * 2, "done"], soft, user)
-        await scene.turn()
-        assert scene.question()[0] == {"user": 3, "soft": 1}
-        await scene.resume(APPROVE)
-        assert scene.ran == ["search"] * 3
-        assert scene.question()[0] == {"user": 3}
-
-    @pytest.mark.parametrize("store", [None, MemoryStore], ids=["state", "store"])
-    async def test_a_grant_that_raises_another_limit(self, signals: Signals, store: Any) -> None:
-        """What is offered is enough for the calls that its grant lets past a limit beside it."""
-        forbidden = ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="asks")
-        hard = ToolCallLimit("search", thread_limit=2, run_limit=1, name="hard")
-        quota = {"store": store() if store else None}
-        scene = Asking(signals, [["search"] * 2, "done"], forbidden, hard, quota=quota)
-        await scene.turn()
-        assert scene.question()[0] == {"asks": 2}
-        await scene.resume(APPROVE)
-        assert scene.ran == ["search"] * 2
-        assert scene.outcomes() == ["allowed"] * 2
 
     async def test_a_grant_that_would_end_the_run(self, signals: Signals) -> None:
         """Nobody is asked if the calls that a grant lets past one limit end the run at another."""
@@ -600,7 +312,7 @@ class TestBesideOtherLimits:
         hard = ToolCallLimit(run_limit=2, exit_behavior="end", name="hard")
         script = [["search", "search", "calc"], "done"]
         scene = Asking(signals, script, forbidden, beside, hard)
-        result = await scene.turn()
+        result = await scene.play()
         assert scene.questions() == []
         assert scene.ran == ["calc"]
         assert result["messages"][-1].content == "done"
@@ -618,110 +330,11 @@ async def test_an_exhausted_tool_is_offered(signals: Signals, form: Form) -> Non
         form=form,
         quota={"hide_exhausted": True, "tell_model": True},
     )
-    await scene.turn()
+    await scene.play()
     assert scene.model.calls[1].tools == ("search",)
     told = str(scene.model.calls[1].messages[-1].content)
     assert "search: 0 of 1 left (then a person is asked for more); calc: 0 of 1 left." in told
     assert scene.question()[0] == {"tool:search": 1}
-
-
-class Result(BaseModel):
-    """The structured response."""
-
-    text: str
-
-
-async def test_a_structured_response(signals: Signals) -> None:
-    """With the structured response the run ends without a question; before it, the run goes on."""
-    final = ("Result", {"text": "found"})
-    script = [["search"] * 2, [final, "search"]]
-    scene = Asking(signals, script, SEARCH, response_format=ToolStrategy(Result))
-    await scene.turn()
-    result = await scene.resume(APPROVE)
-    assert scene.questions() == []
-    assert result["structured_response"] == Result(text="found")
-    assert scene.ran == ["search"] * 2
-
-
-class TestReview:
-    """LangChain's review of tool calls beside it."""
-
-    @orders(2)
-    async def test_batched(self, signals: Signals, order: Order) -> None:
-        """Each asks its own question; what a reviewer makes of calls is what is limited."""
-        hitl = HumanInTheLoopMiddleware({"search": True, "calc": False})
-        review = {
-            "decisions": [
-                {"type": "edit", "edited_action": {"name": "calc", "args": {}}},
-                {"type": "reject"},
-                {"type": "approve"},
-            ]
-        }
-        around: dict[str, Any] = {"beside": [hitl]} if order == (0, 1) else {"before": [hitl]}
-        scene = Asking(signals, [["search"] * 3, "done"], SEARCH, **around)
-        await scene.turn()
-        reviewed = False
-        for _ in range(2):
-            (asked,) = scene.questions()
-            if asked["action_requests"][0]["name"] == "raise_limits":
-                assert asked["action_requests"][0]["args"] == {"tool:search": 2}
-                await scene.resume(APPROVE)
-            else:
-                reviewed = True
-                await scene.resume(review)
-            if not scene.questions():
-                break
-        assert reviewed
-        assert scene.questions() == []
-        assert sorted(scene.ran) == ["calc", "search"]
-        assert usage(scene.agent.get_state(CONFIG)).tools["search"] == (1 if order == (0, 1) else 3)
-        check_history(scene.state()["messages"])
-
-    @per_call
-    @orders(2)
-    async def test_per_call(self, signals: Signals, order: Order) -> None:
-        """Calls that are reviewed one by one are asked about before, in one question."""
-        hitl = HumanInTheLoopMiddleware({"search": True}, interrupt_mode="per_call")
-        around: dict[str, Any] = {"beside": [hitl]} if order == (0, 1) else {"before": [hitl]}
-        scene = Asking(signals, [["search"] * 2, "done"], SEARCH, **around)
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(APPROVE)
-        waiting = scene.agent.get_state(CONFIG).interrupts
-        assert len(waiting) == 2
-        await scene.resume({each.id: {"type": "approve"} for each in waiting})
-        assert scene.ran == ["search"] * 2
-        check_history(scene.state()["messages"])
-
-
-async def test_beside_retries_and_fallbacks(signals: Signals) -> None:
-    """What others try again is asked about once."""
-    fails = iter([True, False, False])
-
-    def body() -> None:
-        if next(fails):
-            raise ConnectionError
-
-    ran: list[str] = []
-    scene = Asking(
-        signals,
-        [["search"] * 2, ConnectionError("gone"), "done"],
-        SEARCH,
-        ModelCallLimit(run_limit=1, exit_behavior="ask"),
-        beside=[
-            ToolRetryMiddleware(initial_delay=0, jitter=False),
-            ModelRetryMiddleware(initial_delay=0, jitter=False),
-        ],
-        tools=[recording("search", ran, body)],
-        ran=ran,
-    )
-    await scene.turn()
-    await scene.resume(APPROVE)
-    assert ran == ["search"] * 2
-    assert scene.question()[0] == {"model": 1}
-    result = await scene.resume(APPROVE)
-    assert result["messages"][-1].content == "done"
-    assert scene.count("questions_total", limit="tool:search") == 1
 
 
 USER = Quota(1, per="user_id", window=DAY)
@@ -745,7 +358,7 @@ class Shared(Asking):
             return dict(self.agent.invoke(given, config, durability="sync", **context))
         return dict(await self.agent.ainvoke(given, config, durability="sync", **context))
 
-    def used(self) -> int:
+    def charged(self) -> int:
         """What the store counts of the user's searches."""
         return sum(each.used for each in self.store.usages(f"{KEY}*"))
 
@@ -760,42 +373,15 @@ class TestShared:
     async def test_granted_to_a_user(self, signals: Signals, form: Form) -> None:
         """The grant is the store's, with who gave it and why, and ends with the window."""
         scene = Shared(signals, [["search"] * 2, "done"], SHARED, store=MemoryStore(), form=form)
-        await scene.turn()
+        await scene.play()
         await scene.resume(answer("approve", by="bo", message="ticket 4711"))
         assert scene.ran == ["search"] * 2
         [grant] = scene.store.grants()
         assert (grant.amount, grant.by, grant.reason) == (5, "bo", "ticket 4711")
         assert grant.key.startswith(KEY)
         assert grant.until is not None
-        assert scene.used() == 2
+        assert scene.charged() == 2
         assert scene.count("granted_total", limit="tool:search", scope="user_id") == 5
-
-    async def test_a_run_in_a_store(self, signals: Signals, form: Form) -> None:
-        """A run's and a thread's numbers that a store counts are raised there."""
-        limit = ToolCallLimit("search", run_limit=1, thread_limit=3, exit_behavior="ask")
-        script = [["search"] * 2, "done", ["search"] * 2, "done"]
-        scene = Shared(signals, script, limit, store=MemoryStore(), form=form)
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(APPROVE)
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 1}
-        await scene.resume(amount(1))
-        assert scene.ran == ["search"] * 4
-        assert "granted" not in scene.state()["langchain_quota"]
-
-    async def test_resumed_twice(self, signals: Signals, form: Form) -> None:
-        """Who goes back to the question and answers it again grants and counts nothing more."""
-        script = [["search"] * 2, "done", "done"]
-        scene = Shared(signals, script, SHARED, store=MemoryStore(), form=form)
-        await scene.turn()
-        asked = scene.agent.get_state(CONFIG).config
-        for _ in range(2):
-            await scene.invoke(Command(resume=APPROVE), asked)
-            assert scene.granted() == [5]
-            assert scene.used() == 2
-        assert scene.count("granted_total", limit="tool:search", scope="user_id") == 5
-        assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
 
     async def test_too_little_twice(self, signals: Signals, form: Form) -> None:
         """What is granted and not enough is not granted again with the same answer."""
@@ -804,105 +390,25 @@ class TestShared:
         )
         script = [used(150, "calc")]
         scene = Shared(signals, script, limit, store=MemoryStore(), form=form)
-        await scene.turn()
+        await scene.play()
         asked = scene.agent.get_state(CONFIG).config
         for _ in range(2):
             result = await scene.invoke(Command(resume=amount(10)), asked)
             assert "limit" in result["messages"][-1].content
             assert [each.amount for each in scene.store.grants()] == [10]
 
-    async def test_a_part_twice(self, signals: Signals, form: Form) -> None:
-        """An amount that is enough for one of two limits is as usable the second time."""
-        options: dict[str, Any] = {"exit_behavior": "ask"}
-        run = ToolCallLimit("search", run_limit=0, name="run", **options)
-        thread = ToolCallLimit("search", thread_limit=0, name="thread", **options)
-        script = [["search", "calc"], "done", "done"]
-        store = MemoryStore()
-        before = Compensation("before", {"search:thread:thread-1": 1})
-        store.acquire(AcquireRequest("", "", compensations=(before,)))
-        scene = Shared(signals, script, run, thread, store=store, form=form)
-        await scene.turn()
-        assert scene.question()[0] == {"run": 1, "thread": 2}
-        asked = scene.agent.get_state(CONFIG).config
-        for _ in range(2):
-            result = await scene.invoke(Command(resume=amount(1)), asked)
-            assert "__interrupt__" not in result
-            check_history(result["messages"])
-            assert [each.amount for each in store.grants()] == [1, 1]
-        assert scene.ran == ["calc"] * 2
-
-    async def test_resumed_at_the_same_time(self, signals: Signals, form: Form) -> None:
-        """Two who answer the same question at the same time grant once."""
-        script = [["search"] * 2, "done", "done"]
-        scene = Shared(signals, script, SHARED, store=MemoryStore(), form=form)
-        await scene.turn()
-        asked = scene.agent.get_state(CONFIG).config
-        if form == "sync":
-            with ThreadPoolExecutor(2) as pool:
-                given: Any = Command(resume=APPROVE)
-                context = {"user_id": "ada"}
-                each = [
-                    pool.submit(scene.agent.invoke, given, asked, context=context) for _ in "12"
-                ]
-                for one in each:
-                    one.result()
-        else:
-            await asyncio.gather(*(scene.invoke(Command(resume=APPROVE), asked) for _ in "12"))
-        assert scene.granted() == [5]
-        assert scene.used() == 2
-
-    async def test_a_step_that_runs_again(self, signals: Signals, form: Form) -> None:
-        """If the checkpoint behind the answer is lost, the step grants and charges nothing more."""
-        saver = FailingSaver("after_model")
-        saver.fails = False
-        script = [["search"] * 2, "done"]
-        options: dict[str, Any] = {"checkpointer": saver, "form": form}
-        scene = Shared(signals, script, SHARED, store=MemoryStore(), **options)
-        await scene.turn()
-        saver.fails = True
-        with pytest.raises(DatabaseError):
-            await scene.resume(APPROVE)
-        saver.fails = False
-        await scene.go_on()
-        assert scene.questions() == []
-        assert scene.ran == ["search"] * 2
-        assert scene.granted() == [5]
-        assert scene.used() == 2
-
-    async def test_room_again(self, signals: Signals, form: Form) -> None:
-        """With room again nothing is asked; the answer is for no later question."""
-        store = MemoryStore()
-        script = [["search"], ["search"] * 5, "done"]
-        scene = Shared(signals, script, SHARED, store=store, form=form)
-        store.acquire(
-            AcquireRequest("", "", {}, compensations=(Compensation("other", {scene_key(): 1}),))
-        )
-        await scene.turn()
-        assert scene.question()[0] == {"tool:search": 5}
-        store.reset([each.key for each in store.usages(f"{KEY}*")])
-        await scene.resume(REJECT)
-        assert scene.ran == ["search"]
-        assert scene.question()[0] == {"tool:search": 5}
-        await scene.resume(APPROVE)
-        assert scene.ran == ["search"] * 6
-
     async def test_granted_while_it_waits(self, signals: Signals, form: Form) -> None:
         """More quota from elsewhere is room, too: of a user, and of a thread."""
         limit = ToolCallLimit("calc", thread_limit=1, exit_behavior="ask")
         script = [["search"] * 2, ["calc"] * 2, "done"]
         scene = Shared(signals, script, SHARED, limit, store=MemoryStore(), form=form)
-        await scene.turn()
+        await scene.play()
         scene.store.grant(KEY, 1, window=DAY)
         await scene.go_on()
         assert scene.question()[0] == {"tool:calc": 1}
         await scene.quota.agrant(CONFIG, 1)
         await scene.go_on()
         assert scene.ran == ["search"] * 2 + ["calc"] * 2
-
-
-def scene_key() -> str:
-    """The key of the user's day."""
-    return str(CountKey.at("search", "user_id", "ada", DAY, time.time()))
 
 
 class TestOutage:
@@ -916,7 +422,7 @@ class TestOutage:
         limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
         scene = Asking(signals, script, limit, quota={"store": store, "on_store_error": outage})
         store.down = True
-        result = await scene.turn()
+        result = await scene.play()
         assert scene.questions() == []
         assert result["messages"][-1].content == "done"
         assert scene.ran == ["search"] * (1 if outage == "allow" else 0)
@@ -926,7 +432,7 @@ class TestOutage:
         store = Fickle(MemoryStore())
         limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
         scene = Asking(signals, [["search"] * 2, "done"], limit, quota={"store": store})
-        await scene.turn()
+        await scene.play()
         store.refuses_grants = "search"
         with pytest.raises(QuotaStoreError):
             await scene.resume(APPROVE)
@@ -946,7 +452,7 @@ class TestOutage:
             ToolCallLimit("search", thread_limit=0, exit_behavior="ask", name="thread"),
         ]
         scene = Asking(signals, [["search"], "done"], *limits, quota={"store": store})
-        await scene.turn()
+        await scene.play()
         store.refuses_grants = ":thread:"
         with pytest.raises(QuotaStoreError):
             await scene.resume(amount(2))
@@ -995,7 +501,7 @@ class TestErrors:
         """A run that could not wait does not begin."""
         scene = Asking(signals, ["done"], SEARCH, checkpointer=None, form=form)
         with pytest.raises(RuntimeError, match=r"limit 'tool:search' has exit_behavior='ask', and"):
-            await scene.turn()
+            await scene.play()
         assert scene.model.calls == ()
 
     @needs_inline
@@ -1008,7 +514,7 @@ class TestErrors:
         """A thread that waits is not reset."""
         limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
         scene = Asking(signals, [["search"] * 2, "done"], limit)
-        await scene.turn()
+        await scene.play()
         with pytest.raises(RuntimeError, match="waits in mid-run"):
             scene.quota.reset(scene.agent, CONFIG)
         await scene.resume(APPROVE)
@@ -1018,50 +524,13 @@ class TestErrors:
 class TestSignals:
     """What is visible of a question and its answer."""
 
-    async def test_an_approval(self, signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
-        """Metrics, span, log and the state say what was asked, answered and granted."""
-        limit = ToolCallLimit("search", thread_limit=1, exit_behavior="ask", grant=4)
-        scene = Asking(signals, [["calc", "search"] * 2, "done"], limit)
-        with caplog.at_level("INFO", "langchain_quota"):
-            await scene.turn()
-            await scene.resume(answer("approve", by="bo", message="ticket 4711"))
-        texts = [each.getMessage() for each in caplog.records]
-        assert texts[0] == "agent 'unnamed' asks a person whether it may go on at 'tool:search'"
-        assert texts[1] == "agent 'unnamed' was answered 'approve' at 'tool:search', by 'bo'"
-        assert scene.count("questions_total", limit="tool:search") == 1
-        assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
-        assert scene.count("answers_total", limit="tool:search", answer="reject") == 0
-        assert scene.count("granted_total", limit="tool:search", scope="thread") == 4
-        assert scene.count("runs_ended_total", limit="tool:search") == 0
-        spans = [dict(each.attributes or {}) for each in signals.spans()]
-        searches = [each for each in spans if each.get("langchain_quota.answer")]
-        assert [each.get("langchain_quota.granted") for each in searches] == [None, 4, None, 4]
-        assert {each["langchain_quota.answered_by"] for each in searches} == {"bo"}
-        assert scene.state()["langchain_quota"]["granted"] == {"search/thread": 4}
-        assert [each.answer and each.answer.type for each in scene.decisions] == [
-            None,
-            *["approve"] * 4,
-            None,
-        ]
-        assert [each.limits[0].thread_limit for each in scene.decisions if each.limits] == [5, 5]
-
-    async def test_a_rejection(self, signals: Signals) -> None:
-        """A rejected run is ended by its limit, and counts one answer."""
-        scene = Asking(signals, [["calc"]], MODEL)
-        await scene.turn()
-        assert scene.count("runs_ended_total", limit="model") == 0
-        await scene.resume(REJECT)
-        assert scene.count("runs_ended_total", limit="model") == 1
-        assert scene.count("answers_total", limit="model", answer="reject") == 1
-        assert scene.decisions[-1].limits[0].exit_behavior == "end"
-
     async def test_no_call_is_unjudged(self, signals: Signals) -> None:
         """Calls that run after an answer count as judged, also in the next invocation."""
         registry = CollectorRegistry()
         telemetry = Telemetry(registry=registry, spans="off", count_unjudged_calls=True)
         script = [["search"] * 2, ["search"], "done"]
         scene = Asking(signals, script, SEARCH, MODEL, quota={"telemetry": telemetry})
-        await scene.turn()
+        await scene.play()
         while scene.questions():
             await scene.resume(APPROVE)
         assert scene.ran == ["search"] * 3

@@ -45,7 +45,7 @@ from langchain_quota.limits import Limit, check_together
 from langchain_quota.resolved import stored_as
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.agent.rules import check_history
+from tests.scene import check_history
 
 THREADS = ("one", "two")
 TOOLS = ("search", "calc", "pause")

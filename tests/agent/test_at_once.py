@@ -38,8 +38,7 @@ from langchain_quota import (
 )
 from langchain_quota.middleware._semaphores import PROCESS
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import Scene
+from tests.scene import Form, Scene, both_forms
 from tests.signals import Signals, needs_inline
 
 CALLS = 50
@@ -176,7 +175,7 @@ async def test_no_more_run_than_may(signals: Signals, form: Form) -> None:
     calls = 12 if form == "sync" else CALLS
     quota = QuotaMiddleware([ToolCallLimit("browser", at_once=CAP)], telemetry=signals.telemetry)
     scene = Scene(signals, [["browser"] * calls, "done"], [quota], tools=[browser.tool], form=form)
-    result = await scene.turn()
+    result = await scene.play()
     assert answers(result) == ["seen"] * calls
     assert (browser.most, browser.ran) == (CAP, calls)
     waits = {"agent": "unnamed", "limit": "tool:browser", "decision": "allowed"}
@@ -201,7 +200,7 @@ async def test_who_waits_in_vain_is_refused(
     quota = kind(limits, store=store, on_decision=seen.append, telemetry=signals.telemetry)
     script = [["browser", "browser"], ["browser"], "done", ["browser"], "done"]
     scene = Scene(signals, script, [quota], tools=[browser.tool])
-    result = await scene.turn()
+    result = await scene.play()
     assert browser.ran == 2
     assert [BUSY in each for each in answers(result)] == [False, True, False]
     (refusal,) = [each for each in seen if each.outcome is Outcome.BLOCKED]
@@ -222,7 +221,7 @@ async def test_who_waits_in_vain_is_refused(
         "browser:thread:thread-1": 2,
     }
     # A new run finds both used up: neither more nor less.
-    assert "limit" in answers(await scene.turn())[-1]
+    assert "limit" in answers(await scene.play())[-1]
     assert browser.ran == 2
 
 
@@ -235,8 +234,8 @@ async def test_a_thread_counts_what_ran(signals: Signals) -> None:
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
     script = [["browser", "browser", "browser"], "done", "done"]
     scene = Scene(signals, script, [quota], tools=[browser.tool])
-    await scene.turn()
-    await scene.turn()
+    await scene.play()
+    await scene.play()
     config = {"configurable": {"thread_id": "thread-1"}}
     assert usage(scene.agent.get_state(config)).tools == {"browser": 1}
 
@@ -252,7 +251,7 @@ async def test_words_of_ones_own(signals: Signals) -> None:
     quota = QuotaMiddleware([limit], telemetry=signals.telemetry)
     script = [["browser"] * 3, "done"]
     scene = Scene(signals, script, [quota], tools=[Browser().tool])
-    assert sorted(answers(await scene.turn())) == ["at_once: 1", "run: 2", "seen"]
+    assert sorted(answers(await scene.play())) == ["at_once: 1", "run: 2", "seen"]
 
 
 async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
@@ -262,7 +261,7 @@ async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
     limit = ToolCallLimit("browser", at_once=1, enforce=False)
     quota = QuotaMiddleware([limit], telemetry=signals.telemetry)
     scene = Scene(signals, [["browser"] * 3, "done"], [quota], tools=[browser.tool])
-    running = asyncio.create_task(scene.turn())
+    running = asyncio.create_task(scene.play())
     await until(lambda: browser.running == 3)
     browser.may_end.set()
     assert answers(await running) == ["seen"] * 3
@@ -282,7 +281,7 @@ async def test_a_limit_on_trial_beside_one_that_holds(signals: Signals) -> None:
     ]
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
     scene = Scene(signals, [["browser"] * 3, "done"], [quota], tools=[Browser().tool])
-    await scene.turn()
+    await scene.play()
     waits = "langchain_quota_wait_seconds_count"
     held, tried = ({"agent": "unnamed", "limit": each} for each in ("held", "tried"))
     assert signals.value(waits, **held, decision="allowed") == 3
@@ -302,7 +301,7 @@ async def test_a_wait_in_vain_is_no_repetition(signals: Signals, urls: str) -> N
     script = [*([("browser", {"url": url})] for url in urls), "done"]
     scene = Scene(signals, script, [quota], tools=[tool])
     with busy():
-        result = await scene.turn()
+        result = await scene.play()
     assert [BUSY in each for each in answers(result)] == [True] * 4
 
 
@@ -322,9 +321,9 @@ async def test_agents_of_a_process_share_a_cap(signals: Signals) -> None:
         )
         for _ in range(3)
     ]
-    first = asyncio.create_task(scenes[0].turn())
+    first = asyncio.create_task(scenes[0].play())
     await browser.opened.wait()
-    second, third = (asyncio.create_task(each.turn()) for each in scenes[1:])
+    second, third = (asyncio.create_task(each.play()) for each in scenes[1:])
     await until(lambda: waiting() == 2)
     second.cancel()
     first.cancel()
@@ -350,7 +349,7 @@ async def test_limits_on_one_tool_and_on_all(signals: Signals) -> None:
     tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
     script = [["browser", "browser", "search"], "done"]
     scene = Scene(signals, script, [quota], tools=[browser.tool, tool])
-    running = asyncio.create_task(scene.turn())
+    running = asyncio.create_task(scene.play())
     await asyncio.wait_for(ran.wait(), PATIENCE)
     browser.may_end.set()
     await running
@@ -372,7 +371,7 @@ async def test_an_interrupt_and_an_error_free_the_slot(signals: Signals) -> None
         [ToolCallLimit("browser", at_once=1, wait=0)], telemetry=signals.telemetry
     )
     scene = Scene(signals, [["browser"], "done"], [quota], tools=[tool])
-    await scene.turn()
+    await scene.play()
     assert has_room()
     with pytest.raises(ValueError, match="yes"):
         await scene.invoke(Command(resume="yes"))
@@ -396,13 +395,13 @@ async def test_retries_around(signals: Signals) -> None:
     script = [["browser"], "done", ["browser"], "done"]
     scene = Scene(signals, script, [retry, quota], tools=[tool])
     with busy():
-        (refused,) = answers(await scene.turn())
+        (refused,) = answers(await scene.play())
     assert BUSY in refused
     assert tries == 0
     waits = {"agent": "unnamed", "limit": "tool:browser"}
     waited = "langchain_quota_wait_seconds_count"
     assert signals.value(waited, **waits, decision="blocked") == 1
-    await scene.turn()
+    await scene.play()
     assert tries == signals.value(waited, **waits, decision="allowed") == 3
 
 
@@ -431,9 +430,9 @@ async def test_a_retry_that_waits_in_vain(signals: Signals, form: Form) -> None:
     script = [["browser"], "done", "done"]
     scene = Scene(signals, script, [retry, quota], tools=[tool], form=form)
     with others:
-        (refused,) = answers(await scene.turn())
+        (refused,) = answers(await scene.play())
     assert BUSY in refused
-    await scene.turn()
+    await scene.play()
     assert [each.used for each in store.usages()] == [1]
     config = {"configurable": {"thread_id": "thread-1"}}
     assert usage(scene.agent.get_state(config)).tools == {"browser": 1}
@@ -466,7 +465,7 @@ async def test_a_hook_of_a_subclass_runs_inside(signals: Signals) -> None:
 
     quota = Mine()
     scene = Scene(signals, [["browser", "browser"], "done"], [quota], tools=[Browser().tool])
-    assert answers(await scene.turn()) == ["seen, and checked"] * 2
+    assert answers(await scene.play()) == ["seen, and checked"] * 2
 
 
 async def test_a_graph_of_ones_own(signals: Signals) -> None:

@@ -5,43 +5,19 @@ A branch begins where a run is repeated from one of its older checkpoints.
 
 from typing import Any
 
-import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage
 from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import StateSnapshot
 
-from langchain_quota import InlineQuotaMiddleware, QuotaMiddleware, TokenLimit, usage
+from langchain_quota import QuotaMiddleware, TokenLimit, usage
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG
-from tests.signals import Signals, needs_inline
+from tests.scene import CONFIG
+from tests.signals import Signals
 
 TOTAL = "model.total_tokens"
 ASKED: Any = {"messages": [("user", "Hi!")]}
-EITHER = pytest.mark.parametrize(
-    "kind", [QuotaMiddleware, pytest.param(InlineQuotaMiddleware, marks=needs_inline)]
-)
-
-
-class ProviderError(Exception):
-    """The model's provider fails."""
-
-
-class Fails(AgentMiddleware):
-    """Fails after paid answers, for the requests in a list."""
-
-    def __init__(self, *fails: bool) -> None:
-        super().__init__()
-        self.fails = [*fails]
-
-    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-        response = await handler(request)
-        if self.fails and self.fails.pop(0):
-            raise ProviderError
-        return response
 
 
 def answer(tokens: int, *calls: str) -> AIMessage:
@@ -81,68 +57,6 @@ def before_call(agent: Any, calls: int) -> StateSnapshot:
 def spent(agent: Any) -> int:
     """What the thread has used, as its newest state has it."""
     return usage(agent.get_state(CONFIG)).spent[TOTAL]
-
-
-@both_forms
-@EITHER
-async def test_a_branch_has_what_came_before_it(signals: Signals, kind: Any, form: Form) -> None:
-    """A branch behind the first of three calls is charged that one and its own."""
-    script = [answer(10, "search"), answer(20, "search"), answer(400), answer(3)]
-    agent = agent_of(quota_of(signals, kind), *script)
-    await (agent.ainvoke(ASKED, CONFIG) if form == "async" else _sync(agent, ASKED, CONFIG))
-    assert spent(agent) == 430
-
-    older = before_call(agent, 1).config
-    await (agent.ainvoke(None, older) if form == "async" else _sync(agent, None, older))
-
-    assert spent(agent) == 13
-
-
-async def _sync(agent: Any, given: Any, config: Any) -> None:
-    agent.invoke(given, config)
-
-
-@both_forms
-async def test_an_answer_that_is_repeated(signals: Signals, form: Form) -> None:
-    """An answer that is made again is not refused for the one that it replaces."""
-    agent = agent_of(quota_of(signals), answer(1000), answer(3))
-    await (agent.ainvoke(ASKED, CONFIG) if form == "async" else _sync(agent, ASKED, CONFIG))
-    assert spent(agent) == 1000
-
-    older = before_call(agent, 0).config
-    await (agent.ainvoke(None, older) if form == "async" else _sync(agent, None, older))
-
-    assert spent(agent) == 3
-
-
-async def test_a_failed_call_belongs_to_its_branch(signals: Signals) -> None:
-    """A call that has failed is charged where the run goes on behind it, and nowhere else."""
-    fails = Fails(False, False, True)
-    script = [answer(10, "search"), answer(20, "search"), answer(400), answer(3), answer(5)]
-    agent = agent_of(quota_of(signals), *script, beside=[fails])
-    with pytest.raises(ProviderError):
-        await agent.ainvoke(ASKED, CONFIG)
-    failed = agent.get_state(CONFIG).config
-
-    await agent.ainvoke(None, before_call(agent, 1).config)
-    assert spent(agent) == 13
-    await agent.ainvoke(None, failed)
-
-    assert spent(agent) == 435
-
-
-@EITHER
-async def test_calls_that_fail_one_after_the_other(signals: Signals, kind: Any) -> None:
-    """A run that goes on behind two failed calls is charged both."""
-    script = [answer(10), answer(20), answer(3)]
-    agent = agent_of(quota_of(signals, kind), *script, beside=[Fails(True, True)])
-    for given in (ASKED, None):
-        with pytest.raises(ProviderError):
-            await agent.ainvoke(given, CONFIG)
-
-    await agent.ainvoke(None, CONFIG)
-
-    assert spent(agent) == 33
 
 
 async def test_models_of_tools_belong_to_their_branch(signals: Signals) -> None:

@@ -28,8 +28,8 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, recording
 from tests.examples import examples
+from tests.scene import CONFIG, recording
 
 PER_TOKEN = 7
 """What a token costs, in microdollars."""

@@ -3,8 +3,6 @@
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -17,13 +15,12 @@ from langchain.agents.middleware import (
     SummarizationMiddleware,
 )
 from langchain_core.messages import AIMessage
-from langchain_core.runnables import RunnableConfig, RunnableLambda
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command, interrupt
 
 from langchain_quota import (
-    InlineQuotaMiddleware,
     MemoryStore,
     Quota,
     QuotaMiddleware,
@@ -33,17 +30,13 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.middleware import _other_runs
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG
-from tests.agent.shared import FickleStore
-from tests.signals import Signals, needs_inline
+from tests.scene import CONFIG, Form, both_forms
+from tests.signals import Signals
+from tests.stores import FickleStore
 
 TOTAL = "model.total_tokens"
 ASKED: Any = {"messages": [("user", "Hi!")]}
 MANY = 10**6
-EITHER = pytest.mark.parametrize(
-    "kind", [QuotaMiddleware, pytest.param(InlineQuotaMiddleware, marks=needs_inline)]
-)
 
 
 class ProviderError(Exception):
@@ -159,78 +152,6 @@ def spent_by_agent(signals: Signals) -> dict[str, float]:
     return found
 
 
-@EITHER
-@both_forms
-async def test_models_of_tools(
-    signals: Signals, kind: type[QuotaMiddleware[Any, Any]], form: Form
-) -> None:
-    """What parallel tools' models use is charged before the next call is judged, and refuses it."""
-    family = Family(signals, form, kind)
-    quota = family.quota(TokenLimit(run_limit=100))
-    small, large = asking("small", says(30)), asking("large", says(70))
-    agent = family.agent([answer(5, "small", "large"), answer(9)], small, large, quota=quota)
-
-    result = await family.run(agent)
-
-    assert result["messages"][-1].text == "Token limits exceeded: run limit (105/100 tokens)"
-    assert family.spent(agent) == (105, 105)
-
-
-@both_forms
-async def test_only_with_the_switch(signals: Signals, form: Form) -> None:
-    """By default what tools' models use is not charged."""
-    family = Family(signals, form)
-    quota = family.quota(charge_all_models=False)
-    agent = family.agent([answer(5, "ask"), answer(9)], asking("ask", says(30)), quota=quota)
-    await family.run(agent)
-    assert family.spent(agent) == (14, 14)
-
-
-@both_forms
-async def test_two_levels_of_sub_agents(signals: Signals, form: Form) -> None:
-    """A budget is charged all model runs below its agent: the child's its own, the parent's all."""
-    family = Family(signals, form)
-    leaf = create_agent(says(7), name="leaf")
-    of_run, script = family.quota(TokenLimit(run_limit=MANY)), [answer(20, "leaf"), answer(3)]
-    child = family.agent(script, delegating("leaf", leaf), quota=of_run, name="child")
-    script = [answer(5, "child"), answer(9)]
-    top = family.agent(script, delegating("child", child), name="top")
-
-    await family.run(top)
-
-    assert family.spent(top) == (44, 44)
-    assert spent_by_agent(signals) == {"child": 30, "top": 44}
-
-
-@both_forms
-@pytest.mark.parametrize("own", [True, False])
-async def test_a_sub_agent_on_its_own_thread(*, own: bool, signals: Signals, form: Form) -> None:
-    """Sub-agents on threads of their own are charged, at once and nested, to who encloses them.
-
-    None is charged what its sisters use.
-    """
-    family = Family(signals, form)
-    threads: list[Any] = [{"configurable": {"thread_id": f"child-{n}"}} for n in range(2)]
-    leaf = family.agent([answer(1), answer(1)])
-    options = {} if own else {"quota": family.quota(charge_all_models=False)}
-    children = [
-        family.agent(
-            [answer(10 * n, "leaf"), answer(20 * n)],
-            delegating("leaf", leaf, {"configurable": {"thread_id": f"leaf-{n}"}}),
-            **options,
-        )
-        for n in (1, 2)
-    ]
-    asks = [delegating(f"child_{n}", child, threads[n]) for n, child in enumerate(children)]
-    top = family.agent([answer(5, "child_0", "child_1"), answer(9)], *asks)
-
-    await family.run(top)
-
-    assert family.spent(top) == (106, 106)
-    for n, (child, config) in enumerate(zip(children, threads, strict=True), 1):
-        assert usage(child.get_state(config)).spent == {TOTAL: 30 * n + own}
-
-
 async def test_agents_at_once_in_one_root_run(signals: Signals) -> None:
     """Agents that a plain runnable starts at once are each charged what is below themselves."""
     family = Family(signals, "async")
@@ -242,109 +163,6 @@ async def test_agents_at_once_in_one_root_run(signals: Signals) -> None:
     await RunnableLambda(both).ainvoke(None)
 
     assert [family.spent(each)[1] for each in agents] == [44, 84]
-
-
-@both_forms
-async def test_a_shared_key_is_charged_once(signals: Signals, form: Form) -> None:
-    """What two agents' budgets see is charged to their shared keys once, to their own by each."""
-    store = MemoryStore()
-    family = Family(signals, form, store=store)
-    quotas = [Quota(MANY, per="global"), Quota(MANY, per="root_run")]
-
-    def quota(**options: Any) -> Any:
-        # Stores of their own, as modules have that know nothing of each other.
-        return family.quota(TokenLimit(run_limit=MANY, quotas=quotas, reserve=50), **options)
-
-    leaf = family.agent([answer(7)], quota=quota())
-    plain = quota(charge_all_models=False)
-    child = family.agent([answer(20, "leaf"), answer(3)], delegating("leaf", leaf), quota=plain)
-    top = family.agent([answer(5, "child"), answer(9)], delegating("child", child), quota=quota())
-
-    await family.run(top)
-
-    runs = sorted(each.used for each in store.usages(f"{TOTAL}:run:*"))
-    assert runs == [7, 23, 44]
-    assert {name: n for name, n in family.kept().items() if name != "run"} == {
-        "global": 44,
-        "root_run": 44,
-    }
-
-
-@both_forms
-async def test_a_shared_budget_is_exact_for_sub_agents(signals: Signals, form: Form) -> None:
-    """A tool's models count before its sub-agent's next call is judged, and its parent's."""
-    family = Family(signals, form, store=MemoryStore())
-    quota = family.quota(TokenLimit(quotas=[Quota(100, per="global")]))
-    child = family.agent(
-        [answer(20, "ask"), answer(3)], asking("ask", says(75)), quota=quota, name="child"
-    )
-    top = family.agent([answer(5, "child"), answer(9)], delegating("child", child), quota=quota)
-
-    result = await family.run(top)
-
-    refused = "Token limits exceeded: global limit (100/100 tokens)"
-    assert [each.text for each in result["messages"][-2:]] == [refused, refused]
-
-
-@both_forms
-async def test_middlewares_of_all_kinds(signals: Signals, form: Form) -> None:
-    """What middlewares call is charged: in nodes of their own, around calls, before and behind."""
-    family = Family(signals, form, store=MemoryStore())
-    judge = ScriptedChatModel(script=lambda _: answer(1))
-
-    class Judge(AgentMiddleware):
-        """Calls a model in every hook."""
-
-        def before_agent(self, state: Any, runtime: Any) -> None:
-            judge.invoke("Hi!")
-
-        before_model = after_model = after_agent = before_agent
-
-        async def abefore_agent(self, state: Any, runtime: Any) -> None:
-            await judge.ainvoke("Hi!")
-
-        abefore_model = aafter_model = aafter_agent = abefore_agent
-
-        def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
-            judge.invoke("Hi!")
-            return handler(request)
-
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            await judge.ainvoke("Hi!")
-            return await handler(request)
-
-        def wrap_tool_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
-            judge.invoke("Hi!")
-            return handler(request)
-
-        async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
-            await judge.ainvoke("Hi!")
-            return await handler(request)
-
-    class Other(Judge):
-        """Another one, on the other side."""
-
-    agent = family.agent(
-        [answer(100, "ask"), answer(100), answer(100)],
-        asking("ask", says(50)),
-        before=[Judge()],
-        beside=[Other()],
-    )
-    await family.run(agent)
-
-    calls = 2 * (1 + 2 * 3 + 1 + 1)
-    assert len(judge.calls) == calls
-    assert spent_by_agent(signals) == {"unnamed": 250 + calls}
-    name = "langchain_quota_limit_decisions_total"
-    labels = {"agent": "unnamed", "limit": "tokens", "scope": "none", "decision": "allowed"}
-    assert signals.value(name, **labels) == 2
-    # The state has what ended before the last model call did; the rest goes with the next run.
-    assert family.spent(agent)[0] == 250 + calls - 4
-    assert family.kept()["thread"] == 250 + calls
-    await family.run(agent)
-    calls += 2 * (1 + 3 + 1)
-    assert family.spent(agent)[0] == 350 + calls - 4
-    assert family.kept()["thread"] == 350 + calls
 
 
 class Behind(AgentMiddleware):
@@ -397,30 +215,6 @@ async def test_what_a_store_has_when_a_run_ends(
         waits = family.kept()["thread"] == before + used
         assert waits or family.kept() == {"thread": before + used + 91}
         assert not (waits and in_memory)
-
-
-@both_forms
-async def test_a_run_that_fails(signals: Signals, form: Form) -> None:
-    """What a tool's model has used is charged, though the tool then ends the run by an error."""
-    family = Family(signals, form, store=MemoryStore())
-    paid = asking("paid", says(70))
-
-    def fail() -> str:
-        paid.invoke({})
-        raise ProviderError
-
-    async def afail() -> str:
-        await paid.ainvoke({})
-        raise ProviderError
-
-    agent = family.agent([answer(5, "fail"), answer(3)], tool("fail", fail, afail))
-    with pytest.raises(ProviderError):
-        await family.run(agent)
-    assert spent_by_agent(signals) == {"unnamed": 75}
-    await family.run(agent)
-
-    assert family.spent(agent) == (78, 3)
-    assert family.kept()["thread"] == 78
 
 
 @both_forms
@@ -481,32 +275,6 @@ async def test_a_run_that_another_worker_goes_on_with(signals: Signals) -> None:
 
     # Without a store it does not know what the first one has used last.
     assert family.spent(second) == (18, 18)
-
-
-def in_a_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns in a thread that has no context."""
-    with ThreadPoolExecutor() as executor:
-        return executor.submit(function).result()
-
-
-def test_threads(signals: Signals) -> None:
-    """A thread that is given the context or the callbacks is charged; a bare one is not."""
-    family = Family(signals)
-    model = ScriptedChatModel(script=lambda _: answer(10))
-
-    def work(config: RunnableConfig) -> str:
-        """Work."""
-        in_a_thread(lambda: model.invoke("Hi!"))
-        context = copy_context()
-        in_a_thread(lambda: context.run(model.invoke, "Hi!"))
-        in_a_thread(lambda: model.invoke("Hi!", {"callbacks": config["callbacks"]}))
-        return "done"
-
-    agent = family.agent([answer(5, "work"), answer(3)], StructuredTool.from_function(work))
-    agent.invoke(ASKED, CONFIG)
-
-    assert len(model.calls) == 3
-    assert family.spent(agent) == (28, 28)
 
 
 class Gated(ScriptedChatModel):

@@ -23,8 +23,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG, recording
+from tests.scene import CONFIG, Form, both_forms, recording
 from tests.signals import needs_inline
 
 # Among the oldest versions there are none.

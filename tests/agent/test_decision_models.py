@@ -26,8 +26,7 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG, recording
+from tests.scene import CONFIG, Form, both_forms, recording
 
 # LangChain 1.5 has them, which needs langchain-core 1.8.
 decisions = pytest.importorskip("langchain_core.decisions")

@@ -32,12 +32,11 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import Turn, captured_decisions
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
-from tests.agent.conftest import Form
-from tests.agent.rules import CONFIG, Middleware
-from tests.agent.shared import ANN, Clock, FickleStore, SharedScene
 from tests.agent.test_properties import Batch, ProviderError
 from tests.examples import examples
+from tests.scene import ANN, CONFIG, Form, Middleware, Scene
 from tests.signals import HAS_INLINE, Signals
+from tests.stores import Clock, FickleStore
 
 KINDS = ["quota", "stack", *(["inline"] if HAS_INLINE else [])]
 CLASSES: dict[str, Any] = {"quota": QuotaMiddleware, "inline": InlineQuotaMiddleware}
@@ -169,7 +168,7 @@ def play(plan: Plan, kind: str, form: Form) -> Played:
         return _numbered(batch, next(numbers), kind) if batch else "done"
 
     store = FickleStore(MemoryStore(clock=Clock())) if plan.stored else None
-    scene = SharedScene(
+    scene = Scene(
         signals,
         answer,
         _middleware(plan, kind, telemetry, store),
@@ -184,7 +183,7 @@ def play(plan: Plan, kind: str, form: Form) -> Played:
             if store is not None:
                 store.down = turn.down
             try:
-                asyncio.run(scene.turn())
+                asyncio.run(scene.play())
             except (
                 ToolCallLimitExceededError,
                 ModelCallLimitExceededError,

@@ -2,34 +2,24 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from decimal import Decimal
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain_core.messages import AIMessage
-from langchain_core.messages.ai import UsageMetadata
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import (
-    CostLimit,
     Decision,
-    InlineQuotaMiddleware,
-    LimitStatus,
     MemoryStore,
     ModelCallLimit,
-    ModelUsage,
     Outcome,
     Quota,
     QuotaMiddleware,
-    TokenLimit,
     ToolCallLimit,
 )
-from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
-from tests.agent.graphs import GraphScene
-from tests.signals import Signals, needs_inline
+from tests.scene import Form, both_forms
+from tests.signals import Signals
 
 SEARCH = ToolCallLimit("search", thread_limit=1)
 CONFIG: Any = {"configurable": {"thread_id": "7"}}
@@ -123,15 +113,6 @@ async def test_a_reset_leaves_what_is_granted(signals: Signals) -> None:
     assert await scene.run() == ["allowed", "allowed"]
 
 
-@needs_inline
-async def test_inline(signals: Signals) -> None:
-    """The inline middleware judges by what is granted, too."""
-    scene = Scene(signals, SEARCH, middleware=InlineQuotaMiddleware)
-    assert await scene.run() == ["allowed", "blocked"]
-    await scene.grant("async", 1)
-    assert await scene.run() == ["allowed", "blocked"]
-
-
 async def test_a_user_is_granted_more(signals: Signals) -> None:
     """Of a user's day: this user's calls run, with the raised limit in all that is shown."""
     store = MemoryStore()
@@ -167,125 +148,6 @@ async def test_the_model_is_told_of_what_is_granted(signals: Signals, form: Form
     told = str(model.calls[-1].messages[-1].content)
     assert "1 of 2 left" in told
     assert "No tool may be called now" not in told
-
-
-def dollars(usage: ModelUsage) -> Decimal:
-    return Decimal(usage.total_tokens)
-
-
-def answer(tokens: int) -> AIMessage:
-    used = UsageMetadata(input_tokens=tokens - 1, output_tokens=1, total_tokens=tokens)
-    return AIMessage("done", usage_metadata=used)
-
-
-async def test_a_budget_is_granted_more(signals: Signals) -> None:
-    """Dollars are granted as they are written; the gauges have them when the call is charged."""
-    limit = CostLimit(thread_limit="2", exit_behavior="end")
-    scene = Scene(
-        signals,
-        limit,
-        script=[answer(2) for _ in range(9)],
-        prices=dollars,
-    )
-    await scene.run()
-    await scene.run()
-    assert [str(each.outcome) for each in scene.decisions] == ["blocked"]
-    grant = await scene.grant("async", "2.50")
-    assert (grant.amount, grant.unit) == (2_500_000, "microdollars")
-    await scene.run()
-    assert [str(each.outcome) for each in scene.decisions] == ["allowed"]
-    labels = {"agent": "boss", "limit": limit.name}
-    assert signals.value("langchain_quota_thread_limit_dollars", **labels, thread_id="7") == 4.5
-    assert signals.value("langchain_quota_thread_used_dollars", **labels, thread_id="7") == 4
-    assert signals.value("langchain_quota_granted_dollars_total", **labels, scope="thread") == 2.5
-
-
-async def test_the_last_call_is_the_last_with_the_grant(signals: Signals) -> None:
-    """Which call finalizes a run is judged by the raised limit."""
-    limit = ModelCallLimit(thread_limit=1, exit_behavior="finalize")
-    scene = Scene(signals, limit, script=["one", "two", "three"])
-    await scene.run()
-    await scene.grant("async", 2)
-    await scene.run()
-    state = scene.agent.get_state(CONFIG).values["langchain_quota"]
-    assert not state["final"]
-    await scene.run()
-    assert scene.agent.get_state(CONFIG).values["langchain_quota"]["final"]
-
-
-@both_forms
-async def test_a_grant_before_a_charge_beside_calls(signals: Signals, form: Form) -> None:
-    """A grant is counted, also if the next thing that the store hears is a charge of a tool."""
-    store = MemoryStore()
-    beside = ScriptedChatModel(script=[answer(5), answer(5)])
-
-    def look() -> str:
-        """Look it up."""
-        store.grant("model.total_tokens:thread:7", 50)
-        beside.invoke("Where?")
-        return "found"
-
-    limit = TokenLimit(thread_limit=100, name="tokens", exit_behavior="end")
-    scene = Scene(signals, limit, store=store, charge_all_models=True)
-    scene.agent = create_agent(
-        ScriptedChatModel(script=[["look"], answer(2)]),
-        [look],
-        middleware=[scene.quota],
-        checkpointer=InMemorySaver(),
-        name="boss",
-    )
-    await scene.run(form=form)
-    labels = {"agent": "boss", "limit": "tokens", "scope": "thread"}
-    assert signals.value("langchain_quota_granted_tokens_total", **labels) == 50
-    [use] = store.usages()
-    assert use.granted == 50
-
-
-def numbers(status: LimitStatus) -> list[int | None]:
-    """The limits of a thread or of quotas, as they are shown."""
-    return [each.limit for each in status.quotas] or [status.thread_limit]
-
-
-GRAPHS: dict[str, tuple[Limit, str, Any, int]] = {
-    "a thread": (SEARCH, "search:thread:thread-1", [["search", "search"], "done"], 2),
-    "all": (
-        ToolCallLimit("search", quotas=[Quota(1, per="global")]),
-        "search:global:",
-        [["search", "search"], "done"],
-        2,
-    ),
-    "a budget": (
-        TokenLimit(thread_limit=2, exit_behavior="end"),
-        "model.total_tokens:thread:thread-1",
-        [answer(2)],
-        3,
-    ),
-}
-
-
-@both_forms
-@pytest.mark.parametrize("what", GRAPHS)
-async def test_a_graph_is_granted_more(signals: Signals, form: Form, what: str) -> None:
-    """A GraphQuota judges by what its store has granted: a thread, a quota, a budget."""
-    limit, key, script, amount = GRAPHS[what]
-    store, decisions = MemoryStore(), list[Decision]()
-    scene = GraphScene(
-        signals, script * 9, [limit], form=form, store=store, on_decision=decisions.append
-    )
-    await scene.turn()
-    decisions.clear()
-    await scene.turn()
-    assert Outcome.ALLOWED not in {each.outcome for each in decisions if each.limits}
-    store.grant(key, amount)
-    decisions.clear()
-    await scene.turn()
-    judged = [each for each in decisions if each.limits]
-    assert {each.outcome for each in judged} == {Outcome.ALLOWED}
-    first = 2 if what == "a budget" else 1
-    raised = {number for each in judged for number in numbers(each.limits[0])}
-    assert raised == {first + amount}
-    [use] = store.usages(key)
-    assert (use.granted, use.limit) == (amount, first)
 
 
 @both_forms

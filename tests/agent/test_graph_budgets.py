@@ -25,22 +25,18 @@ from langchain_quota import (
     ModelCallLimit,
     ModelCallLimitExceededError,
     Outcome,
-    Quota,
     QuotaState,
     TokenLimit,
     ToolCallLimit,
-    ToolCallLimitExceededError,
     usage,
 )
-from langchain_quota.errors import QuotaWarning, UnknownPriceError
+from langchain_quota.errors import UnknownPriceError
 from langchain_quota.estimates import usage_bound
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.conftest import Form, both_forms
-from tests.agent.graphs import GraphScene
-from tests.agent.rules import CONFIG, recording
-from tests.agent.shared import counts
+from tests.scene import CONFIG, Form, Scene, both_forms, recording
 from tests.signals import Signals
+from tests.stores import counts
 
 TOTAL = "model.total_tokens"
 MONEY = "model.microdollars"
@@ -209,7 +205,7 @@ class Loop:
         around.add_edge(START, "agent")
         return self._compiled(around)
 
-    async def turn(self, given: Any = None) -> Any:
+    async def play(self, given: Any = None) -> Any:
         asked = given or {"messages": [("user", "hi")]}
         if self.form == "sync":
             return self.app.invoke(asked, CONFIG)
@@ -248,17 +244,17 @@ async def test_a_loop_is_charged(
     limit = TokenLimit(run_limit=100, thread_limit=202)
     loop = Loop(signals, shape, script, limit, form=form, store=store)
 
-    await loop.turn()
+    await loop.play()
 
     assert len(loop.model.calls) == 2
     assert loop.spent() == (105, 105)
     assert loop.last() == "Token limits exceeded: run limit (105/100 tokens)"
 
-    await loop.turn()
+    await loop.play()
     assert loop.spent() == (112, 7)
-    await loop.turn()
+    await loop.play()
     assert loop.spent() == (202, 90)
-    await loop.turn()
+    await loop.play()
 
     assert loop.spent() == (202, 0)
     assert loop.last() == "Token limits exceeded: thread limit (202/202 tokens)"
@@ -273,7 +269,7 @@ async def test_a_budget_on_trial_counts_each_call_once(signals: Signals, shape: 
     script = [answer(60, "search"), answer(45, "search"), answer(7, "search"), answer(9)]
     loop = Loop(signals, shape, script, TokenLimit(run_limit=100, enforce=False))
 
-    await loop.turn()
+    await loop.play()
 
     assert loop.spent() == (121, 121)
     name, limit = "langchain_quota_limit_decisions_total", {"agent": "unnamed", "limit": "tokens"}
@@ -294,7 +290,7 @@ async def test_money(signals: Signals, shape: str) -> None:
         ),
     )
 
-    await loop.turn()
+    await loop.play()
 
     assert loop.spent(MONEY) == (500_001, 500_001)
     assert loop.last() == "Cost limits exceeded: run limit ($0.500001/$0.50)"
@@ -307,21 +303,7 @@ async def test_an_exception(signals: Signals, shape: str) -> None:
     loop = Loop(signals, shape, [answer(60, "search")], limit)
 
     with pytest.raises(ModelCallLimitExceededError, match="60/50 tokens"):
-        await loop.turn()
-
-
-@pytest.mark.parametrize("shape", [each for each in SHAPES if each != "hooks alone"])
-async def test_a_last_answer(signals: Signals, shape: str) -> None:
-    """With `"finalize"` the call for which no more than `keep` is left is the last one."""
-    limit = TokenLimit(run_limit=100, exit_behavior="finalize", keep=40)
-    loop = Loop(signals, shape, [answer(60, "search"), answer(30, "search", text="So far.")], limit)
-
-    await loop.turn()
-
-    assert loop.spent() == (90, 90)
-    assert len(loop.model.calls) == 2
-    assert loop.ran == ["search"]
-    assert loop.last().startswith("So far.")
+        await loop.play()
 
 
 @both_forms
@@ -336,7 +318,7 @@ async def test_a_reserve_is_never_exceeded(
     script = [answer(30, "search"), answer(21, "search"), answer(50)]
     loop = Loop(signals, shape, script, limit, form=form, store=store)
 
-    await loop.turn()
+    await loop.play()
 
     assert loop.spent() == (51, 51)
     assert loop.last() == (
@@ -371,7 +353,7 @@ async def test_a_reserve_of_the_request(
     loop = Loop(signals, shape, script, limit, form=form, store=store)
 
     with captured_decisions() as decisions:
-        await loop.turn()
+        await loop.play()
 
     assert loop.spent() == (45, 45)
     assert seen == [1, 1, 1]
@@ -383,16 +365,6 @@ async def test_a_reserve_of_the_request(
         assert counts(store)[THREAD_KEY] == 45
 
 
-@pytest.mark.parametrize("shape", BOUNDED)
-async def test_a_reserve_of_the_request_raises(signals: Signals, shape: str) -> None:
-    """With `"error"` the refusal of a call that is about to be made is an exception."""
-    limit = TokenLimit(thread_limit=100, reserve=lambda _: 101, exit_behavior="error")
-    loop = Loop(signals, shape, [], limit)
-
-    with pytest.raises(ModelCallLimitExceededError):
-        await loop.turn()
-
-
 async def test_what_nobody_sees_is_an_error(signals: Signals) -> None:
     """A function `reserve` needs the request: hooks alone are refused, a node's own call raises."""
     limit = TokenLimit(run_limit=100, reserve=usage_bound, name="mine")
@@ -401,10 +373,10 @@ async def test_what_nobody_sees_is_an_error(signals: Signals) -> None:
 
     loop = Loop(signals, "own calls", [answer(60, "search"), answer(1)], limit)
     with pytest.raises(RuntimeError, match=r"quota\.call_model"):
-        await loop.turn()
+        await loop.play()
 
     with pytest.raises(RuntimeError, match=r"quota\.call_model"):
-        await loop.turn()
+        await loop.play()
     assert loop.spent() == (60, 0)
 
 
@@ -420,27 +392,9 @@ async def test_an_unknown_price(signals: Signals, shape: str) -> None:
     )
 
     with pytest.raises(UnknownPriceError):
-        await loop.turn()
+        await loop.play()
 
     assert len(loop.model.calls) == (1 if shape in UNSEEN else 0)
-
-
-@shapes
-async def test_an_unknown_price_that_is_allowed(signals: Signals, shape: str) -> None:
-    """With `unknown_price="allow"` it costs nothing."""
-    loop = Loop(
-        signals,
-        shape,
-        [answer(60, "search"), answer(1)],
-        CostLimit(run_limit=1),
-        prices=lambda _: None,
-        unknown_price="allow",
-    )
-
-    await loop.turn()
-
-    assert loop.spent(MONEY) == (0, 0)
-    assert loop.last() == "Hello."
 
 
 @both_forms
@@ -454,66 +408,15 @@ async def test_an_interrupt(signals: Signals, shape: str, form: Form) -> None:
         limit = TokenLimit(run_limit=100, thread_limit=1000)
         return Loop(signals, shape, script, limit, form=form, tools=tools, saver=saver, store=store)
 
-    await loop_of(answer(60, "ask")).turn()
+    await loop_of(answer(60, "ask")).play()
     loop = loop_of(answer(45, "ask"))
-    await loop.turn(Command(resume="yes"))
+    await loop.play(Command(resume="yes"))
     loop = loop_of(answer(1))
-    await loop.turn(Command(resume="yes"))
+    await loop.play(Command(resume="yes"))
 
     assert loop.spent() == (105, 105)
     assert loop.last() == "Token limits exceeded: run limit (105/100 tokens)"
     assert counts(store)[THREAD_KEY] == 105
-
-
-@pytest.mark.parametrize("shape", ["chat model", "call_model", "own calls"])
-async def test_a_stop_behind_the_model(signals: Signals, shape: str) -> None:
-    """What a call has used is in its own checkpoint: another process goes on from there."""
-    saver = InMemorySaver()
-
-    def app_of(*script: Any) -> Loop:
-        loop = Loop(signals, shape, script, TokenLimit(run_limit=100), saver=saver)
-        loop.app = loop.app.builder.compile(checkpointer=saver, interrupt_after=["model"])
-        return loop
-
-    await app_of(answer(60, "search")).turn()
-    loop = app_of(answer(45, "search"))
-    assert loop.spent() == (60, 60)
-    await loop.app.ainvoke(None, CONFIG)
-    await loop.app.ainvoke(None, CONFIG)
-
-    assert loop.spent() == (105, 105)
-    assert loop.last() == "Token limits exceeded: run limit (105/100 tokens)"
-
-
-async def test_a_stop_behind_a_task(signals: Signals) -> None:
-    """Where the functional API goes on in another process, an answer is charged once."""
-    store, saver = MemoryStore(), InMemorySaver()
-
-    def agent_of(model: ScriptedChatModel) -> Any:
-        quota = GraphQuota(
-            [TokenLimit(thread_limit=1000, reserve=lambda _: 100)],
-            store=store,
-            telemetry=signals.telemetry,
-        )
-        begin, before = task(quota.abegin), task(quota.abefore_model)
-        ask, after = task(quota.acall_model), task(quota.aafter_model)
-
-        @entrypoint(checkpointer=saver)
-        async def agent(given: Any) -> Any:
-            state = await before(await begin(given))
-            said = await ask(model, state)
-            interrupt("Shall I say this?")
-            state = await after(with_more(state, [said]))
-            return entrypoint.final(value=state, save=state)
-
-        return agent
-
-    await agent_of(ScriptedChatModel(script=[answer(60)])).ainvoke(ASKED, CONFIG)
-    agent = agent_of(ScriptedChatModel(script=[]))
-    await agent.ainvoke(Command(resume="yes"), CONFIG)
-
-    assert usage(agent.get_state(CONFIG)).spent == {TOTAL: 60}
-    assert counts(store)[THREAD_KEY] == 60
 
 
 class Notes(BaseModel):
@@ -540,9 +443,9 @@ def node_of(
     state: Any = MessagesState,
     form: Form = "async",
     **options: Any,
-) -> GraphScene:
+) -> Scene:
     """A loop with a model's node of the user's own."""
-    return GraphScene(
+    return Scene(
         signals,
         script,
         limits,
@@ -550,10 +453,11 @@ def node_of(
         state=state,
         loop=lambda scene: {"model": node(scene.model, scene.quota)},
         **options,
+        kind="graph",
     )
 
 
-def spent(scene: GraphScene, counter: str = TOTAL) -> tuple[int, int]:
+def spent(scene: Scene, counter: str = TOTAL) -> tuple[int, int]:
     used = usage(scene.agent.get_state(CONFIG))
     return used.spent.get(counter, 0), used.run_spent.get(counter, 0)
 
@@ -622,7 +526,7 @@ async def test_a_node_of_the_users_own(signals: Signals, form: Form, node: Any, 
     limit = TokenLimit(run_limit=lambda state, _runtime: 100 if state["messages"] else 0)
     scene = node_of(signals, script, node, limit, state=state, form=form)
 
-    await scene.turn()
+    await scene.play()
 
     assert spent(scene) == (105, 105)
     assert len(scene.model.calls) == 2
@@ -636,10 +540,10 @@ async def test_a_node_that_goes_on_by_itself(signals: Signals) -> None:
         script,
         by_command,
         TokenLimit(run_limit=100),
-        compiled={"interrupt_after": ["model"]},
+        interrupt_after=["model"],
     )
 
-    await scene.turn()
+    await scene.play()
 
     assert spent(scene) == (60, 60)
 
@@ -673,104 +577,11 @@ async def test_a_node_that_calls_several_models(
     script = [answer(60), answer(40)]
     scene = node_of(signals, script, node, limit, form=form, store=store)
 
-    await scene.turn()
+    await scene.play()
 
     assert spent(scene) == (107, 107)
     if store is not None:
         assert counts(store)[THREAD_KEY] == 107
-
-
-async def test_a_loop_in_a_node(signals: Signals) -> None:
-    """A graph within the node has runs of its own; the thread is charged once for both."""
-    store = MemoryStore()
-
-    def node(model: ScriptedChatModel, quota: GraphQuota) -> Any:
-        inner = quota.add_to(
-            StateGraph(MessagesState),
-            model=ScriptedChatModel(script=[answer(60, "search"), answer(45, "search")]),
-            tools=[recording("search", [])],
-        ).compile()
-
-        def call(state: QuotaState[Any]) -> Any:
-            said = inner.invoke(ASKED)["messages"][-1].text
-            assert said == "Token limits exceeded: run limit (105/100 tokens)"
-            return {"messages": [model.invoke(state["messages"])]}
-
-        return call
-
-    limit = TokenLimit(run_limit=100, thread_limit=1000, reserve=20)
-    scene = node_of(signals, [answer(7)], node, limit, store=store)
-
-    await scene.turn()
-
-    assert spent(scene) == (112, 112)
-    assert counts(store)[THREAD_KEY] == 112
-
-
-async def test_a_provider_that_reports_nothing(signals: Signals) -> None:
-    """If nobody saw the call and its answer reports no use, the use is estimated."""
-    loop = Loop(signals, "hooks alone", ["A short answer."], TokenLimit(run_limit=1000))
-
-    with pytest.warns(QuotaWarning, match="reports no usage"):
-        await loop.turn()
-
-    thread, run = loop.spent()
-    assert thread == run
-    assert 4 <= run <= 40
-    assert signals.value(
-        "langchain_quota_model_runs_total", agent="unnamed", model="unnamed", usage="estimated"
-    )
-
-
-async def test_a_node_without_a_model(signals: Signals) -> None:
-    """A node that answers by itself is charged nothing, and nothing stays held."""
-    store = MemoryStore()
-    scene = node_of(
-        signals,
-        [],
-        lambda _model, _quota: lambda _state: {"messages": [AIMessage("Closed today.")]},
-        TokenLimit(thread_limit=1000, reserve=100),
-        store=store,
-    )
-
-    await scene.turn()
-
-    assert spent(scene) == (0, 0)
-    assert counts(store).get(THREAD_KEY, 0) == 0
-
-
-class ProviderError(Exception):
-    """The model's provider fails."""
-
-
-@both_forms
-@pytest.mark.parametrize("by_call_model", [False, True])
-async def test_a_node_that_fails(signals: Signals, form: Form, *, by_call_model: bool) -> None:
-    """What a node has used that then fails is charged when the graph goes on, once."""
-    fails = [True]
-
-    def node(model: ScriptedChatModel, quota: GraphQuota) -> Any:
-        def call(state: QuotaState[Any]) -> Any:
-            if by_call_model:
-                said = quota.call_model(model, state)
-            else:
-                said = model.invoke(state["messages"])
-            if fails.pop() if fails else False:
-                raise ProviderError
-            return {"messages": [said]}
-
-        return call
-
-    limit = TokenLimit(thread_limit=1000)
-    store = MemoryStore()
-    scene = node_of(signals, [answer(60), answer(40)], node, limit, form=form, store=store)
-
-    with pytest.raises(ProviderError):
-        await scene.turn()
-    await scene.go_on()
-
-    assert spent(scene) == (100, 100)
-    assert counts(store)[THREAD_KEY] == 100
 
 
 async def test_loops_of_one_graph_have_one_budget(signals: Signals) -> None:
@@ -794,29 +605,6 @@ async def test_loops_of_one_graph_have_one_budget(signals: Signals) -> None:
     assert len(first.calls) == len(second.calls) == 1
 
 
-@pytest.mark.parametrize("shape", ["chat model", "own calls", "hooks alone"])
-async def test_quotas(signals: Signals, shape: str) -> None:
-    """Loops draw on what tenants share; what is only held counts as used until it is settled."""
-    store, seen = MemoryStore(), list[int]()
-    key = f"{TOTAL}:global:"
-
-    class Watching(ScriptedChatModel):
-        def _generate(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append(counts(store)[key])
-            return super()._generate(*args, **kwargs)
-
-    limit = TokenLimit(quotas=[Quota(100, per="global")], reserve=10)
-    script = [answer(60, "search"), answer(45)]
-    loop = Loop(signals, shape, script, limit, store=store, model=Watching)
-
-    await loop.turn()
-    await loop.turn()
-
-    assert seen == [10, 70]
-    assert counts(store) == {key: 105}
-    assert loop.last() == "Token limits exceeded: global limit (105/100 tokens)"
-
-
 @shapes
 async def test_beside_other_limits(signals: Signals, shape: str) -> None:
     """One list may have limits of calls and of tokens: each counts its own."""
@@ -827,27 +615,7 @@ async def test_beside_other_limits(signals: Signals, shape: str) -> None:
     ]
     loop = Loop(signals, shape, [answer(60, "search"), answer(45, "search"), answer(5)], *limits)
 
-    await loop.turn()
+    await loop.play()
 
     used = usage(loop.app.get_state(CONFIG))
     assert (used.model, used.tools, used.spent) == (3, {"search": 1}, {TOTAL: 110})
-
-
-@shapes
-async def test_a_limit_of_tools_that_raises(signals: Signals, shape: str) -> None:
-    """The model call whose tool calls end a run with an exception is charged."""
-    limits: list[Limit] = [
-        ToolCallLimit("search", run_limit=0, exit_behavior="error"),
-        TokenLimit(thread_limit=1000),
-    ]
-    store = MemoryStore()
-    loop = Loop(signals, shape, [answer(60, "search"), answer(45)], *limits, store=store)
-
-    with pytest.raises(ToolCallLimitExceededError):
-        await loop.turn()
-    await loop.turn()
-
-    assert counts(store)[THREAD_KEY] == 105
-    # What a graph does not save when it fails, its state does not count.
-    saves = "functional" not in shape and shape != "hooks alone"
-    assert loop.spent() == (105 if saves else 45, 45)

@@ -9,17 +9,15 @@ from langchain_core.messages import AnyMessage, HumanMessage, ToolCall, ToolMess
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
 from langgraph.graph.message import add_messages
-from langgraph.types import Command, interrupt
+from langgraph.types import interrupt
 
 from langchain_quota import (
     GraphQuota,
-    MemoryStore,
-    ModelCallLimit,
     ToolCallLimit,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.rules import CONFIG, check_history, recording
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import CONFIG, recording
 from tests.signals import Signals
 
 TOOLS = [recording("search", [])]
@@ -110,51 +108,6 @@ class Functional:
 
 def said(text: str) -> list[AnyMessage]:
     return [HumanMessage(text)]
-
-
-@pytest.mark.parametrize("form", ["sync", "async"])
-async def test_two_turns_and_an_interrupt(form: str, signals: Signals) -> None:
-    """A resume judges nothing twice; runs begin anew, and the thread's count goes on."""
-    agent = Functional(
-        signals,
-        [["search", "ask", "search"], ["search", "search"], "done", ["search"] * 3, "done"],
-        [ToolCallLimit("search", run_limit=3, thread_limit=5), ModelCallLimit(run_limit=3)],
-    )
-    with captured_decisions() as decisions:
-        waiting, first, second = await agent.run(
-            form, said("go"), Command(resume="yes"), said("again")
-        )
-
-    assert waiting["__interrupt__"][0].value == "Sure?"
-    assert agent.ran.count("search") == 5
-    assert agent.ran.count("ask") == 1
-    admitted = [each.call.tool for each in decisions if each.outcome == "allowed"]
-    assert admitted.count("search") == 5
-    assert admitted.count(None) == len(agent.model.calls) == 5
-    assert sum(each.outcome == "blocked" for each in decisions) == 2
-    assert first[-1].content == second[-1].content == "done"
-    check_history(second)
-    metric = "langchain_quota_limit_decisions_total"
-    labels = {"agent": "unnamed", "limit": "tool:search", "scope": "none", "decision": "allowed"}
-    assert signals.value(metric, **labels) == 5
-
-
-@pytest.mark.parametrize("store", [False, True])
-async def test_limits_that_end_a_run(store: bool, signals: Signals) -> None:  # noqa: FBT001
-    """`finalize` reaches the model through `call_model`; with a store each task is judged anew."""
-    options = {"store": MemoryStore()} if store else {}
-    agent = Functional(
-        signals,
-        lambda messages: ["search"],
-        [ModelCallLimit(run_limit=2, thread_limit=5, exit_behavior="finalize")],
-        **options,
-    )
-    *_, last = await agent.run("async", said("1"), said("2"), said("3"))
-    assert len(agent.model.calls) == 5
-    assert len(agent.ran) == 2
-    assert "last model call" in str(agent.model.calls[1].messages)
-    assert "Model call limits exceeded" in last[-1].content
-    check_history(last)
 
 
 async def test_a_loop_that_runs_what_was_refused(signals: Signals) -> None:

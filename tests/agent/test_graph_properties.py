@@ -31,8 +31,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.rules import CONFIG, check_history, recording
 from tests.examples import examples
+from tests.scene import CONFIG, check_history, recording
 
 TOOLS = ("search", "calc", "ask")
 

@@ -24,9 +24,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
-from tests.agent.graphs import GraphScene
-from tests.agent.rules import CONFIG, recording
+from tests.scene import CONFIG, Form, Scene, both_forms, recording
 from tests.signals import Signals
 
 MOST = 2
@@ -312,7 +310,7 @@ async def test_a_loop_that_nothing_has_entered(signals: Signals) -> None:
     assert models[1].calls == ()
 
 
-def waiting(scene: GraphScene) -> dict[str, Any]:
+def waiting(scene: Scene) -> dict[str, Any]:
     """A model's node of the user's own, which asks the user first."""
 
     async def node(state: MessagesState) -> Any:
@@ -327,9 +325,9 @@ async def test_a_model_node_that_waits(limit: str, signals: Signals) -> None:
     """An interrupt in the model's node runs it again: its call is still the one admitted."""
     given = limits_of("end")[limit]
     prices = half_a_dollar if limit == "money" else None
-    scene = GraphScene(signals, answer, [given], loop=waiting, prices=prices)
+    scene = Scene(signals, answer, [given], loop=waiting, prices=prices, kind="graph")
     for turn in (1, 2):
-        await scene.turn()
+        await scene.play()
         await scene.resume("yes")
         assert len(scene.model.calls) == turn
 
@@ -337,9 +335,9 @@ async def test_a_model_node_that_waits(limit: str, signals: Signals) -> None:
 async def test_a_wait_before_the_model_and_a_replay(signals: Signals) -> None:
     """A run that waits before its model goes on, and so does a replay from that checkpoint."""
     limit = ModelCallLimit(run_limit=1)
-    scene = GraphScene(signals, answer, [limit], compiled={"interrupt_before": ["model"]})
+    scene = Scene(signals, answer, [limit], interrupt_before=["model"], kind="graph")
     for turn in (1, 2):
-        await scene.turn()
+        await scene.play()
         assert scene.agent.get_state(CONFIG).next == ("model",)
         there = scene.agent.get_state(CONFIG).config
         await scene.go_on()
@@ -356,9 +354,9 @@ async def test_a_model_that_fails_is_called_again(signals: Signals) -> None:
             raise failures.pop()
         return answer(messages)
 
-    scene = GraphScene(signals, script, [ModelCallLimit(run_limit=1)])
+    scene = Scene(signals, script, [ModelCallLimit(run_limit=1)], kind="graph")
     with pytest.raises(ConnectionError):
-        await scene.turn()
+        await scene.play()
 
     result = await scene.go_on()
 

@@ -11,7 +11,6 @@ from langchain.agents.middleware import (
     AgentMiddleware,
     ModelFallbackMiddleware,
     ModelRetryMiddleware,
-    hook_config,
 )
 from langchain_core.messages import AIMessage
 from langgraph.checkpoint.memory import InMemorySaver
@@ -29,12 +28,10 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.middleware import _late_use, _let_through
-from langchain_quota.resolved import LEASE
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG, Middleware
-from tests.agent.shared import FickleStore, SharedScene, bound_of, counts
+from tests.scene import CONFIG, Form, Middleware, Scene, both_forms
 from tests.signals import Signals, needs_inline
+from tests.stores import FickleStore, bound_of, counts
 
 TOTAL = "model.total_tokens"
 GLOBAL = f"{TOTAL}:global:"
@@ -75,13 +72,6 @@ class Afterwards(AgentMiddleware):
         return response
 
 
-class AtOnce(AgentMiddleware):
-    """Makes a model call twice at the same time, and takes the second answer."""
-
-    async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
-        return (await asyncio.gather(handler(request), handler(request)))[1]
-
-
 class Watched:
     """A store, and its count after each model call; the first call fails.
 
@@ -116,13 +106,13 @@ def scene_of(
     kind: type[QuotaMiddleware[Any, Any]] = QuotaMiddleware,
     around: Middleware | None = None,
     form: Form = "async",
-) -> SharedScene:
+) -> Scene:
     made = kind(limits, store=watched.store, telemetry=signals.telemetry)
     before = [] if around is None else [around]
-    return SharedScene(signals, script, [*before, made, Afterwards(watched)], form=form)
+    return Scene(signals, script, [*before, made, Afterwards(watched)], form=form)
 
 
-def last(scene: SharedScene) -> str:
+def last(scene: Scene) -> str:
     return str(scene.state()["messages"][-1].text)
 
 
@@ -139,36 +129,12 @@ async def test_a_retry_holds_its_own_amount(
     limit = limit_of(1000, reserve)
     scene = scene_of(signals, watched, script, limit, kind=kind, around=retry, form=form)
 
-    await scene.turn()
+    await scene.play()
 
     assert watched.seen == [50, 110]
     assert counts(watched.store) == {GLOBAL: 100}
     assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 100}
     assert scene.state()["langchain_quota"]["thread_model"] == 1
-
-
-@EITHER
-@RESERVES
-@pytest.mark.parametrize("shared", [False, True])
-async def test_a_retry_is_refused_alone(
-    signals: Signals, kind: type[QuotaMiddleware[Any, Any]], reserve: Any, *, shared: bool
-) -> None:
-    """An attempt that no longer fits is not made: the run ends with what the first one has used."""
-    watched = Watched(fails)
-    quotas = [Quota(100, per="global")] if shared else []
-    limit = TokenLimit(run_limit=100, reserve=reserve, quotas=quotas)
-    retry = ModelRetryMiddleware(**RETRY)
-    scene = scene_of(signals, watched, [answer(60)], limit, kind=kind, around=retry)
-
-    with captured_decisions() as decisions:
-        await scene.turn()
-
-    assert last(scene).startswith(
-        "Token limits exceeded: run limit (60/100 tokens, the call may need 50)"
-    )
-    assert [each.outcome for each in decisions] == [Outcome.ALLOWED, Outcome.BLOCKED]
-    assert counts(watched.store) == ({GLOBAL: 60} if shared else {})
-    assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 60}
 
 
 @EITHER
@@ -180,67 +146,10 @@ async def test_a_fallback_holds_its_own_amount(
     other = ModelFallbackMiddleware(ScriptedChatModel(script=[answer(30)]))
     scene = scene_of(signals, watched, [answer(60)], limit_of(1000, 50), kind=kind, around=other)
 
-    await scene.turn()
+    await scene.play()
 
     assert watched.seen == [50, 110]
     assert counts(watched.store) == {GLOBAL: 90}
-
-
-@RESERVES
-async def test_attempts_at_the_same_time_hold_their_own_amounts(
-    signals: Signals, reserve: Any
-) -> None:
-    """A call that is made twice at once holds its reserve twice, and gives back nobody else's."""
-    store, both = MemoryStore(), asyncio.Barrier(2)
-    seen: list[dict[str, int]] = []
-
-    class Together(AgentMiddleware):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            await asyncio.wait_for(both.wait(), 60)
-            seen.append(counts(store))
-            await asyncio.wait_for(both.wait(), 60)
-            return await handler(request)
-
-    quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        [limit_of(1000, reserve)], store=store, telemetry=signals.telemetry
-    )
-    script = [answer(60), answer(40)]
-    await SharedScene(signals, script, [AtOnce(), quota, Together()]).turn()
-
-    assert seen == [{GLOBAL: 100}] * 2
-    assert counts(store) == {GLOBAL: 100}
-
-
-async def test_a_retry_inside_shares_what_the_call_holds(signals: Signals) -> None:
-    """Listed before a middleware that retries, all attempts of a call hold one reserve together."""
-    watched = Watched(fails)
-    quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        [limit_of(1000, 50)], store=watched.store, telemetry=signals.telemetry
-    )
-    middleware = [quota, ModelRetryMiddleware(**RETRY), Afterwards(watched)]
-    await SharedScene(signals, [answer(60), answer(40)], middleware).turn()
-
-    assert watched.seen == [50, 50]
-    assert counts(watched.store) == {GLOBAL: 100}
-
-
-@EITHER
-@RESERVES
-async def test_a_node_that_waited_holds_again(
-    signals: Signals, kind: type[QuotaMiddleware[Any, Any]], reserve: Any
-) -> None:
-    """A model node that was interrupted calls the model again when the run is resumed."""
-    watched = Watched(lambda: interrupt("May I?"))
-    limit = limit_of(1000, reserve, run_limit=1000)
-    scene = scene_of(signals, watched, [answer(60), answer(40)], limit, kind=kind)
-
-    await scene.turn()
-    assert counts(watched.store) == {GLOBAL: 60}
-    await scene.resume("yes")
-
-    assert watched.seen == [50, 110]
-    assert counts(watched.store) == {GLOBAL: 100}
-    assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 100}
 
 
 @EITHER
@@ -255,33 +164,11 @@ async def test_a_node_that_langgraph_retries_holds_again(
     policy = RetryPolicy(initial_interval=0, jitter=False, retry_on=ProviderError)
     scene.agent.nodes["model"].retry_policy = [policy]
 
-    await scene.turn()
+    await scene.play()
 
     assert watched.seen == [50, 110]
     assert counts(watched.store) == {GLOBAL: 100}
     assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 100}
-
-
-@EITHER
-async def test_a_checkpoint_that_is_replayed_holds_again(
-    signals: Signals, kind: type[QuotaMiddleware[Any, Any]]
-) -> None:
-    """A run that goes on from an older checkpoint calls the model again: a store is charged both.
-
-    The state has what its own branch has used, once a hook has seen that the first call is written.
-    """
-    watched = Watched()
-    limit = limit_of(1000, 50, run_limit=1000)
-    scene = scene_of(signals, watched, [answer(60), answer(40)], limit, kind=kind)
-    await scene.turn()
-    (before,) = [each for each in scene.agent.get_state_history(CONFIG) if each.next == ("model",)]
-
-    await scene.agent.ainvoke(None, before.config)
-
-    assert watched.seen == [50, 110]
-    assert counts(watched.store) == {GLOBAL: 100}
-    of_branch = 40 if kind is QuotaMiddleware else 100
-    assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: of_branch}
 
 
 @RESERVES
@@ -327,7 +214,7 @@ async def test_a_call_that_its_bound_refuses_is_not_counted(
     scene = scene_of(signals, watched, [answer(60, "search")], *limits, kind=kind, form=form)
 
     with captured_decisions() as decisions:
-        await scene.turn()
+        await scene.play()
 
     models = [each.outcome for each in decisions if each.call.kind == "model"]
     assert models == [Outcome.ALLOWED, Outcome.BLOCKED]
@@ -342,17 +229,6 @@ async def test_a_call_that_its_bound_refuses_is_not_counted(
     assert last(scene) == (
         "Token limits exceeded: global limit (60/100 tokens, the call may need 200)"
     )
-
-
-async def test_a_bound_of_a_budget_alone_leaves_the_count_of_others(signals: Signals) -> None:
-    """With budgets alone, what a refused call takes back is not counted where LangChain counts."""
-    scene = scene_of(signals, Watched(), [], TokenLimit(run_limit=10, reserve=lambda _: 11))
-
-    await scene.turn()
-
-    state = scene.state()
-    assert not state.get("thread_model_call_count")
-    assert state["langchain_quota"]["thread_model"] == 0
 
 
 async def test_a_bound_that_raises_leaves_the_call_counted(
@@ -371,7 +247,7 @@ async def test_a_bound_that_raises_leaves_the_call_counted(
 
     caplog.set_level(logging.DEBUG, "langchain_quota")
     with captured_decisions() as decisions, pytest.raises(ModelCallLimitExceededError):
-        await scene.turn()
+        await scene.play()
 
     assert [each.outcome for each in decisions] == [Outcome.BLOCKED]
     assert [each.needs for each in decisions[0].limits] == [11]
@@ -379,24 +255,10 @@ async def test_a_bound_that_raises_leaves_the_call_counted(
     assert scene.state()["thread_model_call_count"] == 1
     assert counts(watched.store) == {}
 
-    await scene.turn()
+    await scene.play()
 
     assert scene.state()["thread_model_call_count"] == 1
     assert counts(watched.store) == {"model:thread:thread-1": 1}
-
-
-async def test_observers_hear_of_a_call_when_it_is_let_through_for_good(signals: Signals) -> None:
-    """With a bound, observers are notified of each call once, when it is decided for good."""
-    heard: list[Outcome] = []
-    bounds = [10, 200]
-    quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        [TokenLimit(run_limit=100, reserve=lambda _: bounds.pop(0))],
-        on_decision=lambda decision: heard.append(decision.outcome),
-        telemetry=signals.telemetry,
-    )
-    await SharedScene(signals, [answer(60, "search")], [quota]).turn()
-
-    assert heard == [Outcome.ALLOWED, Outcome.ALLOWED, Outcome.BLOCKED]
 
 
 @EITHER
@@ -417,11 +279,11 @@ async def test_a_call_that_does_not_fit_is_the_last_one(
         **options,
     )
     quota = kind([limit], store=store if shared else None, telemetry=signals.telemetry)
-    scene = SharedScene(signals, [], [quota], form=form)
+    scene = Scene(signals, [], [quota], form=form)
     model = ScriptedChatModel(script=[answer(35, "search", text="")])
     scene.agent = create_agent(model, [_search], middleware=[quota], checkpointer=InMemorySaver())
 
-    await scene.turn()
+    await scene.play()
 
     told = ["last model call" in each.messages[-1].text for each in model.calls]
     assert (told, model.calls[0].tools) == ([True], ())
@@ -440,7 +302,7 @@ async def test_a_last_call_that_does_not_fit_is_not_made(signals: Signals) -> No
     limit = TokenLimit(run_limit=100, reserve=bound_of, exit_behavior="finalize", keep=20)
     scene = scene_of(signals, Watched(), [answer(60, "search")], limit)
 
-    await scene.turn()
+    await scene.play()
 
     assert len(scene.model.calls) == 1
     assert last(scene) == ("Token limits exceeded: run limit (60/100 tokens, the call may need 60)")
@@ -458,9 +320,9 @@ async def test_a_store_that_is_down_is_asked_once(signals: Signals) -> None:
     quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
         [limit], store=store, telemetry=signals.telemetry
     )
-    scene = SharedScene(signals, [], [quota, GoesDown()])
+    scene = Scene(signals, [], [quota, GoesDown()])
 
-    await scene.turn()
+    await scene.play()
 
     assert last(scene) == "Token limit could not be checked: try again later."
     assert scene.fallbacks("deny") == 1
@@ -469,66 +331,6 @@ async def test_a_store_that_is_down_is_asked_once(signals: Signals) -> None:
 def ends() -> dict[str, Any]:
     """A guardrail that ends the run."""
     return {"jump_to": "end", "messages": [AIMessage("Not that.")]}
-
-
-class Guard(AgentMiddleware):
-    """Does something before the model call.
-
-    Args:
-        do: What it does.
-    """
-
-    def __init__(self, do: Callable[[], Any]) -> None:
-        super().__init__()
-        self.do = do
-
-    @hook_config(can_jump_to=["end"])
-    async def abefore_model(self, state: Any, runtime: Any) -> Any:
-        done = self.do()
-        return await done if isinstance(done, Awaitable) else done
-
-
-@RESERVES
-@pytest.mark.parametrize("do", [ends, fails, asyncio.Event().wait], ids=["jump", "raise", "cancel"])
-async def test_a_run_that_stops_before_its_call_holds_the_least(
-    signals: Signals, do: Callable[[], Any], reserve: Any
-) -> None:
-    """A run that stops behind `before_model` leaves one token held, and not its reserve."""
-    store, waits = MemoryStore(), asyncio.Event()
-
-    def stop() -> Any:
-        waits.set()
-        return do()
-
-    quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        [limit_of(1000, reserve)], store=store, telemetry=signals.telemetry
-    )
-    scene = SharedScene(signals, [], [quota, Guard(stop)])
-
-    running = asyncio.ensure_future(scene.turn())
-    await asyncio.wait_for(waits.wait(), 60)
-    if do not in (ends, fails):
-        running.cancel()
-    await asyncio.wait([running])
-
-    assert running.cancelled() or do is ends or isinstance(running.exception(), ProviderError)
-    assert counts(store) == {GLOBAL: 1}
-
-
-async def test_an_answer_of_a_middleware_before_holds_the_least(signals: Signals) -> None:
-    """A cache that is listed before, and answers, leaves one token held, and not the reserve."""
-
-    class Cache(AgentMiddleware):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            return AIMessage("From a cache.")
-
-    watched = Watched()
-    scene = scene_of(signals, watched, [], limit_of(1000, 50), around=Cache())
-
-    await scene.turn()
-
-    assert last(scene) == "From a cache."
-    assert counts(watched.store) == {GLOBAL: 1}
 
 
 @EITHER
@@ -543,7 +345,7 @@ async def test_a_reserve_that_fails_gives_back_what_is_held(
     scene = scene_of(signals, watched, [], *limits, kind=kind, form=form)
 
     with pytest.raises(ZeroDivisionError):
-        await scene.turn()
+        await scene.play()
 
     assert counts(watched.store) == {}
 
@@ -561,57 +363,13 @@ async def test_a_cancel_while_an_observer_waits_gives_back_what_is_held(signals:
     quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
         [limit_of(1000, 50)], store=store, on_decision=observe, telemetry=signals.telemetry
     )
-    running = asyncio.ensure_future(SharedScene(signals, [], [quota]).turn())
+    running = asyncio.ensure_future(Scene(signals, [], [quota]).play())
     await asyncio.wait_for(waits.wait(), 60)
     running.cancel()
     await asyncio.wait([running])
 
     assert running.cancelled()
     assert (seen, counts(store)) == ([{GLOBAL: 50}], {})
-
-
-@RESERVES
-async def test_a_call_that_waits_longer_than_a_lease_asks_for_its_reserve(
-    signals: Signals, reserve: Any
-) -> None:
-    """A run that waited before its call is refused when others have used the budget meanwhile."""
-    now = [1_000_000.0]
-    store = MemoryStore(clock=lambda: now[0])
-    quota: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        [limit_of(100, reserve)], store=store, telemetry=signals.telemetry
-    )
-
-    def asks() -> None:
-        interrupt("May I?")
-
-    scene = SharedScene(signals, [], [quota, Guard(asks)])
-    other = SharedScene(signals, [answer(60)], [quota])
-
-    await scene.turn()
-    now[0] += LEASE + 2
-    await other.turn()
-    await scene.resume("yes")
-
-    assert last(scene) == (
-        "Token limits exceeded: global limit (60/100 tokens, the call may need 50)"
-    )
-    assert counts(store) == {GLOBAL: 60}
-
-
-@RESERVES
-async def test_a_budget_on_trial_says_that_it_would_refuse_a_reserve(
-    signals: Signals, reserve: Any
-) -> None:
-    """A call that runs is one decision, and it says which budget on trial lacks the reserve."""
-    limit = TokenLimit(run_limit=90, reserve=reserve, enforce=False)
-    scene = scene_of(signals, Watched(), [answer(60, "search"), answer(10)], limit)
-
-    with captured_decisions() as decisions:
-        await scene.turn()
-
-    models = [each for each in decisions if each.call.kind == "model"]
-    assert [each.outcome for each in models] == [Outcome.ALLOWED, Outcome.WOULD_BLOCK]
-    assert [[one.needs for one in each.refused_by] for each in models] == [[], [50]]
 
 
 @RESERVES
@@ -630,7 +388,7 @@ async def test_a_call_that_this_process_forgets_is_charged_once(
     retry = ModelRetryMiddleware(**RETRY)
     scene = scene_of(signals, watched, script, limit_of(1000, reserve), around=retry, form=form)
 
-    await scene.turn()
+    await scene.play()
 
     assert watched.seen == [50, 110, 150]
     assert counts(watched.store) == {GLOBAL: 110}
@@ -650,8 +408,8 @@ async def test_what_this_process_forgets_is_in_the_store(
     scene = scene_of(signals, watched, script, limit_of(1000, 50))
 
     with pytest.raises(ProviderError):
-        await scene.turn()
-    await scene.turn()
+        await scene.play()
+    await scene.play()
 
     assert counts(watched.store) == {GLOBAL: 110}
     assert scene.state()["langchain_quota"]["thread_spent"] == {TOTAL: 50}

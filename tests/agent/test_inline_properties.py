@@ -38,10 +38,10 @@ from langchain_quota.resolved import ResolvedLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.agent import test_properties as four_rules
 from tests.agent import test_shared_properties as shared_quotas
-from tests.agent.rules import CONFIG, check_history
 from tests.agent.test_forms import Plan, plans, play, possible
 from tests.agent.test_properties import WORLD, ProviderError, TurnPlan, Unknown, World
 from tests.examples import examples
+from tests.scene import CONFIG, check_history
 from tests.signals import needs_inline
 
 pytestmark = needs_inline

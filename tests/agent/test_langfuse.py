@@ -3,7 +3,6 @@
 Langfuse's client has the test's provider of spans, and nothing goes to the network.
 """
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,14 +16,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import (
-    InlineQuotaMiddleware,
     ModelCallLimit,
     QuotaMiddleware,
     Telemetry,
     ToolCallLimit,
 )
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.signals import needs_inline
 
 langfuse = pytest.importorskip("langfuse")
 handlers = pytest.importorskip("langfuse.langchain")
@@ -117,23 +114,6 @@ async def run(agent: Any, form: str) -> None:
         assert [each async for each in agent.astream(QUESTION, settings)]
 
 
-@pytest.mark.parametrize("form", ["invoke", "stream"])
-@pytest.mark.parametrize(
-    ("kind", "within"),
-    [
-        (QuotaMiddleware, {"QuotaMiddleware.before_model", "QuotaMiddleware.after_model"}),
-        pytest.param(InlineQuotaMiddleware, {"model"}, marks=needs_inline),
-    ],
-)
-async def test_sync_runs(kind: Any, within: set[str], form: str, tracer: Tracer) -> None:
-    """Without anybody's help a sync run is one trace, and our spans are in the steps that judge."""
-    await run(agent_of(tracer, kind), form)
-
-    (spans,) = tracer.traces()
-    assert len(ours(spans)) == 6
-    assert parents(spans) == within
-
-
 @pytest.mark.parametrize("form", ["ainvoke", "astream"])
 async def test_an_observation_around_an_async_run(form: str, tracer: Tracer) -> None:
     """It makes the run one trace, and Langfuse sends our spans, which name the agent."""
@@ -145,25 +125,3 @@ async def test_an_observation_around_an_async_run(form: str, tracer: Tracer) -> 
     assert parents(spans) == {"request"}
     tracer.client.flush()
     assert len(ours(tracer.sent.get_finished_spans())) == 6
-
-
-async def test_async_runs_at_once(tracer: Tracer) -> None:
-    """With an observation around each, each is one trace."""
-    agent = agent_of(tracer)
-
-    async def request() -> None:
-        with tracer.client.start_as_current_observation(name="request"):
-            await run(agent, "ainvoke")
-
-    await asyncio.gather(*(request() for _ in range(10)))
-
-    traces = tracer.traces()
-    assert len(traces) == 10
-    assert {len(ours(spans)) for spans in traces} == {6}
-
-
-async def test_an_async_run_alone(tracer: Tracer) -> None:
-    """Nothing around it, Langfuse's spans are one trace, and ours are another."""
-    await run(agent_of(tracer), "ainvoke")
-
-    assert sorted(len(ours(spans)) for spans in tracer.traces()) == [0, 6]

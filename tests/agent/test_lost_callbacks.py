@@ -34,9 +34,8 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._root_run import log_lost
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG, recording
 from tests.agent.trees import ASKED, Tree, ask, config, human
+from tests.scene import CONFIG, Form, both_forms, recording
 from tests.signals import Signals
 
 LOST = "langchain_quota_lost_root_runs_total"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
+from langchain_quota import QuotaMiddleware, ToolCallLimit
 from langchain_quota.limits import Limit
-from tests.agent.rules import Scene
+from tests.scene import Scene
 from tests.signals import Signals
 
 pytest.importorskip("mcp")
@@ -39,42 +39,9 @@ async def play(signals: Signals, calls: Path, script: Any, *limits: Limit, **opt
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry, **options)
     async with tools_of_server(calls) as tools:
         scene = Scene(signals, script, [quota], tools=tools)
-        await scene.turn()
+        await scene.play()
     scene.ran += (await asyncio.to_thread(calls.read_text)).split()
     return scene
-
-
-async def test_a_limit_by_name(signals: Signals, tmp_path: Path) -> None:
-    """Of three searches at once two run, in parallel; the third is refused, and all are seen."""
-    scene = await play(
-        signals,
-        tmp_path / "calls",
-        [["search", "search", "search", "calc"], "done"],
-        ToolCallLimit("search", run_limit=2),
-        ModelCallLimit(run_limit=5),
-        tell_model=True,
-    )
-
-    assert sorted(scene.ran) == ["calc", "search", "search"]
-    assert sorted(scene.answers()) == [
-        ("calc", "success"),
-        *[("search", status) for status in ("error", "success", "success")],
-    ]
-    assert scene.metric("tool:search", "allowed") == 2
-    assert scene.metric("tool:search", "blocked", "run") == 1
-    judged = [span for span in signals.spans() if span.name == "check_quota tool search"]
-    assert [(span.attributes or {})["langchain_quota.decision"] for span in judged] == [
-        "allowed",
-        "allowed",
-        "blocked",
-    ]
-    # A server's answers are made of blocks.
-    content = scene.model.calls[1].messages[-1].content
-    assert content[-1] == {
-        "type": "text",
-        "text": "Budget: search: 0 of 2 left; this is model call 2 of 5.",
-    }
-    scene.check()
 
 
 async def test_a_limit_of_all_tools(signals: Signals, tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from http.client import IncompleteRead
 from typing import Any
 
@@ -12,21 +10,17 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import (
     AgentMiddleware,
-    ModelFallbackMiddleware,
-    ModelRetryMiddleware,
 )
-from langchain.agents.structured_output import ProviderStrategy, StructuredOutputValidationError
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.language_models import FakeListLLM
 from langchain_core.messages import AIMessage
 from langchain_core.tools import BaseTool, tool
-from pydantic import BaseModel
 
-from langchain_quota.model_runs import ModelRun, ModelRunCollector, collect_model_runs
+from langchain_quota.model_runs import ModelRun, collect_model_runs
 from langchain_quota.model_usage import ModelUsage, charged_tokens
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
+from tests.scene import Form, both_forms
 
 ASKED: Any = {"messages": [("user", "Hi!")]}
 
@@ -59,18 +53,6 @@ class Budget(AgentMiddleware):
         return [[run.usage.total_tokens for run in runs] for runs in self.collected]
 
 
-class Twice(AgentMiddleware):
-    """Calls the model twice, and takes the second answer."""
-
-    def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
-        handler(request)
-        return handler(request)
-
-    async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
-        await handler(request)
-        return await handler(request)
-
-
 def answer(tokens: int, *calls: str) -> AIMessage:
     usage: Any = {"input_tokens": tokens - 1, "output_tokens": 1, "total_tokens": tokens}
     called = [{"name": name, "args": {}, "id": f"{name}-{tokens}"} for name in calls]
@@ -96,42 +78,6 @@ def run(
 
 
 @both_forms
-def test_a_middleware_that_calls_twice_pays_twice(form: Form) -> None:
-    """Every run inside the block is collected, whoever starts it."""
-    budget = Budget()
-    run(form, scripted(answer(10), answer(20)), budget, Twice())
-    assert budget.tokens() == [[10, 20]]
-    run(form, scripted(answer(10), answer(20)), Twice(), budget)
-    assert budget.tokens() == [[10, 20], [10], [20]]
-
-
-@both_forms
-def test_retries_and_fallbacks_are_runs(form: Form) -> None:
-    """What fails and what is tried instead are runs of their own."""
-    budget = Budget()
-    retry = ModelRetryMiddleware(initial_delay=0, jitter=False)
-    run(form, scripted(ValueError("no"), answer(10)), budget, retry)
-    fallback = ModelFallbackMiddleware(scripted(answer(30)))
-    run(form, scripted(ValueError("no")), budget, fallback)
-    assert budget.tokens() == [[0, 10], [0, 30]]
-    for failed, answered in budget.collected:
-        assert (failed.status, failed.error) == ("error", "ValueError")
-        assert answered.status == "success"
-
-
-class Weather(BaseModel):
-    degrees: int
-
-
-def test_an_answer_that_cannot_be_parsed_is_paid() -> None:
-    """A structured response that is none fails the agent, and not the model run."""
-    budget = Budget()
-    with pytest.raises(StructuredOutputValidationError):
-        run("sync", scripted(answer(10)), budget, response_format=ProviderStrategy(Weather))
-    assert budget.tokens() == [[10]]
-
-
-@both_forms
 def test_a_sub_agent_is_collected_at_every_level(form: Form) -> None:
     """A sub-agent's run is its own budget's and that of the tool call, by one id."""
     outer, inner = Budget(), Budget()
@@ -145,34 +91,6 @@ def test_a_sub_agent_is_collected_at_every_level(form: Form) -> None:
     run(form, scripted(answer(10, "ask"), answer(20)), outer, tools=[ask])
     assert outer.tokens() == [[10], [7], [20]]
     assert inner.collected == [outer.collected[1]]
-
-
-@both_forms
-def test_tools_at_once_have_their_own_runs(form: Form) -> None:
-    """Tool calls that run beside each other do not see each other's model runs."""
-    budget = Budget()
-
-    @tool
-    def small() -> str:
-        """Ask a small model."""
-        return scripted(answer(3)).invoke("Hi!").text
-
-    @tool
-    def large() -> str:
-        """Ask a large model."""
-        return scripted(answer(300)).invoke("Hi!").text
-
-    run(form, scripted(answer(10, "small", "large"), answer(20)), budget, tools=[small, large])
-    first, *tools, last = budget.tokens()
-    assert (first, sorted(tools), last) == ([10], [[3], [300]], [20])
-
-
-def test_threads_that_are_given_the_context_are_collected() -> None:
-    """A thread of the application's own belongs to the block if it is given the context."""
-    with ThreadPoolExecutor() as executor, collect_model_runs() as collector:
-        executor.submit(copy_context().run, scripted(answer(5)).invoke, "Hi!").result()
-        executor.submit(scripted(answer(50)).invoke, "Hi!").result()
-    assert [each.usage.total_tokens for each in collector.runs()] == [5]
 
 
 def test_what_the_response_cache_answers_is_free() -> None:
@@ -250,16 +168,6 @@ def test_a_run_ends_after_its_block() -> None:
     assert (ended.status, ended.id, ended.usage.total_tokens) == ("success", pending.id, 10)
 
 
-def test_only_the_block_is_collected() -> None:
-    """No block collects runs before and after it."""
-    model = scripted(answer(1), answer(2), answer(3))
-    model.invoke("Hi!")
-    with collect_model_runs() as collector:
-        model.invoke("Hi!")
-    model.invoke("Hi!")
-    assert [each.usage.total_tokens for each in collector.runs()] == [2]
-
-
 class RefusedError(Exception):
     """The model may not be called."""
 
@@ -311,10 +219,3 @@ def test_what_is_not_understood_ends_no_call(caplog: pytest.LogCaptureFixture) -
     (found,) = collector.runs()
     assert found.usage.estimated
     assert "a model run was not understood" in caplog.text
-
-
-def test_a_collector_can_be_a_callback() -> None:
-    """Where no block is, a collector can be handed over as any other callback handler."""
-    collector = ModelRunCollector()
-    scripted(answer(10)).invoke("Hi!", {"callbacks": [collector]})
-    assert [each.usage.total_tokens for each in collector.runs()] == [10]

@@ -37,9 +37,9 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
-from tests.agent.shared import FickleStore
 from tests.forked import run_python
 from tests.signals import Signals, needs_inline
+from tests.stores import FickleStore
 
 DAY = timedelta(days=1)
 
@@ -75,7 +75,7 @@ class Agent:
             **options,
         )
 
-    async def turn(self, thread: object = "7", **context: Any) -> list[BaseMessage]:
+    async def play(self, thread: object = "7", **context: Any) -> list[BaseMessage]:
         """The messages behind a turn."""
         result = await self._agent.ainvoke(
             {"messages": [("user", "hi")]}, self._config(thread), context=context
@@ -125,7 +125,7 @@ async def test_a_call_that_a_limit_refuses_leaves_the_room_of_others(signals: Si
     """Of one message, what one limit refuses leaves the next call its place in another limit."""
     limits = [ToolCallLimit("calc", run_limit=0), ToolCallLimit(run_limit=1)]
     agent = Agent(calling("calc", "search"), QuotaMiddleware(limits, telemetry=signals.telemetry))
-    assert ran(await agent.turn()) == ["search"]
+    assert ran(await agent.play()) == ["search"]
 
 
 async def test_a_refusal_by_two_scopes_is_shown_as_the_threads(signals: Signals) -> None:
@@ -136,7 +136,7 @@ async def test_a_refusal_by_two_scopes_is_shown_as_the_threads(signals: Signals)
         on_decision=seen.append,
         telemetry=signals.telemetry,
     )
-    await Agent(calling("search", "search"), quota).turn()
+    await Agent(calling("search", "search"), quota).play()
     scopes = [status.scope for each in seen for status in each.refused_by]
     metric = "langchain_quota_limit_decisions_total"
     known = {"agent": "unnamed", "limit": "searches", "decision": "blocked"}
@@ -151,7 +151,7 @@ async def test_a_tool_named_model_has_a_count_of_its_own(signals: Signals) -> No
     for store in (None, MemoryStore()):
         quota = QuotaMiddleware(limits, store=store, telemetry=signals.telemetry)
         agent = Agent(calling("model", "model"), quota)
-        assert [ran(await agent.turn())[-2:] for _ in range(2)] == [["model"] * 2] * 2
+        assert [ran(await agent.play())[-2:] for _ in range(2)] == [["model"] * 2] * 2
         assert len(agent.model.calls) == 4
 
 
@@ -198,7 +198,7 @@ async def test_model_calls_are_counted_beside_a_budget_alone(signals: Signals) -
     quota = QuotaMiddleware([TokenLimit(run_limit=10**6)], telemetry=signals.telemetry)
     agent = Agent(calling("search"), quota)
     for turn in (1, 2):
-        await agent.turn()
+        await agent.play()
         assert (agent.usage().model, agent.usage().run_model) == (2 * turn, 2)
 
 
@@ -207,7 +207,7 @@ async def test_each_run_of_an_inline_quota_ends_with_its_last_word(signals: Sign
     """A later run that ends at the same limit has the same last message, and is no error."""
     quota = InlineQuotaMiddleware([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
     agent = Agent(lambda _: ["search"], quota)
-    first, second = await agent.turn(), await agent.turn()
+    first, second = await agent.play(), await agent.play()
     assert second[-1].content == first[-1].content == "Model call limits exceeded: run limit (1/1)"
 
 
@@ -220,7 +220,7 @@ async def test_what_a_call_holds_is_not_told_as_used(signals: Signals) -> None:
         telemetry=signals.telemetry,
     )
     agent = Agent([reporting("search", input_tokens=90), reporting(input_tokens=1)], quota)
-    await agent.turn()
+    await agent.play()
     told = agent.model.calls[1].messages[-1].content
     assert told == "found\n\nBudget: tokens: 10 of 100 left."
 
@@ -246,7 +246,7 @@ async def test_what_a_failed_call_has_used_ends_the_run(signals: Signals) -> Non
     quota = InlineQuotaMiddleware([TokenLimit(run_limit=50)], telemetry=signals.telemetry)
     agent = Agent(lambda _: reporting(input_tokens=60), quota, beside=[FailsOnce()])
     with pytest.raises(ProviderError):
-        await agent.turn()
+        await agent.play()
     messages = await agent.go_on()
     assert messages[-1].content == "Token limits exceeded: run limit (60/50 tokens)"
     assert len(agent.model.calls) == 1
@@ -270,7 +270,7 @@ async def test_money_is_rounded_up(tokens: dict[str, Any], spent: int, signals: 
     limits = [CostLimit(run_limit="2.5")]
     quota = QuotaMiddleware(limits, prices=PRICES, telemetry=signals.telemetry)
     agent = Agent([reporting(**tokens)], quota, model="gpt")
-    await agent.turn()
+    await agent.play()
     assert agent.usage().spent["model.microdollars"] == spent
     gauge = signals.value(
         "langchain_quota_limit_dollars", agent="unnamed", limit="cost", scope="run"
@@ -305,7 +305,7 @@ async def test_what_fails_in_telemetry_fails_no_agent() -> None:
         [ToolCallLimit("search", run_limit=1)],
         telemetry=Telemetry(registry=registry, thread_label=fail),
     )
-    messages = await Agent(calling("search", "search"), quota).turn()
+    messages = await Agent(calling("search", "search"), quota).play()
     assert ran(messages) == ["search"]
     assert messages[-1].content == "done"
     assert labels(registry, "component") == {"observer", "thread_label"}
@@ -322,7 +322,7 @@ async def test_a_run_that_goes_on_is_not_ended(
         ToolCallLimit(run_limit=9, near=0.3, name="nears"),
     ]
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
-    messages = await Agent(calling("search", "search", "search", "calc"), quota).turn()
+    messages = await Agent(calling("search", "search", "search", "calc"), quota).play()
     holds, nears = ({"agent": "unnamed", "limit": each} for each in ("holds", "nears"))
     assert ran(messages) == ["search", "search", "calc"]
     assert signals.value("langchain_quota_runs_ended_total", **holds) == 0
@@ -347,7 +347,7 @@ async def test_labels_of_tools_and_threads_are_safe_and_bounded() -> None:
     quota = QuotaMiddleware([ToolCallLimit(thread_limit=100)], telemetry=telemetry)
     invented = [f"invented-{index}" for index in range(9)]
     for thread in ("two\nlines", "\x1b[31m", "x" * 200):
-        await Agent(calling("search", "odd name", *invented), quota).turn(thread)
+        await Agent(calling("search", "odd name", *invented), quota).play(thread)
     # The agent's own three tools have a place each, so one is left.
     assert labels(registry, "tool") == {"search", "invented-0", "_other", "none"}
     assert len(labels(registry, "thread_id")) == 3
@@ -367,7 +367,7 @@ async def test_failures_that_the_model_has_not_read_count_once(signals: Signals)
     made = [["a"], ["b", "c"], ["d"], ["e"]]
     script = [*([("search", {"text": each}) for each in texts] for texts in made), "done"]
     quota = QuotaMiddleware([RepeatLimit(3)], telemetry=signals.telemetry)
-    await Agent(script, quota, tools=[failing]).turn()
+    await Agent(script, quota, tools=[failing]).play()
     assert sorted(ran_with) == ["a", "b", "c", "d"]
 
 
@@ -382,10 +382,10 @@ async def test_a_store_that_forgot_all_hears_of_an_outage_in_order(signals: Sign
     )
     agent = Agent(calling("search"), quota)
     store.down = True
-    await agent.turn()
-    await agent.turn()
+    await agent.play()
+    await agent.play()
     store.down = False
-    await agent.turn()
+    await agent.play()
     assert [each.used for each in store.usages("search:thread:*")] == [3]
 
 
@@ -408,7 +408,7 @@ async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Sign
     limits = [ToolCallLimit("search", at_once=each, name=f"cap-{each}") for each in caps]
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry)
     agent = Agent(calling(*(("search", {"text": each}) for each in "abcd")), quota, tools=[slow])
-    assert ran(await agent.turn()) == ["search"] * 4
+    assert ran(await agent.play()) == ["search"] * 4
     assert (most, order) == (1, "abcd")
 
 
@@ -423,7 +423,7 @@ async def test_spans_of_what_was_refused(signals: Signals) -> None:
     limits = [ToolCallLimit("search", run_limit=1, exit_behavior="error")]
     quota = QuotaMiddleware(limits, telemetry=telemetry)
     with pytest.raises(ToolCallLimitExceededError):
-        await Agent(calling("calc", "search", "search"), quota).turn("secret")
+        await Agent(calling("calc", "search", "search"), quota).play("secret")
     spans = signals.spans()
     shown = [(each.attributes or {}).get("langchain_quota.decision") for each in spans]
     assert shown == ["skipped", "skipped", "blocked"]
@@ -454,7 +454,7 @@ async def test_labels_of_agents_are_bounded() -> None:
     telemetry = Telemetry(registry=registry, max_agents=2, max_exported_threads=0)
     quota = QuotaMiddleware([ModelCallLimit(run_limit=9)], telemetry=telemetry)
     for index in range(5):
-        await Agent(["done"], quota, name=f"agent-{index}").turn()
+        await Agent(["done"], quota, name=f"agent-{index}").play()
     assert labels(registry, "agent") == {"agent-0", "agent-1", "_other"}
 
 
@@ -466,7 +466,7 @@ async def test_labels_of_models_are_bounded() -> None:
     agent = Agent(lambda _: reporting(input_tokens=1), quota)
     for index in range(103):
         agent.model.model = f"model-{index}"
-        await agent.turn(index)
+        await agent.play(index)
     found = labels(registry, "model")
     assert "_other" in found
     assert len(found) == 101
@@ -533,6 +533,6 @@ async def test_users_that_look_alike_share_no_quota(ann: str, bob: str, signals:
     quota = QuotaMiddleware(limits, store=MemoryStore(), telemetry=signals.telemetry)
     agent = Agent(calling("search"), quota)
     found = [
-        ran(await agent.turn(thread, user_id=who)) for thread, who in enumerate((ann, bob, ann))
+        ran(await agent.play(thread, user_id=who)) for thread, who in enumerate((ann, bob, ann))
     ]
     assert found == [["search"], ["search"], []]

@@ -41,8 +41,8 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.resolved import ResolvedLimit
 from langchain_quota.testing import ScriptedChatModel, ToolRequest
-from tests.agent.rules import check_history
 from tests.examples import examples
+from tests.scene import check_history
 
 TOOLS = ("search", "calc", "ask")
 INVENTED = "invented"

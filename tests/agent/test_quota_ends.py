@@ -5,21 +5,15 @@ from typing import Any
 
 import pytest
 from langchain.agents.structured_output import ToolStrategy
-from langchain_core.messages import AIMessage
 from pydantic import BaseModel
 
 from langchain_quota import (
-    MemoryStore,
     ModelCallLimit,
-    ModelCallLimitMiddleware,
-    Quota,
     QuotaMiddleware,
     ToolCallLimit,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
-from tests.agent.rules import Middleware, Scene
-from tests.agent.shared import ANN, FickleStore, SharedScene
+from tests.scene import Scene
 from tests.signals import Signals
 
 MESSAGES: dict[str, Any] = {
@@ -45,80 +39,6 @@ class Weather(BaseModel):
     degrees: int
 
 
-def searching(_messages: Any) -> list[str]:
-    """A model that searches for ever, and never says a word."""
-    return ["search"]
-
-
-def check_end(result: dict[str, Any], message: Any) -> None:
-    last = result["messages"][-1]
-    assert isinstance(last, AIMessage)
-    assert last.tool_calls == []
-    if message == MESSAGES["text"]:
-        assert last.text == message
-    else:
-        assert "limit" in last.text
-
-
-@messages
-@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
-async def test_a_limit(limit: Callable[..., Limit], message: Any, signals: Signals) -> None:
-    """Each exit behaviour that ends a run, with each kind of message."""
-    quota = QuotaMiddleware([limit(message=message)], telemetry=signals.telemetry)
-    scene = Scene(signals, searching, [quota])
-
-    result = await scene.turn()
-
-    check_end(result, message)
-    scene.check()
-
-
-@messages
-@pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_a_drop_in(kind: str, message: Any, signals: Signals) -> None:
-    """The drop-ins do the same."""
-    options: dict[str, Any] = {
-        "run_limit": 1,
-        "exit_behavior": "end",
-        "message": message,
-        "telemetry": signals.telemetry,
-    }
-    limiter: Middleware = (
-        ToolCallLimitMiddleware(**options)
-        if kind == "tool"
-        else ModelCallLimitMiddleware(**options)
-    )
-    scene = Scene(signals, searching, [limiter])
-
-    result = await scene.turn()
-
-    check_end(result, message)
-    scene.check()
-
-
-@messages
-@pytest.mark.parametrize("kind", ["tool", "end", "finalize"])
-async def test_an_outage(kind: Any, message: Any, signals: Signals) -> None:
-    """So does a run that ends because the store cannot be asked."""
-    quotas = [Quota(9, per="user_id")]
-    limit: Limit = (
-        ToolCallLimit(quotas=quotas, exit_behavior="end", message=message)
-        if kind == "tool"
-        else ModelCallLimit(quotas=quotas, exit_behavior=kind, message=message)
-    )
-    store = FickleStore(MemoryStore())
-    store.down = True
-    quota = QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)
-    scene = SharedScene(signals, searching, [quota])
-    scene.context = ANN
-
-    result = await scene.turn()
-
-    check_end(result, message)
-    assert scene.ran == []
-    scene.check_requests()
-
-
 @pytest.mark.parametrize("limit", ["end of tools", "give_up_after", "finalize"])
 async def test_a_delivered_response(limit: str, signals: Signals) -> None:
     """After a structured response no limit ends the run: no message follows it."""
@@ -130,7 +50,7 @@ async def test_a_delivered_response(limit: str, signals: Signals) -> None:
         response_format=ToolStrategy(Weather),
     )
 
-    result = await scene.turn()
+    result = await scene.play()
 
     assert result["structured_response"] == Weather(degrees=20)
     assert result["messages"][-1].type == "tool"

@@ -8,20 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from langchain_core.messages import BaseMessage
 
 from langchain_quota import (
     Decision,
     ModelCallLimit,
-    ModelCallLimitExceededError,
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
-from tests.agent.conftest import Form
-from tests.agent.rules import Scene, cancel_at, recording
+from tests.scene import Form, Scene
 from tests.signals import Signals
 
 Seen = tuple[str, str]
@@ -95,119 +92,6 @@ LIMITS: list[Limit] = [
 
 
 @kinds
-async def test_every_decision_once_and_in_order(form: Form, kind: str, signals: Signals) -> None:
-    """An observer of any kind is given what was decided about each call, once, as it was made."""
-    observers = Observers()
-    scene = scene_of(
-        signals,
-        [["search", "calc", "search"], ["calc", "ask"], ["calc"]],
-        LIMITS,
-        observer_of(kind, observers),
-        tools=("search", "calc", "ask"),
-        form=form,
-    )
-
-    with captured_decisions() as decisions:
-        await scene.turn()
-
-    assert tale(observers.seen) == [
-        ("model", "allowed"),
-        ("search", "allowed"),
-        ("calc", "allowed"),
-        ("search", "blocked"),
-        ("model", "allowed"),
-        ("calc", "would_block"),
-        ("ask", "allowed"),
-        ("model", "allowed"),
-        ("calc", "would_block"),
-        ("model", "blocked"),
-    ]
-    assert all(ours is theirs for ours, theirs in zip(observers.seen, decisions, strict=True))
-
-
-async def test_several(signals: Signals) -> None:
-    """Several observers are each given a decision, in their order, before the next decision."""
-    seen: list[tuple[int, str]] = []
-
-    def observer(number: int) -> Any:
-        return lambda decision: seen.append((number, decision.call.tool or "model"))
-
-    scene = scene_of(signals, [["search", "calc"], "done"], LIMITS, [observer(1), observer(2)])
-
-    await scene.turn()
-
-    calls = ["model", "search", "calc", "model"]
-    assert seen == [(number, call) for call in calls for number in (1, 2)]
-
-
-async def test_sync_and_async_together(signals: Signals) -> None:
-    """On the async path observers of both kinds stand side by side."""
-    observers = Observers()
-    scene = scene_of(signals, [["search"], "done"], LIMITS, [observers.sync, observers.awaited])
-
-    await scene.turn()
-
-    assert [each.call.tool for each in observers.seen] == [None, None, "search", "search"] + [
-        None
-    ] * 2
-
-
-@kinds
-async def test_before_the_agent_goes_on(form: Form, kind: str, signals: Signals) -> None:
-    """When the model is called, or a tool runs, the observer has seen what was decided on it."""
-    observers = Observers()
-    known: list[list[Seen]] = []
-    ran: list[str] = []
-
-    def answer(_messages: Sequence[BaseMessage]) -> Any:
-        known.append(tale(observers.seen))
-        return ["search"] if len(known) == 1 else "done"
-
-    def body() -> None:
-        known.append(tale(observers.seen))
-
-    scene = scene_of(
-        signals,
-        answer,
-        LIMITS,
-        observer_of(kind, observers),
-        tools=[recording("search", ran, body)],
-        ran=ran,
-        form=form,
-    )
-
-    await scene.turn()
-
-    whole = [("model", "allowed"), ("search", "allowed"), ("model", "allowed")]
-    assert known == [whole[:1], whole[:2], whole]
-
-
-@kinds
-@pytest.mark.parametrize("limited", ["tool", "model"])
-async def test_before_an_error(form: Form, kind: str, limited: str, signals: Signals) -> None:
-    """A refusal that raises has been observed, with all of its batch."""
-    observers = Observers()
-    limit: Limit = (
-        ModelCallLimit(run_limit=0, exit_behavior="error")
-        if limited == "model"
-        else ToolCallLimit("search", run_limit=0, exit_behavior="error")
-    )
-    scene = scene_of(
-        signals, [["calc", "search"]], [limit], observer_of(kind, observers), form=form
-    )
-
-    with pytest.raises((ToolCallLimitExceededError, ModelCallLimitExceededError)):
-        await scene.turn()
-
-    expected = (
-        [("model", "blocked")]
-        if limited == "model"
-        else [("model", "allowed"), ("calc", "skipped"), ("search", "blocked")]
-    )
-    assert tale(observers.seen) == expected
-
-
-@kinds
 async def test_a_hook_that_runs_again(form: Form, kind: str, signals: Signals) -> None:
     """A run that goes on after an error repeats the hook that raised: nothing is recorded twice."""
     observers = Observers()
@@ -220,27 +104,12 @@ async def test_a_hook_that_runs_again(form: Form, kind: str, signals: Signals) -
     )
 
     with captured_decisions() as decisions:
-        for again in (scene.turn, scene.go_on, scene.go_on):
+        for again in (scene.play, scene.go_on, scene.go_on):
             with pytest.raises(ToolCallLimitExceededError):
                 await again()
 
     assert tale(decisions) == [("model", "allowed"), ("search", "blocked")]
     assert tale(observers.seen) == tale(decisions)
-
-
-async def test_a_finalized_run(signals: Signals) -> None:
-    """What the last call asked for is observed as skipped."""
-    observers = Observers()
-    scene = scene_of(
-        signals,
-        [["search"]],
-        [ModelCallLimit(run_limit=1, exit_behavior="finalize")],
-        observers.sync,
-    )
-
-    await scene.turn()
-
-    assert tale(observers.seen) == [("model", "allowed"), ("search", "skipped")]
 
 
 class Failing:
@@ -269,7 +138,7 @@ async def test_one_that_raises(
     )
 
     with caplog.at_level(logging.ERROR, "langchain_quota"):
-        result = await scene.turn()
+        result = await scene.play()
 
     assert result["messages"][-1].content == "done"
     assert scene.ran == ["search"]
@@ -298,54 +167,9 @@ async def test_an_async_one_under_invoke(signals: Signals) -> None:
             given = [*others, observer_of(kind, observers)]
             scene = scene_of(signals, [["search"], "done"], LIMITS, given, form="sync")
             with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with"):
-                await scene.turn()
+                await scene.play()
             assert (scene.model.calls, scene.ran, observers.seen) == ((), [], [])
     gc.collect()  # a coroutine that was never awaited warns here, and warnings are errors
-
-
-async def test_a_cancelled_run(signals: Signals) -> None:
-    """A run cancelled while an observer waits stops there; the next turn is whole."""
-    waiting = asyncio.Event()
-    patient = True
-    observers = Observers()
-
-    async def observer(decision: Decision) -> None:
-        await observers.awaited(decision)
-        if patient and decision.call.kind == "tool":
-            waiting.set()
-            await asyncio.Event().wait()
-
-    scene = scene_of(
-        signals,
-        [["search"], ["search"], "done"],
-        [ToolCallLimit("search", thread_limit=1), ModelCallLimit(thread_limit=9)],
-        observer,
-    )
-
-    await cancel_at(waiting, scene.turn())
-    assert scene.ran == []
-    patient = False
-    result = await scene.turn()
-
-    assert result["messages"][-1].content == "done"
-    assert scene.ran == ["search"]
-    assert scene.answers() == [("search", "error"), ("search", "success")]
-    assert scene.state()["thread_tool_call_count"] == {"search": 1}
-    assert tale(observers.seen) == [
-        ("model", "allowed"),
-        ("search", "allowed"),
-        ("model", "allowed"),
-        ("search", "allowed"),
-        ("model", "allowed"),
-    ]
-    failed = [
-        sample
-        for family in signals.registry.collect()
-        if family.name == "langchain_quota_errors"
-        for sample in family.samples
-    ]
-    assert failed == []
-    scene.check_requests()
 
 
 @pytest.mark.parametrize("given", ["print", 3, [print, 3], None], ids=repr)

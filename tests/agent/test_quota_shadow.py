@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from opentelemetry.trace import StatusCode
 
 from langchain_quota import (
     ModelCallLimit,
@@ -11,12 +10,10 @@ from langchain_quota import (
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
-from tests.agent.conftest import Order, in_order, orders
-from tests.agent.rules import Scene, check_history
+from tests.scene import Order, Scene, in_order, orders
 from tests.signals import Signals
 
 
@@ -45,7 +42,7 @@ async def test_tool_calls(exit_behavior: Any, signals: Signals) -> None:
     )
 
     with captured_decisions() as decisions:
-        result = await scene.turn()
+        result = await scene.play()
 
     assert scene.ran == ["search"] * 3
     assert result["messages"][-1].content == "done"
@@ -74,7 +71,7 @@ async def test_model_calls(exit_behavior: Any, signals: Signals) -> None:
         ],
     )
 
-    result = await scene.turn()
+    result = await scene.play()
 
     assert result["messages"][-1].content == "done"
     assert scene.state()["thread_model_call_count"] == 3
@@ -82,56 +79,6 @@ async def test_model_calls(exit_behavior: Any, signals: Signals) -> None:
     assert calls(signals, "would_block", "model", "none") == 2
     assert scene.metric("model", "would_block", "run") == 2
     assert scene.metric("model", "allowed") == 1
-
-
-async def test_spans(signals: Signals) -> None:
-    """The span of a call that would be blocked says so, by which limit, and is no error."""
-    scene = Scene(
-        signals,
-        [["search"], "done"],
-        [quota(signals, ToolCallLimit(thread_limit=0, enforce=False))],
-    )
-
-    await scene.turn()
-
-    (span,) = [each for each in signals.spans() if each.name == "check_quota tool search"]
-    attributes = span.attributes or {}
-    assert attributes["langchain_quota.decision"] == "would_block"
-    assert attributes["langchain_quota.limit"] == "tool:*"
-    assert attributes["langchain_quota.scope"] == "thread"
-    assert attributes["langchain_quota.thread.used"] == 1
-    assert attributes["langchain_quota.thread.limit"] == 0
-    assert span.status.status_code is StatusCode.UNSET
-
-
-async def test_no_crossings_and_no_subjects(signals: Signals) -> None:
-    """A limit on trial is never near or exhausted, and rates no thread; one that bites does."""
-    scene = Scene(
-        signals,
-        [["search", "search", "search"], "done"],
-        [
-            quota(
-                signals,
-                ToolCallLimit("search", thread_limit=2, near=0.5, enforce=False, name="trial"),
-                ToolCallLimit(thread_limit=3, near=0.5, name="real"),
-            )
-        ],
-    )
-
-    await scene.turn()
-
-    def value(name: str, limit: str, **labels: str) -> float:
-        labels = {"agent": "unnamed", "limit": limit, "scope": "thread", **labels}
-        return signals.value(f"langchain_quota_{name}", **labels) or 0
-
-    assert (value("near_limit_total", "real"), value("near_limit_total", "trial")) == (1, 0)
-    assert (value("exhausted_total", "real"), value("exhausted_total", "trial")) == (1, 0)
-    states = {
-        limit: sum(value("subjects", limit, state=state) for state in ("ok", "near", "exhausted"))
-        for limit in ("real", "trial")
-    }
-    assert states == {"real": 1, "trial": 0}
-    assert (value("limit", "real"), value("limit", "trial")) == (3, 2)
 
 
 @orders(2)
@@ -154,7 +101,7 @@ async def test_beside_one_that_bites(order: Order, signals: Signals) -> None:
         ],
     )
 
-    await scene.turn()
+    await scene.play()
 
     assert scene.ran == ["search", "search"]
     assert scene.state()["thread_tool_call_count"] == {"search": 2}
@@ -189,56 +136,13 @@ async def test_what_the_one_that_bites_says(exit_behavior: Any, signals: Signals
 
     if exit_behavior == "error":
         with pytest.raises(ToolCallLimitExceededError) as raised:
-            await scene.turn()
+            await scene.play()
         assert str(raised.value) == expected
         assert raised.value.tool_name == "search"
     else:
-        result = await scene.turn()
+        result = await scene.play()
         assert result["messages"][-1].content == expected
     assert scene.ran == []
-
-
-async def test_from_trial_to_earnest(signals: Signals) -> None:
-    """A limit that is enforced from some day on has counted the calls of its trial."""
-    trial = Scene(
-        signals,
-        [["search"] * 3, "done"],
-        [quota(signals, ToolCallLimit("search", thread_limit=2, enforce=False))],
-    )
-    await trial.turn()
-    earnest = Scene(
-        signals,
-        [["search"], "done"],
-        [quota(signals, ToolCallLimit("search", thread_limit=2))],
-        checkpointer=trial.agent.checkpointer,
-    )
-
-    await earnest.turn()
-
-    assert earnest.ran == []
-    assert earnest.state()["thread_tool_call_count"] == {"search": 3}
-    check_history(earnest.state()["messages"])
-
-
-async def test_taken_back(signals: Signals) -> None:
-    """A call that would be blocked and is then refused by another limiter is not counted."""
-    scene = Scene(
-        signals,
-        [["search", "search"], "done"],
-        [
-            ToolCallLimitMiddleware(run_limit=0, telemetry=signals.telemetry),
-            quota(signals, ToolCallLimit("search", run_limit=1, enforce=False)),
-        ],
-    )
-
-    await scene.turn()
-
-    assert scene.ran == []
-    assert scene.state()["thread_tool_call_count"]["search"] == 0
-    assert scene.metric("tool:search", "allowed") == 1
-    assert scene.metric("tool:search", "refunded") == 1
-    assert scene.metric("tool:search", "would_block", "run") == 1
-    scene.check_requests()
 
 
 async def test_the_model_is_not_told(signals: Signals) -> None:
@@ -257,7 +161,7 @@ async def test_the_model_is_not_told(signals: Signals) -> None:
         ],
     )
 
-    await scene.turn()
+    await scene.play()
 
     assert scene.ran == ["search", "search"]
     for request in scene.model.calls:

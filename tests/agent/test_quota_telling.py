@@ -1,23 +1,20 @@
 """What the model is told of its budget, and which tools it is offered: the requests themselves."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, message_to_dict
-from langchain_core.tools import StructuredTool
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel, PrivateAttr
 
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
-from langchain_quota.limit_options import ModelExitBehavior
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ModelCall, ScriptedChatModel
-from tests.agent.rules import CONFIG, Scene, recording
+from tests.scene import CONFIG, Scene, recording
 from tests.signals import Signals
 
 WEB_SEARCH = {"type": "web_search"}
@@ -50,10 +47,6 @@ def telling(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Sc
     return scene_of(signals, script, *limits, tell_model=True, **options)
 
 
-def hiding(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
-    return scene_of(signals, script, *limits, hide_exhausted=True, **options)
-
-
 def humans(messages: Sequence[BaseMessage]) -> list[str]:
     return [each.text for each in messages if isinstance(each, HumanMessage)]
 
@@ -77,7 +70,7 @@ async def test_quiet_until_near(signals: Signals) -> None:
         ModelCallLimit(run_limit=10),
     )
 
-    await scene.turn()
+    await scene.play()
 
     assert notes(scene.model.calls) == [
         "",
@@ -85,50 +78,6 @@ async def test_quiet_until_near(signals: Signals) -> None:
         "",
         "Budget: search: 1 of 3 left; all tools: 3 of 6 left; this is model call 4 of 10.",
     ]
-    scene.check()
-
-
-async def test_never_in_the_history(signals: Signals) -> None:
-    """The note is in the request only: neither the state nor an earlier message has it."""
-    scene = telling(signals, [["search"], "done", "done"], ModelCallLimit(run_limit=2, near=0.1))
-
-    await scene.turn("one")
-    await scene.turn("two")
-
-    assert "Budget" not in str(scene.state())
-    assert [[each.text for each in call.messages] for call in scene.model.calls] == [
-        ["one\n\nBudget: this is model call 1 of 2."],
-        ["one", "", "search ran\n\nBudget: this is model call 2 of 2."],
-        ["one", "", "search ran", "done", "two\n\nBudget: this is model call 1 of 2."],
-    ]
-    for call in scene.model.calls:
-        kept = {each.id: each.type for each in scene.state()["messages"]}
-        assert all(kept[each.id] == each.type for each in call.messages)
-
-
-@pytest.mark.parametrize("ends", ["end", "finalize"])
-async def test_what_a_provider_has_cached(ends: ModelExitBehavior, signals: Signals) -> None:
-    """Each request begins with the whole request before it, but for its newest message.
-
-    The notes are different in each, and the last one of `finalize` has its own.
-    """
-    steps = 10
-    scene = telling(
-        signals,
-        lambda messages: ["search"] if len(messages) < 2 * steps else "done",
-        ModelCallLimit(run_limit=steps, near=0.1, exit_behavior=ends),
-        ToolCallLimit("search", run_limit=5),
-        system_prompt="Be brief.",
-    )
-
-    await scene.turn()
-
-    sent = [list(map(message_to_dict, each.messages)) for each in scene.model.calls]
-    assert len(sent) == steps
-    assert len(set(notes(scene.model.calls))) == steps
-    for earlier, later in pairwise(sent):
-        assert later[: len(earlier) - 1] == earlier[:-1]
-        assert len(later) == len(earlier) + 2
     scene.check()
 
 
@@ -144,30 +93,6 @@ async def test_a_message_in_blocks(signals: Signals) -> None:
     assert scene.state()["messages"][0].content == [block]
 
 
-async def test_what_a_tool_answered_is_as_it_was(signals: Signals) -> None:
-    """The newest of parallel answers takes the note, and keeps id, name, status and artifact."""
-
-    def picture() -> tuple[list[Any], dict[str, int]]:
-        return [{"type": "text", "text": "a cat"}], {"rows": 3}
-
-    show = StructuredTool.from_function(
-        picture, name="show", description="Show.", response_format="content_and_artifact"
-    )
-    limit = ToolCallLimit("search", run_limit=1)
-    scene = telling(signals, [["search", "show"], "done"], limit, tools=("search", show))
-
-    await scene.turn()
-
-    *older, newest = scene.model.calls[1].messages
-    *kept, answer = scene.state()["messages"][:4]
-    assert older == kept
-    assert answer.content == [{"type": "text", "text": "a cat"}]
-    note = {"type": "text", "text": "Budget: search: 0 of 1 left."}
-    assert newest == answer.model_copy(update={"content": [*answer.content, note]})
-    assert answer.artifact == {"rows": 3}
-    scene.check()
-
-
 async def test_no_human_message(signals: Signals) -> None:
     """Where the model has spoken last the note is a message of its own, at the end."""
     scene = telling(signals, ["done"], ModelCallLimit(run_limit=1))
@@ -180,158 +105,6 @@ async def test_no_human_message(signals: Signals) -> None:
         ("human", "Budget: this is model call 1 of 1."),
     ]
     assert humans(scene.state()["messages"]) == []
-
-
-async def test_the_words_for_each_kind_of_limit(signals: Signals) -> None:
-    """Several tools, all but some, and computed limits each have their words; no limit has none."""
-    scene = telling(
-        signals,
-        ["done"],
-        ToolCallLimit(["search", "calc"], thread_limit=7),
-        ToolCallLimit(run_limit=4, exclude=["calc"]),
-        ToolCallLimit("calc", run_limit=lambda state, runtime: 5),
-        ToolCallLimit("search", run_limit=lambda state, runtime: None),
-        ModelCallLimit(thread_limit=1),
-    )
-
-    await scene.turn()
-
-    (note,) = notes(scene.model.calls)
-    assert note.removeprefix("Budget: ").removesuffix(".").split("; ") == [
-        "calc, search: 7 of 7 left",
-        "all tools but calc: 4 of 4 left",
-        "calc: 5 of 5 left",
-        "this is model call 1 of 1",
-    ]
-
-
-async def test_a_new_run_is_quiet_again(signals: Signals) -> None:
-    """A run that used up its limit is told so; the next run begins with a new budget."""
-    scene = telling(
-        signals,
-        [["search"], "done", ["search"], "done"],
-        ToolCallLimit("search", run_limit=1),
-    )
-
-    await scene.turn()
-    await scene.turn()
-
-    assert notes(scene.model.calls) == ["", "Budget: search: 0 of 1 left."] * 2
-
-
-async def test_what_a_stream_shows(signals: Signals) -> None:
-    """A streaming agent streams neither note nor changed message, and the model has the note."""
-    scene = telling(signals, [["search"], "all done"], ModelCallLimit(run_limit=2, near=0.1))
-    given: Any = {"messages": [("user", "hi")]}
-    stream_mode = ["messages", "updates", "values"]
-
-    stream = scene.agent.astream(given, CONFIG, stream_mode=stream_mode)
-    events = [event async for event in stream]
-
-    assert "Budget" not in str(events)
-    assert len(notes(scene.model.calls)) == 2
-    assert all(notes(scene.model.calls))
-
-
-@pytest.mark.parametrize("options", [{}, {"hide_exhausted": True}], ids=str)
-async def test_nothing_is_said_unasked(options: Any, signals: Signals) -> None:
-    """Without `tell_model` no request has a note, however little is left."""
-    scene = scene_of(
-        signals,
-        [["search"], "done"],
-        ToolCallLimit("search", run_limit=1),
-        ModelCallLimit(run_limit=2),
-        **options,
-    )
-
-    await scene.turn()
-
-    assert notes(scene.model.calls) == ["", ""]
-
-
-async def test_exhausted_tools_are_hidden(signals: Signals) -> None:
-    """A tool with nothing left is not offered, by whichever limit; in a new run it is again."""
-    scene = hiding(
-        signals,
-        [["search"], ["calc"], ["calc"], "done", "done"],
-        ToolCallLimit("search", run_limit=1),
-        ToolCallLimit(run_limit=3, exclude=["ask"]),
-        tools=("search", "calc", "ask"),
-    )
-
-    await scene.turn()
-    await scene.turn()
-
-    assert offered(scene) == [
-        ("search", "calc", "ask"),
-        ("calc", "ask"),
-        ("calc", "ask"),
-        ("ask",),
-        ("search", "calc", "ask"),
-    ]
-    assert notes(scene.model.calls) == [""] * 5
-    scene.check()
-
-
-async def test_a_hidden_tool_that_is_called(signals: Signals) -> None:
-    """A model that calls a tool which it was not offered is refused."""
-    scene = hiding(signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
-
-    await scene.turn()
-
-    assert offered(scene) == [("calc",), ("calc",)]
-    assert scene.answers() == [("search", "error")]
-    assert scene.ran == []
-    scene.check()
-
-
-async def test_without_hiding(signals: Signals) -> None:
-    """Without `hide_exhausted` every tool is offered, and the model may be told all the same."""
-    scene = telling(signals, [["search"], "done"], ToolCallLimit("search", thread_limit=0))
-
-    await scene.turn()
-
-    assert offered(scene) == [("search", "calc")] * 2
-    assert notes(scene.model.calls) == ["Budget: search: 0 of 0 left."] * 2
-
-
-async def test_nothing_left_in_a_new_history(signals: Signals) -> None:
-    """Where the history has no tool calls an empty list is offered, with no note."""
-    scene = hiding(signals, ["done"], ToolCallLimit(thread_limit=0))
-
-    await scene.turn()
-
-    assert offered(scene) == [()]
-    assert notes(scene.model.calls) == [""]
-
-
-async def test_nothing_left_after_tool_calls(signals: Signals) -> None:
-    """Where the history has tool calls the tools stay, the note forbids them, calls are refused."""
-    scene = hiding(signals, [["search"], ["calc"], "done"], ToolCallLimit(run_limit=1))
-
-    await scene.turn()
-
-    assert offered(scene) == [("search", "calc")] * 3
-    assert notes(scene.model.calls) == ["", NO_TOOLS, NO_TOOLS]
-    assert humans(scene.state()["messages"]) == ["hi"]
-    assert scene.ran == ["search"]
-    assert scene.answers() == [("search", "success"), ("calc", "error")]
-    scene.check()
-
-
-async def test_told_and_hidden(signals: Signals) -> None:
-    """The two notes stand together, at one place."""
-    scene = scene_of(
-        signals,
-        [["search"], "done"],
-        ToolCallLimit(run_limit=1),
-        tell_model=True,
-        hide_exhausted=True,
-    )
-
-    await scene.turn()
-
-    assert notes(scene.model.calls) == ["", f"Budget: all tools: 0 of 1 left. {NO_TOOLS}"]
 
 
 class Choosing(ScriptedChatModel):
@@ -384,17 +157,6 @@ def named(tool: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool}}
 
 
-@pytest.mark.parametrize("choice", ["any", "auto", "calc", named("calc")], ids=str)
-async def test_the_tool_choice_that_can_be_kept(choice: Any, signals: Signals) -> None:
-    """With a tool hidden, a tool choice that the rest can meet stays as it was asked for."""
-    model = Choosing(script=["done"])
-
-    await play(signals, model, ToolCallLimit("search", run_limit=0), before=[Chooser(choice)])
-
-    assert model.calls[0].tools == ("calc",)
-    assert model._choices == [choice]
-
-
 @pytest.mark.parametrize("choice", ["search", named("search")], ids=str)
 async def test_the_tool_choice_of_a_hidden_tool(choice: Any, signals: Signals) -> None:
     """A tool choice that names a hidden tool is dropped: the provider would refuse it."""
@@ -404,30 +166,6 @@ async def test_the_tool_choice_of_a_hidden_tool(choice: Any, signals: Signals) -
 
     assert model.calls[0].tools == ("calc",)
     assert model._choices == [None]
-
-
-@pytest.mark.parametrize("choice", ["any", "search", named("search")], ids=str)
-async def test_no_tool_choice_without_tools(choice: Any, signals: Signals) -> None:
-    """Where no tool is offered, none is asked for."""
-    model = Choosing(script=["done"])
-
-    await play(signals, model, ToolCallLimit(run_limit=0), before=[Chooser(choice)])
-
-    assert model.calls[0].tools == ()
-    assert model._choices == [None]
-
-
-@pytest.mark.parametrize("choice", ["any", "search", named("search")], ids=str)
-async def test_no_tool_is_demanded_where_none_may_be_called(choice: Any, signals: Signals) -> None:
-    """Where tools stay for the provider's sake only, the model is not made to call one."""
-    model = Choosing(script=[["search"], "done"])
-
-    await play(signals, model, ToolCallLimit(run_limit=1), before=[Chooser(choice)])
-
-    assert [each.tools for each in model.calls] == [("search", "calc")] * 2
-    assert notes(model.calls) == ["", NO_TOOLS]
-    assert model._choices[0] == choice
-    assert model._choices[1] in {None, "auto", "none"}
 
 
 async def test_a_tool_of_the_provider_stays(signals: Signals) -> None:

@@ -14,12 +14,10 @@ from langchain_quota import (
     ModelCallLimit,
     QuotaMiddleware,
     ToolCallLimit,
-    ToolCallLimitExceededError,
     usage,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import check_history
+from tests.scene import Form, both_forms
 from tests.signals import Signals
 
 CONFIG: RunnableConfig = {"configurable": {"thread_id": "7"}}
@@ -120,17 +118,6 @@ async def test_reset_of_a_fresh_thread(form: Form, signals: Signals) -> None:
 
 
 @both_forms
-async def test_reset_in_mid_run(form: Form, signals: Signals) -> None:
-    """A thread that waits for a human is refused, and keeps its counts."""
-    agent, quota = agent_and_quota(signals, [["search", "ask"], "done"])
-    await run(agent)
-
-    with pytest.raises(RuntimeError, match="waits in mid-run before tools"):
-        await reset(agent, quota, form=form)
-    assert usage(agent.get_state(CONFIG)).model == 1
-
-
-@both_forms
 async def test_reset_of_a_failed_run(form: Form, signals: Signals) -> None:
     """A thread whose run failed elsewhere than at a limit is refused."""
     agent, quota = agent_and_quota(signals, [["search"], ConnectionError("down")])
@@ -152,25 +139,6 @@ async def test_reset_of_a_run_whose_limit_failed(form: Form, signals: Signals) -
         await run(agent)
     with pytest.raises(RuntimeError, match="waits in mid-run before"):
         await reset(agent, quota, form=form)
-
-
-@both_forms
-async def test_reset_of_a_refused_run(form: Form, signals: Signals) -> None:
-    """A thread whose run a limit ended with an exception can be reset, and goes on."""
-    agent, quota = agent_and_quota(
-        signals,
-        [["search"], ["search"], ["search"], "done"],
-        thread_limit=1,
-        exit_behavior="error",
-    )
-    with pytest.raises(ToolCallLimitExceededError):
-        await run(agent)
-
-    await reset(agent, quota, form=form)
-    await run(agent)
-
-    assert dict(usage(agent.get_state(CONFIG)).tools) == {"search": 1, "__all__": 1}
-    check_history(agent.get_state(CONFIG).values["messages"])
 
 
 @both_forms

@@ -2,24 +2,21 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, hook_config
+from langchain.agents.middleware import AgentMiddleware
 from langchain.agents.middleware.types import ModelRequest
 from langchain.agents.structured_output import ToolStrategy
 from langchain_core.messages import AIMessage
-from langchain_core.tools import StructuredTool
 from pydantic import BaseModel
 
 from langchain_quota import (
     CostLimit,
     InlineQuotaMiddleware,
     MemoryStore,
-    ModelCallLimitExceededError,
     Outcome,
     Quota,
     QuotaMiddleware,
@@ -31,28 +28,15 @@ from langchain_quota.model_usage import ModelUsage
 from langchain_quota.prices import Price, resolve_prices
 from langchain_quota.resolved import LEASE
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import Middleware
-from tests.agent.shared import (
-    ANN,
-    DAY,
-    NOON,
-    TODAY,
-    Clock,
-    FickleStore,
-    SharedScene,
-    counts,
-    quota,
-    run_counts,
-)
+from tests.scene import ANN, Form, Middleware, Scene, both_forms
 from tests.signals import Signals, needs_inline
+from tests.stores import DAY, NOON, TODAY, Clock, FickleStore, counts, quota, run_counts
 
 TOTAL = "model.total_tokens"
 EITHER = pytest.mark.parametrize(
     "kind", [QuotaMiddleware, pytest.param(InlineQuotaMiddleware, marks=needs_inline)]
 )
 GLOBAL = f"{TOTAL}:global:"
-ASKED: Any = {"messages": [("user", "Hi!")]}
 FORMS = ["number", "function"]
 
 
@@ -61,10 +45,6 @@ def answer(tokens: int, *calls: str) -> AIMessage:
     used: Any = {"input_tokens": tokens - 1, "output_tokens": 1, "total_tokens": tokens}
     called = [{"name": name, "args": {}, "id": f"{name}-{tokens}"} for name in calls]
     return AIMessage("Hello.", usage_metadata=used, tool_calls=called)
-
-
-class ProviderError(Exception):
-    """The model's provider fails."""
 
 
 class During(AgentMiddleware):
@@ -94,12 +74,12 @@ def scene_of(
     clock: Clock | None = None,
     form: Form = "async",
     **options: Any,
-) -> SharedScene:
+) -> Scene:
     made = quota(signals, *limits, store=store, clock=clock, **options)
-    return SharedScene(signals, script, [made, *(beside or [])], form=form)
+    return Scene(signals, script, [made, *(beside or [])], form=form)
 
 
-def last(scene: SharedScene) -> str:
+def last(scene: Scene) -> str:
     return str(scene.state()["messages"][-1].text)
 
 
@@ -119,7 +99,7 @@ async def test_what_is_held_becomes_what_was_used(signals: Signals, form: Form) 
         form=form,
     )
 
-    await scene.turn(context=ANN)
+    await scene.play(context=ANN)
 
     keys = (f"{TOTAL}:thread:thread-1", f"{TOTAL}:user_id:ann:{TODAY}")
     assert seen == [dict.fromkeys(keys, 1), dict.fromkeys(keys, 61)]
@@ -134,67 +114,13 @@ async def test_agents_share_a_budget(signals: Signals) -> None:
     first = scene_of(signals, [answer(99), answer(5)], limit, store=store)
     second = scene_of(signals, [answer(30)], limit, store=store)
 
-    await first.turn()
-    await second.turn()
-    await first.turn()
+    await first.play()
+    await second.play()
+    await first.play()
 
     assert counts(store) == {GLOBAL: 129}
     assert last(second) == "Hello."
     assert last(first) == "Token limits exceeded: global limit (129/100 tokens)"
-
-
-@both_forms
-@pytest.mark.parametrize("lost", [False, True])
-async def test_a_root_run_has_one_budget(*, lost: bool, form: Form, signals: Signals) -> None:
-    """What a sub-agent has used its caller has not, though a store loses the count meanwhile."""
-    store = FickleStore(MemoryStore(clock=lambda: NOON))
-
-    def during() -> None:
-        if lost:
-            store.kept = MemoryStore(clock=lambda: NOON)
-
-    limit = TokenLimit(quotas=[Quota(100, per="root_run")])
-    scripted = ScriptedChatModel(script=[answer(30), answer(5)])
-    beside = [quota(signals, limit, store=store), During(during)]
-    child = create_agent(scripted, middleware=beside, name="child")
-
-    def ask() -> str:
-        return str(child.invoke(ASKED)["messages"][-1].text)
-
-    script = [answer(60, "ask"), answer(20, "ask"), answer(5)]
-    agent = create_agent(
-        ScriptedChatModel(script=script),
-        [StructuredTool.from_function(ask, description="Ask.")],
-        middleware=[quota(signals, limit, store=store)],
-    )
-    done = agent.invoke(ASKED) if form == "sync" else await agent.ainvoke(ASKED)
-
-    refused = "Token limits exceeded: root_run limit (110/100 tokens)"
-    assert [each.text for each in done["messages"] if each.type == "tool"] == ["Hello.", refused]
-    assert done["messages"][-1].text == refused
-    assert [each.used for each in store.usages(f"{TOTAL}:root_run:*")] == [110]
-
-
-async def test_a_true_reserve_is_never_exceeded(signals: Signals) -> None:
-    """Of many runs at once so many are let through as fit with what each reserves."""
-    store = MemoryStore(clock=lambda: NOON)
-    all_in = asyncio.Barrier(4)
-
-    class Together(AgentMiddleware):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            await asyncio.wait_for(all_in.wait(), 60)
-            return await handler(request)
-
-    limit = TokenLimit(quotas=[Quota(100, per="global")], reserve=25)
-    made = quota(signals, limit, store=store)
-    model = ScriptedChatModel(script=lambda _: answer(20))
-    agent = create_agent(model, middleware=[made, Together()])
-
-    results = await asyncio.gather(*(agent.ainvoke(ASKED) for _ in range(10)))
-
-    ran = [each["messages"][-1].text == "Hello." for each in results]
-    assert sum(ran) == 4
-    assert counts(store) == {GLOBAL: 80}
 
 
 @pytest.mark.parametrize("form_of", [lambda each: each, lambda each: lambda _: each], ids=FORMS)
@@ -226,7 +152,7 @@ async def test_limits_on_one_count_hold_the_most_that_one_reserves(
     during = During(lambda: seen.append(counts(store)))
     scene = scene_of(signals, [answer(5)], *limits, store=store, beside=[during])
 
-    await scene.turn()
+    await scene.play()
 
     assert seen == [{GLOBAL: held}]
     assert counts(store) == {GLOBAL: 5}
@@ -250,8 +176,8 @@ async def test_a_reserve_refuses_for_its_own_limit_only(
     scene = scene_of(signals, script, *limits, store=store, beside=[during])
 
     with captured_decisions() as decisions:
-        await scene.turn()
-        await scene.turn()
+        await scene.play()
+        await scene.play()
 
     held = 70 if enforce else 1
     assert [each[GLOBAL] for each in seen][:2] == [held, 10 + held]
@@ -283,44 +209,11 @@ async def test_each_limit_on_one_count_is_judged_by_its_own_reserve(
     scene = scene_of(signals, script, *ordered, store=store)
 
     with captured_decisions() as decisions:
-        await scene.turn()
+        await scene.play()
 
     *_, newest = (each for each in decisions if each.call.kind == "model")
     assert sorted(each.limit for each in newest.refused_by) == sorted(refusing)
     assert len(scene.model.calls) == (1 if refusing else 2)
-
-
-async def test_a_window_that_ends_during_a_call_is_charged(signals: Signals) -> None:
-    """What was used is charged to the window in which the call was let through, and no other."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-
-    class Waits(AgentMiddleware):
-        def before_model(self, state: Any, runtime: Any) -> None:
-            clock.now += DAY.total_seconds() / 2 + 60
-
-    limit = TokenLimit(quotas=[Quota(1000, per="global", window=DAY)])
-    scene = scene_of(signals, [answer(60)], limit, store=store, clock=clock, beside=[Waits()])
-
-    await scene.turn()
-
-    assert counts(store) == {f"{GLOBAL}:{TODAY}": 60}
-
-
-@both_forms
-async def test_a_failed_call_is_charged_what_it_has_used(signals: Signals, form: Form) -> None:
-    """A call that raises gives back what it held, and is charged the runs that were paid."""
-    store = MemoryStore(clock=lambda: NOON)
-
-    def fail() -> None:
-        raise ProviderError
-
-    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=500)
-    for script, used in (([answer(60)], {GLOBAL: 60}), ([ProviderError()], {GLOBAL: 60})):
-        scene = scene_of(signals, script, limit, store=store, beside=[During(fail)], form=form)
-        with pytest.raises(ProviderError):
-            await scene.turn()
-        assert counts(store) == used
 
 
 @pytest.mark.parametrize("reserve", [500, None])
@@ -363,112 +256,9 @@ async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:
 
     scene = scene_of(signals, [answer(60)], limit, store=store, clock=clock, beside=[During(lasts)])
 
-    await scene.turn()
+    await scene.play()
 
     assert seen == [{GLOBAL: 500}, {}]
-
-
-async def test_a_call_that_outlasts_its_lease_is_charged(signals: Signals) -> None:
-    """After its lease a call's amount may be used by others; the call is still charged."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-    limit = TokenLimit(quotas=[Quota(100, per="global")], reserve=60)
-
-    def lasts() -> None:
-        clock.now += LEASE + 2
-        assert counts(store) == {}
-        made = quota(signals, limit, store=store, clock=clock)
-        other = create_agent(ScriptedChatModel(script=[answer(60)]), middleware=[made])
-        # It is no part of this call.
-        Context().run(other.invoke, ASKED)
-
-    scene = scene_of(signals, [answer(55)], limit, store=store, clock=clock, beside=[During(lasts)])
-
-    await scene.turn()
-
-    assert counts(store) == {GLOBAL: 115}
-
-
-async def test_a_reset_during_a_call_leaves_what_it_uses(signals: Signals) -> None:
-    """A reset gives back what was used and held so far; the call is charged when it is done."""
-    store = MemoryStore(clock=lambda: NOON)
-    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=300)
-    during = During(lambda: store.reset([GLOBAL]))
-    scene = scene_of(signals, [answer(60), answer(7)], limit, store=store, beside=[during])
-
-    await scene.turn()
-    assert counts(store) == {GLOBAL: 60}
-    await scene.turn()
-    assert counts(store) == {GLOBAL: 7}
-
-
-async def test_a_window_that_ends_before_the_bound_is_known_is_left(signals: Signals) -> None:
-    """With a bound, the window in which it is asked for is charged, and the one before is not."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-
-    class Waits(AgentMiddleware):
-        def before_model(self, state: Any, runtime: Any) -> None:
-            assert counts(store) == {f"{GLOBAL}:{TODAY}": 1}
-            clock.now += DAY.total_seconds()
-
-    quotas = [Quota(1000, per="global", window=DAY)]
-    limit = TokenLimit(quotas=quotas, reserve=lambda _: 300)
-    scene = scene_of(signals, [answer(60)], limit, store=store, clock=clock, beside=[Waits()])
-
-    await scene.turn()
-
-    assert counts(store) == {f"{GLOBAL}:86400:20455": 60}
-
-
-async def test_a_call_that_is_not_made_gives_back_what_it_held(signals: Signals) -> None:
-    """Where another middleware leads the run elsewhere, the next call gives back what was held."""
-    store = MemoryStore(clock=lambda: NOON)
-
-    class Elsewhere(AgentMiddleware):
-        jumped = False
-
-        @hook_config(can_jump_to=["tools", "model"])
-        def before_model(self, state: Any, runtime: Any) -> Any:
-            if not self.jumped:
-                self.jumped = True
-                return {"jump_to": "model"}
-            return None
-
-    limit = TokenLimit(quotas=[Quota(1000, per="global")], reserve=600)
-    scene = scene_of(signals, [answer(60)], limit, store=store, beside=[Elsewhere()])
-
-    await scene.turn()
-
-    assert counts(store) == {GLOBAL: 60}
-    assert last(scene) == "Hello."
-
-
-@EITHER
-async def test_a_step_that_runs_again_is_charged_again(
-    signals: Signals, kind: type[QuotaMiddleware[Any, Any]]
-) -> None:
-    """A run that goes on behind a failed call is charged both calls, and holds for the second."""
-    store, fails, seen = MemoryStore(), [True], list[dict[str, int]]()
-
-    def fail() -> None:
-        seen.append(counts(store))
-        if fails:
-            fails.clear()
-            raise ProviderError
-
-    limit = TokenLimit(run_limit=1000, quotas=[Quota(1000, per="global")], reserve=5)
-    made = kind([limit], store=store, telemetry=signals.telemetry)
-    scene = SharedScene(signals, [answer(60), answer(40)], [made, During(fail)])
-
-    with pytest.raises(ProviderError):
-        await scene.turn()
-    await scene.go_on()
-
-    assert seen == [{GLOBAL: 5}, {GLOBAL: 65}]
-    assert counts(store) == {GLOBAL: 100}
-    assert run_counts(store, TOTAL) == [100]
-    assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 100}
 
 
 @both_forms
@@ -479,11 +269,11 @@ async def test_an_outage_denies(signals: Signals, form: Form) -> None:
     limit = TokenLimit(quotas=[Quota(1000, per="global")])
     scene = scene_of(signals, [answer(60)], limit, store=store, form=form)
 
-    await scene.turn()
+    await scene.play()
 
     assert last(scene) == "Token limit could not be checked: try again later."
     store.down = False
-    await scene.turn()
+    await scene.play()
     assert counts(store) == {GLOBAL: 60}
 
 
@@ -500,9 +290,9 @@ async def test_an_outage_allows_and_is_charged_later(
         signals, [answer(60), answer(7)], limit, store=store, form=form, on_store_error="allow"
     )
 
-    await scene.turn()
+    await scene.play()
     store.down = False
-    await scene.turn()
+    await scene.play()
 
     assert counts(store) == {GLOBAL: 67, f"{TOTAL}:thread:thread-1": 67}
     assert scene.state()["langchain_quota"]["thread_spent"] == {TOTAL: 67}
@@ -526,10 +316,10 @@ async def test_an_outage_during_a_call_loses_nothing(
     script = [answer(60), answer(7)]
     scene = scene_of(signals, script, limit, store=store, form=form, beside=[during])
 
-    await scene.turn()
+    await scene.play()
     assert last(scene) == "Hello."
     store.down = False
-    await scene.turn()
+    await scene.play()
 
     assert counts(store) == {GLOBAL: 67, f"{TOTAL}:thread:thread-1": 67}
 
@@ -540,12 +330,12 @@ async def test_a_store_that_was_emptied_begins_with_what_the_state_has(signals: 
     limit = TokenLimit(thread_limit=1000)
     script = [answer(60), answer(7), answer(3)]
     scene = scene_of(signals, script, limit, store=store, on_store_error="allow")
-    await scene.turn()
+    await scene.play()
 
     store.kept, store.down = MemoryStore(clock=lambda: NOON), True
-    await scene.turn()
+    await scene.play()
     store.down = False
-    await scene.turn()
+    await scene.play()
 
     assert counts(store) == {f"{TOTAL}:thread:thread-1": 70}
 
@@ -564,10 +354,10 @@ async def test_a_function_says_what_a_call_can_use(
     made = kind([limit], store=store if shared else None, telemetry=signals.telemetry)
     during = During(lambda: seen.append(counts(store)))
     script = [answer(50, "search"), answer(10, "search")]
-    scene = SharedScene(signals, script, [made, during], form=form)
+    scene = Scene(signals, script, [made, during], form=form)
 
     with captured_decisions() as decisions:
-        await scene.turn()
+        await scene.play()
 
     assert len(scene.model.calls) == 2
     amounts = "60/100 tokens, the call may need 41"
@@ -594,9 +384,9 @@ async def test_the_most_that_a_call_can_cost_is_held(signals: Signals) -> None:
     made = quota(
         signals, limit, store=store, prices=lambda used: resolve_prices(prices)(named(used))
     )
-    scene = SharedScene(signals, [answer(60)], [made, during])
+    scene = Scene(signals, [answer(60)], [made, during])
 
-    await scene.turn()
+    await scene.play()
 
     ((held,), (charged,)) = (each.values() for each in (seen[0], counts(store)))
     assert held == 2 * bounds[0].input_tokens + 10 * 16_384
@@ -615,10 +405,10 @@ async def test_a_refused_structured_response_ends_the_run(
     """LangChain leads a run without its structured response back: the run still ends."""
     limit = TokenLimit(run_limit=10, reserve=lambda _: 11)
     made = kind([limit], telemetry=signals.telemetry)
-    scene = SharedScene(signals, [], [made], form=form, response_format=ToolStrategy(Weather))
+    scene = Scene(signals, [], [made], form=form, response_format=ToolStrategy(Weather))
 
-    await scene.turn()
-    await scene.turn()
+    await scene.play()
+    await scene.play()
 
     finals = [each for each in scene.state()["messages"] if each.type == "ai"]
     text = "Token limits exceeded: run limit (0/10 tokens, the call may need 11)"
@@ -629,16 +419,3 @@ class Weather(BaseModel):
     """The weather."""
 
     degrees: int
-
-
-@EITHER
-async def test_a_refusal_by_a_bound_may_raise(
-    signals: Signals, kind: type[QuotaMiddleware[Any, Any]]
-) -> None:
-    """With `"error"` the call is not made, and the exception says what is used."""
-    limit = TokenLimit(run_limit=100, reserve=lambda _: 101, exit_behavior="error")
-    made = kind([limit], telemetry=signals.telemetry)
-    scene = SharedScene(signals, [], [made])
-
-    with pytest.raises(ModelCallLimitExceededError, match="0/100 tokens, the call may need 101"):
-        await scene.turn()

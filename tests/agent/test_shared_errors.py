@@ -14,21 +14,18 @@ from langchain_quota import (
     ModelCallLimit,
     ModelCallLimitExceededError,
     Outcome,
-    TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.messages import SKIPPED
 from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import captured_decisions
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG
-from tests.agent.shared import ANN, FickleStore, SharedScene, asking, counts, quota, texts
+from tests.scene import ANN, Form, Scene, asking, both_forms, texts
 from tests.signals import Signals
+from tests.stores import FickleStore, counts, quota
 
 DEADLINE = 60
 """Seconds after which a run is taken to hang: its store's timeout is a small part of it."""
@@ -71,8 +68,8 @@ def scene_of(
     saver: InMemorySaver | None = None,
     form: Form = "async",
     **options: Any,
-) -> SharedScene:
-    scene = SharedScene(
+) -> Scene:
+    scene = Scene(
         signals,
         script,
         [quota(signals, *limits, store=store, **options)],
@@ -103,13 +100,13 @@ async def test_denied_tool_calls(exit_behavior: Any, nobody: RedisStore, signals
     with captured_decisions() as decisions:
         if exit_behavior == "error":
             with pytest.raises(ToolCallLimitExceededError, match="could not be checked") as caught:
-                await scene.turn()
+                await scene.play()
             assert caught.value.decision is not None
             assert caught.value.decision.leading is not None
             assert caught.value.decision.leading.reason == "store"
             assert caught.value.decision.resets_at is None
         else:
-            result = await scene.turn()
+            result = await scene.play()
             assert sorted(texts(result)) == sorted(
                 [UNCHECKED, UNCHECKED, "calc ran" if exit_behavior == "continue" else SKIPPED]
             )
@@ -140,52 +137,18 @@ async def test_denied_model_calls(exit_behavior: Any, nobody: RedisStore, signal
 
     if exit_behavior == "error":
         with pytest.raises(ModelCallLimitExceededError) as caught:
-            await scene.turn()
+            await scene.play()
         assert str(caught.value) == says
         assert caught.value.decision is not None
         assert caught.value.decision.leading is not None
         assert caught.value.decision.leading.reason == "store"
     else:
-        result = await scene.turn()
+        result = await scene.play()
         assert result["messages"][-1].content == says
 
     assert scene.model.calls == ()
     assert scene.metric("model", "blocked", "store") == 1
     assert scene.fallbacks("deny") == 1
-
-
-@pytest.mark.parametrize("exit_behavior", ["continue", "end"])
-async def test_a_call_that_two_limits_deny(
-    exit_behavior: Any, nobody: RedisStore, signals: Signals
-) -> None:
-    """With nobody to ask, the model reads once that the call was not run; own words stay."""
-    quotas = [Quota(9, per="user_id")]
-    limits = [
-        ToolCallLimit(quotas=quotas, exit_behavior=exit_behavior, name="all tools"),
-        per_user(exit_behavior=exit_behavior, name="searches"),
-        ToolCallLimit("search", quotas=quotas, message="Ask the desk.", name="desk"),
-    ]
-    scene = scene_of(signals, asking("search"), *limits, store=nobody)
-
-    result = await scene.turn()
-
-    (text,) = texts(result)
-    assert text == f"{UNCHECKED} Ask the desk."
-    if exit_behavior == "end":
-        assert str(result["messages"][-1].content).count("could not be checked") == 1
-    assert scene.ran == []
-
-
-async def test_a_model_call_that_two_limits_deny(nobody: RedisStore, signals: Signals) -> None:
-    """With nobody to ask, the last message says once that the model was not called."""
-    tokens = TokenLimit(quotas=[Quota(9, per="user_id")])
-    scene = scene_of(signals, asking("search"), per_user("model"), tokens, store=nobody)
-
-    result = await scene.turn()
-
-    says = "Model call limit could not be checked: try again later."
-    assert result["messages"][-1].content == says
-    assert scene.model.calls == ()
 
 
 async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
@@ -202,9 +165,9 @@ async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
         on_store_error="allow",
     )
 
-    await scene.turn()
+    await scene.play()
     assert scene.ran == ["search"] * 3
-    await scene.turn()
+    await scene.play()
 
     assert scene.ran == ["search"] * 5
     assert scene.metric("tool:search", "blocked", "run") == 1
@@ -231,23 +194,11 @@ async def test_a_store_that_is_silent(
     )
 
     async with asyncio.timeout(DEADLINE):
-        await scene.turn()
+        await scene.play()
 
     assert scene.ran == (["search"] if on_store_error == "allow" else [])
     assert (asked(signals, "timeout"), asked(signals, "error")) == (1, 0)
     assert scene.fallbacks(on_store_error) == 1
-
-
-async def test_credentials_are_not_logged(
-    nobody: RedisStore, signals: Signals, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log of an outage says what failed, without the store's password."""
-    scene = scene_of(signals, asking("search"), per_user(), store=nobody)
-
-    await scene.turn()
-
-    assert "store of langchain-quota failed" in caplog.text
-    assert "secret" not in caplog.text
 
 
 def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
@@ -273,7 +224,7 @@ async def test_one_line_for_each_outage(
 
     for down in (False, True, True, False, False, True, False):
         store.down = down
-        await scene.turn(thread_id=f"thread-{len(seen)}")
+        await scene.play(thread_id=f"thread-{len(seen)}")
         seen.append((logged(caplog, "store of"), logged(caplog, "works again")))
 
     assert seen == [(0, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1), (4, 2)]
@@ -303,7 +254,7 @@ async def test_counts_after_an_outage(
 
     for down in (False, True, True, False, True, False):
         store.down = down
-        await scene.turn()
+        await scene.play()
 
     searches, models = sum(each == "search" for each in scene.ran), len(scene.model.calls)
     assert (searches, models) == ((3, 6) if on_store_error == "deny" else (6, 12))
@@ -326,81 +277,12 @@ async def test_the_middle_of_a_run(on_store_error: Any, signals: Signals) -> Non
         signals, script, per_user(thread_limit=9), store=store, on_store_error=on_store_error
     )
 
-    result = await scene.turn()
+    result = await scene.play()
 
     assert result["messages"][-1].content == "done"
     assert scene.ran == ["search"] * (4 if on_store_error == "allow" else 2)
     assert counts(store) == {SEARCHES: len(scene.ran), THREAD: len(scene.ran)}
     scene.check()
-
-
-@outages
-async def test_a_limit_that_is_tried_out(on_store_error: Any, signals: Signals) -> None:
-    """A limit that is not enforced refuses nothing for want of a store; what ran is counted."""
-    store = FickleStore(MemoryStore())
-    store.down = True
-    scene = scene_of(
-        signals,
-        asking("search", "search"),
-        per_user(enforce=False),
-        store=store,
-        on_store_error=on_store_error,
-    )
-
-    await scene.turn()
-    store.down = False
-    await scene.turn(thread_id="thread-2")
-
-    assert scene.ran == ["search"] * 4
-    assert counts(store) == {SEARCHES: 4}
-    denied = on_store_error == "deny"
-    assert scene.metric("tool:search", "would_block", "store") == (2 if denied else 0)
-
-
-async def test_a_thread_that_the_store_does_not_know(signals: Signals) -> None:
-    """Allowed while the store is down, a thread from before it keeps the count in its state."""
-    saver = InMemorySaver()
-    limit = ToolCallLimit("search", thread_limit=3)
-    before = scene_of(signals, asking("search", "search"), limit, store=None, saver=saver)
-    await before.turn()
-    store = FickleStore(MemoryStore())
-    store.down = True
-    scene = scene_of(
-        signals,
-        asking("search"),
-        limit,
-        store=store,
-        saver=saver,
-        on_store_error="allow",
-    )
-    await scene.turn()
-    assert scene.ran == ["search"]
-
-    store.down = False
-    await scene.turn()
-
-    assert scene.ran == ["search"]
-    assert counts(store) == {THREAD: 3}
-
-
-async def test_a_store_that_forgot_all(signals: Signals) -> None:
-    """A store that comes back empty, as Redis without persistence: threads keep their counts."""
-    store = FickleStore(MemoryStore())
-    limit = ToolCallLimit("search", thread_limit=4)
-    scene = scene_of(
-        signals, asking("search", "search"), limit, store=store, on_store_error="allow"
-    )
-    await scene.turn()
-    store.down = True
-    scene.model.script = asking("search")
-    await scene.turn()
-    store.down = False
-    store.kept = MemoryStore()
-    scene.model.script = asking("search", "search")
-    await scene.turn()
-
-    assert scene.ran == ["search"] * 4
-    assert counts(store) == {THREAD: 4}
 
 
 async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
@@ -433,31 +315,6 @@ async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptu
     assert counts(store) == {SEARCHES: 48}
 
 
-@both_forms
-async def test_a_reset_while_the_store_is_down(form: Form, signals: Signals) -> None:
-    """A reset that the store does not hear of fails as a whole, and is made when it is back."""
-    store = FickleStore(MemoryStore())
-    middleware = quota(signals, ToolCallLimit("search", thread_limit=2), store=store)
-    scene = SharedScene(signals, asking("search", "search"), [middleware], form=form)
-    await scene.turn()
-    store.down = True
-
-    async def reset() -> None:
-        if form == "sync":
-            middleware.reset(scene.agent, CONFIG)  # type: ignore[arg-type]
-        else:
-            await middleware.areset(scene.agent, CONFIG)  # type: ignore[arg-type]
-
-    with pytest.raises(QuotaStoreError, match="the store is down"):
-        await reset()
-    assert scene.state()["thread_tool_call_count"] == {"search": 2}
-    store.down = False
-    await reset()
-
-    assert scene.state()["thread_tool_call_count"] == {}
-    assert counts(store) == {}
-
-
 class BrokenStore(MemoryStore):
     """Raises what no store should."""
 
@@ -472,27 +329,6 @@ class BrokenStore(MemoryStore):
         raise self._error()
 
 
-@outages
-@pytest.mark.parametrize("error", [KeyError, OSError, TimeoutError, ZeroDivisionError])
-async def test_a_store_with_a_bug(
-    on_store_error: Any, error: type[Exception], signals: Signals
-) -> None:
-    """Whatever a store raises, it has not answered: the agent goes on, and the kind is counted."""
-    scene = scene_of(
-        signals,
-        asking("search"),
-        per_user(),
-        store=BrokenStore(error),
-        on_store_error=on_store_error,
-    )
-
-    await scene.turn()
-
-    assert scene.ran == (["search"] if on_store_error == "allow" else [])
-    labels = {"component": "store", "error_type": error.__name__}
-    assert signals.value("langchain_quota_errors_total", **labels) == 1
-
-
 @both_forms
 async def test_a_wrong_use_is_told(form: Form, signals: Signals) -> None:
     """A store that is used as it cannot be says so to the caller: that is no outage."""
@@ -500,9 +336,9 @@ async def test_a_wrong_use_is_told(form: Form, signals: Signals) -> None:
     scene = scene_of(signals, asking("search"), per_user(), store=store, form=form)
 
     with pytest.raises(TypeError, match="serves no sync calls"):
-        await scene.turn()
+        await scene.play()
     with suppress(TypeError):
-        await scene.turn()
+        await scene.play()
 
     assert scene.ran == []
     assert scene.fallbacks("deny") is None

@@ -38,10 +38,10 @@ from langchain_quota.quotas import Quota
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import check_history
-from tests.agent.shared import Clock, FickleStore
 from tests.agent.test_properties import Batch, ProviderError, Unknown, answers
 from tests.examples import examples
+from tests.scene import check_history
+from tests.stores import Clock, FickleStore
 
 TOOLS = ("search", "calc")
 AGENTS = ("first", "second")

@@ -1,33 +1,18 @@
 """Quotas in a store: whose calls are counted together, until when, and who is refused."""
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-from uuid import UUID
 
 import pytest
-from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import ModelCallLimit, Outcome, ToolCallLimit
+from langchain_quota import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.testing import captured_decisions
-from tests.agent.conftest import Form, both_forms
-from tests.agent.shared import (
-    ANN,
-    BOB,
-    DAY,
-    NOON,
-    TODAY,
-    Clock,
-    SharedScene,
-    asking,
-    counts,
-    quota,
-)
 from tests.calls import calls_made
+from tests.scene import ANN, Form, Scene, asking, both_forms
 from tests.signals import Signals
+from tests.stores import DAY, NOON, TODAY, Clock, counts, quota
 
 USER = Quota(2, per="user_id", window=DAY)
 
@@ -42,9 +27,9 @@ class Context:
 
 def scene_of(
     signals: Signals, store: MemoryStore, *limits: Limit, form: Form = "async", **options: Any
-) -> SharedScene:
+) -> Scene:
     """An agent that searches three times in each run."""
-    return SharedScene(
+    return Scene(
         signals,
         asking("search", "search", "search"),
         [quota(signals, *limits, store=store)],
@@ -53,87 +38,25 @@ def scene_of(
     )
 
 
-@pytest.mark.parametrize("kind", ["dict", "dataclass"])
-async def test_per_value_of_the_context(kind: str, signals: Signals) -> None:
-    """Each user has a quota of their own, on whatever thread; a new turn does not renew it."""
-    store = MemoryStore()
-    ann, bob = (ANN, BOB) if kind == "dict" else (Context("ann"), Context("bob"))
-    scene = scene_of(
-        signals,
-        store,
-        ToolCallLimit("search", quotas=[USER]),
-        context_schema=dict if kind == "dict" else Context,
-    )
-
-    await scene.turn(context=ann)
-    assert scene.ran == ["search"] * 2
-    await scene.turn(context=bob, thread_id="thread-2")
-    assert scene.ran == ["search"] * 4
-    await scene.turn(context=ann, thread_id="thread-3")
-    await scene.turn(context=bob, thread_id="thread-1")
-
-    assert scene.ran == ["search"] * 4
-    assert counts(store) == {f"search:user_id:ann:{TODAY}": 2, f"search:user_id:bob:{TODAY}": 2}
-    assert scene.metric("tool:search", "blocked", "user_id") == 8
-    assert scene.metric("tool:search", "allowed") == 4
-
-
-@pytest.mark.parametrize(
-    ("per", "kept"),
-    [
-        ("user_id", {"search:user_id:ann": 4}),
-        ("global", {"search:global:": 4}),
-        ("thread", {"search:thread:thread-1": 4}),
-        ("agent", {"search:agent:first": 3, "search:agent:second": 3}),
-    ],
-)
-async def test_two_agents_with_one_store(per: str, kept: dict[str, int], signals: Signals) -> None:
-    """Agents that share a store share the counts of users, threads and all, not each other's."""
-    store = MemoryStore()
-    limit = ToolCallLimit("search", quotas=[Quota(4, per=per)])
-    first, second = (scene_of(signals, store, limit, name=name) for name in ("first", "second"))
-
-    await first.turn(context=ANN)
-    await second.turn(context=ANN)
-
-    assert counts(store) == kept
-    assert len(first.ran) + len(second.ran) == sum(kept.values())
-
-
-async def test_global(signals: Signals) -> None:
-    """A global quota counts the calls of every user and thread together."""
-    store = MemoryStore()
-    scene = scene_of(
-        signals, store, ToolCallLimit("search", quotas=[Quota(4, per="global", window=DAY)])
-    )
-
-    await scene.turn(context=ANN)
-    await scene.turn(context=BOB, thread_id="thread-2")
-    await scene.turn(context=None, thread_id="thread-3")
-
-    assert scene.ran == ["search"] * 4
-    assert counts(store) == {f"search:global::{TODAY}": 4}
-
-
 async def test_per_thread_with_a_window(signals: Signals) -> None:
     """A thread may have a quota with a window and a limit without one."""
     store, clock = MemoryStore(), Clock()
     limit = ToolCallLimit(
         "search", quotas=[Quota(2, window=DAY), Quota(5, name="session", per=lambda s, r: "all")]
     )
-    scene = SharedScene(
+    scene = Scene(
         signals,
         asking("search", "search", "search"),
         [quota(signals, limit, store=store, clock=clock)],
     )
 
-    await scene.turn()
-    await scene.turn()
+    await scene.play()
+    await scene.play()
     assert scene.ran == ["search"] * 2
-    await scene.turn(thread_id="thread-2")
+    await scene.play(thread_id="thread-2")
     assert scene.ran == ["search"] * 4
-    clock.now += 86_400
-    await scene.turn(thread_id="thread-1")
+    clock.now += 43_260
+    await scene.play(thread_id="thread-1")
 
     assert scene.ran == ["search"] * 5
     assert counts(store) == {
@@ -169,12 +92,12 @@ async def test_per_function(form: Form, function: str, signals: Signals) -> None
         with pytest.raises(
             RuntimeError, match="per of limit 'tool:search' is async: call the agent with ainvoke"
         ):
-            await scene.turn(context={"tenant": "acme"})
+            await scene.play(context={"tenant": "acme"})
         assert (scene.ran, counts(store)) == ([], {})
         return
-    await scene.turn(context={"tenant": "acme"})
-    await scene.turn(context={"tenant": "acme"}, thread_id="thread-2")
-    await scene.turn(context={"tenant": "umbrella"})
+    await scene.play(context={"tenant": "acme"})
+    await scene.play(context={"tenant": "acme"}, thread_id="thread-2")
+    await scene.play(context={"tenant": "umbrella"})
 
     assert scene.ran == ["search"] * 4
     assert counts(store) == {"search:tenant:acme": 2, "search:tenant:umbrella": 2}
@@ -189,7 +112,7 @@ async def test_a_function_that_raises(signals: Signals) -> None:
     )
 
     with pytest.raises(KeyError, match="tenant"):
-        await scene.turn(context=ANN)
+        await scene.play(context=ANN)
 
     assert (scene.ran, counts(store)) == ([], {})
     labels = {"component": "dynamic_limit", "error_type": "KeyError"}
@@ -219,11 +142,11 @@ async def test_a_computed_quota(form: Form, function: str, signals: Signals) -> 
 
     if form == "sync" and function == "async":
         with pytest.raises(RuntimeError, match="limit of limit 'tool:search' is async"):
-            await scene.turn(context=ANN)
+            await scene.play(context=ANN)
         assert (scene.ran, counts(store)) == ([], {})
         return
     for user in PLANS:
-        await scene.turn(context={"user_id": user}, thread_id=user)
+        await scene.play(context={"user_id": user}, thread_id=user)
 
     assert len(scene.ran) == 1 + 3 + 3
     assert counts(store) == {"search:user_id:ann": 1, "search:user_id:bob": 3}
@@ -248,7 +171,7 @@ async def test_a_wrong_computed_quota(
     scene = scene_of(signals, store, limit)
 
     with pytest.raises(error, match=says):
-        await scene.turn(context=ANN)
+        await scene.play(context=ANN)
 
     assert (scene.ran, counts(store)) == ([], {})
 
@@ -289,7 +212,7 @@ async def test_a_refused_context(kind: str, case: str, signals: Signals) -> None
     scene = scene_of(signals, store, limit)
 
     with pytest.raises(error) as caught:
-        await scene.turn(context=context)
+        await scene.play(context=context)
 
     assert str(caught.value) == says.format(limit=limit.name)
     assert counts(store) == {}
@@ -297,7 +220,7 @@ async def test_a_refused_context(kind: str, case: str, signals: Signals) -> None
     assert len(scene.model.calls) == (1 if kind == "tool" else 0)
     assert scene.metric(limit.name, "allowed") == 0
     # The thread is whole: whoever says who they are goes on.
-    await scene.turn(context=ANN)
+    await scene.play(context=ANN)
     assert len(scene.ran) == (2 if kind == "tool" else 3)
     scene.check_requests()
 
@@ -315,7 +238,7 @@ async def test_per_agent_without_a_name(kind: str, signals: Signals) -> None:
     scene = scene_of(signals, store, limit)
 
     with pytest.raises(ValueError, match="per agent") as caught:
-        await scene.turn()
+        await scene.play()
 
     assert str(caught.value) == (
         f"quota 'agent' of limit {limit.name!r} is per agent, and this one has no name: "
@@ -337,26 +260,13 @@ async def test_per_thread_without_a_thread(kind: str, signals: Signals) -> None:
     scene = scene_of(signals, store, limit, checkpointer=None)
 
     with pytest.raises(ValueError, match="per thread") as caught:
-        await scene.turn(thread_id=None)
+        await scene.play(thread_id=None)
 
     assert str(caught.value) == (
         f"quota 'thread' of limit {limit.name!r} is per thread, and this run has none: call the "
         'agent with {"configurable": {"thread_id": …}}'
     )
     assert (scene.ran, counts(store)) == ([], {})
-
-
-async def test_one_user_in_three_types(signals: Signals) -> None:
-    """A user is known by the text of their id: a number, or a UUID, and its text are one."""
-    store = MemoryStore()
-    scene = scene_of(signals, store, ToolCallLimit("search", quotas=[USER]))
-    uuid = UUID(int=7)
-
-    for user in (7, "7", uuid, str(uuid)):
-        await scene.turn(context={"user_id": user})
-
-    assert scene.ran == ["search"] * 4
-    assert sorted(counts(store).values()) == [2, 2]
 
 
 HOSTILE = [
@@ -379,173 +289,35 @@ async def test_users_that_look_alike(signals: Signals) -> None:
     scene = scene_of(signals, store, ToolCallLimit("search", quotas=[USER]))
 
     for user in HOSTILE:
-        await scene.turn(context={"user_id": user})
+        await scene.play(context={"user_id": user})
 
     assert len(scene.ran) == 2 * len(HOSTILE)
     assert list(counts(store).values()) == [2] * len(HOSTILE)
-
-
-async def test_a_call_that_one_of_two_quotas_refuses(signals: Signals) -> None:
-    """A call that the user's quota refuses leaves room in the one of all, and in thread and run."""
-    store = MemoryStore()
-    scene = scene_of(
-        signals,
-        store,
-        ToolCallLimit("search", quotas=[USER, Quota(3, per="global")], run_limit=3),
-        ToolCallLimit(thread_limit=9),
-    )
-
-    await scene.turn(context=ANN)
-    assert counts(store) == {
-        f"search:user_id:ann:{TODAY}": 2,
-        "search:global:": 2,
-        "__all__:thread:thread-1": 2,
-    }
-    await scene.turn(context=BOB)
-
-    assert scene.ran == ["search"] * 3
-    assert counts(store) == {
-        f"search:user_id:ann:{TODAY}": 2,
-        f"search:user_id:bob:{TODAY}": 1,
-        "search:global:": 3,
-        "__all__:thread:thread-1": 3,
-    }
-    assert scene.metric("tool:search", "blocked", "user_id") == 1
-    assert scene.metric("tool:search", "blocked", "global") == 2
-    scene.check()
-
-
-async def test_two_limits_over_one_count(signals: Signals) -> None:
-    """Two limits on one tool per user are two thresholds over one count."""
-    store = MemoryStore()
-    scene = scene_of(
-        signals,
-        store,
-        ToolCallLimit("search", quotas=[Quota(2, per="user_id")], name="low", enforce=False),
-        ToolCallLimit("search", quotas=[Quota(3, per="user_id")], name="high"),
-    )
-
-    with captured_decisions() as decisions:
-        await scene.turn(context=ANN)
-        await scene.turn(context=ANN)
-
-    assert scene.ran == ["search"] * 3
-    assert counts(store) == {"search:user_id:ann": 3}
-    outcomes = [each.outcome for each in decisions if each.call.kind == "tool"]
-    assert outcomes == [Outcome.ALLOWED] * 2 + [Outcome.WOULD_BLOCK] + [Outcome.BLOCKED] * 3
 
 
 async def test_the_edge_of_a_window(signals: Signals) -> None:
     """In a window's last second its count still holds; at its edge the next one begins at 0."""
     clock = Clock()
     store = MemoryStore(clock=clock)
-    scene = SharedScene(
+    scene = Scene(
         signals,
         asking("search", "search", "search"),
         [quota(signals, ToolCallLimit("search", quotas=[USER]), store=store, clock=clock)],
     )
 
-    await scene.turn(context=ANN)
+    await scene.play(context=ANN)
     clock.now = NOON + 43_199.999
-    await scene.turn()
+    await scene.play()
     assert scene.ran == ["search"] * 2
     clock.now = NOON + 43_200
-    await scene.turn()
-    await scene.turn()
+    await scene.play()
+    await scene.play()
 
     assert scene.ran == ["search"] * 4
     assert counts(store) == {
         f"search:user_id:ann:{TODAY}": 2,
         "search:user_id:ann:86400:20455": 2,
     }
-
-
-async def test_windows_of_many_lengths(signals: Signals) -> None:
-    """Windows of one user do not mix: the minute's is renewed while the day's is used up."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-    limit = ToolCallLimit(
-        "search",
-        quotas=[
-            Quota(1, per="user_id", window=timedelta(minutes=1), name="minute"),
-            Quota(2, per="user_id", window=DAY, name="day"),
-        ],
-    )
-    scene = SharedScene(
-        signals,
-        asking("search", "search"),
-        [quota(signals, limit, store=store, clock=clock)],
-    )
-
-    for _ in range(3):
-        await scene.turn(context=ANN)
-        clock.now += 60
-
-    assert scene.ran == ["search"] * 2
-    assert counts(store) == {
-        f"search:user_id:ann:{TODAY}": 2,
-        "search:user_id:ann:60:29454480": 1,
-        "search:user_id:ann:60:29454481": 1,
-    }
-    assert scene.metric("tool:search", "blocked", "minute") == 2
-    assert scene.metric("tool:search", "blocked", "day") == 2
-
-
-async def test_a_clock_that_goes_back(signals: Signals) -> None:
-    """Back before the edge the old count holds again; forward again, the new one goes on."""
-    clock = Clock(NOON + 43_200)
-    store = MemoryStore(clock=clock)
-    scene = SharedScene(
-        signals,
-        asking("search"),
-        [quota(signals, ToolCallLimit("search", quotas=[USER]), store=store, clock=clock)],
-    )
-
-    await scene.turn(context=ANN)
-    clock.now -= 5
-    for _ in range(3):
-        await scene.turn()
-    assert scene.ran == ["search"] * 3
-    clock.now += 5
-    for _ in range(3):
-        await scene.turn()
-
-    assert scene.ran == ["search"] * 4
-    assert counts(store) == {
-        f"search:user_id:ann:{TODAY}": 2,
-        "search:user_id:ann:86400:20455": 2,
-    }
-
-
-async def test_a_quota_without_a_window(signals: Signals) -> None:
-    """Without a window a count lasts until it is reset, whatever the clock says."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-    limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")])
-    scene = SharedScene(
-        signals, asking("search"), [quota(signals, limit, store=store, clock=clock)]
-    )
-
-    for _ in range(4):
-        await scene.turn(context=ANN)
-        clock.now += 30 * 86_400
-    assert scene.ran == ["search"] * 2
-    store.reset(["search:user_id:ann"])
-    await scene.turn()
-
-    assert scene.ran == ["search"] * 3
-
-
-async def test_threads_of_two_stores_are_apart(signals: Signals) -> None:
-    """What is shared is the store: agents with stores of their own share nothing."""
-    saver = InMemorySaver()
-    stores = MemoryStore(), MemoryStore()
-    for store in stores:
-        scene = scene_of(signals, store, ToolCallLimit("search", quotas=[USER]), checkpointer=saver)
-        await scene.turn(context=ANN)
-        assert scene.ran == ["search"] * 2
-
-    assert counts(stores[0]) == counts(stores[1]) == {f"search:user_id:ann:{TODAY}": 2}
 
 
 def test_long_ids_cost_no_more_calls(signals: Signals) -> None:

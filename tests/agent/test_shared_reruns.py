@@ -1,42 +1,27 @@
 """Hooks that run again, or never come to their end: a shared store charges once what runs once."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import ToolCall
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import ChannelVersions, Checkpoint, CheckpointMetadata
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import (
-    Decision,
     ModelCallLimit,
-    Outcome,
     QuotaMiddleware,
     ToolCallLimit,
-    ToolCallLimitExceededError,
 )
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
-from tests.agent.rules import CONFIG, cancel_at, check_history
-from tests.agent.shared import (
-    ANN,
-    DAY,
-    Clock,
-    FickleStore,
-    SharedScene,
-    SlowStore,
-    asking,
-    counts,
-    quota,
-)
+from tests.scene import ANN, CONFIG, Scene, asking, cancel_at, check_history
 from tests.signals import Signals
+from tests.stores import DAY, Clock, FickleStore, SlowStore, counts, quota
 
 USER = Quota(3, per="user_id")
 SEARCHES = "search:user_id:ann"
@@ -48,10 +33,8 @@ def limit_of(kind: str, **options: Any) -> Limit:
     return ToolCallLimit("search", **options) if kind == "tool" else ModelCallLimit(**options)
 
 
-def scene_of(
-    signals: Signals, script: Any, *limits: Limit, store: Any, **options: Any
-) -> SharedScene:
-    scene = SharedScene(signals, script, [quota(signals, *limits, store=store)], **options)
+def scene_of(signals: Signals, script: Any, *limits: Limit, store: Any, **options: Any) -> Scene:
+    scene = Scene(signals, script, [quota(signals, *limits, store=store)], **options)
     scene.context = ANN
     return scene
 
@@ -97,30 +80,6 @@ class FailingSaver(InMemorySaver):
         return super().put(config, checkpoint, metadata, new_versions)
 
 
-HOOKS = {"tool": "after_model", "model": "before_model"}
-
-
-@pytest.mark.parametrize("kind", ["tool", "model"])
-async def test_a_checkpoint_that_failed(kind: str, signals: Signals) -> None:
-    """A hook whose checkpoint failed runs again, is recognized, and is charged once."""
-    store = MemoryStore()
-    saver = FailingSaver(f"QuotaMiddleware.{HOOKS[kind]}")
-    limit = limit_of(kind)
-    scene = scene_of(signals, asking("search", "search"), limit, store=store, checkpointer=saver)
-
-    with pytest.raises(DatabaseError):
-        await scene.turn()
-    assert counts(store) == ({SEARCHES: 2} if kind == "tool" else {MODEL_CALLS: 1})
-    assert scene.ran == []
-    saver.fails = False
-    await scene.go_on()
-
-    assert scene.ran == ["search"] * 2
-    assert counts(store) == {SEARCHES: 2} if kind == "tool" else {MODEL_CALLS: 2}
-    assert scene.metric(limit.name, "allowed") == 2
-    scene.check()
-
-
 async def test_a_checkpoint_that_failed_where_calls_have_no_ids(signals: Signals) -> None:
     """Calls without an id are recognized, too: charged once, decided once, with the same ids."""
     store = MemoryStore()
@@ -132,7 +91,7 @@ async def test_a_checkpoint_that_failed_where_calls_have_no_ids(signals: Signals
 
     with captured_decisions() as decisions:
         with pytest.raises(DatabaseError):
-            await scene.turn()
+            await scene.play()
         saver.fails = False
         await scene.go_on()
 
@@ -183,107 +142,10 @@ def crashing(signals: Signals, *limits: Limit, store: Any, **options: Any) -> Cr
     return made
 
 
-def crashing_scene(signals: Signals, script: Any, middleware: Crashing) -> SharedScene:
-    scene = SharedScene(signals, script, [middleware])
+def crashing_scene(signals: Signals, script: Any, middleware: Crashing) -> Scene:
+    scene = Scene(signals, script, [middleware])
     scene.context = ANN
     return scene
-
-
-async def test_hooks_that_crash_again_and_again(signals: Signals) -> None:
-    """However often hooks crash and run again, what they admit is charged once."""
-    store = MemoryStore()
-    limits = [limit_of("tool"), limit_of("model")]
-    middleware = crashing(signals, *limits, store=store)
-    middleware.crashes = 3
-    middleware.hooks = ("before_model", "after_model")
-    scene = crashing_scene(signals, asking("search", "search"), middleware)
-
-    with pytest.raises(ConnectionAbortedError):
-        await scene.turn()
-    for _ in range(2):
-        with pytest.raises(ConnectionAbortedError):
-            await scene.go_on()
-    await scene.go_on()
-
-    assert scene.ran == ["search"] * 2
-    assert counts(store) == {SEARCHES: 2, MODEL_CALLS: 2}
-    for limit in limits:
-        assert scene.metric(limit.name, "allowed") == 2
-    scene.check()
-
-
-async def test_a_crash_in_the_last_of_the_quota(signals: Signals) -> None:
-    """A hook that runs again gets the same answer: the quota's last calls are still its own."""
-    store = MemoryStore()
-    limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")])
-    middleware = crashing(signals, limit, store=store)
-    scene = crashing_scene(signals, asking("search", "search", "search"), middleware)
-
-    with pytest.raises(ConnectionAbortedError):
-        await scene.turn()
-    assert counts(store) == {SEARCHES: 2}
-    await scene.go_on()
-
-    assert scene.ran == ["search"] * 2
-    assert [status for _, status in scene.answers()].count("error") == 1
-    assert counts(store) == {SEARCHES: 2}
-    scene.check()
-
-
-async def test_a_refusal_that_crashed(signals: Signals) -> None:
-    """A refused batch that is judged again is judged anew: room made meanwhile is used."""
-    store = MemoryStore()
-    limit = limit_of("tool")
-    middleware = crashing(signals, limit, store=store)
-    scene = crashing_scene(signals, asking("search", "search", "search"), middleware)
-    middleware.crashes = 0
-    await scene.turn()
-    middleware.crashes = 1
-
-    with pytest.raises(ConnectionAbortedError):
-        await scene.turn()
-    store.reset([SEARCHES])
-    await scene.go_on()
-
-    assert scene.ran == ["search"] * 6
-    assert counts(store) == {SEARCHES: 3}
-    assert scene.metric("tool:search", "blocked", "user_id") == 3
-    assert scene.metric("tool:search", "allowed") == 6
-
-
-async def test_an_error_that_is_tried_again(signals: Signals) -> None:
-    """A batch that an error stopped charges nothing; resumed in a new window, it runs."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-    limit = limit_of("tool", exit_behavior="error")
-    middleware = quota(signals, limit, store=store, clock=clock)
-    scene = SharedScene(signals, asking("search", "search"), [middleware])
-    await scene.turn(context=ANN)
-
-    for _ in range(2):
-        with pytest.raises(ToolCallLimitExceededError):
-            await scene.go_on() if scene.ran[2:] else await scene.turn()
-    assert counts(store) == {SEARCHES: 2}
-    store.reset([SEARCHES])
-    await scene.go_on()
-
-    assert scene.ran == ["search"] * 4
-    assert counts(store) == {SEARCHES: 2}
-
-
-async def test_a_crash_and_a_new_turn(signals: Signals) -> None:
-    """A crashed batch that is not taken up stays charged: nobody knows whether it ran."""
-    store = MemoryStore()
-    middleware = crashing(signals, limit_of("tool"), store=store)
-    scene = crashing_scene(signals, asking("search"), middleware)
-
-    with pytest.raises(ConnectionAbortedError):
-        await scene.turn()
-    await scene.turn()
-
-    assert scene.ran == ["search"]
-    assert counts(store) == {SEARCHES: 2}
-    check_history(scene.state()["messages"])
 
 
 @pytest.mark.parametrize("back", [True, False], ids=["back", "still down"])
@@ -294,37 +156,15 @@ async def test_a_crash_while_the_store_is_down(*, back: bool, signals: Signals) 
     middleware = crashing(signals, limit_of("tool"), store=store, on_store_error="allow")
     scene = crashing_scene(signals, asking("search"), middleware)
     with pytest.raises(ConnectionAbortedError):
-        await scene.turn()
+        await scene.play()
     store.down = not back
 
     await scene.go_on()
     store.down = False
-    await scene.turn()
+    await scene.play()
 
     assert scene.ran == ["search"] * 2
     assert counts(store) == {SEARCHES: 2}
-
-
-async def test_judged_twice(signals: Signals) -> None:
-    """A batch that is judged a second time, as after a fork of the thread, is charged once."""
-    store = MemoryStore()
-    scene = SharedScene(
-        signals,
-        asking("search", "search"),
-        [quota(signals, limit_of("tool"), store=store)],
-        interrupt_before=["tools"],
-    )
-    await scene.turn(context=ANN)
-    assert counts(store) == {SEARCHES: 2}
-
-    scene.agent.update_state(CONFIG, None, as_node="model")
-    await scene.go_on()
-    assert counts(store) == {SEARCHES: 2}
-    await scene.go_on()
-
-    assert scene.ran == ["search"] * 2
-    assert counts(store) == {SEARCHES: 2}
-    assert scene.state()["langchain_quota"]["run_tools"] == {"search": 2}
 
 
 async def test_judged_twice_over_the_edge_of_a_window(signals: Signals) -> None:
@@ -332,38 +172,19 @@ async def test_judged_twice_over_the_edge_of_a_window(signals: Signals) -> None:
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = ToolCallLimit("search", quotas=[Quota(3, per="global", window=DAY)])
-    scene = SharedScene(
+    scene = Scene(
         signals,
         asking("search", "search"),
         [quota(signals, limit, store=store, clock=clock)],
         interrupt_before=["tools"],
     )
-    await scene.turn()
+    await scene.play()
 
     clock.now += 86_400
     scene.agent.update_state(CONFIG, None, as_node="model")
     await scene.go_on()
 
     assert counts(store) == {"search:global::86400:20455": 2}
-
-
-async def test_a_replay(signals: Signals) -> None:
-    """A thread replayed from an old checkpoint runs its tools again, and is charged again."""
-    store = MemoryStore()
-    scene = scene_of(
-        signals, asking("search", "search"), limit_of("tool", quotas=[USER]), store=store
-    )
-    await scene.turn()
-    (judging,) = [
-        each
-        for each in scene.agent.get_state_history(CONFIG)
-        if each.next == ("QuotaMiddleware.after_model",) and each.values["messages"][-1].tool_calls
-    ]
-
-    await scene.agent.ainvoke(None, judging.config, context=ANN)
-
-    assert scene.ran == ["search"] * 3
-    assert counts(store) == {SEARCHES: 3}
 
 
 @pytest.mark.parametrize("kind", ["tool", "model"])
@@ -377,9 +198,9 @@ async def test_cancelled_while_asking(
     limit = limit_of(kind)
     scene = scene_of(signals, asking("search"), limit, store=store)
 
-    await cancel_at(store.reached, scene.turn())
+    await cancel_at(store.reached, scene.play())
     assert sum(counts(store).values()) == int(heard)
-    await (scene.turn() if then == "a new turn" else scene.go_on())
+    await (scene.play() if then == "a new turn" else scene.go_on())
 
     assert scene.ran == ["search"]
     assert counts(store) == {SEARCHES: 1} if kind == "tool" else {MODEL_CALLS: 2}
@@ -397,66 +218,7 @@ async def test_cancelled_and_settled_by_another(signals: Signals) -> None:
     store = SlowStore(MemoryStore(), heard=True)
     scene = scene_of(signals, asking("search"), limit_of("tool"), store=store)
 
-    await cancel_at(store.reached, scene.turn())
-    await scene.turn(context={"user_id": "bob"}, thread_id="thread-2")
+    await cancel_at(store.reached, scene.play())
+    await scene.play(context={"user_id": "bob"}, thread_id="thread-2")
 
     assert counts(store) == {"search:user_id:bob": 1}
-
-
-async def test_cancelled_while_telling(signals: Signals) -> None:
-    """Cancelled in an observer, a hook has charged; run again it is recognized."""
-    store = MemoryStore()
-    reached = asyncio.Event()
-    seen: list[Decision] = []
-
-    async def observer(decision: Decision) -> None:
-        if decision.call.kind == "tool" and not reached.is_set():
-            reached.set()
-            await asyncio.Event().wait()
-        seen.append(decision)
-
-    middleware = quota(signals, limit_of("tool"), store=store, on_decision=observer)
-    scene = SharedScene(signals, asking("search", "search"), [middleware])
-    scene.context = ANN
-
-    await cancel_at(reached, scene.turn())
-    assert counts(store) == {SEARCHES: 2}
-    await scene.go_on()
-
-    assert scene.ran == ["search"] * 2
-    assert counts(store) == {SEARCHES: 2}
-    tools = [each.outcome for each in seen if each.call.kind == "tool"]
-    assert tools == [Outcome.ALLOWED] * 2
-    scene.check()
-
-
-class Failing(AgentMiddleware[Any, Any, Any]):
-    """Fails behind the quota, the first time."""
-
-    fails = True
-
-    def after_model(self, state: Any, runtime: Any) -> None:
-        if self.fails:
-            self.fails = False
-            raise ConnectionAbortedError
-
-    async def aafter_model(self, state: Any, runtime: Any) -> None:
-        self.after_model(state, runtime)
-
-
-async def test_a_crash_behind_the_quota(signals: Signals) -> None:
-    """A hook that crashes behind the quota's runs again alone: nothing is charged again."""
-    store = MemoryStore()
-    scene = SharedScene(
-        signals,
-        asking("search"),
-        [Failing(), quota(signals, limit_of("tool"), limit_of("model"), store=store)],
-    )
-
-    with pytest.raises(ConnectionAbortedError):
-        await scene.turn(context=ANN)
-    await scene.go_on()
-
-    assert scene.ran == ["search"]
-    assert counts(store) == {SEARCHES: 1, MODEL_CALLS: 2}
-    scene.check()

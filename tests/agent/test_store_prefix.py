@@ -17,7 +17,7 @@ from langchain_quota import (
     ToolCallLimit,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
+from tests.scene import Form, both_forms
 from tests.signals import Signals
 
 ASKED: Any = {"messages": [("user", "hi")]}

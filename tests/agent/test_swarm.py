@@ -1,36 +1,30 @@
 """In a swarm: limits stop agents that hand over to each other, and every history stays valid."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain_core.messages import BaseMessage
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.errors import GraphRecursionError
 
 from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
-    ModelCallLimitMiddleware,
-    Quota,
     QuotaMiddleware,
     QuotaWarning,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.testing import Script, ScriptedChatModel, Turn
-from tests.agent.rules import CONFIG, Middleware, check_history, recording
+from langchain_quota.testing import Script, ScriptedChatModel
+from tests.scene import CONFIG, Middleware, check_history, recording
 from tests.signals import Signals
 
 # Among the oldest versions there is none.
 langgraph_swarm = pytest.importorskip("langgraph_swarm")
 
 TO_ALICE, TO_BOB = "transfer_to_alice", "transfer_to_bob"
-PING_PONG: tuple[Script, Script] = (lambda _: [TO_BOB], lambda _: [TO_ALICE])
 STEPS = {"recursion_limit": 60}
 THREAD = [ModelCallLimit(run_limit=3, thread_limit=6)]
 THREAD_ID = '{"configurable": {"thread_id": …}}'
@@ -74,7 +68,7 @@ class Swarm:
             agents, default_active_agent="alice"
         ).compile(checkpointer=checkpointer)
 
-    async def turn(self, config: Any = CONFIG) -> Any:
+    async def play(self, config: Any = CONFIG) -> Any:
         """A new run of the swarm."""
         return await self.graph.ainvoke({"messages": [("user", "Go!")]}, {**config, **STEPS})
 
@@ -103,102 +97,7 @@ def swarm(
 # Ping-pong: every hand-off begins a new run of an agent.
 
 
-async def test_ping_pong_stops_at_a_threads_limit(signals: Signals) -> None:
-    """With a store, agents that hand over for ever make as many calls as the thread may."""
-    there = swarm(signals, PING_PONG, THREAD)
-
-    result = await there.turn()
-
-    assert there.calls() == [3, 3]
-    assert result["messages"][-1].text.startswith("Model call limits exceeded: thread limit")
-    check_history(there.kept())
-    there.check_requests()
-
-
-async def test_ping_pong_stops_at_a_limit_of_hand_offs(signals: Signals) -> None:
-    """A limit on the hand-off tools themselves stops them, and lets everything else go on."""
-    handoffs = ToolCallLimit([TO_ALICE, TO_BOB], thread_limit=3, name="handoffs")
-
-    def answer(messages: Sequence[BaseMessage]) -> Turn:
-        is_refused = str(messages[-1].content).startswith("Tool call limit exceeded")
-        return "I answer it myself." if is_refused else [TO_ALICE]
-
-    there = swarm(signals, (PING_PONG[0], answer), [handoffs])
-
-    result = await there.turn()
-
-    assert there.calls() == [2, 3]
-    assert result["messages"][-1].text == "I answer it myself."
-    check_history(there.kept())
-    there.check_requests()
-
-
-async def test_without_a_store_nothing_stops_them(signals: Signals) -> None:
-    """Without a store every hand-off begins a new budget, for threads, too; a warning says so."""
-    quota: Any = QuotaMiddleware(THREAD, telemetry=signals.telemetry)
-    there = Swarm(PING_PONG, quota, checkpointer=InMemorySaver())
-
-    with (
-        pytest.warns(QuotaWarning, match="the limit holds within one run only"),
-        pytest.raises(GraphRecursionError),
-    ):
-        await there.turn()
-
-    assert sum(there.calls()) > 6
-
-
-async def test_ping_pong_stops_at_a_limit_of_the_root_run(signals: Signals) -> None:
-    """A quota of the root run holds all agents together, and begins anew with the next question."""
-    limit = ModelCallLimit(quotas=[Quota(6, per="root_run")])
-    quota: Any = QuotaMiddleware([limit], store=MemoryStore(), telemetry=signals.telemetry)
-    there = Swarm(PING_PONG, quota, checkpointer=InMemorySaver())
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        await there.turn()
-        assert there.calls() == [3, 3]
-        await there.turn()
-
-    assert sum(there.calls()) == 12
-    check_history(there.kept())
-    there.check_requests()
-
-
-async def test_a_quota_of_the_root_run_needs_no_thread(signals: Signals) -> None:
-    """As the warning says: without a thread id, too, and without a warning."""
-    limit = ModelCallLimit(quotas=[Quota(6, per="root_run")])
-    quota: Any = QuotaMiddleware([limit], store=MemoryStore(), telemetry=signals.telemetry)
-    there = Swarm(PING_PONG, quota)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        await there.turn({})
-
-    assert there.calls() == [3, 3]
-
-
 # What the warning says, and that its remedies work.
-
-COUNT_TOGETHER = (
-    "store=MemoryStore() or RedisStore(), and call the outermost graph with " + THREAD_ID
-)
-COUNT_ALONE = "give create_agent checkpointer=True, and the outermost graph a checkpointer"
-
-
-@pytest.mark.parametrize("is_drop_in", [False, True], ids=["quota", "drop-in"])
-async def test_the_warning_without_a_store(signals: Signals, *, is_drop_in: bool) -> None:
-    """It names a store with a thread id, and a state per agent; the drop-ins take no store."""
-    middleware = plain(signals, is_drop_in=is_drop_in)
-    there = Swarm((["done"], []), middleware, checkpointer=InMemorySaver())
-
-    with pytest.warns(QuotaWarning) as caught:
-        await there.turn()
-
-    [text] = [str(each.message) for each in caught]
-    user = "use QuotaMiddleware with" if is_drop_in else "give the middleware"
-    assert f"together, {user} {COUNT_TOGETHER}; " in text
-    assert 'Quota(…, per="root_run")' in text
-    assert text.endswith(COUNT_ALONE)
 
 
 async def test_the_warning_without_a_thread(signals: Signals) -> None:
@@ -207,48 +106,10 @@ async def test_the_warning_without_a_thread(signals: Signals) -> None:
     there = Swarm((["done", "done"], []), quota)
 
     with pytest.warns(QuotaWarning) as caught:
-        await there.turn({})
+        await there.play({})
 
     [text] = [str(each.message) for each in caught]
     assert f"Call the outermost graph with {THREAD_ID}: the store counts by it" in text
-
-
-async def test_a_store_counts_agents_together_without_a_checkpointer(signals: Signals) -> None:
-    """As the warning says: a store and a thread id hold both agents to one number, for all runs."""
-    quota: Any = QuotaMiddleware(THREAD, store=MemoryStore(), telemetry=signals.telemetry)
-    there = Swarm(PING_PONG, quota)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        await there.turn()
-        await there.turn()
-
-    assert there.calls() == [3, 3]
-
-
-@pytest.mark.parametrize("is_drop_in", [False, True], ids=["quota", "drop-in"])
-async def test_a_state_per_agent_counts_its_calls_alone(
-    signals: Signals, *, is_drop_in: bool
-) -> None:
-    """As the warning says: with `checkpointer=True` each agent is held to the number."""
-    middleware = plain(signals, is_drop_in=is_drop_in)
-    there = Swarm(PING_PONG, middleware, per_agent=True, checkpointer=InMemorySaver())
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        await there.turn()
-        await there.turn()
-
-    assert there.calls() == [6, 6]
-    check_history(there.kept())
-    there.check_requests()
-
-
-def plain(signals: Signals, *, is_drop_in: bool) -> Any:
-    """A middleware without a store, under a thread limit."""
-    if is_drop_in:
-        return ModelCallLimitMiddleware(thread_limit=6, telemetry=signals.telemetry)
-    return QuotaMiddleware(THREAD, telemetry=signals.telemetry)
 
 
 # Histories.
@@ -291,7 +152,7 @@ async def test_histories(
 
     for _ in range(2):
         try:
-            await there.turn()
+            await there.play()
         except (ModelCallLimitExceededError, ToolCallLimitExceededError):
             assert any(each.exit_behavior == "error" for each in limits)
         else:
@@ -309,63 +170,14 @@ async def test_a_hand_off_to_an_agent_that_fails(batch: list[str], signals: Sign
     )
 
     with pytest.raises(ZeroDivisionError):
-        await there.turn()
-    await there.turn()
+        await there.play()
+    await there.play()
     check_history(there.kept())
-    await there.turn()
+    await there.play()
 
     check_history(there.kept())
     there.check_requests()
     assert [each.text for each in there.kept()[-4:]] == ["Go!", "hello", "Go!", "bye"]
 
 
-async def test_a_refused_hand_off(signals: Signals) -> None:
-    """Of two hand-offs one may be refused: the other is made, and the history shows both."""
-    limit = ToolCallLimit(TO_BOB, run_limit=1)
-    there = swarm(signals, ([[TO_BOB, TO_BOB]], ["done"]), [limit])
-
-    result = await there.turn()
-
-    answers = [each.text for each in result["messages"] if each.type == "tool"]
-    assert sorted(answers) == [
-        "Successfully transferred to bob",
-        f"Tool call limit exceeded. Do not call {TO_BOB!r} again.",
-    ]
-    assert result["messages"][-1].text == "done"
-    check_history(there.kept())
-    there.check_requests()
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [ModelCallLimit(thread_limit=1), ToolCallLimit("search", run_limit=0, exit_behavior="end")],
-    ids=["model", "tools"],
-)
-async def test_who_says_that_it_is_over(limit: Limit, signals: Signals) -> None:
-    """The message that a limit ends a run with has the name of the agent, like its others."""
-    there = swarm(signals, ([[TO_BOB]], [["search"]]), [limit])
-
-    result = await there.turn()
-
-    assert "limit" in result["messages"][-1].text
-    assert result["messages"][-1].name == "bob"
-
-
 # One list of limits for all agents.
-
-
-async def test_no_tool_is_taken_for_misspelt(
-    signals: Signals, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A hand-off tool that only another agent has is not logged, in any run."""
-    there = swarm(
-        signals,
-        ([[TO_BOB], "a", [TO_BOB]], [[TO_ALICE], "b"]),
-        [ToolCallLimit([TO_ALICE, TO_BOB], run_limit=9), ToolCallLimit(["search"], run_limit=9)],
-    )
-
-    for _ in range(2):
-        await there.turn()
-
-    assert len(there.alice.calls) == 3
-    assert caplog.messages == []

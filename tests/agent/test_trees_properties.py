@@ -21,9 +21,9 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.stores.redis import RedisStore
-from tests.agent.conftest import Form, both_forms
 from tests.agent.trees import ASKED, Tree, ask, config
 from tests.examples import examples
+from tests.scene import Form, both_forms
 from tests.servers.redis import RedisServer, running_redis
 
 LOST = "langchain_quota_lost_root_runs_total"

@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langgraph.graph import MessagesState, StateGraph
 
 from langchain_quota import (
-    GraphQuota,
     QuotaMiddleware,
     QuotaWarning,
     TokenLimit,
@@ -15,7 +13,6 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import recording
 from tests.signals import Signals
 
 ASKED: Any = {"messages": [("user", "hi")]}
@@ -44,17 +41,3 @@ async def test_of_a_middleware(make: Any, signals: Signals) -> None:
 
     (warning,) = caught
     assert (warning.filename, warning.lineno) == (__file__, make.__code__.co_firstlineno + 1)
-
-
-async def test_of_a_graph(signals: Signals) -> None:
-    """The same for limits of a graph: the middleware inside them is not the user's."""
-    limits = GraphQuota([FORGETFUL], telemetry=signals.telemetry)
-    graph = StateGraph(MessagesState)
-    limits.add_to(graph, model=ScriptedChatModel(script=["hi"]), tools=[recording("search", [])])
-
-    with pytest.warns(QuotaWarning) as caught:
-        await graph.compile().ainvoke(ASKED)
-
-    (warning,) = caught
-    made = test_of_a_graph.__code__.co_firstlineno + 2
-    assert (warning.filename, warning.lineno) == (__file__, made)

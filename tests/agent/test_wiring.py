@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
-from langgraph.managed import RemainingSteps
 from langgraph.prebuilt import ToolNode, create_react_agent
 from langgraph.runtime import get_runtime
 from langgraph.types import Send
-from prometheus_client import CollectorRegistry
 
 from langchain_quota import (
     ModelCallLimit,
@@ -19,13 +17,12 @@ from langchain_quota import (
     QuotaMiddleware,
     QuotaState,
     QuotaWarning,
-    Telemetry,
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.rules import CONFIG, check_history, recording
+from tests.scene import CONFIG, recording
 from tests.signals import Signals
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
@@ -33,10 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been move
 REMEDY = r".*GraphQuota\(limits\)\.add_to"
 THREAD: Any = {**CONFIG, "recursion_limit": 40}
 HELLO: dict[str, Any] = {"messages": [("user", "hi")]}
-
-
-class ReactState(QuotaState[Any]):
-    remaining_steps: RemainingSteps
 
 
 def for_ever(messages: list[AnyMessage]) -> Any:
@@ -122,22 +115,6 @@ async def test_jumps_that_are_not_followed(limit: Limit, text: str, signals: Sig
         await by_hand(hooks, routed=False).ainvoke(HELLO, THREAD)
 
 
-@pytest.mark.parametrize("limit", [each for each, _ in LIMITS.values()], ids=LIMITS.keys())
-async def test_jumps_that_are_followed(limit: Limit, signals: Signals) -> None:
-    """A graph that is wired as the hooks say is left alone, over several runs."""
-    ran: list[str] = []
-    hooks = QuotaMiddleware([limit], telemetry=signals.telemetry)
-    turns = [["search", "search"], "done"]
-
-    def script(messages: list[AnyMessage]) -> Any:
-        return turns[messages[-1].type == "tool"]
-
-    app = by_hand(hooks, script=script, ran=ran)
-    for _ in range(3):
-        result = await app.ainvoke(HELLO, THREAD)
-    check_history(result["messages"])
-
-
 async def test_the_drop_ins(signals: Signals) -> None:
     """Their hooks find it, too: the tools' one at the next batch, the model's at the next step."""
     tools: Any = ToolCallLimitMiddleware(run_limit=1, telemetry=signals.telemetry)
@@ -172,21 +149,6 @@ async def test_a_state_that_does_not_keep_the_counts(
     assert len(model.calls) == 1
 
 
-async def test_create_react_agent_ignores_a_jump(signals: Signals) -> None:
-    """With a state that keeps the counts its model is called once too often, and no more."""
-    hooks: Any = QuotaMiddleware([ModelCallLimit(run_limit=2)], telemetry=signals.telemetry)
-    model = ScriptedChatModel(script=for_ever)
-    agent = create_react_agent(
-        model,
-        [recording("search", [])],
-        pre_model_hook=hooks.abefore_model,
-        state_schema=ReactState,
-    )
-    with pytest.raises(RuntimeError, match="the model and the tool 'search' ran" + REMEDY):
-        await agent.ainvoke(HELLO, THREAD)
-    assert len(model.calls) == 3
-
-
 async def test_runs_that_never_begin(signals: Signals) -> None:
     """Without `before_agent` a run limit never gets a new budget: one warning, at turn 2."""
     limit = ToolCallLimit("search", run_limit=9)
@@ -199,38 +161,12 @@ async def test_runs_that_never_begin(signals: Signals) -> None:
     await app.ainvoke(HELLO, THREAD)
 
 
-async def test_nothing_to_count() -> None:
-    """Hooks that have written no counts do not miss any."""
-    telemetry = Telemetry(registry=CollectorRegistry(), spans="off")
-    hooks = QuotaMiddleware([ToolCallLimit("search", run_limit=9)], telemetry=telemetry)
-    app = by_hand(hooks, script=["hello"] * 3, begins=False)
-    for _ in range(3):
-        await app.ainvoke(HELLO, THREAD)
-
-
 async def test_a_thread_limit_needs_no_beginning(signals: Signals) -> None:
     """Without a limit on runs there is nothing to warn of."""
     hooks = QuotaMiddleware([ToolCallLimit("search", thread_limit=9)], telemetry=signals.telemetry)
     app = by_hand(hooks, script=[["search"], "done"] * 2, begins=False)
     for _ in range(2):
         await app.ainvoke(HELLO, THREAD)
-
-
-async def test_a_thread_that_another_version_left_in_mid_run(signals: Signals) -> None:
-    """Its state has no ledger, and the run goes on without an error or a warning."""
-    limits: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=5)]
-    hooks = QuotaMiddleware(limits, telemetry=signals.telemetry)
-    app = by_hand(hooks, script=[["search"], "done", ["search"], "done"])
-    asked = [{"name": "search", "args": {}, "id": "call_0", "type": "tool_call"}]
-    left = [
-        HumanMessage("hi", id="1"),
-        AIMessage("", id="2", tool_calls=asked),
-        ToolMessage("ran", tool_call_id="call_0", id="3"),
-    ]
-    await app.aupdate_state(CONFIG, {"messages": left}, as_node="tools")
-    await app.ainvoke(None, THREAD)
-    result = await app.ainvoke(HELLO, THREAD)
-    check_history(result["messages"])
 
 
 @pytest.mark.parametrize("kept_by", ["no checkpointer", "a new thread", "a deleted thread"])
@@ -266,15 +202,3 @@ async def test_a_history_that_reaches_the_hooks_by_another_way(signals: Signals)
     first = await app.ainvoke(HELLO)
     second = await app.ainvoke({"messages": [*first["messages"], HumanMessage("more")]})
     assert second["messages"][-1].content == "hello"
-
-
-async def test_refusals_that_come_back_without_their_status(signals: Signals) -> None:
-    """A client that keeps messages as OpenAI's dictionaries loses it: no tool has run for that."""
-    hooks = QuotaMiddleware([ToolCallLimit("search", run_limit=1)], telemetry=signals.telemetry)
-    app = by_hand(hooks, script=[["search", "search"], "done"] * 2)
-    state = await app.ainvoke(HELLO, THREAD)
-    refusal = next(each for each in state["messages"] if getattr(each, "status", "") == "error")
-    lost = refusal.model_copy(update={"status": "success"})
-    await app.aupdate_state(CONFIG, {"messages": [lost]}, as_node="tools")
-    result = await app.ainvoke(None, THREAD)
-    check_history(result["messages"])

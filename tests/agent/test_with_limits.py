@@ -1,7 +1,6 @@
 """`with_limits`: one line holds a deep agent and all its sub-agents to the same limits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, ToolRequest, Turn
-from tests.agent.rules import CONFIG, check_history, recording
+from tests.scene import CONFIG, check_history, recording
 from tests.signals import Signals, needs_inline
 
 # Among the oldest versions there is none.
@@ -198,31 +197,6 @@ async def test_general_purpose_is_as_deepagents_makes_it(
     assert len(sent[0][0]) == 4
 
 
-async def test_all_that_deepagents_hands_on_is_handed_on(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`general-purpose` has each middleware in deepagents' stack that the caller replaces."""
-    stacks: list[list[str]] = []
-    original = deepagents.graph._apply_custom_middleware
-
-    def recorded(base: Any, custom: Any, **options: Any) -> Any:
-        stacks.append([each.name for each in base])
-        return original(base, custom, **options)
-
-    monkeypatch.setattr(deepagents.graph, "_apply_custom_middleware", recorded)
-    deepagents.create_deep_agent(ScriptedChatModel(script=[]), skills=["/skills/"])
-    automatic, _ = stacks
-    replaced = [Prompted(name) for name in automatic if name != "FilesystemMiddleware"]
-    given: list[Any] = []
-
-    def create(*, middleware: Any = (), subagents: Any = ()) -> None:
-        given.extend(subagents)
-
-    with_limits(create, searches(signals))(middleware=replaced)
-
-    assert given[0]["middleware"][:-1] == replaced
-
-
 async def test_the_models_text_is_handed_on(signals: Signals) -> None:
     """`general-purpose` has the main agent's model as text, by which deepagents finds a profile."""
     given: list[Any] = []
@@ -233,20 +207,6 @@ async def test_the_models_text_is_handed_on(signals: Signals) -> None:
     with_limits(create, searches(signals))("anthropic:claude-haiku-4-5")
 
     assert [each["model"] for each in given] == ["anthropic:claude-haiku-4-5"]
-
-
-async def test_specs_stay_as_they_are(signals: Signals) -> None:
-    """The caller's specs and lists of middleware are not changed."""
-    spec = {**RESEARCHER, "middleware": [Prompted("Prompted")]}
-    subagents, middleware = [spec], [Prompted("Prompted")]
-    before = deepcopy((list(spec), len(spec["middleware"])))
-
-    with_limits(deepagents.create_deep_agent, searches(signals))(
-        ScriptedChatModel(script=[]), subagents=subagents, middleware=middleware
-    )
-
-    assert (list(spec), len(spec["middleware"])) == before
-    assert (len(subagents), len(middleware)) == (1, 1)
 
 
 async def test_a_quota_of_its_own(signals: Signals) -> None:
@@ -282,43 +242,6 @@ async def test_a_quota_in_the_main_agents_list(signals: Signals) -> None:
 
     with pytest.raises(ValueError, match=r"middleware has QuotaMiddleware, .* put all limits into"):
         with_limits(create, quota)(middleware=[searches(signals)])
-
-
-@pytest.mark.parametrize(
-    "kind", [QuotaMiddleware, pytest.param(InlineQuotaMiddleware, marks=needs_inline)]
-)
-async def test_the_place_of_the_quota(kind: Any, signals: Signals) -> None:
-    """It is behind those whose hooks can jump; an inline one comes first, as it must."""
-    given: list[Any] = []
-
-    def create(*, middleware: Any = (), subagents: Any = ()) -> None:
-        given.extend([middleware, *(each["middleware"] for each in subagents)])
-
-    limits = [ToolCallLimit(run_limit=3)]
-    quota = kind(limits, store=MemoryStore(), telemetry=signals.telemetry)
-    other = Prompted("Prompted")
-    with_limits(create, quota)(
-        middleware=[other],
-        subagents=[{**RESEARCHER, "name": "general-purpose", "middleware": [other]}],
-    )
-
-    expected = [other, quota] if kind is QuotaMiddleware else [quota, other]
-    assert given == [expected, expected]
-
-
-async def test_a_general_purpose_of_the_callers(signals: Signals) -> None:
-    """A declared `general-purpose` takes the place of the automatic one, and has the limits."""
-    ran: list[str] = []
-    model = ScriptedChatModel(script=asking("general-purpose"))
-    own = {"name": "general-purpose", "description": "Mine.", "system_prompt": "My own prompt."}
-    agent = with_limits(deepagents.create_deep_agent, searches(signals, 1))(
-        model, [recording("search", ran)], subagents=[own]
-    )
-
-    await run(agent)
-
-    assert model.calls[1].messages[0].text == "My own prompt."
-    assert ran == ["search"]
 
 
 # Sub-agents that cannot be given limits.
@@ -439,19 +362,6 @@ def test_bad_arguments(signals: Signals) -> None:
         with_limits(create, quota, leave_out=["remot"])(subagents=[REMOTE])
     with pytest.raises(TypeError, match="subagents must be dicts, each with a name, not 'resear"):
         with_limits(create, quota)(subagents=["researcher"])
-
-
-async def test_a_function_of_the_callers(signals: Signals) -> None:
-    """A function that calls `create_deep_agent` can be given limits, too."""
-    ran: list[str] = []
-
-    def create(*scripted: str, **options: Any) -> Any:
-        model = ScriptedChatModel(script=asking(*scripted))
-        return deepagents.create_deep_agent(model, [recording("search", ran)], **options)
-
-    await run(with_limits(create, searches(signals, 1))("general-purpose"))
-
-    assert ran == ["search"]
 
 
 MINE = [Prompted("Mine")]

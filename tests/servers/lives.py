@@ -43,7 +43,7 @@ from langchain_quota import (
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.agent.rules import check_history
+from tests.scene import check_history
 
 RUN_LIMIT = 5
 THREAD_LIMIT = 23

@@ -16,9 +16,8 @@ pytest.importorskip("langgraph.checkpoint.postgres")
 
 from langchain_quota import QuotaMiddleware, QuotaStoreError, RedisStore, ToolCallLimit
 from langchain_quota.middleware._answers import KEPT
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import Scene
 from tests.forked import Program, as_module, start_python
+from tests.scene import Form, Scene, both_forms
 from tests.servers.asking import APPROVE, GRANT, LIMIT, Moment, Order, diary, ran
 from tests.servers.postgres import PostgresServer
 from tests.servers.prometheus import eventually
@@ -278,7 +277,7 @@ async def test_kept_in_both_forms(form: Form, shared: Shared, signals: Signals) 
     with closing(made) as store:
         quota = QuotaMiddleware[Any, Any]([limit], store=store, telemetry=signals.telemetry)
         scene = Scene(signals, [["search"] * 2, "done"], [quota], form=form)
-        await scene.turn()
+        await scene.play()
         with shared.down(), pytest.raises(QuotaStoreError, match=KEPT):
             await scene.resume(APPROVE)
         await scene.go_on()

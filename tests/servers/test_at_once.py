@@ -24,7 +24,7 @@ from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.middleware import _leases as leases
 from langchain_quota.middleware._leases import SLOT_LEASE
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form, both_forms
+from tests.scene import Form, both_forms
 from tests.servers.prometheus import eventually
 from tests.servers.redis import RedisServer, time_from
 from tests.signals import Signals

@@ -10,8 +10,7 @@ from langchain_core.messages import BaseMessage
 
 from langchain_quota import QuotaMiddleware, RedisStore, ToolCallLimit, with_limits
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.agent.conftest import Form, both_forms
-from tests.agent.rules import CONFIG, check_history, recording
+from tests.scene import CONFIG, Form, both_forms, check_history, recording
 from tests.servers.redis import RedisServer
 from tests.signals import Signals
 

@@ -25,11 +25,11 @@ from langchain_quota.limits import Limit
 from langchain_quota.quotas import Quota
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
-from tests.agent.conftest import Form as Mode
-from tests.agent.rules import CONFIG, cancel_at, recording
-from tests.agent.shared import ANN, BOB, DAY, TODAY, SharedScene, asking, counts, quota
+from tests.scene import ANN, BOB, CONFIG, Scene, asking, cancel_at, recording
+from tests.scene import Form as Mode
 from tests.servers.redis import RedisServer, running_redis
 from tests.signals import Signals
+from tests.stores import DAY, TODAY, counts, quota
 
 RUNS = 20
 DEADLINE = 120
@@ -82,9 +82,9 @@ def scene_of(
     store: RedisStore,
     scene_options: dict[str, Any] | None = None,
     **options: Any,
-) -> SharedScene:
+) -> Scene:
     middleware = quota(signals, *limits, store=store, **options)
-    scene = SharedScene(signals, script, [middleware], form=mode, **(scene_options or {}))
+    scene = Scene(signals, script, [middleware], form=mode, **(scene_options or {}))
     scene.context = ANN
     return scene
 
@@ -105,11 +105,11 @@ async def test_two_workers(
         scene_of(mode, signals, asking("search", "search"), limit, store=each) for each in stores
     )
 
-    await first.turn(context=ANN)
-    await second.turn(context=ANN)
+    await first.play(context=ANN)
+    await second.play(context=ANN)
     assert (len(first.ran), len(second.ran)) == (2, 1)
-    await second.turn(context=BOB)
-    await first.turn(context=BOB, thread_id="thread-2")
+    await second.play(context=BOB)
+    await first.play(context=BOB, thread_id="thread-2")
 
     assert (len(first.ran), len(second.ran)) == (3, 2)
     assert counts(stores[0]) == {
@@ -144,7 +144,7 @@ async def test_concurrent_runs(
     )
 
     async with asyncio.timeout(DEADLINE):
-        await asyncio.gather(*(scene.turn() for _ in range(RUNS)))
+        await asyncio.gather(*(scene.play() for _ in range(RUNS)))
 
     assert scene.ran == ["search"] * 3
     assert counts(store) == {THREAD: 3}
@@ -208,7 +208,7 @@ async def test_an_agent_inside_a_tool(
         },
     )
 
-    await scene.turn()
+    await scene.play()
 
     assert ran == ["search"] * 3
     assert counts(stores[0]) == {THREAD: 3}
@@ -221,8 +221,8 @@ async def test_a_reset(
     """A reset gives a thread its budget back in Redis and in its state, and touches no user's."""
     store = opened(redis_server, redis_server.prefix())
     middleware = quota(signals, per_user(thread_limit=2), store=store)
-    scene = SharedScene(signals, asking("search", "search"), [middleware], form=mode)
-    await scene.turn(context=ANN)
+    scene = Scene(signals, asking("search", "search"), [middleware], form=mode)
+    await scene.play(context=ANN)
 
     if mode == "sync":
         middleware.reset(scene.agent, CONFIG)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ async def test_a_reset(
         await middleware.areset(scene.agent, CONFIG)  # type: ignore[arg-type]
 
     assert counts(store) == {SEARCHES: 2}
-    await scene.turn()
+    await scene.play()
     assert scene.ran == ["search"] * 4
     assert counts(store) == {SEARCHES: 4, THREAD: 2}
 
@@ -264,12 +264,12 @@ async def test_stopped_in_mid_run(
 
     if raises:
         with pytest.raises(ToolCallLimitExceededError) as caught:
-            await scene.turn()
+            await scene.play()
         assert caught.value.decision is not None
         assert caught.value.decision.leading is not None
         assert caught.value.decision.leading.reason == "store"
     else:
-        await scene.turn()
+        await scene.play()
     denied = on_store_error == "deny"
     assert scene.ran == ["search"] * (1 if denied else 3)
     assert scene.metric("tool:search", "blocked", "store") == (2 if denied else 0)
@@ -281,7 +281,7 @@ async def test_stopped_in_mid_run(
 
     durable.start()
     scene.model.script = asking("search")
-    await scene.turn()
+    await scene.play()
 
     assert scene.ran == ["search"] * (2 if denied else 4)
     assert counts(store) == {SEARCHES: len(scene.ran), THREAD: len(scene.ran)}
@@ -318,15 +318,15 @@ async def test_stopped_before_the_model(
 
     if denied and exit_behavior == "error":
         with pytest.raises(ModelCallLimitExceededError, match="could not be checked"):
-            await scene.turn()
+            await scene.play()
     else:
-        result = await scene.turn()
+        result = await scene.play()
         says = "Model call limit could not be checked: try again later." if denied else "done"
         assert result["messages"][-1].content == says
     assert len(scene.model.calls) == (1 if denied else 2)
     durable.start()
     scene.model.script = lambda messages: "done"
-    await scene.turn()
+    await scene.play()
 
     assert counts(store) == {"model:user_id:ann": len(scene.model.calls)}
 
@@ -351,7 +351,7 @@ async def test_paused_in_mid_run(
     )
 
     async with asyncio.timeout(DEADLINE):
-        await scene.turn()
+        await scene.play()
     denied = on_store_error == "deny"
     assert scene.ran == ["search"] * (1 if denied else 3)
     assert scene.fallbacks(on_store_error) == 2
@@ -360,7 +360,7 @@ async def test_paused_in_mid_run(
 
     durable.resume()
     scene.model.script = asking("search")
-    await scene.turn()
+    await scene.play()
 
     assert scene.ran == ["search"] * (2 if denied else 4)
     assert counts(store) == {SEARCHES: len(scene.ran), THREAD: len(scene.ran)}
@@ -375,10 +375,10 @@ async def test_restarted_empty(mode: Mode, tmp_path: Path, opened: Open, signals
         limit = ToolCallLimit("search", thread_limit=3)
         scene = scene_of(mode, signals, asking("search", "search"), limit, store=store)
 
-        await scene.turn()
+        await scene.play()
         server.stop()
         server.start()
-        await scene.turn()
+        await scene.play()
 
         assert scene.ran == ["search"] * 3
         assert counts(store) == {THREAD: 3}
@@ -399,11 +399,11 @@ async def test_cancelled_while_it_is_paused(
 
     limit = ToolCallLimit("search", quotas=[Quota(99, per="user_id")], run_limit=no_limit)
     scene = scene_of("async", signals, asking("search"), limit, store=store)
-    await scene.turn()
+    await scene.play()
 
-    await cancel_at(reached, scene.turn(context=BOB, thread_id="thread-2"))
+    await cancel_at(reached, scene.play(context=BOB, thread_id="thread-2"))
     durable.resume()
-    await scene.turn(context=ANN, thread_id="thread-1")
+    await scene.play(context=ANN, thread_id="thread-1")
 
     assert scene.ran == ["search"] * 2
     assert counts(store) == {SEARCHES: 2}
@@ -545,14 +545,14 @@ async def test_the_event_loop_is_not_blocked(
         hide_exhausted=True,
     )
     script = asking("search", "search")
-    scene = SharedScene(signals, script, [drop_in, middleware])
+    scene = Scene(signals, script, [drop_in, middleware])
 
     with blockbuster_ctx():
-        await scene.turn(context=ANN)
-        await scene.turn()
+        await scene.play(context=ANN)
+        await scene.play()
         await middleware.areset(scene.agent, CONFIG)  # type: ignore[arg-type]
         for _ in range(3):
-            await scene.turn()
+            await scene.play()
         await store.aclose()
 
     assert scene.ran == ["search"] * 3
@@ -575,17 +575,17 @@ async def test_an_outage_does_not_block_the_event_loop(
     )
 
     with blockbuster_ctx():
-        await scene.turn()
+        await scene.play()
     durable.pause()
     with blockbuster_ctx():
-        await scene.turn()
+        await scene.play()
     durable.resume()
     durable.stop()
     with blockbuster_ctx():
-        await scene.turn()
+        await scene.play()
     durable.start()
     with blockbuster_ctx():
-        await scene.turn()
+        await scene.play()
         await store.aclose()
 
     assert len(scene.ran) == (2 if on_store_error == "deny" else 4)

@@ -62,7 +62,7 @@ class Worker:
         )
         self.server: MetricsServer = start_metrics_server(port, registry=self.registry)
 
-    def turn(self, thread: str, searches: int, tokens: int, tenant: str = "acme") -> None:
+    def play(self, thread: str, searches: int, tokens: int, tenant: str = "acme") -> None:
         """Let the agent search on a thread; it spends tokens for that."""
         calls = [{"name": "search", "args": {}, "id": f"s{each}"} for each in range(searches)]
         script = [_answer(tokens - 1, calls), _answer(1)] if calls else [_answer(tokens)]
@@ -89,9 +89,9 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
     store = MemoryStore()
     one, two = Worker(store), Worker(store)
     with one.server, two.server:
-        one.turn("ann", 6, 4_000)
-        two.turn("bob", 2, 1_000)
-        two.turn("cid", 0, 500, tenant="other")
+        one.play("ann", 6, 4_000)
+        two.play("bob", 2, 1_000)
+        two.play("cid", 0, 500, tenant="other")
         yield one, two
 
 
@@ -207,12 +207,12 @@ def test_news_are_shown(terminal: Terminal) -> None:
     with worker.server:
         terminal.type(top(*addresses((worker,)), "--interval", "0.5"))
         terminal.wait_for("1 process at 1 address", "no thread has used anything yet")
-        worker.turn("ann", 6, 4_000)
+        worker.play("ann", 6, 4_000)
         terminal.wait_for("ann", "5/5", "1 refused")
     terminal.wait_for(" s old): [Errno 111] Connection refused", "5/5")
     worker = Worker(store, worker.server.port)
     with worker.server:
-        worker.turn("bob", 0, 100)
+        worker.play("bob", 0, 100)
         lines = terminal.wait_for("bob", "$0.01/$0.50")
         assert "ann" not in "".join(lines)
         assert not re.search(r"-\d|Errno", lines[1] + lines[2].partition("limits")[0])
@@ -294,7 +294,7 @@ def test_hostile_names(terminal: Terminal) -> None:
     names = ["名前" * 30, "a\x1b[2J\x1b[31mb", "e\u0301" * 30, "👩‍👩‍👧" * 5, "\u202edlo", "x" * 500]
     with worker.server:
         for name in names:
-            worker.turn(name, 1, 100)
+            worker.play(name, 1, 100)
         terminal.type(top(*addresses((worker,))))
 
         def drawn() -> bool:

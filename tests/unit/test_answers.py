@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import Answer
 from langchain_quota.decision import Unit
 from langchain_quota.middleware._answers import ACTION, read_answer
 
@@ -17,25 +16,6 @@ UNITS: Mapping[str, Unit] = {"tool:search": "calls", "all": "calls"}
 def approved(amount: object) -> dict[str, Any]:
     """An approval with an amount."""
     return {"decisions": [{"type": "approve", "amount": amount}]}
-
-
-@pytest.mark.parametrize("amount", [0, 5, 10**15])
-def test_an_amount(amount: int) -> None:
-    """The amount is granted to each limit of the question."""
-    granted = {"tool:search": amount, "all": amount}
-    assert read_answer(approved(amount), OFFERED, UNITS) == Answer("approve", granted)
-
-
-@pytest.mark.parametrize(("given", "amount"), [("0.10", 100_000), (5, 5_000_000)])
-def test_dollars(given: object, amount: int) -> None:
-    """An amount of dollars is text, as everywhere, or a whole number."""
-    answer = read_answer(approved(given), {"cost": 1}, {"cost": "microdollars"})
-    assert answer.granted == {"cost": amount}
-
-
-def test_no_amount() -> None:
-    """A form without a number approves what is offered."""
-    assert read_answer(approved(None), OFFERED, UNITS) == Answer("approve", OFFERED)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +55,3 @@ def test_what_is_no_answer(resumed: object) -> None:
     """Whatever a run is resumed with, only what says what to do is an answer."""
     with pytest.raises(ValueError, match=re.escape('it must be {"decisions"')):
         read_answer(resumed, OFFERED, UNITS)
-
-
-def test_answers_of_agent_inbox() -> None:
-    """Agent Inbox has other names for what an answer says, and the question's in an approval."""
-    action = {"action": ACTION, "args": OFFERED}
-    for decision, answer in (
-        ({"type": "approve", "args": action}, Answer("approve", OFFERED)),
-        ({"type": "reject", "args": "Not today."}, Answer("reject", message="Not today.")),
-    ):
-        assert read_answer({"decisions": [decision]}, OFFERED, UNITS) == answer

@@ -1,13 +1,11 @@
 """The export command: what it writes, what it says, and what it refuses."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from langchain_quota.cli import main
 from langchain_quota.monitoring import exports
-from tests.forked import run_python
 
 RULES = exports.RULES_FILES["rules"]
 
@@ -76,14 +74,6 @@ def test_writes_what_was_asked_for(
     assert printed.out.splitlines() == [f"{directory / name}{end}" for name in expected]
 
 
-def test_says_which_address_nobody_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where Grafana is only the user knows: without the option one line names it."""
-    assert main(["export", "prometheus", "--to", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "dashboard_url of the alerts leads to http://localhost:3000: set --grafana-url"
-    ]
-
-
 def test_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If one of the files exists none is written, and one line says which and what to do."""
     taken = max(exports.dashboards())
@@ -122,47 +112,6 @@ def test_a_link_that_leads_nowhere_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / RULES).symlink_to(tmp_path / "elsewhere")
     assert main(["export", "prometheus", "--to", str(tmp_path)]) == 2
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_force_does_not_follow_a_link(tmp_path: Path) -> None:
-    """What a symbolic link leads to is never written: the file takes the link's place."""
-    elsewhere, directory = tmp_path / "elsewhere", tmp_path / "rules"
-    elsewhere.write_text("mine")
-    directory.mkdir()
-    (directory / RULES).symlink_to(elsewhere)
-    assert main(["export", "prometheus", "--to", str(directory), "--force"]) == 0
-    assert elsewhere.read_text() == "mine"
-    assert not (directory / RULES).is_symlink()
-    assert contents(directory) == exports.rules()
-
-
-def test_the_directory_may_be_a_link(tmp_path: Path) -> None:
-    """Where to write is the user's to say: a symbolic link to a directory is one."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    for force in ([], ["--force"]):
-        assert main(["export", "prometheus", "--to", str(tmp_path / "link"), *force]) == 0
-        assert contents(tmp_path / "real") == exports.rules()
-    assert (tmp_path / "link").is_symlink()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """If one file cannot be written to its end, all that were there stay whole; nothing is left."""
-    sizes = sorted(map(len, exports.dashboards().values()))
-    old = dict.fromkeys(exports.dashboards(), "old")
-    for name, text in old.items():
-        (tmp_path / name).write_text(text)
-    program = (
-        "import resource, sys; from langchain_quota.cli import main; "
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({sizes[-1] - 1},) * 2); "
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    done = run_python(program, "export", "grafana", "--to", str(tmp_path), "--force")
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"langchain-quota export: cannot write '{tmp_path}")
-    assert contents(tmp_path) == old
 
 
 @pytest.mark.parametrize("below", ["", "sub"], ids=["itself", "below"])

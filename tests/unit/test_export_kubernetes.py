@@ -118,34 +118,6 @@ def objects(files: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def test_writes_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file is written and is a line of output, and the kustomization names all others."""
-    written = export(tmp_path / "base", "--grafana-url", ADDRESS)
-    assert written == exports.kubernetes(grafana_url=ADDRESS)
-    assert capsys.readouterr().out.splitlines() == [
-        str(tmp_path / "base" / name)
-        for name in (
-            "kustomization.yaml",
-            "langchain-quota-podmonitor.yaml",
-            "langchain-quota-prometheusrule.yaml",
-            "langchain-quota-budgets-configmap.yaml",
-            "langchain-quota-overview-configmap.yaml",
-            "langchain-quota-thread-configmap.yaml",
-        )
-    ]
-    base = yaml.safe_load(written["kustomization.yaml"])
-    assert {"kustomization.yaml", *base["resources"]} == written.keys()
-    assert "namespace" not in base
-
-
-def test_says_which_address_nobody_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where Grafana is only the user knows: without the option the last line names it."""
-    export(tmp_path)
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "dashboard_url of the alerts leads to http://localhost:3000: set --grafana-url"
-    )
-
-
 @pytest.mark.parametrize("options", [[], ["--per-thread-alerts", "--namespace", "agents"]], ids=len)
 def test_objects_have_the_form_that_a_cluster_takes(options: list[str], tmp_path: Path) -> None:
     """Each object has fields of its kind only, and its YAML has neither anchors nor aliases."""
@@ -232,18 +204,3 @@ def test_a_bad_namespace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--namespace" in last
     assert "'My Agents'" in last
     assert not directory.exists()
-
-
-def test_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If one of the files exists none is written without --force; with it all are."""
-    mine = tmp_path / "kustomization.yaml"
-    mine.write_text("mine")
-    command = ["export", "kubernetes", "--to", str(tmp_path), "--grafana-url", ADDRESS]
-    assert main(command) == 2
-    assert [*tmp_path.iterdir()] == [mine]
-    assert mine.read_text() == "mine"
-    [line] = capsys.readouterr().err.splitlines()
-    assert "kustomization.yaml" in line
-    assert "--force" in line
-    assert main([*command, "--force"]) == 0
-    assert mine.read_text() == exports.kubernetes()["kustomization.yaml"]

@@ -1,28 +1,17 @@
 """/metrics over real HTTP: the server on loopback, and the ASGI app as a route."""
 
-import asyncio
 import errno
-import gzip
 import logging
-import socket
 import ssl
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
-from logging.handlers import QueueHandler
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import httpx
 import pytest
 from blockbuster import BlockingError, blockbuster_ctx
-from prometheus_client import CollectorRegistry, Counter, Metric
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.parser import text_string_to_metric_families as parse_text
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.values import MultiProcessValue
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -32,7 +21,6 @@ from langchain_quota import (
     Decision,
     LimitStatus,
     Outcome,
-    Telemetry,
     exposition,
     metrics_app,
     start_metrics_server,
@@ -40,13 +28,8 @@ from langchain_quota import (
 from langchain_quota.exposition import ADDR_VARIABLE
 from langchain_quota.telemetry.usage import UsageTable
 from tests.certificates import Certificate
-from tests.servers.prometheus import parse_openmetrics
 
 get = partial(httpx.get, trust_env=False)  # no proxy
-LOGGER = "langchain_quota"
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-ENOUGH = 10.0
-"""Seconds until something that should happen counts as not happening."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,27 +58,11 @@ def trusting(server: Certificate, client: Certificate | None = None) -> ssl.SSLC
 class TestServer:
     """start_metrics_server()."""
 
-    def test_serves_the_metrics(self, registry: CollectorRegistry) -> None:
-        """The url answers with the registry's metrics."""
-        with start_metrics_server(port=0, registry=registry) as server:
-            response = get(server.url)
-        assert response.status_code == 200
-        assert "apples_total 3.0" in response.text.splitlines()
-
     def test_binds_loopback_by_default(self, registry: CollectorRegistry) -> None:
         """Without an address only this machine can read the ids of threads."""
         with start_metrics_server(port=0, registry=registry) as server:
             assert server.addr == "127.0.0.1"
             assert server.url == f"http://127.0.0.1:{server.port}/metrics"
-
-    def test_port_0_takes_a_free_port(self, registry: CollectorRegistry) -> None:
-        """Two servers with port 0 get two real ports."""
-        with (
-            start_metrics_server(port=0, registry=registry) as one,
-            start_metrics_server(port=0, registry=registry) as two,
-        ):
-            assert 0 not in {one.port, two.port}
-            assert one.port != two.port
 
     def test_address_from_the_environment(
         self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
@@ -133,13 +100,6 @@ class TestServer:
         with pytest.raises(OSError, match=f"cannot serve metrics on {addr}:0: "):
             start_metrics_server(port=0, addr=addr, registry=registry)
 
-    @pytest.mark.parametrize("port", ["x", "9464", True, False, 9464.0, None])
-    def test_a_port_of_a_wrong_type(self, registry: CollectorRegistry, port: Any) -> None:
-        """A port that is no whole number is a TypeError that names the argument and the value."""
-        with pytest.raises(TypeError, match="port must be a whole number") as refused:
-            start_metrics_server(port, registry=registry)
-        assert repr(port) in str(refused.value)
-
     @pytest.mark.parametrize("port", [70_000, 65_536, -1])
     def test_a_port_out_of_bounds(self, registry: CollectorRegistry, port: int) -> None:
         """A port that cannot be is a ValueError that names the argument and the value."""
@@ -151,43 +111,6 @@ class TestServer:
         address: Any = 127
         with pytest.raises(TypeError, match="addr must be a string or None, not 127"):
             start_metrics_server(port=0, addr=address, registry=registry)
-
-    def test_close_frees_the_port(self, registry: CollectorRegistry) -> None:
-        """After close() nobody answers, and the port can be bound again at once."""
-        server = start_metrics_server(port=0, registry=registry)
-        assert get(server.url).status_code == 200
-        server.close()
-        with pytest.raises(httpx.ConnectError):
-            get(server.url)
-        with start_metrics_server(port=server.port, registry=registry) as again:
-            assert get(again.url).status_code == 200
-
-    def test_close_ends_its_thread(self, registry: CollectorRegistry) -> None:
-        """The server leaves no thread behind."""
-        before = set(threading.enumerate())
-        server = start_metrics_server(port=0, registry=registry)
-        [thread] = set(threading.enumerate()) - before
-        assert thread.daemon
-        server.close()
-        assert not thread.is_alive()
-
-    def test_close_twice(self, registry: CollectorRegistry) -> None:
-        """A server closed by hand inside its `with` is closed without complaint."""
-        with start_metrics_server(port=0, registry=registry) as server:
-            server.close()
-
-    def test_logs_where_it_is(
-        self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """The log names the address bound and, on loopback, how to bind in a container."""
-        caplog.set_level(logging.INFO, logger="langchain_quota")
-        with start_metrics_server(port=0, registry=registry) as server:
-            [record] = caplog.records
-            assert (record.name, record.levelno) == ("langchain_quota", logging.INFO)
-            message = record.getMessage()
-        assert server.url in message
-        assert "LANGCHAIN_QUOTA_METRICS_ADDR" in message
-        assert "0.0.0.0" in message  # noqa: S104 - in a text
 
     def test_logs_no_hint_elsewhere(
         self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
@@ -202,17 +125,6 @@ class TestServer:
             [record] = caplog.records
             assert server.url in record.getMessage()
             assert "container" not in record.getMessage()
-
-
-@contextmanager
-def logged_to(handler: logging.Handler) -> Iterator[None]:
-    """Give the handler what the package logs meanwhile."""
-    logger = logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 class TestTls:
@@ -252,43 +164,6 @@ class TestTls:
                     get(server.url, verify=trusting(own, refused))
             assert get(server.url, verify=trusting(own, client)).status_code == 200
 
-    def test_a_silent_client_keeps_nobody_waiting(
-        self, registry: CollectorRegistry, certificates: dict[str, Certificate]
-    ) -> None:
-        """A client that connects and never begins the handshake does not stop the others."""
-        own = certificates["server"]
-        with start_metrics_server(
-            port=0, certfile=own.certfile, keyfile=own.keyfile, registry=registry
-        ) as server:
-            silent = socket.create_connection((server.addr, server.port))
-            with silent:  # closed before the server, which may be waiting for it
-                response = get(server.url, verify=trusting(own), timeout=ENOUGH)
-            assert response.status_code == 200
-
-    def test_a_broken_connection_is_no_news(
-        self,
-        registry: CollectorRegistry,
-        certificates: dict[str, Certificate],
-        capfd: pytest.CaptureFixture[str],
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        """A client that sends no TLS leaves no traceback on stderr, and is logged at DEBUG."""
-        caplog.set_level(logging.DEBUG, logger=LOGGER)
-        own, records = certificates["server"], SimpleQueue[logging.LogRecord]()
-        with (
-            start_metrics_server(
-                port=0, certfile=own.certfile, keyfile=own.keyfile, registry=registry
-            ) as server,
-            logged_to(QueueHandler(records)),
-            socket.create_connection((server.addr, server.port)) as client,
-        ):
-            client.sendall(b"no TLS at all\r\n\r\n")
-            record = records.get(timeout=ENOUGH)
-        assert record.levelno == logging.DEBUG
-        assert record.getMessage().startswith("a scrape from ")
-        assert "SSL" in record.getMessage()
-        assert capfd.readouterr().err == ""
-
     @pytest.mark.parametrize("given", ["certfile", "keyfile", "client_cafile"])
     def test_arguments_that_need_others(self, registry: CollectorRegistry, given: str) -> None:
         """A certificate without key, a key or client authorities alone: ValueError, naming it."""
@@ -321,19 +196,6 @@ class TestTls:
             assert get(server.url).status_code == 200
 
 
-class OnCollect(Collector):
-    """A collector that does something whenever it is rendered, and gives what that returns."""
-
-    def __init__(self, action: Callable[[], float]) -> None:
-        self._action = action
-
-    def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("on_collect", "What the action returned.", self._action())
-
-    def describe(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("on_collect", "What the action returned.")
-
-
 @pytest.fixture
 def client(registry: CollectorRegistry) -> httpx.AsyncClient:
     """A client of a Starlette application with the app as a route."""
@@ -344,58 +206,6 @@ def client(registry: CollectorRegistry) -> httpx.AsyncClient:
 class TestApp:
     """metrics_app()."""
 
-    async def test_text_by_default(self, client: httpx.AsyncClient) -> None:
-        """Without a preference the answer is the text format, straight at /metrics."""
-        response = await client.get("/metrics", headers={"accept": "*/*"})
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-        families = {family.name: family for family in parse_text(response.text)}
-        assert families["apples"].samples[0].value == 3
-
-    async def test_openmetrics_when_accepted(self, client: httpx.AsyncClient) -> None:
-        """Who accepts OpenMetrics gets it, with exemplars."""
-        response = await client.get("/metrics", headers={"accept": OPENMETRICS})
-        assert response.headers["content-type"].startswith(OPENMETRICS)
-        families = {family.name: family for family in parse_openmetrics(response.text)}
-        exemplar = families["apples"].samples[0].exemplar
-        assert exemplar is not None
-        assert exemplar.labels == {"trace_id": "abc"}
-
-    async def test_gzip_when_accepted(self, client: httpx.AsyncClient) -> None:
-        """Who accepts gzip gets it; who does not gets plain bytes."""
-        async with client.stream(
-            "GET", "/metrics", headers={"accept-encoding": "gzip"}
-        ) as response:
-            assert response.headers["content-encoding"] == "gzip"
-            raw = b"".join([chunk async for chunk in response.aiter_raw()])
-            assert b"apples_total 3.0\n" in gzip.decompress(raw)
-        response = await client.get("/metrics", headers={"accept-encoding": "identity"})
-        assert "content-encoding" not in response.headers
-        assert "apples_total 3.0" in response.text
-
-    async def test_names_can_be_chosen(self, client: httpx.AsyncClient) -> None:
-        """name[] restricts the answer to the metrics named."""
-        response = await client.get("/metrics", params={"name[]": "pears_total"})
-        samples = {sample.name for family in parse_text(response.text) for sample in family.samples}
-        assert "pears_total" in samples
-        assert not any(name.startswith("apples") for name in samples)
-
-    async def test_head(self, client: httpx.AsyncClient) -> None:
-        """HEAD answers as GET does, without the body."""
-        response = await client.head("/metrics")
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/plain")
-        assert response.content == b""
-
-    async def test_add_route(self, registry: CollectorRegistry) -> None:
-        """It can be added with add_route, as FastAPI's and Starlette's users do."""
-        app = Starlette()
-        app.add_route("/metrics", metrics_app(registry))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            response = await client.get("/metrics")
-        assert (response.status_code, response.history) == (200, [])
-
     async def test_only_http(self, registry: CollectorRegistry) -> None:
         """A websocket is refused, not answered with half a response."""
 
@@ -404,103 +214,6 @@ class TestApp:
 
         with pytest.raises(ValueError, match="websocket"):
             await metrics_app(registry)({"type": "websocket"}, unused, unused)
-
-
-class TestAppOffTheLoop:
-    """metrics_app() renders beside the event loop, not on it."""
-
-    async def test_renders_in_another_thread(
-        self, registry: CollectorRegistry, client: httpx.AsyncClient
-    ) -> None:
-        """The collectors run in a thread that is not the event loop's."""
-        threads: list[int] = []
-
-        def note_thread() -> float:
-            threads.append(threading.get_ident())
-            return 1
-
-        registry.register(OnCollect(note_thread))
-        await client.get("/metrics")
-        assert threads
-        assert threading.get_ident() not in threads
-
-    async def test_the_loop_goes_on_meanwhile(
-        self, registry: CollectorRegistry, client: httpx.AsyncClient
-    ) -> None:
-        """While metrics are rendered the event loop does other work: here, what ends rendering."""
-        loop = asyncio.get_running_loop()
-        began, released = asyncio.Event(), threading.Event()
-
-        def wait_for_the_loop() -> float:
-            loop.call_soon_threadsafe(began.set)
-            return released.wait(ENOUGH)
-
-        async def release() -> None:
-            await began.wait()
-            released.set()
-
-        registry.register(OnCollect(wait_for_the_loop))
-        response, _ = await asyncio.gather(client.get("/metrics"), release())
-        assert "on_collect 1.0" in response.text.splitlines()
-
-    async def test_collectors_may_block(
-        self, registry: CollectorRegistry, client: httpx.AsyncClient
-    ) -> None:
-        """A collector that blocks is no blocking call on an event loop."""
-
-        def block() -> float:
-            time.sleep(0.001)
-            return 1
-
-        registry.register(OnCollect(block))
-        with blockbuster_ctx():
-            response = await client.get("/metrics")
-        assert "on_collect 1.0" in response.text.splitlines()
-
-    async def test_blocking_on_the_loop_would_be_seen(self, registry: CollectorRegistry) -> None:
-        """The test above can fail: the same collector rendered on the loop is caught."""
-
-        def block() -> float:
-            time.sleep(0.001)
-            return 1
-
-        registry.register(OnCollect(block))
-        with blockbuster_ctx(), pytest.raises(BlockingError, match=r"time\.sleep"):
-            registry.get_sample_value("on_collect")
-
-    async def test_no_loop_runs_where_collectors_do(
-        self, registry: CollectorRegistry, client: httpx.AsyncClient
-    ) -> None:
-        """A collector may use asyncio.run, as under any other server: no loop runs there yet."""
-
-        def without_loop() -> float:
-            try:
-                asyncio.get_running_loop()
-            except RuntimeError:
-                return 1
-            return 0
-
-        registry.register(OnCollect(without_loop))
-        response = await client.get("/metrics")
-        assert "on_collect 1.0" in response.text.splitlines()
-
-    async def test_concurrent_scrapes(self, client: httpx.AsyncClient) -> None:
-        """Twenty scrapes at once get twenty whole answers."""
-        responses = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
-        assert {response.status_code for response in responses} == {200}
-        assert len({response.text for response in responses}) == 1
-
-    async def test_a_failing_collector(
-        self, registry: CollectorRegistry, client: httpx.AsyncClient
-    ) -> None:
-        """What a collector raises reaches the application's error handling."""
-
-        def fail() -> float:
-            raise LookupError("no such thing")
-
-        registry.register(OnCollect(fail))
-        with pytest.raises(LookupError, match="no such thing"):
-            await client.get("/metrics")
 
 
 def count_as(pid: int, name: str, value: float, **labels: str) -> None:
@@ -552,25 +265,6 @@ class TestWorkers:
         assert USED in lines
         assert "pears" not in response.text
 
-    def test_the_server_answers_for_all(self, registry: CollectorRegistry) -> None:
-        """So it is with a server of its own."""
-        with start_metrics_server(port=0, registry=registry) as server:
-            lines = get(server.url).text.splitlines()
-        assert 'apples_total{colour="red"} 7.0' in lines
-        assert USED in lines
-
-    @pytest.mark.parametrize("accept", ["*/*", OPENMETRICS])
-    async def test_each_family_is_there_once(
-        self, client: httpx.AsyncClient, registry: CollectorRegistry, accept: str
-    ) -> None:
-        """Telemetry on the same registry doubles nothing."""
-        Telemetry(registry=registry)
-        response = await client.get("/metrics", headers={"accept": accept})
-        parse = parse_openmetrics if accept == OPENMETRICS else parse_text
-        names = [family.name for family in parse(response.text)]
-        assert len(names) == len(set(names))
-        assert {"apples", "langchain_quota_thread_used", "langchain_quota_subjects"} <= set(names)
-
     @pytest.mark.parametrize(
         ("name", "found"),
         [
@@ -616,11 +310,3 @@ class TestWorkers:
         monkeypatch.setattr(exposition, "multiprocess_directory", lambda: workers / "gone")
         with pytest.raises(ValueError, match="PROMETHEUS_MULTIPROC_DIR"):
             metrics_app(registry)
-
-
-def test_a_single_process_reads_no_directory(
-    registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where prometheus_client is in its usual mode, the registry itself is served."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    assert exposition._served(registry) is registry

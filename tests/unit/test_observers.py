@@ -4,8 +4,6 @@ How they stand in an agent, and what becomes of their errors, is in tests/agent.
 """
 
 import asyncio
-import copy
-from typing import Any
 
 import pytest
 
@@ -50,36 +48,6 @@ async def test_a_task_that_runs_again(
     assert seen == ALL * times
 
 
-async def test_a_task_that_is_cancelled_goes_on_where_it_was(signals: Signals) -> None:
-    """When it runs again, those are notified who were not, and nobody else."""
-    seen: Seen = []
-    waits = asyncio.Event()
-
-    async def patient(decision: Decision) -> None:
-        if waits.is_set():
-            seen.append(("patient", decision.call.tool))
-        else:
-            waits.set()
-            await asyncio.Event().wait()
-
-    def sync(decision: Decision) -> None:
-        seen.append(("sync", decision.call.tool))
-
-    observers = Observers([sync, patient], signals.recorder)
-    running = asyncio.create_task(observers.anotify(BATCH, "task"))
-    await waits.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    await observers.anotify(BATCH, "task")
-    assert seen == [
-        ("sync", "search"),
-        ("patient", "search"),
-        ("sync", "calc"),
-        ("patient", "calc"),
-    ]
-
-
 async def test_one_that_raises_is_not_asked_again(signals: Signals) -> None:
     """Its error is counted, and the task that runs again goes on behind it."""
     seen: Seen = []
@@ -106,10 +74,3 @@ async def test_what_is_remembered_is_bounded(
     for task in ("1", "2", "3", "3", "2", "1"):
         observers.notify(BATCH[:1], task)
     assert len(seen) == 4
-
-
-def test_a_copy_notifies_the_same_observers(signals: Signals) -> None:
-    """Frameworks copy agents: a copy knows what was notified."""
-    observers = two([], signals)
-    copied: Any = copy.deepcopy(observers)
-    assert copied is observers

@@ -1,7 +1,6 @@
 """The middlewares' arguments are checked once, when one is made."""
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,22 +9,17 @@ import pytest
 from langchain_core.messages import AIMessage, ToolCall
 
 from langchain_quota import (
-    Call,
     Decision,
     GraphQuota,
     InlineQuotaMiddleware,
     MemoryStore,
     ModelCallLimit,
-    ModelCallLimitMiddleware,
-    Outcome,
     Price,
     Quota,
     QuotaMiddleware,
     TokenLimit,
     ToolCallLimit,
-    ToolCallLimitMiddleware,
 )
-from langchain_quota.arguments import shown
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._base import Limiter
 from tests.signals import Signals, needs_inline
@@ -39,10 +33,6 @@ def make(limits: Any, signals: Signals, **arguments: Any) -> QuotaMiddleware[Any
 
 def observer(decision: Decision) -> None:
     """Takes a decision."""
-
-
-async def async_observer(decision: Decision) -> None:
-    """Takes a decision, and may wait."""
 
 
 class Counting:
@@ -66,18 +56,6 @@ class HalfAStore:
         """Resets."""
 
 
-@pytest.mark.parametrize(
-    "value",
-    [SEARCH, None, "search", {SEARCH}, (limit for limit in [SEARCH])],
-    ids=["a limit", "None", "a string", "a set", "a generator"],
-)
-def test_limits_are_a_sequence(value: object, signals: Signals) -> None:
-    """What is no sequence, a limit alone too, is a TypeError that names the value."""
-    with pytest.raises(TypeError, match="limits must be a sequence") as caught:
-        make(value, signals)
-    assert shown(value) in str(caught.value)
-
-
 @pytest.mark.parametrize("value", [[SEARCH, "calc"], [SEARCH, None], [ToolCallLimit]])
 def test_limits_are_limits(value: Sequence[object], signals: Signals) -> None:
     """What is no limit is a TypeError that names it."""
@@ -93,75 +71,12 @@ def test_there_is_a_limit(signals: Signals) -> None:
         make([], signals)
 
 
-@pytest.mark.parametrize(
-    ("limits", "name"),
-    [
-        ([SEARCH, SEARCH], "tool:search"),
-        ([ToolCallLimit(run_limit=3), ToolCallLimit(thread_limit=9)], "tool:*"),
-        ([ModelCallLimit(run_limit=3), ModelCallLimit(thread_limit=9)], "model"),
-        ([SEARCH, ModelCallLimit(run_limit=3, name="tool:search")], "tool:search"),
-    ],
-)
-def test_every_limit_has_a_name_of_its_own(
-    limits: list[Limit], name: str, signals: Signals
-) -> None:
-    """Two limits of one name would be one in metrics: the error says which name."""
-    with pytest.raises(ValueError, match="2 limits are named") as caught:
-        make(limits, signals)
-    assert repr(name) in str(caught.value)
-
-
 def tools(thread: Any = None, run: Any = None, **arguments: Any) -> ToolCallLimit:
     return ToolCallLimit("search", thread_limit=thread, run_limit=run, **arguments)
 
 
 def model(thread: Any = None, run: Any = None, **arguments: Any) -> ModelCallLimit:
     return ModelCallLimit(thread_limit=thread, run_limit=run, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("dead", "other"),
-    [
-        (tools(run=5, name="dead"), tools(run=3, exit_behavior="error")),
-        (tools(thread=5, name="dead"), tools(thread=3)),
-        (tools(thread=9, run=5, name="dead"), tools(thread=8, run=4)),
-        (tools(thread=9, name="dead"), tools(thread=8, run=1)),
-        (model(run=5, name="dead"), model(run=3, exit_behavior="finalize")),
-        # A run is part of a thread.
-        (tools(run=5, name="dead"), tools(thread=3)),
-        (tools(thread=9, run=5, name="dead"), tools(thread=3)),
-    ],
-)
-def test_a_limit_that_is_never_reached(dead: Limit, other: Limit, signals: Signals) -> None:
-    """A limit that another one of the same calls always refuses before is an error naming both."""
-    for order in ([dead, other], [other, dead]):
-        with pytest.raises(ValueError, match="'dead' can never be reached") as caught:
-            make(order, signals)
-        assert repr(other.name) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (tools(run=3, name="a"), tools(run=3, name="b")),
-        (tools(thread=9, run=3, name="a"), tools(thread=8, run=4, name="b")),
-        (tools(run=3, name="a"), tools(thread=9, name="b")),
-        (tools(thread=3, name="a"), tools(run=3, name="b")),
-        (tools(thread=9, run=3, name="a"), tools(run=2, name="b")),
-        (tools(run=5, name="a"), tools(run=3, name="b", enforce=False)),
-        (tools(run=5, name="a", enforce=False), tools(run=3, name="b")),
-        (tools(run=5, name="a"), tools(run=lambda *_: 3, name="b")),
-        (tools(run=lambda *_: 5, name="a"), tools(run=3, name="b")),
-        (ToolCallLimit("model", run_limit=5), model(run=3)),
-        (tools(run=5), ToolCallLimit("calc", run_limit=3)),
-        (tools(run=5), ToolCallLimit(["search", "calc"], run_limit=6)),
-        (ToolCallLimit(run_limit=5), ToolCallLimit(exclude=["calc"], run_limit=3)),
-    ],
-)
-def test_limits_that_can_all_be_reached(first: Limit, second: Limit, signals: Signals) -> None:
-    """Equal ones, of other scopes or calls, on trial or computed do not contradict each other."""
-    assert make([first, second], signals)
-    assert make([second, first], signals)
 
 
 class OwnQuota(QuotaMiddleware[Any, Any]):
@@ -179,12 +94,6 @@ def test_limits_without_a_list(kind: Any) -> None:
     )
     with pytest.raises(TypeError, match=r"such as \[ToolCallLimit\(…\)\], not ToolCallLimit\(…\)$"):
         kind(SEARCH)
-
-
-@pytest.mark.parametrize("kind", [QuotaMiddleware, InlineQuotaMiddleware, GraphQuota])
-def test_the_arguments_can_be_listed(kind: Any) -> None:
-    """Help and editors list the arguments by name."""
-    assert list(inspect.signature(kind).parameters)[:2] == ["limits", "tell_model"]
 
 
 @pytest.mark.parametrize(
@@ -229,58 +138,6 @@ def test_prices_are_for_costs(
         kind(limits, prices=prices, telemetry=signals.telemetry)
 
 
-@pytest.mark.parametrize("value", [[], observer, async_observer, (observer, async_observer)])
-def test_one_observer_or_several(value: Any, signals: Signals) -> None:
-    """One function, sync or async, is given directly; several are given as a sequence."""
-    assert make([SEARCH], signals, on_decision=value)
-
-
-@pytest.mark.parametrize("value", ["x", 0, False])
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda telemetry: ToolCallLimitMiddleware(run_limit=1, telemetry=telemetry),
-        lambda telemetry: ModelCallLimitMiddleware(run_limit=1, telemetry=telemetry),
-        lambda telemetry: QuotaMiddleware([SEARCH], telemetry=telemetry),
-    ],
-    ids=["tools", "model", "quota"],
-)
-def test_the_telemetry_is_one(made: Any, value: object) -> None:
-    """What is no Telemetry, an empty value too, is a TypeError with the argument and the value."""
-    with pytest.raises(TypeError, match="telemetry must be a Telemetry") as caught:
-        made(value)
-    assert repr(value) in str(caught.value)
-
-
-DROP_INS = pytest.mark.parametrize("made", [ToolCallLimitMiddleware, ModelCallLimitMiddleware])
-
-
-@pytest.mark.parametrize("value", [0, b"mine"])
-@DROP_INS
-def test_a_limit_name_is_a_string(made: Any, value: object, signals: Signals) -> None:
-    """A name that is no string, an empty value of another type too, is a TypeError with it."""
-    with pytest.raises(TypeError, match="name must be a string") as caught:
-        made(run_limit=1, limit_name=value, telemetry=signals.telemetry)
-    assert repr(value) in str(caught.value)
-
-
-@DROP_INS
-def test_drop_ins_have_no_quotas(made: Any) -> None:
-    """LangChain's arguments are theirs: quotas and stores are QuotaMiddleware's."""
-    for argument in ("quotas", "store"):
-        with pytest.raises(TypeError, match=argument):
-            made(run_limit=1, **{argument: ()})
-
-
-@DROP_INS
-def test_drop_ins_ask_nobody(made: Any) -> None:
-    """They behave as LangChain's do: what asks is QuotaMiddleware."""
-    with pytest.raises(ValueError, match=r"^Invalid exit_behavior: 'ask'. Choose one of"):
-        made(run_limit=1, exit_behavior="ask")
-    with pytest.raises(TypeError, match="grant"):
-        made(run_limit=1, grant=1)
-
-
 @needs_inline
 def test_an_inline_middleware_asks_nobody(signals: Signals) -> None:
     """The error names the limit and what to use instead."""
@@ -321,21 +178,6 @@ def decided(signals: Signals, decision: str) -> float | None:
     return signals.value("langchain_quota_calls_total", **labels)
 
 
-@pytest.mark.parametrize("made", ["drop-in", "quota"])
-def test_a_copy_counts_in_the_same_telemetry(made: str, signals: Signals) -> None:
-    """A middleware can be copied, as frameworks copy agents; both count in one place."""
-    original: Limiter[Any, Any, Any] = make([SEARCH], signals)
-    if made == "drop-in":
-        original = ToolCallLimitMiddleware(
-            tool_name="search", run_limit=3, telemetry=signals.telemetry
-        )
-    copied = copy.deepcopy(original)
-    assert copied is not original
-    for number, each in enumerate((original, copied), start=1):
-        search(each)
-        assert decided(signals, "allowed") == number
-
-
 def test_a_copy_asks_the_same_store(signals: Signals) -> None:
     """A copied middleware charges what the original does, and not a store of its own."""
     limit = ToolCallLimit("search", quotas=[Quota(1, per="global")])
@@ -343,28 +185,3 @@ def test_a_copy_asks_the_same_store(signals: Signals) -> None:
     for each in (original, copy.deepcopy(original)):
         search(each)
     assert (decided(signals, "allowed"), decided(signals, "blocked")) == (1, 1)
-
-
-def test_nothing_is_known_of_an_error(signals: Signals) -> None:
-    """A middleware that could not be made leaves no trace in the metrics' tool names."""
-    invented = [ToolCallLimit("x" * 80, run_limit=1), ToolCallLimit("x" * 80, run_limit=2)]
-    with pytest.raises(ValueError, match="2 limits are named"):
-        make(invented, signals)
-    call = Call("tool", "x" * 80, agent="boss")
-    signals.recorder.record([Decision(call, Outcome.ALLOWED)], started=0)
-    labels = {"agent": "boss", "kind": "tool", "tool": "_other", "decision": "allowed"}
-    assert signals.value("langchain_quota_calls_total", **labels) == 1
-
-
-def test_limits_are_taken_as_they_are(signals: Signals) -> None:
-    """A list that its owner changes later changes nothing."""
-    limits: list[Limit] = [SEARCH]
-    middleware = make(limits, signals)
-    limits.clear()
-    assert middleware._limits == (SEARCH,)
-
-
-def test_the_name_in_the_graph(signals: Signals) -> None:
-    """One middleware for all limits: its nodes are named after the class, whatever it limits."""
-    assert make([SEARCH, ModelCallLimit(run_limit=1)], signals).name == "QuotaMiddleware"
-    assert type("Mine", (QuotaMiddleware,), {})([SEARCH]).name == "Mine"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.admission import Compensation
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.redis_script import Names, ScriptCall, done, result, uses
@@ -12,20 +12,6 @@ from tests.servers.stores import batch, calls, compensating
 
 ASKED = batch({"a": 1}, {"a": 1}, {"a": 1, "b": 1})
 HITS = b"1,0 most user_id 50%20%25 run,1 trial a"
-
-
-def test_result() -> None:
-    """A reply has the counts in the order of the counters, and the refusals by name."""
-    expected = AcquireResult(
-        {"a": 7, "b": 2**53 - 1},
-        ({}, {"most": "user_id", "50 %": "run"}, {"trial": "a"}),
-        (True, False, True),
-    )
-    assert result(b"acquired 0 0\n7 9007199254740991\n" + HITS, ASKED) == expected
-    decoded = f"acquired 1 1\n7 {2**53 - 1}\n{HITS.decode()}"  # by a client that decodes
-    again = result(decoded, ASKED)
-    assert (again.stopped, again.replayed) == (True, True)
-    assert (again.used, again.refused) == (expected.used, expected.refused)
 
 
 def test_refusals_of_the_whole() -> None:
@@ -102,13 +88,3 @@ def test_asks_no_more_often_than_there_are_attempts() -> None:
         call.again([b"again", b"z"])
     with pytest.raises(ValueError, match="again and again"):
         ScriptCall.acquire(Names("test"), calls("search", 1), 60).again([b"again", b"z"])
-
-
-def test_what_is_the_same_is_sent_once() -> None:
-    """However many calls there are, each threshold and each key travels once."""
-
-    def sent(request: AcquireRequest) -> tuple[int, object]:
-        count, *others = ScriptCall.acquire(Names("test"), request, 60).arguments()
-        return count, others[-1]
-
-    assert sent(calls("search", 1)) == sent(calls("search", 50)) == (3, "limit search ")

@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from langchain.agents import create_agent
@@ -42,12 +41,9 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
-    __version__,
     hmac_label,
 )
-from langchain_quota.decision import Exit, Unit
 from langchain_quota.model_usage import ModelUsage
-from langchain_quota.telemetry import names, tracing, usage
 from langchain_quota.testing import Script, ScriptedChatModel
 from tests.faults import at, differences, no_faults
 
@@ -57,8 +53,6 @@ DOCS = ROOT / "docs"
 PATH = DOCS / "observability.md"
 PAGE = PATH.read_text()
 
-LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
-EVERYWHERE = "all that have it"
 MODULES = [ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))]
 
 AGENT, THREAD, USER, PER, TOOL = "boss", "anna", "ada", "user_id", "search"
@@ -66,23 +60,7 @@ LIMITED = "bert"
 """A thread with a thread limit, and no other."""
 LABELLED = hmac_label("at least sixteen bytes")
 APPROVE = {"type": "approve"}
-RAISED = {"KeyError", "QuotaStoreError"}
 MODEL = "gpt-5"
-GIVEN = {
-    "",
-    AGENT,
-    THREAD,
-    LIMITED,
-    USER,
-    PER,
-    TOOL,
-    __version__,
-    *RAISED,
-    *(f"of {unit}" for unit in get_args(Unit)),
-    *(f"{THREAD} in {unit}" for unit in get_args(Unit)),
-    *(MODEL, *(f"{MODEL}-{number}" for number in range(100))),
-}
-"""What the scene brings along; every other value is the code's own."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
 
@@ -368,17 +346,6 @@ def exposed(family: Metric) -> str:
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
-def test_metrics() -> None:
-    """Each metric is on the page with its type and labels, and no other is."""
-
-    def written(metric: str, kind: str, labels: set[str]) -> str:
-        return f"{metric} ({kind}: {', '.join(sorted(labels))})"
-
-    page = [written(name(row["name"]), row["type"], {*quoted(row["labels"])}) for row in METRICS]
-    code = [written(metric.name, metric.kind, {*metric.labels}) for metric in names.METRICS]
-    same(page, code, kind="metric")
-
-
 def test_units(scene: Scene) -> None:
     """What the page says is counted, the metric's name or help says, too; seconds are named so."""
     units = {name(row["name"]): row["unit"] for row in METRICS}
@@ -389,184 +356,6 @@ def test_units(scene: Scene) -> None:
         if unit not in words or (unit == "seconds") != family.name.endswith("_seconds"):
             wrong.append(f"{at(PATH, exposed(family))}: {exposed(family)} counts {unit!r}")
     no_faults(wrong, remedy="Let the metric's name or help, and the page, name the same unit.")
-
-
-def rows_of(label: str) -> list[dict[str, str]]:
-    return [row for row in LABELS if name(row["label"]) == label]
-
-
-def carriers(row: dict[str, str], scene: Scene) -> set[str]:
-    """The metrics of which a row tells."""
-    if row["on"] != EVERYWHERE:
-        return {*quoted(row["on"])}
-    return {metric for metric, label, _ in scene.labels() if label == name(row["label"])}
-
-
-def test_labels(scene: Scene) -> None:
-    """Each label of each metric is explained once, and no label or metric that does not exist."""
-    assert all(carriers(row, scene) for row in LABELS)
-    explained = [
-        f"{name(row['label'])} of {metric}" for row in LABELS for metric in carriers(row, scene)
-    ]
-    real = [f"{label} of {metric}" for metric, label, _ in scene.labels()]
-    same(explained, real, kind="label")
-
-
-def failures() -> set[str]:
-    """The components that the code blames for failures."""
-    return {
-        node.args[0].value
-        for module in MODULES
-        for node in ast.walk(module)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"_failed", "_guard", "record", "record_error"}
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-        and isinstance(node.args[0].value, str)
-    }
-
-
-def test_label_values(scene: Scene) -> None:
-    """The values of the code's own that a label has are those on the page."""
-    for row in LABELS:
-        label, on = name(row["label"]), carriers(row, scene)
-        found = {value for metric, each, value in scene.labels() if each == label and metric in on}
-        if label == "component":
-            # Most of them cannot be made to fail from outside.
-            assert found <= failures()
-            found = failures()
-        same(quoted(row["values"]), found - GIVEN, kind=f"value of the label {label!r}")
-
-
-def generic(attribute: str) -> str:
-    """An attribute, or its pattern if its name has that of a quota."""
-    quota = re.fullmatch(r"langchain_quota\.(\{?\w+\}?)\.(used|limit)", attribute)
-    if quota is None or quota[1] in {"thread", "run"}:
-        return attribute
-    return f"langchain_quota.<scope>.{quota[2]}"
-
-
-def test_span_attributes(scene: Scene) -> None:
-    """Each attribute that spans have, and that the code names, is on the page, and no other is."""
-    named = {
-        generic(value)
-        for constant, value in vars(tracing).items()
-        if constant.isupper()
-        and isinstance(value, str)
-        and re.fullmatch(r"(langchain_quota|gen_ai|error)\.[a-z_.{}]+", value)
-    }
-    assert {generic(attribute) for attribute, _ in scene.attributes()} == named
-    same([name(row["attribute"]) for row in SPANS], named, kind="attribute")
-
-
-def test_span_attribute_values(scene: Scene) -> None:
-    """The values of the code's own that an attribute has are those on the page."""
-    assert any(row["values"] for row in SPANS)
-    for row in SPANS:
-        attribute = name(row["attribute"])
-        found = {value for each, value in scene.attributes() if each == attribute}
-        if row["values"]:
-            same(quoted(row["values"]), found - GIVEN, kind=f"value of {attribute}")
-
-
-def test_exit_behaviours_are_those_of_limits() -> None:
-    """What a span says of a refusal is what a limit can be told to do."""
-    [row] = [row for row in SPANS if name(row["attribute"]) == tracing.EXIT_BEHAVIOR]
-    assert {*quoted(row["values"])} == {*get_args(Exit)}
-
-
-def test_span_names(scene: Scene) -> None:
-    """Spans are named by one of the page's patterns, and each is used."""
-    [kind] = {str(span.kind.name) for span in scene.spans}
-    patterns = {each for each in quoted(section("Spans")) if " tool" in each or " model" in each}
-    found = set()
-    for span in scene.spans:
-        tool_name = (span.attributes or {}).get(tracing.TOOL_NAME)
-        found.add(span.name.replace(str(tool_name), "<tool>") if tool_name else span.name)
-    assert found == patterns
-    assert f"One `{kind}` span" in section("Spans")
-
-
-def test_a_hidden_thread_is_told_as_the_page_says(scene: Scene) -> None:
-    """With a `thread_label` its label stands in our own attribute, and nothing else does."""
-    for span in scene.spans:
-        told = {tracing.CONVERSATION_ID, tracing.THREAD_LABEL} & (span.attributes or {}).keys()
-        assert len(told) == 1
-    hidden = [value for each, value in scene.attributes() if each == tracing.THREAD_LABEL]
-    assert set(hidden) == {LABELLED(THREAD)}
-
-
-def placeholders(message: str) -> str:
-    """A message with an ellipsis for all that is put in."""
-    return re.sub(r"(%[rsd])+", "…", message)
-
-
-def direct_messages() -> Iterator[tuple[str, str]]:
-    """The levels and messages of all that the code logs by itself."""
-    for module in MODULES:
-        for node in ast.walk(module):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and isinstance(node.func.value, ast.Name)
-                and node.func.value.id == "logger"
-                and node.func.attr in LEVELS
-            ):
-                message = ast.literal_eval(node.args[0])
-                yield node.func.attr.upper(), placeholders(message)
-
-
-def test_messages(scene: Scene) -> None:
-    """Each message is on the page with its level, and no other is."""
-    events = {
-        (
-            record.levelname,
-            placeholders(str(record.msg).replace("%s", vars(record)["quota_event"], 1)),
-        )
-        for record in scene.records
-        if hasattr(record, "quota_limit")
-    }
-    page = [f"{row['level']} {name(row['message'])}" for row in MESSAGES]
-    real = [f"{level} {message}" for level, message in events | {*direct_messages()}]
-    same(page, real, kind="message")
-
-
-def test_one_logger() -> None:
-    """All is logged under the name on the page."""
-    loggers = {
-        ast.literal_eval(node.args[0])
-        for module in MODULES
-        for node in ast.walk(module)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "getLogger"
-    }
-    assert [f"Logger `{each}`." for each in loggers] == [section("Logs").strip().splitlines()[0]]
-
-
-@pytest.mark.parametrize(
-    ("about", "rows"),
-    [
-        ("quota_limit", FIELDS_OF_LIMITS),
-        ("quota_key", FIELDS_OF_GRANTS),
-        ("quota_limits", FIELDS_OF_ANSWERS),
-    ],
-)
-def test_fields(scene: Scene, about: str, rows: list[dict[str, str]]) -> None:
-    """The fields of records are those on the page; so are the events, and what may be `None`."""
-    fields: dict[str, set[Any]] = {}
-    for record in scene.records:
-        if hasattr(record, about):
-            for field, value in vars(record).items():
-                if field.startswith("quota_"):
-                    fields.setdefault(field, set()).add(str(value))
-    page = {field: row["value"] for row in rows for field in quoted(row["field"])}
-    assert fields.keys() == page.keys()
-    assert {*quoted(page["quota_event"])} == fields["quota_event"]
-    for field, values in fields.items():
-        # Every run of the scene has a thread.
-        assert ("`None`" in page[field]) == ("None" in values or field == "quota_thread")
 
 
 def variables() -> set[str]:
@@ -586,25 +375,3 @@ def variables() -> set[str]:
         assert bool(found) == reads, "a module reads variables that it does not name, or inversely"
         named |= found
     return named
-
-
-def test_environment_variables() -> None:
-    """Each variable that the code reads is on the page, and no other is."""
-    rows = " ".join(" ".join(row.values()) for row in VARIABLES)
-    page = [each for each in quoted(rows) if "_" in each and each != "start_metrics_server"]
-    same(page, variables(), kind="variable")
-
-
-def test_bounds() -> None:
-    """The numbers that bound series are the defaults of the code."""
-    bounds = " ".join(section("Bounds").split())
-    defaults = {
-        each.name: each.default for each in inspect.signature(Telemetry).parameters.values()
-    }
-    assert f"`max_exported_threads` ({defaults['max_exported_threads']})" in bounds
-    assert f"`max_tools` ({defaults['max_tools']})" in bounds
-    assert f"`max_agents` ({defaults['max_agents']})" in bounds
-    assert defaults["thread_ttl"] == timedelta(hours=1)
-    assert "`thread_ttl` (an hour)" in bounds
-    tracked = [int(each.replace(",", "")) for each in re.findall(r"most ([\d,]+) are", bounds)]
-    assert set(tracked) == {usage.MAX_TRACKED}

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from typing import Any
 
 from langchain_quota.middleware._semaphores import Semaphore, Slot
-from tests.calls import calls_made
 
 PATIENCE = 60.0
 """Seconds after which something is stuck."""
@@ -44,21 +43,3 @@ def test_a_call_left_behind_ends_in_the_midst_of_a_change() -> None:
     thread.join(PATIENCE)
     assert [each.taken for each in taken] == [True]
     assert semaphore.running == 1
-
-
-def test_a_long_line_costs_no_more_than_a_short_one() -> None:
-    """What a call does that comes, and one that ends, does not grow with those that wait."""
-
-    def work(waiting: int) -> int:
-        semaphore = Semaphore()
-        first = semaphore.take(1, 0)
-        for _ in range(waiting):
-            semaphore.change(Slot(semaphore, 1, int), sure=True)
-
-        def come_and_go() -> None:
-            semaphore.take(1, 0)
-            first.give_back()
-
-        return calls_made(come_and_go)
-
-    assert work(1000) == work(10)

@@ -1,7 +1,5 @@
 """The tools for users' own tests: a scripted model, captured decisions, valid histories."""
 
-import asyncio
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,101 +16,15 @@ from langchain_core.messages import (
 )
 from langchain_core.tools import tool
 
-from langchain_quota import Call, Decision, Outcome
-from langchain_quota.estimates import asked_of
+from langchain_quota import Decision
 from langchain_quota.testing import (
     ScriptedChatModel,
     assert_valid_history,
-    captured_decisions,
 )
-from tests.signals import Signals
-
-ENOUGH = 10.0
-"""Seconds until something that should happen counts as not happening."""
 
 
 def called(message: AIMessage) -> list[tuple[str, dict[str, Any]]]:
     return [(call["name"], call["args"]) for call in message.tool_calls]
-
-
-def test_a_script_is_played_in_order() -> None:
-    """Each model call is answered by the next turn of the script."""
-    model = ScriptedChatModel(script=["one", ["search"], "two"])
-    assert model.invoke("hi").content == "one"
-    assert called(model.invoke("hi")) == [("search", {})]
-    assert model.invoke("hi").content == "two"
-
-
-def test_a_batch_of_tool_calls() -> None:
-    """Names, pairs and LangChain's own form make one message with calls of distinct ids."""
-    own = ToolCall(name="fetch", args={"url": "x"}, id="mine", type="tool_call")
-    message = ScriptedChatModel(script=[["search", ("calc", {"x": 1}), own]]).invoke("hi")
-    assert called(message) == [("search", {}), ("calc", {"x": 1}), ("fetch", {"url": "x"})]
-    ids = [call["id"] for call in message.tool_calls]
-    assert ids[2] == "mine"
-    assert len(set(ids)) == 3
-
-
-def test_ids_are_not_used_again() -> None:
-    """Calls of later turns have ids of their own."""
-    model = ScriptedChatModel(script=[["search"], ["search"]])
-    ids = [model.invoke("hi").tool_calls[0]["id"] for _ in range(2)]
-    assert len(set(ids)) == 2
-
-
-def test_an_exception_is_raised() -> None:
-    """An exception in the script is what the provider fails with; the script goes on behind it."""
-    model = ScriptedChatModel(script=[TimeoutError("slow"), "back"])
-    with pytest.raises(TimeoutError, match="slow"):
-        model.invoke("hi")
-    assert model.invoke("hi").content == "back"
-
-
-def test_a_message_is_given_as_it_is() -> None:
-    """An AIMessage of the script keeps all that it has, and the script's copy stays unchanged."""
-    scripted = AIMessage(
-        "hello",
-        name="boss",
-        additional_kwargs={"refusal": None},
-        usage_metadata={"input_tokens": 3, "output_tokens": 1, "total_tokens": 4},
-    )
-    before = scripted.model_copy(deep=True)
-    message = ScriptedChatModel(script=[scripted]).invoke("hi")
-    assert (message.content, message.name) == ("hello", "boss")
-    assert message.usage_metadata == scripted.usage_metadata
-    assert message.additional_kwargs == {"refusal": None}
-    assert scripted == before
-
-
-def echo(messages: Sequence[BaseMessage]) -> Any:
-    text = str(messages[-1].content)
-    return ValueError(text) if text == "fail" else [text] if text == "search" else text
-
-
-def test_a_function_answers_the_messages() -> None:
-    """A function keeps conversations apart: it may answer with any form of turn."""
-    model = ScriptedChatModel(script=echo)
-    assert model.invoke("hi").content == "hi"
-    assert called(model.invoke("search")) == [("search", {})]
-    with pytest.raises(ValueError, match="fail"):
-        model.invoke("fail")
-
-
-def test_a_function_may_call_the_model() -> None:
-    """A script that asks its own model is answered: it waits for no lock of its own."""
-
-    def script(messages: Sequence[BaseMessage]) -> str:
-        text = str(messages[-1].content)
-        return text if text == "inner" else f"asked: {model.invoke('inner').text}"
-
-    model = ScriptedChatModel(script=script)
-    answers: list[str] = []
-    # A deadlock must not stop the other tests.
-    thread = threading.Thread(target=lambda: answers.append(model.invoke("hi").text), daemon=True)
-    thread.start()
-    thread.join(ENOUGH)
-    assert answers == ["asked: inner"]
-    assert len(model.calls) == 2
 
 
 def test_the_script_ends() -> None:
@@ -150,21 +62,6 @@ def test_requests_are_recorded() -> None:
     assert first.tools == ("search", "calc", "fetch", "browse", "web_search")
     assert [message.content for message in second.messages] == ["bye"]
     assert second.tools == ()
-
-
-def test_a_failed_request_is_recorded() -> None:
-    """A call that raises was still received."""
-    model = ScriptedChatModel(script=[TimeoutError()])
-    with pytest.raises(TimeoutError):
-        model.invoke("hi")
-    assert len(model.calls) == 1
-
-
-def test_a_model_may_have_a_name() -> None:
-    """A table of prices is asked for the name that is given; without one there is none."""
-    named = ScriptedChatModel(script=[], model="gpt-4o")
-    assert asked_of(named, {}).models == ("gpt-4o",)
-    assert asked_of(ScriptedChatModel(script=[]), {}).models == ()
 
 
 @pytest.mark.parametrize(
@@ -239,97 +136,13 @@ def test_streaming_adds_up(turn: Any) -> None:
     assert_same(whole(chunks), ScriptedChatModel(script=[turn]).invoke("hi"))
 
 
-@TURNS
-async def test_async_forms_are_the_same(turn: Any) -> None:
-    """`ainvoke` and `astream` give what `invoke` gives."""
-    answered = ScriptedChatModel(script=[turn]).invoke("hi")
-    assert_same(await ScriptedChatModel(script=[turn]).ainvoke("hi"), answered)
-    model = ScriptedChatModel(script=[turn])
-    chunks = [chunk async for chunk in model.astream("hi")]
-    assert len(chunks) > 1
-    assert_same(whole(chunks), answered)
-    assert len(model.calls) == 1
-
-
-async def test_streaming_raises() -> None:
-    """An exception in the script reaches the reader of a stream, sync and async."""
-    model = ScriptedChatModel(script=[TimeoutError("slow"), TimeoutError("slow")])
-    with pytest.raises(TimeoutError, match="slow"):
-        list(model.stream("hi"))
-    with pytest.raises(TimeoutError, match="slow"):
-        [chunk async for chunk in model.astream("hi")]
-
-
 def test_an_empty_answer_streams() -> None:
     """An answer without text and calls is still a message."""
     assert whole(list(ScriptedChatModel(script=[""]).stream("hi"))).content == ""
 
 
-async def test_concurrent_calls_take_turns() -> None:
-    """Each turn of a script is played once, also under concurrent calls."""
-    model = ScriptedChatModel(script=[str(index) for index in range(20)])
-    answers = await asyncio.gather(*(model.ainvoke("hi") for _ in range(20)))
-    assert sorted(int(answer.text) for answer in answers) == list(range(20))
-    assert len(model.calls) == 20
-
-
-def decide(tool_name: str) -> list[Decision]:
-    return [Decision(Call("tool", tool_name, "a"), Outcome.ALLOWED)]
-
-
 def names(decisions: Sequence[Decision]) -> list[str | None]:
     return [decision.call.tool for decision in decisions]
-
-
-def test_decisions_are_captured_in_order(signals: Signals) -> None:
-    """What is decided within the block is captured, what comes before and after is not."""
-    signals.recorder.record(decide("before"), started=0)
-    with captured_decisions() as decisions:
-        signals.recorder.record(decide("first"), started=0)
-        signals.recorder.record(decide("second"), started=0)
-    signals.recorder.record(decide("after"), started=0)
-    assert names(decisions) == ["first", "second"]
-    assert decisions[0].outcome == "allowed"
-
-
-def test_captures_can_be_nested(signals: Signals) -> None:
-    """The outer block sees what the inner one sees, and more."""
-    with captured_decisions() as outer:
-        signals.recorder.record(decide("one"), started=0)
-        with captured_decisions() as inner:
-            signals.recorder.record(decide("two"), started=0)
-        signals.recorder.record(decide("three"), started=0)
-    assert names(outer) == ["one", "two", "three"]
-    assert names(inner) == ["two"]
-
-
-def test_a_capture_ends_with_an_exception(signals: Signals) -> None:
-    """After a block that raised nothing is captured any more."""
-    with pytest.raises(RuntimeError), captured_decisions() as decisions:
-        raise RuntimeError
-    signals.recorder.record(decide("after"), started=0)
-    assert decisions == []
-
-
-async def test_concurrent_captures_are_kept_apart(signals: Signals) -> None:
-    """Two tasks that capture at once each see their own decisions, also those of their threads."""
-    both_inside = asyncio.Barrier(2)
-
-    async def run(name: str) -> list[str | None]:
-        with captured_decisions() as decisions:
-            await both_inside.wait()
-            signals.recorder.record(decide(name), started=0)
-            await both_inside.wait()
-            await asyncio.to_thread(signals.recorder.record, decide(f"{name} thread"), started=0)
-            await asyncio.create_task(emit(f"{name} task"))
-        return names(decisions)
-
-    async def emit(name: str) -> None:
-        signals.recorder.record(decide(name), started=0)
-
-    first, second = await asyncio.gather(run("a"), run("b"))
-    assert first == ["a", "a thread", "a task"]
-    assert second == ["b", "b thread", "b task"]
 
 
 HI = HumanMessage("hi")

@@ -5,9 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -15,7 +12,7 @@ from langchain_quota import Level
 from langchain_quota.cli import main
 from langchain_quota.cli.top_figures import WINDOW, Figures, Growth, Limit, Use, figures
 from langchain_quota.cli.top_options import ORDERS
-from langchain_quota.cli.top_sources import Scrape, Series, of_text
+from langchain_quota.cli.top_sources import Scrape, Series
 from langchain_quota.cli.top_table import (
     View,
     compact,
@@ -60,32 +57,6 @@ def refusals(value: float) -> Sample:
 
 
 REFUSED = refusals(0)[0]
-
-
-class TestAnswers:
-    """What answers are read as."""
-
-    @given(st.lists(st.text(max_size=9), min_size=3, max_size=3))
-    def test_text(self, values: list[str]) -> None:
-        """Whatever is in a label, what prometheus_client has written is read."""
-        registry = CollectorRegistry()
-        spec = names.THREAD_USED["calls"]
-        Gauge("other", "Of somebody else.", registry=registry).set(3)
-        gauge = Gauge(spec.name, "With\nlines.", spec.labels, registry=registry)
-        gauge.labels(*(each.encode(errors="ignore").decode() for each in values)).set(0.5)
-        found = of_text(generate_latest(registry).decode())
-        known = tuple(each.encode(errors="ignore").decode() for each in values)
-        assert found == {(spec.name, *known): 0.5}
-
-    def test_others(self) -> None:
-        """Labels that a proxy adds, in any order, and a value that is no number, do no harm."""
-        used = names.THREAD_USED["calls"].name
-        text = (
-            f'{used}{{pod="p", thread_id="t",limit="l",agent="a",}} 3 1700000000\n'
-            f'{used}{{agent="a",limit="l",thread_id="u"}} NaN\n'
-            '{"quoted.name", a="b"} 1\n'
-        )
-        assert of_text(text) == {(used, "a", "l", "t"): 3}
 
 
 class TestGrowth:
@@ -172,19 +143,6 @@ class TestFigures:
         scrapes = [process(*dollars, tokens)] * 2
         found = {(each.unit, each.used, each.most) for each in figures(scrapes).threads}
         assert found == {("microdollars", 0.45, 0.5), ("tokens", 2400, None)}
-
-    def test_quotas(self) -> None:
-        """Subjects of shared quotas are apart from threads, with the quota's name and window."""
-        of = {"agent": "support", "limit": "email", "scope": "tenant", "subject": "acme"}
-        scrape = process(
-            sample(names.SUBJECT_USED["calls"], 4, **of),
-            sample(names.SUBJECT_LIMIT["calls"], 5, **of),
-            sample(names.SUBJECT_RESETS, NOW, **of),
-            sample(names.LIMIT_NEAR, 0.8, **of),
-        )
-        found = figures([scrape])
-        acme = Use("support", "email", "tenant", "acme", "calls", 4, 5, Level.NEAR, resets_at=NOW)
-        assert (found.threads, found.quotas) == ((), (acme,))
 
     def test_a_thread_without_limit(self) -> None:
         """A thread that was only judged has no row; one that was refused has."""
@@ -358,15 +316,6 @@ class TestScreen:
         assert all(cell_len(each) <= width for each in shown)
         assert all(each.isprintable() for each in shown)
 
-    def test_the_top_of_ten_thousand(self) -> None:
-        """Of 10,000 threads those with the highest shares are shown, and how many there are."""
-        shown = drawn(self.MANY)
-        assert shown[4].split()[:3] == ["customer-9999", "support", "tool:search"]
-        assert "1-19 of 10,000" in shown[2]
-        assert len([each for each in shown if each.startswith("customer-")]) == 19
-        assert "20-38 of 10,000" in drawn(self.MANY, View(first=19))[2]
-        assert "9,982-10,000 of 10,000" in drawn(self.MANY, View(first=10**9))[2]
-
     def test_a_row(self) -> None:
         """A row says who, of what, how much, how often and when refused; more where it is wide."""
         row = use("ann", 8, 8, level=Level.EXHAUSTED, refused=3, refused_at=NOW - 61)
@@ -401,15 +350,6 @@ class TestScreen:
         shown = drawn(Figures(threads=(use("é", 5),)), encoding="ascii")[4]
         assert "\\xe9" in shown
         assert "###" in shown
-
-    def test_no_color(self) -> None:
-        """Colors are the terminal's own; with NO_COLOR a mark says it."""
-        known = Figures(threads=(use("ann", 9, level=Level.NEAR),))
-        options: dict[str, Any] = {"color_system": "standard", "force_terminal": True}
-        assert "\x1b[33m" in drawn(known, **options)[4]
-        plain = drawn(known, _environ={"NO_COLOR": "1"}, **options)[4]
-        assert "\x1b[33m" not in plain
-        assert "90%~" in plain
 
 
 def test_lines() -> None:

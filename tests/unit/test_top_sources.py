@@ -18,7 +18,6 @@ from langchain_quota.cli.top_options import TOKEN_VARIABLE
 from langchain_quota.cli.top_sources import Source, sources
 from langchain_quota.telemetry.metrics import Metrics
 from tests.certificates import Certificate
-from tests.servers.redis import free_port
 
 TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing
 METRICS = b'langchain_quota_runs_ended_total{agent="a",limit="l"} 3.0\n'
@@ -147,16 +146,6 @@ def fault(*arguments: str) -> str:
     return reason
 
 
-def test_metrics_are_read(url: str) -> None:
-    """An address is asked for its metrics, with or without its path and scheme."""
-    for address in (url, f"{url}/", f"{url}/metrics", url.removeprefix("http://")):
-        source = polled(address)
-        assert source.fault is None
-        series = {("langchain_quota_runs_ended_total", "a", "l"): 3.0}
-        assert source.name == f"{url}/metrics"
-        assert source.scrape == series
-
-
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
@@ -202,14 +191,6 @@ def test_bounds(
     assert reason in fault(f"{url}/{path}")
 
 
-def test_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens, or a name is unknown: a line each."""
-    assert "Connection refused" in fault(f"127.0.0.1:{free_port()}")
-    assert "Connection refused" in fault("http://by-the-proxy.invalid")
-    monkeypatch.delenv("http_proxy")
-    assert ": [Errno" in fault("http://nowhere.invalid")
-
-
 def test_old_figures_stay(url: str) -> None:
     """What an address said last stays, with its age; when it answers again, all is well."""
     (source,) = watch = sources(options(url))
@@ -252,12 +233,6 @@ def test_tls(certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("SSL_CERT_FILE", own.certfile)
         assert polled(server.url).fault is None
         assert "disconnected" in fault(server.url.replace("https", "http"))
-
-
-def test_an_address_is_asked_once() -> None:
-    """The same address twice is one; without any it is the server's own default."""
-    assert len(sources(options("h:1", "http://h:1/metrics", "h:2"))) == 2
-    assert [each.name for each in sources(options())] == ["http://127.0.0.1:9464/metrics"]
 
 
 WRONG: list[tuple[Callable[[Path], list[str]], str]] = [

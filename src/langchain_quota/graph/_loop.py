@@ -183,7 +183,7 @@ class Loop(QuotaMiddleware[Any, Any]):
     @property
     def on_trial(self) -> bool:
         """Whether no limit refuses anything."""
-        return not any(limit.enforce for limit in self._limits)
+        return not any(limit.enforce for limit in self.limits)
 
     @property
     def has_budgets(self) -> bool:

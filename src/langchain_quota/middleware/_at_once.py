@@ -251,7 +251,7 @@ def caps_of(middleware: Any, outage: Outage) -> AtOnce | None:
     # LangChain looks for such hooks in the class. On `QuotaMiddleware` they would give every agent
     # with limits a wrapper around each tool call, and an agent without tools a node for tools.
     known = vars(middleware)
-    capped = [each for each in known["_limits"] if getattr(each, "at_once", None) is not None]
+    capped = [each for each in known["limits"] if getattr(each, "at_once", None) is not None]
     if not capped and not known["_counts_root_runs"]:
         return None
     # `__new__` is too early: it does not see the limits that a subclass's `__init__` gives.

@@ -74,7 +74,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     ) -> None:
         super().__init__()
         self._made_at = UserLine.of_caller()
-        self._limits = limits
+        self.limits = limits
         self._enforced = tuple(limit for limit in limits if limit.enforce)
         self._limit_name = limit_name
         self._recorder = recorder_of(telemetry)
@@ -100,7 +100,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     @property
     def name(self) -> str:
         """The middleware's name in the graph: its class, the limited tools and the limit's name."""
-        parts = [*self._limits[0].tools, *([self._limit_name] if self._limit_name else [])]
+        parts = [*self.limits[0].tools, *([self._limit_name] if self._limit_name else [])]
         if not parts:
             return type(self).__name__
         # LangGraph reserves these two in the names of nodes.
@@ -129,7 +129,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             self._warn_of_sub_agents(request.tools)
         self._refuse_unseen_calls(request)
         if is_new:
-            on_trial = unseen_calls(self._limits, request.tools)
+            on_trial = unseen_calls(self.limits, request.tools)
             if on_trial is not None:
                 self._made_at.warn(on_trial)
 
@@ -225,7 +225,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         calls = [(Call("tool", name), Call("tool", old)) for name, _, old in abandoned["calls"]]
         return self.name in abandoned["held_by"] and any(
             limit.matches(call) and limit.matches(original)
-            for limit in self._limits
+            for limit in self.limits
             for call, original in calls
         )
 
@@ -269,7 +269,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Check that the graph does what the hooks before this one said."""
         if not self._wiring.check(state, runtime, middleware=self.name) or self._warned_of_runs:
             return
-        if any(limit.run_limit is not None for limit in self._limits):
+        if any(limit.run_limit is not None for limit in self.limits):
             self._warned_of_runs = True
             self._made_at.warn(
                 f"{self.name} has a run limit, and no node of this graph calls its before_agent: "
@@ -280,7 +280,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if self._warned or self._counts_last(context):
             return
         remedy = _remedy(context, has_store=self._has_store)
-        for limit in self._limits:
+        for limit in self.limits:
             if limit.thread_limit is not None:
                 self._warned = True
                 self._made_at.warn(

@@ -73,7 +73,7 @@ class Grantable(Resettable[ContextT, ResponseT]):
                 f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
                 "store=MemoryStore() or, for several processes, store=RedisStore()"
             )
-        found = {each.name: each for each in self._limits if each.thread_limit is not None}
+        found = {each.name: each for each in self.limits if each.thread_limit is not None}
         thread = config.get("configurable", {}).get("thread_id")
         if thread is None:
             raise ValueError('config names no thread: {"configurable": {"thread_id": …}}')

@@ -69,13 +69,13 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
             )
         if self._store is not None:
             prefix = prefix_in(config, self._store.prefix)
-            keys = thread_keys(self._limits, config, self._clock(), prefix)
+            keys = thread_keys(self.limits, config, self._clock(), prefix)
             await ask(form, self._store, "reset", keys)
         await ask(form, agent, "update_state", config, dict(UNUSED), as_node=node)
         # The update has made nodes due that must not run.
         await ask(form, agent, "update_state", config, None, as_node=END)
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
-        self._recorder.record_reset(name, thread_id, list(map(_unused, self._limits)))
+        self._recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
 
     def _has_stopped(self, task: PregelTask) -> bool:
         """Whether a task failed because a limit ended the run with an exception."""

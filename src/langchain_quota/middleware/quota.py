@@ -149,7 +149,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             charge_all_models=charge_all_models,
         )
         self._asking = questions_of(limits, store, self._recorder)
-        self._clock = time.time
+        self._clock = getattr(store, "clock", time.time)
         self._tell_model = tell_model
         self._hide_exhausted = hide_exhausted
         self._shows_usage = tell_model or hide_exhausted

@@ -97,6 +97,9 @@ class QuotaStore(Protocol):
     Results, refused attempts and compensations that settle a request are remembered for an hour,
     other compensations for a week.
 
+    If a store has an attribute `clock`, a function that gives the seconds since the Unix epoch, it
+    decides which window a call is in; otherwise the worker's clock does.
+
     If a store of your own has an attribute `prefix` that is a function, keys begin with what the
     function gives, as for `RedisStore`, and all keys of a request with the same. If it serves only
     one of the two forms, its attribute `forms` says which: `("sync",)` or `("async",)`.

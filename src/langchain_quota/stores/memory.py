@@ -75,7 +75,7 @@ class MemoryStore(Granting):
         self._compensated: Recent[bool] = Recent(remembered, COMPENSATED)
         self._settled: Recent[bool] = Recent(remembered)
         self._grants = Grants()
-        self._clock = clock
+        self.clock = clock
         self._lock = fork_safe_lock()
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class MemoryStore(Granting):
         """
         check_request(request)
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             for compensation in request.compensations:
                 self._compensate(compensation, now)
             if request.attempt_id and self._refused.get(request.attempt_id, now):
@@ -121,7 +121,7 @@ class MemoryStore(Granting):
         """
         check_keys(keys)
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             return tuple(self._use(key, now) for key in keys)
 
     def reset(self, keys: Sequence[str]) -> None:
@@ -133,7 +133,7 @@ class MemoryStore(Granting):
         """
         check_keys(keys)
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             self._make_room(keys, now)
             for key in keys:
                 self._counts.forget_holds(key)
@@ -146,7 +146,7 @@ class MemoryStore(Granting):
             pattern: As in Python's `fnmatch.fnmatchcase`.
         """
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             uses = [self._use(key, now) for key in self._counts.matching(pattern)]
         return [use for use in uses if use is not None]
 
@@ -157,7 +157,7 @@ class MemoryStore(Granting):
             pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
         """
         with self._lock:
-            return self._grants.matching(pattern, self._clock())
+            return self._grants.matching(pattern, self.clock())
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`; it does not block."""
@@ -172,11 +172,11 @@ class MemoryStore(Granting):
         self.reset(keys)
 
     def _now(self) -> float:
-        return self._clock()
+        return self.clock()
 
     def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             kept, is_new = self._grants.give(asked, now)
             count = self._counts.get(asked.key, now) if is_new else None
             if count is not None:
@@ -189,7 +189,7 @@ class MemoryStore(Granting):
 
     def _revoke(self, key: str, name: str) -> Grant | None:
         with self._lock:
-            return self._grants.revoke(key, name, self._clock())
+            return self._grants.revoke(key, name, self.clock())
 
     async def _arevoke(self, key: str, name: str) -> Grant | None:
         return self._revoke(key, name)

@@ -1,12 +1,10 @@
-"""Agents whose quotas are kept in a store: who runs them, what the store counts, how it fails."""
+"""Quotas that are kept in a store: its clock, what it counts, how it fails."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-
-from langchain_core.messages import BaseMessage
 
 from langchain_quota import QuotaMiddleware
 from langchain_quota.admission import AcquireRequest, AcquireResult
@@ -16,8 +14,6 @@ from langchain_quota.model_usage import ModelUsage
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import dimension_of
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.testing import Turn
-from tests.agent.rules import Scene
 from tests.signals import Signals
 
 DAY = timedelta(days=1)
@@ -27,9 +23,6 @@ TODAY = "86400:20454"
 """The window of that day, as it stands in keys."""
 RESETS = "2026-01-02T00:00:00Z"
 """When that window ends."""
-
-ANN = {"user_id": "ann"}
-BOB = {"user_id": "bob"}
 
 
 @dataclass
@@ -42,15 +35,6 @@ class Clock:
         return self.now
 
 
-def asking(*tools: Any) -> Callable[[Sequence[BaseMessage]], Turn]:
-    """A script that calls these tools, in one batch, once in each run."""
-
-    def script(messages: Sequence[BaseMessage]) -> Turn:
-        return list(tools) if messages[-1].type == "human" else "done"
-
-    return script
-
-
 def quota(
     signals: Signals,
     *limits: Limit,
@@ -59,47 +43,8 @@ def quota(
     **options: Any,
 ) -> QuotaMiddleware[Any, Any]:
     """A middleware that asks a store, at a time that does not pass by itself."""
-    made: QuotaMiddleware[Any, Any] = QuotaMiddleware(
-        limits, store=store, telemetry=signals.telemetry, **options
-    )
-    made._clock = clock or Clock()
-    return made
-
-
-class SharedScene(Scene):
-    """An agent on any thread, run by any user."""
-
-    context: Any = None
-    thread_id: object = "thread-1"
-
-    async def turn(self, text: str = "hi", **who: Any) -> dict[str, Any]:
-        """A new run; `context` and `thread_id` hold from now on."""
-        for name, value in who.items():
-            setattr(self, name, value)
-        return await super().turn(text)
-
-    async def invoke(self, given: Any) -> dict[str, Any]:
-        config: Any = {}
-        if self.thread_id is not None:
-            config = {"configurable": {"thread_id": self.thread_id}}
-        options: dict[str, Any] = {"context": self.context}
-        if self.agent.checkpointer is not None:
-            # What a step wrote is kept, or its failure known, before the next one begins.
-            options["durability"] = "sync"
-        if self.form == "sync":
-            result = self.agent.invoke(given, config, **options)
-        else:
-            result = await self.agent.ainvoke(given, config, **options)
-        return dict(result)
-
-    def state(self) -> dict[str, Any]:
-        config = {"configurable": {"thread_id": self.thread_id}}
-        return dict(self.agent.get_state(config).values)
-
-    def fallbacks(self, action: str) -> float | None:
-        """The calls that were judged without the store."""
-        name = "langchain_quota_store_fallbacks_total"
-        return self.signals.value(name, agent="unnamed", action=action)
+    store.clock = clock or Clock()
+    return QuotaMiddleware(limits, store=store, telemetry=signals.telemetry, **options)
 
 
 def counts(store: Any) -> dict[str, int]:
@@ -175,16 +120,6 @@ class SlowStore(FickleStore):
         self.reached.set()
         await asyncio.Event().wait()
         raise AssertionError("never")
-
-
-def matching(ran: Sequence[str], *tools: str) -> int:
-    """How many of the tools that ran are of these."""
-    return sum(name in tools for name in ran)
-
-
-def texts(result: Mapping[str, Any]) -> list[str]:
-    """The answers of tool calls, in order."""
-    return [str(each.content) for each in result["messages"] if each.type == "tool"]
 
 
 def bound_of(request: Any) -> ModelUsage:

@@ -1,0 +1,373 @@
+"""One scene for all tests: an agent or a graph that is held to limits, and what it did.
+
+`Scene(signals, script, items, kind=…, form=…, store=…)` builds it; `play` is a new run. What it did
+is `ran`, `answers()`, `used(limit)`, `metric(limit, decision)`; `check()` asserts the rules that
+hold in every situation.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import permutations
+from typing import Any, Literal, TypeVar
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
+from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
+from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import MessagesState, StateGraph
+from langgraph.prebuilt import create_react_agent
+from langgraph.types import Command
+
+from langchain_quota import (
+    GraphQuota,
+    InlineQuotaMiddleware,
+    ModelCallLimitMiddleware,
+    QuotaMiddleware,
+    ToolCallLimitMiddleware,
+)
+from langchain_quota.decision import Call
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel, Turn, assert_valid_history
+from tests.signals import Signals
+
+Middleware = AgentMiddleware[Any, Any, Any]
+Form = Literal["sync", "async"]
+Kind = Literal["quota", "inline", "drop-in", "graph", "react"]
+Order = tuple[int, ...]
+Item = TypeVar("Item")
+
+CONFIG = {"configurable": {"thread_id": "thread-1"}}
+ANN = {"user_id": "ann"}
+BOB = {"user_id": "bob"}
+
+both_forms = pytest.mark.parametrize("form", ["sync", "async"])
+"""The hooks of `invoke` and those of `ainvoke`, as the argument `form`.
+
+Only where two bodies exist: functions and observers that are awaited or not, threads, blocking,
+cancellation, context variables. All else is proved once, in the async form: `property/` plays
+random agents in both and finds no difference.
+"""
+
+_AGENT = {
+    *("checkpointer", "context_schema", "response_format", "system_prompt", "state_schema"),
+    *("interrupt_before", "interrupt_after", "name", "debug", "cache", "prompt"),
+}
+"""Options of `create_agent` and `compile`; all others are the quota's."""
+
+
+def orders(count: int) -> pytest.MarkDecorator:
+    """Every order of so many middlewares, as the argument `order`: where they see each other."""
+    return pytest.mark.parametrize("order", list(permutations(range(count))), ids=str)
+
+
+def in_order(order: Order, *items: Item) -> list[Item]:
+    return [items[index] for index in order]
+
+
+def tool_limiter(
+    signals: Signals, tool_name: str | None = None, **options: Any
+) -> ToolCallLimitMiddleware[Any, Any]:
+    """A drop-in for tool calls, of all tools or of one."""
+    return ToolCallLimitMiddleware(tool_name=tool_name, telemetry=signals.telemetry, **options)
+
+
+def model_limiter(signals: Signals, **options: Any) -> ModelCallLimitMiddleware[Any, Any]:
+    """A drop-in for model calls."""
+    return ModelCallLimitMiddleware(telemetry=signals.telemetry, **options)
+
+
+def recording(name: str, ran: list[str], body: Callable[[], Any] | None = None) -> BaseTool:
+    """A tool that records when it has run; `body` comes first and may raise or interrupt."""
+
+    def run() -> str:
+        result = None if body is None else body()
+        ran.append(name)
+        return f"{name} ran" if result is None else str(result)
+
+    async def arun() -> str:
+        return run()
+
+    return StructuredTool.from_function(run, arun, name=name, description=name)
+
+
+def asking(*tools: Any) -> Callable[[Sequence[BaseMessage]], Turn]:
+    """A script that calls these tools, in one batch, once in each run."""
+
+    def script(messages: Sequence[BaseMessage]) -> Turn:
+        return list(tools) if messages[-1].type == "human" else "done"
+
+    return script
+
+
+class Scene:
+    """An agent, or a graph, on a thread, and all that it did.
+
+    Args:
+        signals: The telemetry that is written to.
+        script: What the model plays.
+        items: Limits, which one quota of this kind holds the agent to, and further middlewares, in
+            list order.
+        kind: What holds the agent to the limits: a middleware, a drop-in for each limit, or a
+            `GraphQuota` around a StateGraph or a `create_react_agent`.
+        form: Which form of the hooks and nodes runs.
+        tools: Tools by name, which record that they ran, or tools of the test's own.
+        ran: The names of the tools that ran, for tools of the test's own.
+        context: The context of the runs from now on.
+        thread_id: The thread of the runs from now on; `None` for none.
+        state: The graph's state.
+        loop: Further arguments of `add_to`; a function gets the scene.
+        **options: Options of `create_agent` or `compile`, and of the quota.
+    """
+
+    quota: Any
+
+    def __init__(
+        self,
+        signals: Signals,
+        script: Any,
+        items: Sequence[Limit | Middleware] = (),
+        *,
+        kind: Kind = "quota",
+        form: Form = "async",
+        tools: Sequence[str | BaseTool] = ("search", "calc"),
+        ran: list[str] | None = None,
+        context: Any = None,
+        thread_id: object = "thread-1",
+        state: Any = MessagesState,
+        loop: dict[str, Any] | Callable[["Scene"], dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.signals, self.form = signals, form
+        self.context, self.thread_id = context, thread_id
+        self.model = ScriptedChatModel(script=script)
+        self.ran: list[str] = [] if ran is None else ran
+        self.tools = [
+            each if isinstance(each, BaseTool) else recording(each, self.ran) for each in tools
+        ]
+        self._earlier_tools = self._earlier_models = 0
+        limits = [each for each in items if isinstance(each, Limit)]
+        others = [each for each in items if isinstance(each, AgentMiddleware)]
+        made = {key: value for key, value in options.items() if key in _AGENT}
+        made.setdefault("checkpointer", InMemorySaver())
+        given = {key: value for key, value in options.items() if key not in _AGENT}
+        given["telemetry"] = signals.telemetry
+        self.limits = [
+            *limits,
+            *(limit for each in others for limit in getattr(each, "limits", ())),
+        ]
+        if kind in ("graph", "react"):
+            self.quota = GraphQuota(limits, **given)
+            self.agent: Any = (
+                self._graph(made, state, loop) if kind == "graph" else self._react(made)
+            )
+            return
+        middleware: list[Middleware] = [*others]
+        if limits:
+            held = held_to(limits, kind, given)
+            self.quota = held[0]
+            at = next(index for index, each in enumerate(items) if isinstance(each, Limit))
+            middleware[at:at] = held
+        self.agent = create_agent(self.model, tools=self.tools, middleware=middleware, **made)
+
+    def _graph(self, made: dict[str, Any], state: Any, loop: Any) -> Any:
+        self.graph: Any = StateGraph(state)
+        given = loop(self) if callable(loop) else loop or {}
+        self.quota.add_to(self.graph, **{"model": self.model, "tools": self.tools, **given})
+        return self.graph.compile(**made)
+
+    def _react(self, made: dict[str, Any]) -> Any:
+        return create_react_agent(**self.quota.react_hooks(self.model, self.tools), **made)
+
+    async def play(self, text: str = "hi", **who: Any) -> dict[str, Any]:
+        """A new run; `context` and `thread_id` hold from now on."""
+        for name, value in who.items():
+            setattr(self, name, value)
+        self._earlier_tools = len(self.ran)
+        self._earlier_models = len(self.model.calls)
+        return await self.invoke({"messages": [("user", text)]})
+
+    async def resume(self, value: Any) -> dict[str, Any]:
+        """The same run goes on with an answer to its interrupt."""
+        return await self.invoke(Command(resume=value))
+
+    async def go_on(self) -> dict[str, Any]:
+        """The same run goes on where it stopped."""
+        return await self.invoke(None)
+
+    async def invoke(self, given: Any) -> dict[str, Any]:
+        if self.form == "sync":
+            result = self.agent.invoke(given, self.config, **self._how)
+        else:
+            result = await self.agent.ainvoke(given, self.config, **self._how)
+        return dict(result)
+
+    async def updates(self, given: Any) -> list[dict[str, Any]]:
+        """What a run streams in the stream mode `updates`."""
+        how = {**self._how, "stream_mode": "updates"}
+        if self.form == "sync":
+            return list(self.agent.stream(given, self.config, **how))
+        return [each async for each in self.agent.astream(given, self.config, **how)]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {} if self.thread_id is None else {"configurable": {"thread_id": self.thread_id}}
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        # What a step wrote is kept, or its failure known, before the next one begins.
+        kept = getattr(self.agent, "checkpointer", None) is not None
+        return {"context": self.context, **({"durability": "sync"} if kept else {})}
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.agent.get_state(self.config).values)
+
+    def answers(self) -> list[tuple[str, str]]:
+        """The tool and status of every answer in the history."""
+        return [
+            (str(each.name), each.status)
+            for each in self.state()["messages"]
+            if isinstance(each, ToolMessage)
+        ]
+
+    def metric(self, limit: str, decision: str, scope: str = "none") -> float:
+        value = self.signals.value(
+            "langchain_quota_limit_decisions_total",
+            agent="unnamed",
+            limit=limit,
+            scope=scope,
+            decision=decision,
+        )
+        return value or 0
+
+    def used(self, limit: Limit) -> tuple[int, int]:
+        """What the thread and the run have used of a limit, in the state."""
+        state = self.state()
+        if limit.kind == "model":
+            return state["thread_model_call_count"], state["langchain_quota"]["run_model"]
+        thread = state.get("thread_tool_call_count", {}).get(limit.counter, 0)
+        return thread, state["langchain_quota"]["run_tools"].get(limit.counter, 0)
+
+    def fallbacks(self, action: str) -> float | None:
+        """The calls that were judged without the store."""
+        name = "langchain_quota_store_fallbacks_total"
+        return self.signals.value(name, agent="unnamed", action=action)
+
+    def check(
+        self,
+        *,
+        answered: bool = True,
+        before: Mapping[str, int] | None = None,
+        models: int | None = None,
+        models_in_run: int | None = None,
+    ) -> None:
+        """Assert the rules.
+
+        Args:
+            answered: Whether every tool call has its answer by now.
+            before: The thread's counts from before this scene, by counter.
+            models, models_in_run: The model calls of thread and run, where they are not the
+                requests that the model received.
+        """
+        state = self.state()
+        run = self.ran[self._earlier_tools :]
+        received = len(self.model.calls)
+        models = received if models is None else models
+        in_run = received - self._earlier_models if models_in_run is None else models_in_run
+        for limit in self.limits:
+            if limit.kind == "model":
+                thread_count, run_count = models, in_run
+            else:
+                thread_count, run_count = _matching(limit, self.ran), _matching(limit, run)
+            earlier = (before or {}).get(limit.counter, 0)
+            if isinstance(limit.thread_limit, int):
+                assert earlier + thread_count <= limit.thread_limit, limit.name
+            if isinstance(limit.run_limit, int):
+                assert run_count <= limit.run_limit, limit.name
+            assert self.used(limit) == (earlier + thread_count, run_count), limit.name
+            charged = self.metric(limit.name, "allowed") - self.metric(limit.name, "refunded")
+            assert charged == thread_count, limit.name
+        self.check_requests()
+        if answered:
+            check_history(state["messages"])
+
+    def check_requests(self) -> None:
+        """Assert that whatever the model was sent is a valid history."""
+        for call in self.model.calls:
+            check_history(call.messages)
+
+
+async def cancel_at(event: asyncio.Event, run: Coroutine[Any, Any, Any]) -> None:
+    """Cancel a run as soon as it has come to an event; if it fails before, raise its error."""
+    running = asyncio.create_task(run)
+    reached = asyncio.create_task(event.wait())
+    await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
+    reached.cancel()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+def check_history(messages: Sequence[BaseMessage]) -> None:
+    """Assert that providers accept a history, but for the ids that the model itself repeats.
+
+    Where a model gives one id to several calls of a message, LangChain answers each of those that
+    run, and a refusal answers them all.
+    """
+    assert_valid_history(_with_distinct_ids(messages))
+
+
+def _with_distinct_ids(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+    """The history as if the calls of a message that share an id were one call."""
+    found: list[BaseMessage] = []
+    calls, answers = Counter[str](), Counter[str]()
+    for message in messages:
+        if isinstance(message, AIMessage):
+            calls, answers = Counter(str(call["id"]) for call in message.tool_calls), Counter()
+            distinct = {call["id"] or index: call for index, call in enumerate(message.tool_calls)}
+            found.append(message.model_copy(update={"tool_calls": list(distinct.values())}))
+        elif isinstance(message, ToolMessage):
+            answers[message.tool_call_id] += 1
+            if not 1 < answers[message.tool_call_id] <= calls[message.tool_call_id]:
+                found.append(message)
+        else:
+            found.append(message)
+    return found
+
+
+def _matching(limit: Limit, ran: Sequence[str]) -> int:
+    return sum(limit.matches(Call("tool", name)) for name in ran)
+
+
+def held_to(limits: Sequence[Limit], kind: Kind, options: dict[str, Any]) -> list[Middleware]:
+    """The middlewares of a kind that hold an agent to limits."""
+    if kind == "quota":
+        return [QuotaMiddleware(limits, **options)]
+    if kind == "inline":
+        return [InlineQuotaMiddleware(limits, **options)]
+    made: list[Middleware] = []
+    for limit in limits:
+        given = {
+            "thread_limit": limit.thread_limit,
+            "run_limit": limit.run_limit,
+            "exit_behavior": limit.exit_behavior,
+            **options,
+        }
+        if limit.kind == "tool":
+            given["tool_name"] = limit.tools[0] if limit.tools else None
+            made.append(ToolCallLimitMiddleware(**given))
+        else:
+            made.append(ModelCallLimitMiddleware(**given))
+    return made
+
+
+def matching(ran: Sequence[str], *tools: str) -> int:
+    """How many of the tools that ran are of these."""
+    return sum(name in tools for name in ran)
+
+
+def texts(result: Mapping[str, Any]) -> list[str]:
+    """The answers of tool calls, in order."""
+    return [str(each.content) for each in result["messages"] if each.type == "tool"]
