@@ -10,10 +10,12 @@ for name in [*os.environ]:
         del os.environ[name]
 
 import gc
+from collections.abc import AsyncIterator
 from pathlib import Path
 from shutil import which
 
 import pytest
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -61,3 +63,10 @@ def signals() -> Signals:
     registry = CollectorRegistry()
     telemetry = Telemetry(registry=registry, tracer_provider=provider)
     return Signals(telemetry, registry, provider, exporter)
+
+
+@pytest.fixture
+async def sqlite_saver(tmp_path: Path) -> AsyncIterator[AsyncSqliteSaver]:
+    """A checkpointer on a database of the test's own."""
+    async with AsyncSqliteSaver.from_conn_string(str(tmp_path / "threads.sqlite")) as saver:
+        yield saver
