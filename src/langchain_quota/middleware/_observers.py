@@ -8,7 +8,7 @@ from typing import Any, Self
 from langchain_quota.arguments import check_function, is_async
 from langchain_quota.decision import Decision, Outcome
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.middleware._form import Form, now
+from langchain_quota.middleware._form import Form, forms
 from langchain_quota.telemetry.recorder import Recorder
 
 MAX_TASKS = 10_000
@@ -43,15 +43,8 @@ class Observers:
             if is_async(observer):
                 raise _async_error(observer)
 
-    def notify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
-        """Call each observer with each decision."""
-        now(self._notify("", decisions, task_id))
-
-    async def anotify(self, decisions: Sequence[Decision], task_id: str | None) -> None:
-        """Call each observer with each decision, and wait for those that are async."""
-        await self._notify("a", decisions, task_id)
-
     async def _notify(self, form: Form, decisions: Sequence[Decision], task_id: str | None) -> None:
+        """Call each observer with each decision, and wait for those that are async."""
         for decision, observer in self._pending(decisions, task_id):
             result: Any = None
             try:
@@ -67,6 +60,8 @@ class Observers:
                 result.close()
             if inspect.isawaitable(result):
                 raise _async_error(observer)
+
+    notify, anotify = forms(_notify)
 
     def _pending(
         self, decisions: Sequence[Decision], task_id: str | None

@@ -12,7 +12,7 @@ While the store does not answer:
 """
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Self
@@ -23,16 +23,12 @@ from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations, send_later
-from langchain_quota.middleware._form import in_sync, now
+from langchain_quota.middleware._form import Form, ask, forms
 from langchain_quota.raised import newly_raised
 from langchain_quota.resolved import Outage
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
-
-_Acquire = Callable[[AcquireRequest], Awaitable[AcquireResult]]
-_Peek = Callable[[Sequence[str]], Awaitable[Sequence[QuotaUsage | None]]]
-_Reset = Callable[[Sequence[str]], Awaitable[None]]
 
 
 class StoreClient:
@@ -54,41 +50,31 @@ class StoreClient:
         """Itself: a copy of the middleware asks the same store."""
         return self
 
-    def acquire(self, request: Request) -> AcquireResult:
+    async def _acquire(self, form: Form, request: Request) -> AcquireResult:
         """The store's answer or, without one, the answer from the state's counts."""
-        return now(self._acquire(request, in_sync(self.store.acquire)))
-
-    async def aacquire(self, request: Request) -> AcquireResult:
-        """`acquire`, without blocking the event loop."""
-        return await self._acquire(request, self.store.aacquire)
-
-    async def _acquire(self, request: Request, acquire: _Acquire) -> AcquireResult:
         sent = request.to_store()
         result: AcquireResult | None = None
         with self._asking("acquire", sent):
-            result = _checked(await self._send(sent, acquire), sent)
+            result = _checked(await self._send(form, sent), sent)
             # A request that is answered again holds nothing more.
             again = request.to_store_again(sent) if result.replayed else None
             if again is not None:
-                result = _joined(result, await acquire(again))
+                result = _joined(result, await ask(form, self.store, "acquire", again))
         return self._or_fallback(request, sent, result)
 
-    def settle(self, sent: AcquireRequest) -> AcquireResult | None:
+    acquire, aacquire = forms(_acquire)
+
+    async def _settle(self, form: Form, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held: now, or later if it cannot be sent."""
-        return now(self._settle(sent, in_sync(self.store.acquire)))
-
-    async def asettle(self, sent: AcquireRequest) -> AcquireResult | None:
-        """`settle`, without blocking the event loop."""
-        return await self._settle(sent, self.store.aacquire)
-
-    async def _settle(self, sent: AcquireRequest, acquire: _Acquire) -> AcquireResult | None:
         result: AcquireResult | None = None
         try:
-            result = await self._ask(sent, acquire)
+            result = await self._ask(form, sent)
         finally:
             if result is None:
                 self._make_later(sent.compensations)
         return result
+
+    settle, asettle = forms(_settle)
 
     def settle_soon(self, sent: AcquireRequest) -> None:
         """Charge where nobody can wait what was used: at once in memory, or with a next request."""
@@ -98,50 +84,36 @@ class StoreClient:
         else:
             self._make_later(sent.compensations)
 
-    def ask(self, sent: AcquireRequest) -> AcquireResult | None:
+    async def _ask(self, form: Form, sent: AcquireRequest) -> AcquireResult | None:
         """The store's answer; `None` if there is none: then nothing is corrected later."""
-        return now(self._ask(sent, in_sync(self.store.acquire)))
-
-    async def aask(self, sent: AcquireRequest) -> AcquireResult | None:
-        """`ask`, without blocking the event loop."""
-        return await self._ask(sent, self.store.aacquire)
-
-    async def _ask(self, sent: AcquireRequest, acquire: _Acquire) -> AcquireResult | None:
         result: AcquireResult | None = None
         with self._asking("acquire"):
-            result = _checked(await self._send(sent, acquire), sent)
+            result = _checked(await self._send(form, sent), sent)
         return result  # noqa: RET504 - without an answer it is None
 
-    def peek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
+    ask, aask = forms(_ask)
+
+    async def _peek(self, form: Form, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
         """What is kept under each key that the store has; `None` if it does not answer."""
-        return now(self._peek(keys, in_sync(self.store.peek)))
-
-    async def apeek(self, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
-        """`peek`, without blocking the event loop."""
-        return await self._peek(keys, self.store.apeek)
-
-    async def _peek(self, keys: Sequence[str], peek: _Peek) -> dict[str, QuotaUsage] | None:
         if not keys:
             return {}
         uses: dict[str, QuotaUsage] | None = None
         with self._asking("peek"):
-            uses = {each.key: each for each in await peek(keys) if each is not None}
+            found = await ask(form, self.store, "peek", keys)
+            uses = {each.key: each for each in found if each is not None}
         return uses  # noqa: RET504 - the same
 
-    def reset(self, keys: Sequence[str]) -> None:
+    peek, apeek = forms(_peek)
+
+    async def _reset(self, form: Form, keys: Sequence[str]) -> None:
         """Set what is used of keys to 0. Corrections of them that wait are made first."""
-        now(self._reset(keys, in_sync(self.store.acquire), in_sync(self.store.reset)))
-
-    async def areset(self, keys: Sequence[str]) -> None:
-        """`reset`, without blocking the event loop."""
-        await self._reset(keys, self.store.aacquire, self.store.areset)
-
-    async def _reset(self, keys: Sequence[str], acquire: _Acquire, reset: _Reset) -> None:
         with self._timing("reset"):
             last = False
             while not last:
-                last, _ = await self._correct([Counter(key, used=1) for key in keys], acquire)
-            await reset(keys)
+                last, _ = await self._correct(form, [Counter(key, used=1) for key in keys])
+            await ask(form, self.store, "reset", keys)
+
+    reset, areset = forms(_reset)
 
     def _or_fallback(
         self, request: Request, sent: AcquireRequest, result: AcquireResult | None
@@ -196,35 +168,30 @@ class StoreClient:
         """Whether a correction waits for the store."""
         return bool(self._pending)
 
-    def send_waiting(self) -> None:
+    async def _send_waiting(self, form: Form) -> None:
         """Send the corrections that wait."""
-        now(self._send_waiting(in_sync(self.store.acquire)))
-
-    async def asend_waiting(self) -> None:
-        """Send the corrections that wait."""
-        await self._send_waiting(self.store.aacquire)
-
-    async def _send_waiting(self, acquire: _Acquire) -> None:
         for prefix in self._pending.prefixes():
             with self._asking("acquire"):
                 sent = True
                 while sent:
-                    _, sent = await self._correct([Counter(f"{prefix}/")], acquire)
+                    _, sent = await self._correct(form, [Counter(f"{prefix}/")])
 
-    async def _correct(self, about: Sequence[Counter], acquire: _Acquire) -> tuple[bool, bool]:
+    send_waiting, asend_waiting = forms(_send_waiting)
+
+    async def _correct(self, form: Form, about: Sequence[Counter]) -> tuple[bool, bool]:
         """Send the next corrections; whether the counts need no more, and whether any was sent."""
         counters = {str(number): each for number, each in enumerate(about)}
         with self._carrying(AcquireRequest("", "", counters)) as (asked, last):
             if asked.compensations:
-                await acquire(replace(asked, counters={}))
+                await ask(form, self.store, "acquire", replace(asked, counters={}))
         return last, bool(asked.compensations)
 
-    async def _send(self, sent: AcquireRequest, acquire: _Acquire) -> AcquireResult:
+    async def _send(self, form: Form, sent: AcquireRequest) -> AcquireResult:
         """The answer to a request, ahead of which the corrections go that it needs."""
         last = False
         while not last:
             with self._carrying(sent) as (asked, last):
-                answer = await acquire(asked)
+                answer: AcquireResult = await ask(form, self.store, "acquire", asked)
         return answer
 
     @contextmanager
