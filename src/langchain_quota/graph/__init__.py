@@ -24,6 +24,7 @@ from langchain_quota.graph._loop import (
 from langchain_quota.graph._nodes import Nodes, check_model
 from langchain_quota.graph._react import ReactHooks, ReactModel, ReactState
 from langchain_quota.limits import Limit
+from langchain_quota.middleware._form import now
 from langchain_quota.middleware._observers import Observer
 from langchain_quota.middleware._root_run import watch_root_runs
 from langchain_quota.prices import Price, Prices, UnknownPrice
@@ -188,12 +189,12 @@ class GraphQuota:
             RuntimeError: A limit's function or an observer is async, or a refused call was made.
         """
         given = identified_state(state)
-        return merged(given, self._loop.judge_model(given))
+        return merged(given, now(self._loop.judge_model("", given)))
 
     async def abefore_model(self, state: State) -> dict[str, Any]:
         """`before_model`, without blocking the event loop."""
         given = identified_state(state)
-        return merged(given, await self._loop.ajudge_model(given))
+        return merged(given, await self._loop.judge_model("a", given))
 
     def call_model(
         self,
@@ -220,7 +221,7 @@ class GraphQuota:
                 `exit_behavior="error"` says that the call could exceed it.
             UnknownPriceError: There is a limit of costs, and no price for the model.
         """
-        message, _ = self._loop.ask(model, state, tools, prompt)
+        message, _ = now(self._loop.ask("", model, state, tools, prompt))
         return message
 
     async def acall_model(
@@ -232,7 +233,7 @@ class GraphQuota:
         prompt: str | SystemMessage | None = None,
     ) -> AIMessage:
         """`call_model`, without blocking the event loop."""
-        message, _ = await self._loop.aask(model, state, tools, prompt)
+        message, _ = await self._loop.ask("a", model, state, tools, prompt)
         return message
 
     def after_model(self, state: State) -> dict[str, Any]:
@@ -249,12 +250,12 @@ class GraphQuota:
             RuntimeError: A limit's function or an observer is async, or a refused call was made.
         """
         given = identified_state(state)
-        return merged(given, self._loop.judge_tools(given))
+        return merged(given, now(self._loop.judge_tools("", given)))
 
     async def aafter_model(self, state: State) -> dict[str, Any]:
         """`after_model`, without blocking the event loop."""
         given = identified_state(state)
-        return merged(given, await self._loop.ajudge_tools(given))
+        return merged(given, await self._loop.judge_tools("a", given))
 
     @staticmethod
     def open_calls(state: State) -> list[ToolCall]:

@@ -20,6 +20,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware._budgets import Budgets, Paid
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._context import running_config
+from langchain_quota.middleware._form import Form
 from langchain_quota.middleware._model_calls import held_amounts, spending
 from langchain_quota.middleware._settlements import given_back
 from langchain_quota.model_runs import ModelRun, collect_answer, model_runs_so_far
@@ -60,20 +61,9 @@ class LoopBudgets(Budgets):
         """The limits that judge a call before its request is known: they hold a number already."""
         return limits
 
-    def call(
+    async def call(
         self,
-        request: ModelRequest[Any],
-        handler: Callable[[ModelRequest[Any]], ModelResponse[Any]],
-        limits: ResolvedLimits,
-        held: Mapping[str, int],
-    ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model. In a node of the user's own nothing else is done: the node is charged."""
-        if self._is_charged_by_its_node(request):
-            return handler(request), {}
-        return super().call(request, handler, limits, held)
-
-    async def acall(
-        self,
+        form: Form,
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
         limits: ResolvedLimits,
@@ -82,36 +72,11 @@ class LoopBudgets(Budgets):
         """Call the model. In a node of the user's own nothing else is done: the node is charged."""
         if self._is_charged_by_its_node(request):
             return await handler(request), {}
-        return await super().acall(request, handler, limits, held)
+        return await super().call(form, request, handler, limits, held)
 
-    def run_node(
+    async def run_node(  # noqa: PLR0913 - what a hook knows
         self,
-        state: Mapping[str, Any],
-        runtime: Any,
-        limits: ResolvedLimits,
-        run: Callable[[], Any],
-        *,
-        has_node: bool = True,
-    ) -> tuple[Any, Update]:
-        """Run a model node of the user's own; its result, and what is to be written."""
-        with self._step(state, has_node=has_node) as step:
-
-            def handler(_: object) -> Any:
-                result = run()
-                step.runs = model_runs_so_far()
-                return result
-
-            request = _without_model(step.state, runtime)
-            held = held_amounts(limits.asked(Call("model")))
-            try:
-                result, update = super().call(request, handler, limits, held)
-            finally:
-                self.charge(given_back(step.held))
-        self._check(step)
-        return result, _charged(update, step.written)
-
-    async def arun_node(
-        self,
+        form: Form,
         state: Mapping[str, Any],
         runtime: Any,
         limits: ResolvedLimits,
@@ -119,7 +84,7 @@ class LoopBudgets(Budgets):
         *,
         has_node: bool = True,
     ) -> tuple[Any, Update]:
-        """The async form of `run_node`."""
+        """Run a model node of the user's own; its result, and what is to be written."""
         with self._step(state, has_node=has_node) as step:
 
             async def handler(_: object) -> Any:
@@ -130,9 +95,9 @@ class LoopBudgets(Budgets):
             request = _without_model(step.state, runtime)
             held = held_amounts(limits.asked(Call("model")))
             try:
-                result, update = await super().acall(request, handler, limits, held)
+                result, update = await super().call(form, request, handler, limits, held)
             finally:
-                await self.acharge(given_back(step.held))
+                await self.charge(form, given_back(step.held))
         self._check(step)
         return result, _charged(update, step.written)
 
@@ -150,24 +115,10 @@ class LoopBudgets(Budgets):
         """Note that the step's call was refused, and so is not charged any more."""
         self._late.keep(state, {})
 
-    def charge_answer(
-        self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
+    async def charge_answer(
+        self, form: Form, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
     ) -> Update:
         """Charge the newest answer, whose call nobody saw; what is to be written."""
-        *prompt, answer = state["messages"]
-        if not isinstance(answer, AIMessage):
-            return {}
-
-        def collect() -> None:
-            collect_answer(prompt, answer)
-
-        _, update = self.run_node(state, runtime, limits, collect, has_node=False)
-        return update
-
-    async def acharge_answer(
-        self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
-    ) -> Update:
-        """The async form of `charge_answer`."""
         *prompt, answer = state["messages"]
         if not isinstance(answer, AIMessage):
             return {}
@@ -175,7 +126,7 @@ class LoopBudgets(Budgets):
         async def collect() -> None:
             collect_answer(prompt, answer)
 
-        _, update = await self.arun_node(state, runtime, limits, collect, has_node=False)
+        _, update = await self.run_node(form, state, runtime, limits, collect, has_node=False)
         return update
 
     def write_with_node(self, update: Update) -> None:

@@ -19,6 +19,7 @@ from langchain_quota.graph._charges import LoopBudgets, joined
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._charged_response import ChargedResponse
 from langchain_quota.middleware._context import CallContext, running_config, running_runtime
+from langchain_quota.middleware._form import Form, ask
 from langchain_quota.middleware._history import pending_calls, since
 from langchain_quota.middleware._root_run import root_run
 from langchain_quota.middleware.quota import QuotaMiddleware
@@ -75,65 +76,35 @@ class Loop(QuotaMiddleware[Any, Any]):
         """Whether a limit can end a run before a model call, other than with an exception."""
         return any(limit.exit_behavior != "error" for limit in self._current.of_kind["model"])
 
-    def judge_model(self, state: State) -> Update:
+    async def judge_model(self, form: Form, state: State) -> Update:
         """Judge the next model call; what is written says where to go."""
-        update = self.before_model(_typed(state), running_runtime()) or {}
+        update = await self._before_model(form, state, running_runtime()) or {}
         return self._to_model(state, update)
 
-    async def ajudge_model(self, state: State) -> Update:
-        """Judge the next model call; what is written says where to go."""
-        update = await self.abefore_model(_typed(state), running_runtime()) or {}
-        return self._to_model(state, update)
-
-    def judge_tools(self, state: State) -> Update:
+    async def judge_tools(self, form: Form, state: State) -> Update:
         """Judge the tool calls that the model made; what is written says where to go."""
         runtime = running_runtime()
         charged: Update = {}
         if self._budgets is not None:
             known = self._budgets.unwritten(state)
             if known is None and ledger(state).get("uncharged"):
-                limits = self._resolve("model", state, runtime)
-                known = self._budgets.charge_answer(state, runtime, limits)
+                limits = await self._resolve(form, "model", state, runtime)
+                known = await self._budgets.charge_answer(form, state, runtime, limits)
             charged = known or {}
-        update = self.after_model(_typed(merged(state, charged)), runtime) or {}
+        update = await self._after_model(form, merged(state, charged), runtime) or {}
         return joined(charged, _with_jump(state, update))
 
-    async def ajudge_tools(self, state: State) -> Update:
-        """Judge the tool calls that the model made; what is written says where to go."""
-        runtime = running_runtime()
-        charged: Update = {}
-        if self._budgets is not None:
-            known = self._budgets.unwritten(state)
-            if known is None and ledger(state).get("uncharged"):
-                limits = await self._aresolve("model", state, runtime)
-                known = await self._budgets.acharge_answer(state, runtime, limits)
-            charged = known or {}
-        update = await self.aafter_model(_typed(merged(state, charged)), runtime) or {}
-        return joined(charged, _with_jump(state, update))
-
-    def ask(
-        self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
-    ) -> tuple[AIMessage, Update]:
-        """Call the model with what is left and what it may call; its answer, what is written."""
-
-        def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
-            bound, given = _bound(request)
-            return ModelResponse(result=[bound.invoke(given)])
-
-        request = _request(model, state, tools, prompt)
-        return self._answer(state, self.wrap_model_call(request, call))
-
-    async def aask(
-        self, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
+    async def ask(
+        self, form: Form, model: BaseChatModel, state: State, tools: Tools, prompt: Prompt
     ) -> tuple[AIMessage, Update]:
         """Call the model with what is left and what it may call; its answer, what is written."""
 
         async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
             bound, given = _bound(request)
-            return ModelResponse(result=[await bound.ainvoke(given)])
+            return ModelResponse(result=[await ask(form, bound, "invoke", given)])
 
         request = _request(model, state, tools, prompt)
-        return self._answer(state, await self.awrap_model_call(request, call))
+        return self._answer(state, await self._wrap_model_call(form, request, call))
 
     def tool_node(self, tools: Tools, **options: Any) -> ToolNode:
         """A node of tools, whose calls wait where too many run, and know their root run."""
@@ -159,21 +130,14 @@ class Loop(QuotaMiddleware[Any, Any]):
                 "as a list, or make the node with quota.tool_node(tools)"
             )
 
-    def run_node(self, state: State, run: Callable[[], Any]) -> tuple[Any, Update]:
-        """Run a model's node of the user's own, where there are budgets; and what is written."""
-        assert self._budgets is not None  # noqa: S101 - for the type checker
-        runtime = running_runtime()
-        limits = self._resolve("model", state, runtime)
-        return self._budgets.run_node(state, runtime, limits, run)
-
-    async def arun_node(
-        self, state: State, run: Callable[[], Awaitable[Any]]
+    async def run_node(
+        self, form: Form, state: State, run: Callable[[], Awaitable[Any]]
     ) -> tuple[Any, Update]:
         """Run a model's node of the user's own, where there are budgets; and what is written."""
         assert self._budgets is not None  # noqa: S101 - for the type checker
         runtime = running_runtime()
-        limits = await self._aresolve("model", state, runtime)
-        return await self._budgets.arun_node(state, runtime, limits, run)
+        limits = await self._resolve(form, "model", state, runtime)
+        return await self._budgets.run_node(form, state, runtime, limits, run)
 
     @property
     def wraps_tools(self) -> bool:
@@ -299,10 +263,6 @@ def _in_a_task() -> bool:
     """Whether this is a task of the functional API, whose function keeps the state."""
     path: Any = (running_config().get("metadata") or {}).get("langgraph_path") or ()
     return len(path) > 1 and path[0] == "__pregel_push" and isinstance(path[1], tuple)
-
-
-def _typed(state: State) -> Any:
-    return state
 
 
 def _request(model: BaseChatModel, state: State, tools: Tools, prompt: Prompt) -> ModelRequest[Any]:

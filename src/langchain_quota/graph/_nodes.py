@@ -20,6 +20,7 @@ from langchain_quota.graph._loop import CALLED, Loop, Prompt, State, Tools, merg
 from langchain_quota.graph._own_node import ChargedNode
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._context import running_config
+from langchain_quota.middleware._form import Form, forms, now
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,
@@ -111,11 +112,11 @@ class Nodes:
 
         def call(state: State) -> Update:
             self._check_admitted(state)
-            return said(*self._loop.ask(model, state, tools, prompt))
+            return said(*now(self._loop.ask("", model, state, tools, prompt)))
 
         async def acall(state: State) -> Update:
             self._check_admitted(state)
-            return said(*await self._loop.aask(model, state, tools, prompt))
+            return said(*await self._loop.ask("a", model, state, tools, prompt))
 
         return RunnableLambda(call, acall, name=self._model)
 
@@ -149,17 +150,15 @@ class Nodes:
 
         return behind_tools
 
-    def _judge_model(self, state: State) -> Command[Any]:
-        return self._to_model(self._loop.judge_model(state))
+    async def _judging_model(self, form: Form, state: State) -> Command[Any]:
+        return self._to_model(await self._loop.judge_model(form, state))
 
-    async def _ajudge_model(self, state: State) -> Command[Any]:
-        return self._to_model(await self._loop.ajudge_model(state))
+    _judge_model, _ajudge_model = forms(_judging_model)
 
-    def _judge_tools(self, state: State) -> Command[Any]:
-        return self._to_tools(state, self._loop.judge_tools(state))
+    async def _judging_tools(self, form: Form, state: State) -> Command[Any]:
+        return self._to_tools(state, await self._loop.judge_tools(form, state))
 
-    async def _ajudge_tools(self, state: State) -> Command[Any]:
-        return self._to_tools(state, await self._loop.ajudge_tools(state))
+    _judge_tools, _ajudge_tools = forms(_judging_tools)
 
     def _to_model(self, update: Update) -> Command[Any]:
         is_admitted = update.pop("jump_to") == "model"

@@ -1,6 +1,7 @@
 """A model node of the user's own."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -9,6 +10,7 @@ from langgraph.types import Command
 from langchain_quota.graph._charges import joined
 from langchain_quota.graph._loop import CALLED, Loop, State
 from langchain_quota.middleware._calls import Update
+from langchain_quota.middleware._form import Form, ask, now
 
 
 class ChargedNode(Runnable[Any, Any]):
@@ -21,17 +23,17 @@ class ChargedNode(Runnable[Any, Any]):
 
     def invoke(self, input: State, config: RunnableConfig | None = None, **_: Any) -> Any:  # noqa: A002 - LangChain's name
         """Run the node."""
-        given = self._given(input)
-        if not self._loop.has_budgets:
-            return _with(self._node.invoke(given, config), {})
-        return _with(*self._loop.run_node(input, lambda: self._node.invoke(given, config)))
+        return now(self._run("", input, config))
 
     async def ainvoke(self, input: State, config: RunnableConfig | None = None, **_: Any) -> Any:  # noqa: A002 - the same
         """Run the node."""
-        given = self._given(input)
+        return await self._run("a", input, config)
+
+    async def _run(self, form: Form, state: State, config: RunnableConfig | None) -> Any:
+        run = partial(ask, form, self._node, "invoke", self._given(state), config)
         if not self._loop.has_budgets:
-            return _with(await self._node.ainvoke(given, config), {})
-        return _with(*await self._loop.arun_node(input, lambda: self._node.ainvoke(given, config)))
+            return _with(await run(), {})
+        return _with(*await self._loop.run_node(form, state, run))
 
 
 def _with(result: Any, charged: Update) -> Any:

@@ -14,6 +14,7 @@ from langchain_quota.graph._charges import joined
 from langchain_quota.graph._loop import Loop, State, Tools, merged
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._context import running_config, running_runtime, runs_tools
+from langchain_quota.middleware._form import Form, forms, now
 from langchain_quota.state import LEDGER, Ledger, QuotaState, ledger, merge_ledgers
 
 _MANAGED = ("remaining_steps", "is_last_step")
@@ -43,27 +44,20 @@ class ReactHooks:
         self._loop = loop
         self._has_model = has_model
 
-    def before(self, state: State) -> Update | Command[Any]:
+    async def _before(self, form: Form, state: State) -> Update | Command[Any]:
         """Judge the model call; begin the run, if it is a new one."""
         state = self._checked(state)
         first = self._loop.begin_once(state)
-        update = joined(first, self._loop.judge_model(merged(state, first)))
+        update = joined(first, await self._loop.judge_model(form, merged(state, first)))
         return self._left(state, update)
 
-    async def abefore(self, state: State) -> Update | Command[Any]:
-        """Judge the model call; begin the run, if it is a new one."""
-        state = self._checked(state)
-        first = self._loop.begin_once(state)
-        update = joined(first, await self._loop.ajudge_model(merged(state, first)))
-        return self._left(state, update)
+    before, abefore = forms(_before)
 
-    def after(self, state: State) -> Update:
+    async def _after(self, form: Form, state: State) -> Update:
         """Judge the tool calls: those without an answer run, and without calls the run ends."""
-        return _over(state, self._loop.judge_tools(state))
+        return _over(state, await self._loop.judge_tools(form, state))
 
-    async def aafter(self, state: State) -> Update:
-        """Judge the tool calls: those without an answer run, and without calls the run ends."""
-        return _over(state, await self._loop.ajudge_tools(state))
+    after, aafter = forms(_after)
 
     def _left(self, state: State, update: Update) -> Update | Command[Any]:
         """The update; if a limit ends the run, with the command that leaves the outer graph."""
@@ -118,12 +112,12 @@ class ReactModel:
 
         def ask(messages: list[AnyMessage]) -> AIMessage:
             asked = {**state, "messages": messages}
-            message, _ = self._loop.ask(self._model, asked, self._tools, None)
+            message, _ = now(self._loop.ask("", self._model, asked, self._tools, None))
             return message
 
         async def aask(messages: list[AnyMessage]) -> AIMessage:
             asked = {**state, "messages": messages}
-            message, _ = await self._loop.aask(self._model, asked, self._tools, None)
+            message, _ = await self._loop.ask("a", self._model, asked, self._tools, None)
             return message
 
         return RunnableLambda(ask, aask)

@@ -7,7 +7,7 @@ from langchain_quota.arguments import check_choice, check_switch
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Late
-from langchain_quota.middleware._form import Form, ask
+from langchain_quota.middleware._form import Form
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.prices import Price, Prices, UnknownPrice, check_prices, resolve_prices
 from langchain_quota.resolved import ResolvedLimits
@@ -62,5 +62,5 @@ async def late_use(
     if budgets is None:
         return None
     if budgets.others is not None:
-        await ask(form, budgets.others, "settle", state, runtime, limits)
+        await budgets.others.settle(form, state, runtime, limits)
     return budgets.late(state)

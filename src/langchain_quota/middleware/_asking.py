@@ -63,7 +63,7 @@ class Questions:
         result: AcquireResult,
         limits: ResolvedLimits,
         request_for: Callable[[ResolvedLimits], RequestT | None],
-        acquire: Callable[[RequestT], AcquireResult | Awaitable[AcquireResult]],
+        acquire: Callable[[RequestT], Awaitable[AcquireResult]],
     ) -> tuple[RequestT, AcquireResult]:
         """Ask a person about refused calls, if that helps; the newest request, and its result."""
         question = question_of(request, result)
@@ -90,8 +90,7 @@ class Questions:
         # Nobody is asked about what is refused now.
         asking = again.limits.asking
         again.stops = {name: n for name, n in again.stops.items() if name not in asking}
-        given: Any = acquire(again)
-        return again, await given if form else given
+        return again, await acquire(again)
 
     def _answered(self, question: "Question") -> Answer:
         """What the person answers: LangGraph interrupts the run here, and resumes it with it."""

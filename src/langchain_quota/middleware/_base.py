@@ -257,10 +257,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         written = {**update.get(LEDGER, {}), **written}
         return conclusion._replace(update={**update, LEDGER: written})
 
-    def _take_effect(self, request: Request, conclusion: Conclusion) -> Update | None:
-        """Make a conclusion visible, and then let it take effect."""
-        return effect(self._record(request, conclusion))
-
     def _counts_last(self, context: CallContext) -> bool:
         """Whether the counts of threads outlive the run."""
         return context.remembers

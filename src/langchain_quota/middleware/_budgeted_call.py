@@ -6,9 +6,10 @@ before, or by LangGraph when it runs a node again.
 """
 
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -19,6 +20,7 @@ from langchain_quota.admission import AcquireRequest, AcquireResult, Compensatio
 from langchain_quota.decision import STORE, Call, Decision, Outcome
 from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Conclusion, Request, Update
+from langchain_quota.middleware._form import Form, ask
 from langchain_quota.middleware._let_through import Admitted
 from langchain_quota.middleware._model_calls import conclude, held_amounts, held_for, uncounted
 from langchain_quota.middleware._model_request import last_call, with_state
@@ -26,6 +28,8 @@ from langchain_quota.middleware._observers import Observers
 from langchain_quota.middleware._settlements import given_back
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers
+
+_Acquire = Callable[[Request], Awaitable[AcquireResult]]
 
 
 class BudgetedCall:
@@ -54,61 +58,36 @@ class BudgetedCall:
         # What is written beside the call's use.
         self._written = Ledger()
 
-    def make(
+    async def make(
         self,
-        handler: Callable[[ModelRequest[Any]], ModelResponse[Any]],
-        acquire: Callable[[Request], AcquireResult],
-        take_effect: Callable[[Request, Conclusion], Update | None],
-        observers: Observers,
-    ) -> tuple[ModelResponse[Any] | None, Update]:
-        """Make the call, unless its budgets refuse it: the answer, and what is to be written."""
-        try:
-            if self._asks:
-                for asked in self._asking():
-                    self._result = acquire(asked)
-            admitted = self._recorded()
-            if admitted is not None:
-                observers.notify(admitted.decisions, admitted.task_id)
-        except Exception:
-            self._budgets.charge(self._unused())
-            raise
-        if self._refused is not None:
-            self._budgets.charge(self._refund())
-            return None, take_effect(*self._refused) or {}
-        response, update = self._budgets.call(self._request, handler, self._limits, self._held)
-        return response, self._joined(update)
-
-    async def amake(
-        self,
+        form: Form,
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
-        acquire: Callable[[Request], Awaitable[AcquireResult]],
-        take_effect: Callable[[Request, Conclusion], Awaitable[Update | None]],
+        acquire: Callable[[Form, Request], Awaitable[AcquireResult]],
+        take_effect: Callable[[Form, Request, Conclusion], Awaitable[Update | None]],
         observers: Observers,
     ) -> tuple[ModelResponse[Any] | None, Update]:
         """Make the call, unless its budgets refuse it: the answer, and what is to be written."""
         try:
             if self._asks:
-                for asked in self._asking():
-                    self._result = await acquire(asked)
+                await self._ask_for_all(partial(acquire, form))
             admitted = self._recorded()
             if admitted is not None:
-                await observers.anotify(admitted.decisions, admitted.task_id)
+                await ask(form, observers, "notify", admitted.decisions, admitted.task_id)
         except (Exception, CancelledError):
-            await self._budgets.acharge(self._unused())
+            await self._budgets.charge(form, self._unused())
             raise
         if self._refused is not None:
-            await self._budgets.acharge(self._refund())
-            return None, await take_effect(*self._refused) or {}
-        made = self._budgets.acall(self._request, handler, self._limits, self._held)
+            await self._budgets.charge(form, self._refund())
+            return None, await take_effect(form, *self._refused) or {}
+        made = self._budgets.call(form, self._request, handler, self._limits, self._held)
         response, update = await made
         return response, self._joined(update)
 
-    def _asking(self) -> Iterator[Request]:
+    async def _ask_for_all(self, acquire: _Acquire) -> None:
         """Ask for all that the call can use, then for a last call, if it can be the last one."""
-        # The caller, sync or async, puts each answer into `_result` before it asks for the next.
-        asked = yield from self._ask(self._request)
+        asked = await self._ask(self._request, acquire)
         if _is_too_much(self._result) and _ends_with_an_answer(asked, self._result):
-            asked = yield from self._ask_for_the_last(asked)
+            asked = await self._ask_for_the_last(asked, acquire)
         if not all(self._result.admitted):
             conclusion = conclude(asked, self._result)
             if self._admitted is not None and conclusion.error is None:
@@ -157,18 +136,18 @@ class BudgetedCall:
             return update
         return {**update, LEDGER: merge_ledgers(update.get(LEDGER, Ledger()), self._written)}
 
-    def _ask(self, request: ModelRequest[Any]) -> Generator[Request, None, Request]:
+    async def _ask(self, request: ModelRequest[Any], acquire: _Acquire) -> Request:
         """Ask for a call."""
         asked = self._budgets.bounded(request, self._limits, task=self._task)
-        yield asked
+        self._result = await acquire(asked)
         self._request = request
         return asked
 
-    def _ask_for_the_last(self, asked: Request) -> Generator[Request, None, Request]:
+    async def _ask_for_the_last(self, asked: Request, acquire: _Acquire) -> Request:
         """Ask for a call without tools, the last one of its budget."""
         _, breaches = asked.decided(self._result)
         final = Ledger(final=messages.final(breaches, is_last=True))
-        last = yield from self._ask(last_call(_with(self._request, final)))
+        last = await self._ask(last_call(_with(self._request, final)), acquire)
         if all(self._result.admitted):
             self._written["final"] = final["final"]
         return last

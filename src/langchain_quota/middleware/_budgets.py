@@ -24,6 +24,7 @@ from langchain_quota.estimates import asked_of
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._calls import Late, Request, Update
 from langchain_quota.middleware._charging import Charging, agent_of
+from langchain_quota.middleware._form import Form, ask
 from langchain_quota.middleware._late_use import LateUse, added
 from langchain_quota.middleware._let_through import LetThrough
 from langchain_quota.middleware._model_calls import (
@@ -104,29 +105,9 @@ class Budgets:
         """Itself: a copy of the middleware charges the same counts."""
         return self
 
-    def call(
+    async def call(
         self,
-        request: ModelRequest[Any],
-        handler: Callable[[ModelRequest[Any]], ModelResponse[Any]],
-        limits: ResolvedLimits,
-        held: Mapping[str, int],
-    ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model; its answer, and what is to be written to the state."""
-        admit = self._admits(request)
-        with collect_model_runs(admit) as collector, self._left_out(collector):
-            try:
-                response = handler(request)
-            except BaseException:
-                paid = self._paid(request, limits, held, collector)
-                self._show(paid, self._settle(paid))
-                raise
-        paid = self._paid(request, limits, held, collector)
-        self._show(paid, self._settle(paid))
-        self._warn_of_estimates(paid)
-        return response, _written(paid)
-
-    async def acall(
-        self,
+        form: Form,
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
         limits: ResolvedLimits,
@@ -139,16 +120,16 @@ class Budgets:
                 response = await handler(request)
             except BaseException as error:
                 paid = self._paid(request, limits, held, collector)
-                if isinstance(error, Exception | CancelledError):
-                    answer = await self._asettle(paid)
-                else:
+                if form and not isinstance(error, Exception | CancelledError):
                     # The event loop is closing: nothing can be awaited.
                     answer = None
                     self._settle_soon(paid)
+                else:
+                    answer = await self._settle(form, paid)
                 self._show(paid, answer)
                 raise
         paid = self._paid(request, limits, held, collector)
-        self._show(paid, await self._asettle(paid))
+        self._show(paid, await self._settle(form, paid))
         self._warn_of_estimates(paid)
         return response, _written(paid)
 
@@ -216,23 +197,16 @@ class Budgets:
         late = self._late.keep(state, added(each.amounts for each in used))
         return Paid(request, limits, used, before, late)
 
-    def charge(self, sent: AcquireRequest | None) -> AcquireResult | None:
+    async def charge(self, form: Form, sent: AcquireRequest | None) -> AcquireResult | None:
         """Have the store make corrections; its answer by key, or `None` without one."""
-        return None if sent is None or self._store is None else self._store.settle(sent)
-
-    async def acharge(self, sent: AcquireRequest | None) -> AcquireResult | None:
-        """Have the store make corrections; its answer by key, or `None` without one."""
-        return None if sent is None or self._store is None else await self._store.asettle(sent)
-
-    def _settle(self, paid: Paid) -> AcquireResult | None:
-        """Have the store charge what was used; its answer by key, or `None` without one."""
-        answer = self.charge(_settlements(paid))
-        mirror_root_run(paid.limits, answer)
+        if sent is None or self._store is None:
+            return None
+        answer: AcquireResult | None = await ask(form, self._store, "settle", sent)
         return answer
 
-    async def _asettle(self, paid: Paid) -> AcquireResult | None:
+    async def _settle(self, form: Form, paid: Paid) -> AcquireResult | None:
         """Have the store charge what was used; its answer by key, or `None` without one."""
-        answer = await self.acharge(_settlements(paid))
+        answer = await self.charge(form, _settlements(paid))
         mirror_root_run(paid.limits, answer)
         return answer
 

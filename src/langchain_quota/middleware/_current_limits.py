@@ -7,7 +7,6 @@ from langchain_quota.decision import Kind
 from langchain_quota.limits import Limit, counts_calls, is_dynamic
 from langchain_quota.middleware._context import aresolve, store_prefix
 from langchain_quota.middleware._form import Form
-from langchain_quota.middleware._form import now as done
 from langchain_quota.middleware._root_subject import root_subject
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.raised import raised
@@ -46,21 +45,12 @@ class CurrentLimits:
                 for kind, each in self.of_kind.items()
             }
 
-    def at(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
+    async def at(
+        self, form: Form, now: float, kind: Kind | None, state: Any, runtime: Any
+    ) -> ResolvedLimits:
         """The limits at a moment."""
         if self._fixed:
             return _raised(self._fixed[kind], state)
-        return done(self._at("", now, kind, state, runtime))
-
-    async def aat(self, now: float, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
-        """`at`, where async functions of limits are awaited."""
-        if self._fixed:
-            return _raised(self._fixed[kind], state)
-        return await self._at("a", now, kind, state, runtime)
-
-    async def _at(
-        self, form: Form, now: float, kind: Kind | None, state: Any, runtime: Any
-    ) -> ResolvedLimits:
         prefix, store = store_prefix(self._prefix, state, runtime), self._numbers_root_runs
         found = await aresolve(
             self.of_kind[kind],

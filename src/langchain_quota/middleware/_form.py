@@ -1,6 +1,6 @@
 """One body for the sync and the async form of a method."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -11,15 +11,19 @@ Form = Literal["", "a"]
 """What the names of methods in a form begin with."""
 
 
-async def call_in(form: Form, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a function gives, which is async in the async form."""
-    given = function(*args, **options)
+async def ask(form: Form, whom: Any, method: str, *args: Any, **options: Any) -> Any:
+    """What a method gives, in a form."""
+    given = getattr(whom, form + method)(*args, **options)
     return await given if form else given
 
 
-def ask(form: Form, whom: Any, method: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
-    """What a method gives, in a form."""
-    return call_in(form, getattr(whom, form + method), *args, **options)
+def in_sync(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+    """A sync function that can be awaited; to await it never waits."""
+
+    async def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return call(*args, **kwargs)
+
+    return called
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -38,10 +42,10 @@ def forms(
 ) -> tuple[Callable[Concatenate[S, P], T], Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:
     """The sync and the async method of one body."""
 
-    def in_sync(self: S, /, *args: P.args, **options: P.kwargs) -> T:
+    def called(self: S, /, *args: P.args, **options: P.kwargs) -> T:
         return now(method(self, "", *args, **options))
 
-    def in_async(self: S, /, *args: P.args, **options: P.kwargs) -> Coroutine[Any, Any, T]:
+    def acalled(self: S, /, *args: P.args, **options: P.kwargs) -> Coroutine[Any, Any, T]:
         return method(self, "a", *args, **options)
 
-    return in_sync, in_async
+    return called, acalled

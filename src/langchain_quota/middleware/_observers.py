@@ -37,9 +37,9 @@ class Observers:
         """Itself: a copy of the middleware notifies the same observers."""
         return self
 
-    def refuse_async(self) -> None:
+    def check(self, form: Form) -> None:
         """Refuse to go on in a sync run, which cannot wait for an async observer."""
-        for observer in self._observers:
+        for observer in self._observers if not form else ():
             if is_async(observer):
                 raise _async_error(observer)
 

@@ -22,6 +22,7 @@ from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.decision import Call
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._context import running_config
+from langchain_quota.middleware._form import Form, ask
 from langchain_quota.middleware._late_use import LateUse, added
 from langchain_quota.middleware._model_calls import budget_counts, made
 from langchain_quota.middleware._settlements import charge_by_key, joined, mirror_root_run
@@ -255,21 +256,30 @@ class OtherRuns:
     def __post_init__(self) -> None:
         _watch_root_runs()
 
-    def settle(self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits) -> None:
+    async def settle(
+        self, form: Form, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
+    ) -> None:
         """Charge what the run has used, before its next model call is judged."""
         step = _Step({LEDGER: ledger(state)}, limits, made(state, runtime))
         spent, sent = self._since_last_hook(step)
-        if spent:
-            answer = None if self.store is None or sent is None else self.store.settle(sent)
-            self._settled(step, spent, answer)
-
-    async def asettle(self, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits) -> None:
-        """Charge what the run has used, before its next model call is judged."""
-        step = _Step({LEDGER: ledger(state)}, limits, made(state, runtime))
-        spent, sent = self._since_last_hook(step)
-        if spent:
-            answer = None if self.store is None or sent is None else await self.store.asettle(sent)
-            self._settled(step, spent, answer)
+        if not spent:
+            return
+        answer: AcquireResult | None = None
+        if self.store is not None and sent is not None:
+            answer = await ask(form, self.store, "settle", sent)
+        mirror_root_run(limits, answer)
+        # With what was just charged.
+        known = budget_counts(step.state, self.late.of(step.state))
+        before = {name: n - spent.get(name.rpartition("/")[0], 0) for name, n in known.items()}
+        record_standing(
+            self.recorder,
+            step.call,
+            limits,
+            before=before,
+            spent=spent,
+            answer=answer,
+            is_call=False,
+        )
 
     def learn_state(self, state: Mapping[str, Any]) -> None:
         """Learn the state after a model call."""
@@ -306,22 +316,6 @@ class OtherRuns:
             agent.learn(**step._asdict())
         models.end_cancelled(graph_run)
         return agent.take()
-
-    def _settled(self, step: _Step, spent: Mapping[str, int], answer: AcquireResult | None) -> None:
-        """Learn the use of budgets and make it visible, with the store's counts if it answered."""
-        mirror_root_run(step.limits, answer)
-        # With what was just charged.
-        known = budget_counts(step.state, self.late.of(step.state))
-        before = {name: n - spent.get(name.rpartition("/")[0], 0) for name, n in known.items()}
-        record_standing(
-            self.recorder,
-            step.call,
-            step.limits,
-            before=before,
-            spent=spent,
-            answer=answer,
-            is_call=False,
-        )
 
 
 def _running() -> _AgentRun | None:

@@ -9,6 +9,7 @@ from langchain.agents.middleware.types import AgentMiddleware, ModelRequest
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._charged_response import ChargedResponse
+from langchain_quota.middleware._form import now
 
 
 def leave_out_before_model(middleware: Any) -> None:
@@ -28,7 +29,7 @@ def _without_before_model(cls: Any) -> type:
 
     def before_agent(self: Any, state: Any, runtime: Any) -> Update | None:
         # Around the model call, another middleware could take the error for one of the model.
-        self._observers.refuse_async()
+        self._observers.check("")
         begun: Update | None = cls.before_agent(self, state, runtime)
         return begun
 
@@ -36,8 +37,9 @@ def _without_before_model(cls: Any) -> type:
         self: Any, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Any]
     ) -> Any:
         # There are no limits. But a quota per root run begins with the run's first call.
-        limits = self._resolve("model", request.state, request.runtime)
-        update = self._take_effect(*model_calls.unlimited(request, limits, task=self.name))
+        limits = now(self._resolve("", "model", request.state, request.runtime))
+        unlimited = model_calls.unlimited(request, limits, task=self.name)
+        update = now(self._take_effect("", *unlimited))
         response = cls.wrap_model_call(self, request, handler)
         return response if update is None else ChargedResponse(response, update)
 
@@ -46,8 +48,9 @@ def _without_before_model(cls: Any) -> type:
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], Awaitable[Any]],
     ) -> Any:
-        limits = await self._aresolve("model", request.state, request.runtime)
-        update = await self._atake_effect(*model_calls.unlimited(request, limits, task=self.name))
+        limits = await self._resolve("a", "model", request.state, request.runtime)
+        unlimited = model_calls.unlimited(request, limits, task=self.name)
+        update = await self._take_effect("a", *unlimited)
         response = await cls.awrap_model_call(self, request, handler)
         return response if update is None else ChargedResponse(response, update)
 

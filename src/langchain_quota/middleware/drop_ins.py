@@ -19,7 +19,7 @@ from langchain_quota.decision import Call, Decision
 from langchain_quota.limits import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._base import ContextT, Limiter
+from langchain_quota.middleware._base import ContextT, Limiter, effect
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._context import call_context
 from langchain_quota.middleware._history import newest_name
@@ -153,7 +153,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
             return None
         raises = self._on_pending == "raise"
         conclusion = tool_calls.conclude(request, request.by_state(), pending_error=raises)
-        return self._take_effect(request, conclusion)
+        return effect(self._record(request, conclusion))
 
 
 class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
@@ -283,7 +283,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         self._check_wiring(state, runtime)
         request = model_calls.pending(state, runtime, self._resolved, task=self.name)
         conclusion = model_calls.conclude(request, request.by_state(), charging=False)
-        update = self._take_effect(request, conclusion) or {}
+        update = effect(self._record(request, conclusion)) or {}
         if "jump_to" not in update and ledger(state).get("model_counted"):
             update[LEDGER] = {**update.get(LEDGER, {}), "model_counted": False}
         return update or None

@@ -26,7 +26,7 @@ from langchain_quota.middleware._agent_budgets import late_use
 from langchain_quota.middleware._base import ContextT
 from langchain_quota.middleware._budgeted_call import BudgetedCall
 from langchain_quota.middleware._calls import Late, Request, Update
-from langchain_quota.middleware._form import now
+from langchain_quota.middleware._form import Form, in_sync, now
 from langchain_quota.middleware._history import identified, overruled, since
 from langchain_quota.middleware._model_request import with_state
 from langchain_quota.middleware._observers import Observer
@@ -153,33 +153,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
         """
-        step = _Step(self.name, request)
-        limits = self._resolve("model", step.state, request.runtime)
-        late = now(late_use("", self._budgets, step.state, request.runtime, limits))
-        call = step.model_call(self._before_request(limits), late)
-        conclusion = self._let_through(call, self._acquire(call))
-        step.write(self._take_effect(call, conclusion))
-        if not step.ended:
-            self._learn_tools(request)
-            given = step.request
-            given = self._shape(given) if self._shapes_requests else given
-            if self._budgets is None:
-                step.answer(handler(given))
-            else:
-                judged = BudgetedCall(self._budgets, given, limits, task=self.name)
-                hooks = self._acquire, self._take_effect, self._observers
-                response, update = judged.make(handler, *hooks)
-                step.write(update)
-                if response is None:
-                    return step.response()
-                step.answer(response)
-            self._mark_judged(step.state)
-            calls = step.tool_calls(self._resolve("tool", step.state, request.runtime))
-            if calls is not None:
-                result = self._acquire(calls)
-                conclusion = tool_calls.conclude(calls, result, has_caps=self._at_once is not None)
-                step.write(self._take_effect(calls, conclusion))
-        return step.response()
+        return now(self._wrap_model_call("", request, in_sync(handler)))
 
     async def awrap_model_call(  # type: ignore[override]  # the same
         self,
@@ -187,32 +161,40 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ExtendedModelResponse[ResponseT]:
         """`wrap_model_call`, without blocking the event loop."""
+        return await self._wrap_model_call("a", request, handler)
+
+    async def _wrap_model_call(  # type: ignore[override]  # the same
+        self,
+        form: Form,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+    ) -> ExtendedModelResponse[ResponseT]:
         step = _Step(self.name, request)
-        limits = await self._aresolve("model", step.state, request.runtime)
-        late = await late_use("a", self._budgets, step.state, request.runtime, limits)
+        limits = await self._resolve(form, "model", step.state, request.runtime)
+        late = await late_use(form, self._budgets, step.state, request.runtime, limits)
         call = step.model_call(self._before_request(limits), late)
-        conclusion = self._let_through(call, await self._aacquire(call))
-        step.write(await self._atake_effect(call, conclusion))
+        conclusion = self._let_through(call, await self._acquire(form, call))
+        step.write(await self._take_effect(form, call, conclusion))
         if not step.ended:
             self._learn_tools(request)
             given = step.request
-            given = await self._ashape(given) if self._shapes_requests else given
+            given = await self._shape(form, given) if self._shapes_requests else given
             if self._budgets is None:
                 step.answer(await handler(given))
             else:
                 judged = BudgetedCall(self._budgets, given, limits, task=self.name)
-                hooks = self._aacquire, self._atake_effect, self._observers
-                response, update = await judged.amake(handler, *hooks)
+                hooks = self._acquire, self._take_effect, self._observers
+                response, update = await judged.make(form, handler, *hooks)
                 step.write(update)
                 if response is None:
                     return step.response()
                 step.answer(response)
             self._mark_judged(step.state)
-            calls = step.tool_calls(await self._aresolve("tool", step.state, request.runtime))
+            calls = step.tool_calls(await self._resolve(form, "tool", step.state, request.runtime))
             if calls is not None:
-                result = await self._aacquire(calls)
+                result = await self._acquire(form, calls)
                 conclusion = tool_calls.conclude(calls, result, has_caps=self._at_once is not None)
-                step.write(await self._atake_effect(calls, conclusion))
+                step.write(await self._take_effect(form, calls, conclusion))
         return step.response()
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:

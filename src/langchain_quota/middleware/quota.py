@@ -24,7 +24,7 @@ from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._charged_response import ChargedResponse, has_ended
 from langchain_quota.middleware._context import CallContext
 from langchain_quota.middleware._current_limits import CurrentLimits
-from langchain_quota.middleware._form import now
+from langchain_quota.middleware._form import Form, ask, in_sync, now
 from langchain_quota.middleware._grantable import Grantable
 from langchain_quota.middleware._model_request import shaped
 from langchain_quota.middleware._observers import Observer, Observers
@@ -176,38 +176,33 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
         """
-        self._check_wiring(state, runtime)
-        if self._budgets is not None and has_ended(state):
-            return {"jump_to": "end"}
-        limits = self._resolve("model", state, runtime)
-        late = now(late_use("", self._budgets, state, runtime, limits))
-        first = self._before_request(limits)
-        ask = partial(model_calls.pending, state, runtime, task=self.name, late=late)
-        request = ask(first)
-        result = self._acquire(request)
-        if self._asking is not None and result.stopped:
-            asked = self._asking.put("", request, result, first, ask, self._acquire)
-            request, result = now(asked)
-        return self._take_effect(request, self._let_through(request, result))
+        return now(self._before_model("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """`before_model`, without blocking the event loop."""
+        return await self._before_model("a", state, runtime)
+
+    async def _before_model(
+        self, form: Form, state: Mapping[str, Any], runtime: Any
+    ) -> Update | None:
         self._check_wiring(state, runtime)
         if self._budgets is not None and has_ended(state):
             return {"jump_to": "end"}
-        limits = await self._aresolve("model", state, runtime)
-        late = await late_use("a", self._budgets, state, runtime, limits)
+        limits = await self._resolve(form, "model", state, runtime)
+        late = await late_use(form, self._budgets, state, runtime, limits)
         first = self._before_request(limits)
-        ask = partial(model_calls.pending, state, runtime, task=self.name, late=late)
-        request = ask(first)
-        result = await self._aacquire(request)
+        request_for = partial(model_calls.pending, state, runtime, task=self.name, late=late)
+        request = request_for(first)
+        result = await self._acquire(form, request)
         if self._asking is not None and result.stopped:
-            asked = self._asking.put("a", request, result, first, ask, self._aacquire)
-            request, result = await asked
-        return await self._atake_effect(request, self._let_through(request, result))
+            acquire = partial(self._acquire, form)
+            request, result = await self._asking.put(
+                form, request, result, first, request_for, acquire
+            )
+        return await self._take_effect(form, request, self._let_through(request, result))
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -222,42 +217,37 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
         """
-        self._check_wiring(state, runtime)
-        self._mark_judged(state)
-        if self._budgets is not None:
-            self._budgets.learn_written(state)
-        limits = self._resolve("tool", state, runtime)
-        ask = partial(tool_calls.pending, state, runtime, middleware=self.name, every_call=True)
-        request = ask(limits)
-        if request is None:
-            return None
-        result = self._acquire(request)
-        if self._asking is not None and result.stopped:
-            asked = self._asking.put("", request, result, limits, ask, self._acquire)
-            request, result = now(asked)
-        conclusion = tool_calls.conclude(request, result, has_caps=self._at_once is not None)
-        return self._take_effect(request, conclusion)
+        return now(self._after_model("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """`after_model`, without blocking the event loop."""
+        return await self._after_model("a", state, runtime)
+
+    async def _after_model(
+        self, form: Form, state: Mapping[str, Any], runtime: Any
+    ) -> Update | None:
         self._check_wiring(state, runtime)
         self._mark_judged(state)
         if self._budgets is not None:
             self._budgets.learn_written(state)
-        limits = await self._aresolve("tool", state, runtime)
-        ask = partial(tool_calls.pending, state, runtime, middleware=self.name, every_call=True)
-        request = ask(limits)
+        limits = await self._resolve(form, "tool", state, runtime)
+        request_for = partial(
+            tool_calls.pending, state, runtime, middleware=self.name, every_call=True
+        )
+        request = request_for(limits)
         if request is None:
             return None
-        result = await self._aacquire(request)
+        result = await self._acquire(form, request)
         if self._asking is not None and result.stopped:
-            asked = self._asking.put("a", request, result, limits, ask, self._aacquire)
-            request, result = await asked
+            acquire = partial(self._acquire, form)
+            request, result = await self._asking.put(
+                form, request, result, limits, request_for, acquire
+            )
         conclusion = tool_calls.conclude(request, result, has_caps=self._at_once is not None)
-        return await self._atake_effect(request, conclusion)
+        return await self._take_effect(form, request, conclusion)
 
     def wrap_model_call(
         self,
@@ -273,14 +263,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             ValueError: It is out of bounds or missing.
             UnknownPriceError: There is a limit of costs, and no price for the model.
         """
-        self._learn_tools(request)
-        given = self._shape(request) if self._shapes_requests else request
-        if self._budgets is None:
-            return handler(given)
-        limits = self._resolve("model", request.state, request.runtime)
-        call = BudgetedCall(self._budgets, given, limits, task=self.name)
-        made = call.make(handler, self._acquire, self._take_effect, self._observers)
-        return ChargedResponse.of(*made)
+        return now(self._wrap_model_call("", request, in_sync(handler)))
 
     async def awrap_model_call(
         self,
@@ -288,47 +271,46 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ModelResponse[ResponseT]:
         """Add what is left to the request, offer only usable tools, and charge what is used."""
+        return await self._wrap_model_call("a", request, handler)
+
+    async def _wrap_model_call(
+        self,
+        form: Form,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+    ) -> ModelResponse[ResponseT]:
         self._learn_tools(request)
-        given = await self._ashape(request) if self._shapes_requests else request
+        given = await self._shape(form, request) if self._shapes_requests else request
         if self._budgets is None:
             return await handler(given)
-        limits = await self._aresolve("model", request.state, request.runtime)
+        limits = await self._resolve(form, "model", request.state, request.runtime)
         call = BudgetedCall(self._budgets, given, limits, task=self.name)
-        made = await call.amake(handler, self._aacquire, self._atake_effect, self._observers)
-        return ChargedResponse.of(*made)
+        made = call.make(form, handler, self._acquire, self._take_effect, self._observers)
+        return ChargedResponse.of(*await made)
 
     @property
     def name(self) -> str:
         """The middleware's name in the graph: the name of the class."""
         return type(self).__name__
 
-    def _resolve(self, kind: Kind | None, state: Any, runtime: Any) -> ResolvedLimits:
-        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
-        return self._current.at(self._clock(), kind, state, runtime)
-
-    def _aresolve(
-        self, kind: Kind | None, state: Any, runtime: Any
+    def _resolve(
+        self, form: Form, kind: Kind | None, state: Any, runtime: Any
     ) -> Coroutine[Any, Any, ResolvedLimits]:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
-        return self._current.aat(self._clock(), kind, state, runtime)
+        return self._current.at(form, self._clock(), kind, state, runtime)
 
     def _before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
         """The limits that judge a model call before its request is known."""
         return limits if self._budgets is None else self._budgets.before_request(limits)
 
-    def _acquire(self, request: Request) -> AcquireResult:
+    async def _acquire(self, form: Form, request: Request) -> AcquireResult:
         """The answer: from the state's counts, or from the store's if it keeps any of them."""
         if self._store is None or not request.shared:
             return request.by_state()
         # Fail before anything is charged.
-        self._observers.refuse_async()
-        return self._store.acquire(request)
-
-    async def _aacquire(self, request: Request) -> AcquireResult:
-        """The answer: from the state's counts, or from the store's if it keeps any of them."""
-        if self._store is None or not request.shared:
-            return request.by_state()
-        return await self._store.aacquire(request)
+        self._observers.check(form)
+        answer: AcquireResult = await ask(form, self._store, "acquire", request)
+        return answer
 
     def _let_through(self, request: Request, result: AcquireResult) -> Conclusion:
         """What is decided about a model call; a call under budgets may be judged once more."""
@@ -341,18 +323,14 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         self._budgets.let_through.add(held["request"], call)
         return conclusion if decided else conclusion._replace(decisions=())
 
-    def _take_effect(self, request: Request, conclusion: Conclusion) -> Update | None:
+    async def _take_effect(
+        self, form: Form, request: Request, conclusion: Conclusion
+    ) -> Update | None:
         """Make a conclusion visible, also to the observers, and then let it take effect."""
-        self._observers.refuse_async()
-        recorded = self._record(request, conclusion)
-        self._observers.notify(conclusion.decisions, request.task_id)
-        return effect(recorded)
-
-    async def _atake_effect(self, request: Request, conclusion: Conclusion) -> Update | None:
-        """Make a conclusion visible, also to the observers, and then let it take effect."""
+        self._observers.check(form)
         recorded = self._record(request, conclusion)
         if self._observers.present:
-            await self._observers.anotify(conclusion.decisions, request.task_id)
+            await ask(form, self._observers, "notify", conclusion.decisions, request.task_id)
         return effect(recorded)
 
     def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:
@@ -368,24 +346,12 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         in_store = self._store is not None and context.run_thread_id is not None
         return in_store or super()._counts_last(context)
 
-    def _shape(self, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
+    async def _shape(self, form: Form, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
         """The request as the model gets it: with what is left, and the tools that it may call."""
-        limits = self._resolve(None, request.state, request.runtime)
-        kept = self._store.peek(limits.keys()) if self._store and self._shows_usage else {}
-        return self._shaped(request, limits, kept)
-
-    async def _ashape(self, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
-        """The request as the model gets it: with what is left, and the tools that it may call."""
-        limits = await self._aresolve(None, request.state, request.runtime)
-        kept = await self._store.apeek(limits.keys()) if self._store and self._shows_usage else {}
-        return self._shaped(request, limits, kept)
-
-    def _shaped(
-        self,
-        request: ModelRequest[ContextT],
-        limits: ResolvedLimits,
-        kept: Mapping[str, QuotaUsage] | None,
-    ) -> ModelRequest[ContextT]:
+        limits = await self._resolve(form, None, request.state, request.runtime)
+        kept: Mapping[str, QuotaUsage] | None = {}
+        if self._store is not None and self._shows_usage:
+            kept = await ask(form, self._store, "peek", limits.keys())
         near = self._recorder.near if self._tell_model else None
         uses = kept or {}
         limits = raised(limits, {key: each.granted for key, each in uses.items()})
