@@ -69,7 +69,12 @@ soak: $(VENV)/.develop ## Run agents for half an hour, and fail if anything grow
 picture: $(VENV)/.develop ## Draw the demo and top for the docs anew.
 	@$(BIN)/python -m tools.picture $(ARGS)
 
+# Tests are read, too: a new one that needs more lines replaces one that finds less.
+TESTS_AT_MOST = 29000
+
 lint: $(VENV)/.develop ## Check style and types.
+	@lines=$$(git ls-files -z tests | xargs -0 cat | wc -l); [ $$lines -le $(TESTS_AT_MOST) ] || \
+		{ echo "tests/ has $$lines lines, and $(TESTS_AT_MOST) are the most: take some away"; exit 1; }
 	$(BIN)/ruff check
 	$(BIN)/ruff check --preview --select DOC102,DOC202,DOC403,DOC501 src
 	$(BIN)/ruff format --check
@@ -81,7 +86,7 @@ format: $(VENV)/.develop ## Mend what can be mended of the style.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-matrix: ## Run unit and agent tests on every Python found, and oldest and newest langchain.
+test-matrix: ## Run the tests of the package on every Python found, and oldest and newest langchain.
 	@$(PYTHON) tools/matrix.py
 
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from benchmarks.judged import Used, judge
 from benchmarks.report import Result, Table, number
 from benchmarks.scenes import UNREACHED
 from benchmarks.sizes import Size
@@ -15,7 +16,6 @@ from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
 from langchain_quota.decision import Call
 from langchain_quota.resolved import ResolvedLimit
 from langchain_quota.telemetry import recorder_of
-from tests.judged import Used, judge
 
 FEW, MANY = 1, 8
 """Limits of a tool."""

@@ -82,7 +82,7 @@ def measure(size: Size) -> Result:
         directory = running.enter_context(TemporaryDirectory(prefix="benchmark-"))
         try:
             with required():
-                from tests.servers.redis import running_redis  # noqa: PLC0415 - needs redis
+                from tests.server.redis import running_redis  # noqa: PLC0415 - needs redis
 
                 server = running.enter_context(running_redis(Path(directory)))
         except LookupError as error:
@@ -196,7 +196,7 @@ def _cpu_time(process: int) -> int | None:
 async def _asked(url: str) -> AsyncIterator[dict[str, Ask]]:
     """What sends each kind of request, by name."""
     from langchain_quota import RedisStore  # noqa: PLC0415 - needs redis
-    from tests.servers.stores import batch, compensating, fresh  # noqa: PLC0415 - needs redis
+    from tests.server.stores import batch, compensating, fresh  # noqa: PLC0415 - needs redis
 
     store = RedisStore(url)
     together: Any = await store._clients.running()

@@ -104,7 +104,7 @@ async def postgres() -> AsyncIterator[tuple[BaseCheckpointSaver[Any], Look]]:
                 AsyncPostgresSaver,
             )
 
-            from tests.servers.postgres import running_postgres  # noqa: PLC0415 - needs psycopg
+            from tests.server.postgres import running_postgres  # noqa: PLC0415 - needs psycopg
 
             server = running.enter_context(running_postgres())
         async with AsyncPostgresSaver.from_conn_string(server.database()) as saver:

@@ -10,13 +10,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from benchmarks.judged import Used, judge
 from benchmarks.report import Ratio, Result, Table, divided, number
 from benchmarks.sizes import Size
 from langchain_quota import Telemetry, ToolCallLimit, metrics_app
 from langchain_quota.decision import Call
 from langchain_quota.resolved import ResolvedLimit
 from langchain_quota.telemetry import recorder_of
-from tests.judged import Used, judge
 
 LIMIT = 100
 NEAR = 90

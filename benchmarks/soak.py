@@ -303,7 +303,7 @@ def stores() -> Iterator[list[Store]]:
         try:
             with required():
                 from langchain_quota import RedisStore  # noqa: PLC0415 - needs redis
-                from tests.servers.redis import running_redis  # noqa: PLC0415 - the same
+                from tests.server.redis import running_redis  # noqa: PLC0415 - the same
 
                 server = running.enter_context(running_redis(Path(directory)))
                 found.append(RedisStore(server.url, timeout=30))

@@ -16,6 +16,7 @@ from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from benchmarks import scenes
+from benchmarks.judged import Used, judge, request_of
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.admission import AcquireRequest, admit
 from langchain_quota.batches import hits_of
@@ -26,7 +27,6 @@ from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.metrics import DECISION_BUCKETS
-from tests.judged import Used, judge, request_of
 
 Repeat = Callable[[int], None]
 """Does something so many times."""

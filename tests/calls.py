@@ -8,11 +8,7 @@ from typing import Any
 
 
 def calls_made(function: Callable[[], object]) -> int:
-    """How many calls a function makes in this thread, of Python's functions and of C's.
-
-    No garbage is collected meanwhile: when that is done depends on what ran before, and libraries
-    have callbacks for it.
-    """
+    """How many calls a function makes in this thread, of Python's functions and of C's."""
     made = 0
 
     def count(_frame: FrameType, event: str, _argument: Any) -> None:
@@ -20,7 +16,7 @@ def calls_made(function: Callable[[], object]) -> int:
         made += event in {"call", "c_call"}
 
     before, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()
+    gc.disable()  # when it runs depends on earlier tests, and libraries have callbacks for it
     sys.setprofile(count)
     try:
         function()

@@ -10,33 +10,39 @@ for name in [*os.environ]:
         del os.environ[name]
 
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from shutil import which
+from typing import TYPE_CHECKING
 
 import pytest
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client import CollectorRegistry
 
-from langchain_quota import Telemetry
 from tests import examples  # noqa: F401 - it sets how property tests draw
-from tests.signals import Signals
+from tests.certificates import Certificate, make_certificate
+from tests.server.prometheus import Prometheus, StartPrometheus, running_prometheus
+from tests.server.redis import RedisServer, running_redis
+from tests.telemetry import Signals, telling
 
-SERVERS = Path(__file__).parent / "servers"
-STORES = {
+if TYPE_CHECKING:  # it needs psycopg
+    from tests.server.postgres import PostgresServer
+
+REST = [Path(__file__).parent / name for name in ("server", "artefact")]
+QUICK = {
     *("test_store_contract.py", "test_store_agreement.py", "test_shared_agents.py"),
     *("test_root_runs.py", "test_charges.py", "test_model_usage.py", "test_providers.py"),
 }
 """Tests of stores and providers that need at most a Redis, which many machines have."""
+WAITING = {"test_alerts.py"}
+"""Tests that wait for most of a minute, and leave the processor to others meanwhile."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a server is left to `make test-all`, but for the store in Redis."""
+    """Leave what needs a server to `make test-all`, and begin with what waits longest."""
+    items.sort(key=lambda item: item.path.name not in WAITING)
     for item in items:
-        if SERVERS in item.path.parents and item.path.name not in STORES:
+        if item.path.name not in QUICK and any(each in item.path.parents for each in REST):
             item.add_marker("rest")
 
 
@@ -57,12 +63,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def signals() -> Signals:
     """Telemetry on a fresh registry and tracer provider."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry, tracer_provider=provider)
-    return Signals(telemetry, registry, provider, exporter)
+    return telling()
 
 
 @pytest.fixture
@@ -70,3 +71,38 @@ async def sqlite_saver(tmp_path: Path) -> AsyncIterator[AsyncSqliteSaver]:
     """A checkpointer on a database of the test's own."""
     async with AsyncSqliteSaver.from_conn_string(str(tmp_path / "threads.sqlite")) as saver:
         yield saver
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server; the tests of a module share it, each with a prefix of its own."""
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> "Iterator[PostgresServer]":
+    """A PostgreSQL server; all tests share it, each with a database of its own."""
+    from tests.server.postgres import running_postgres  # noqa: PLC0415 - it needs psycopg
+
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def start_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartPrometheus]:
+    """Starts a Prometheus that scrapes targets (`host:port` by job)."""
+    with ExitStack() as running:
+
+        def start(targets: Mapping[str, str]) -> Prometheus:
+            directory = tmp_path_factory.mktemp("prometheus")
+            return running.enter_context(running_prometheus(directory, targets))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certificate]:
+    """Self-signed certificates for a server on 127.0.0.1, for a client, and for a stranger."""
+    directory = tmp_path_factory.mktemp("certificates")
+    return {name: make_certificate(directory, name) for name in ("server", "client", "other")}

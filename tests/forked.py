@@ -1,8 +1,7 @@
 """Python programs in processes of their own, which need not import LangChain first.
 
-To import LangChain takes longer than most programs of the tests. One process imports it once, and
-forks for each program. It has imported nothing of this project, and nothing that reads settings
-when it is imported: those belong to the program.
+One process imports it once, which takes long, and forks for each program. It imports nothing of
+this project, and nothing that reads settings when it is imported: those belong to the program.
 """
 
 import atexit
@@ -33,18 +32,11 @@ LIFETIME = 600
 """The same for one that is only started."""
 
 COMMAND_LINE = "import sys; from langchain_quota.cli import main; sys.exit(main(sys.argv[1:]))"
-"""The command `langchain-quota`."""
-
 _LONGEST_ORDER = 1 << 20
 
 
 class Program:
-    """A program that runs, with the methods of `subprocess.Popen` that tests use.
-
-    Args:
-        status: Where its process id is read from, and then its exit code.
-        arguments: Those that it was started with.
-    """
+    """A program that runs, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, status: IO[bytes], arguments: Sequence[str]) -> None:
         self._status = status
@@ -66,11 +58,7 @@ class Program:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end: the exit code, below 0 if a signal ended it.
-
-        Raises:
-            subprocess.TimeoutExpired: It is not there in so many seconds.
-        """
+        """Wait for its end: the exit code, below 0 if a signal ended it."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired([*self._arguments], timeout or 0)
@@ -85,11 +73,9 @@ class Program:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -104,29 +90,17 @@ def start_python(
     imported: Sequence[str] = (),
     seconds: int = LIFETIME,
 ) -> Program:
-    """Start a program as `python -c` does.
+    """Start a program as `python -c` does; `imported` are modules that it finds imported, too.
 
     A test of how Python itself starts needs a process from scratch.
-
-    Args:
-        program: The program's text.
-        arguments: What is behind the `-c` in `sys.argv`.
-        stdout: The descriptor that it writes to.
-        stderr: That for its errors.
-        stdin: The one that it reads; by default there is nothing to read.
-        env: The environment; by default that of the tests.
-        cwd: Where it runs; by default where the tests do.
-        imported: Modules of other projects that it finds imported, too.
-        seconds: After how long it is ended by SIGALRM.
     """
     command = ["-c", *arguments]
-    order = {
+    order: dict[str, Any] = {
         "program": program,
         "arguments": command,
-        "env": dict(os.environ if env is None else env),
         "cwd": str(cwd or Path.cwd()),
-        "seconds": seconds,
     }
+    order |= {"env": dict(os.environ if env is None else env), "seconds": seconds}
     readable, writable = os.pipe()
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - no path of a file
         given = [nothing.fileno() if stdin is None else stdin, stdout, stderr, writable]
@@ -135,29 +109,12 @@ def start_python(
     return Program(io.FileIO(readable), command)
 
 
-def run_python(
-    program: str,
-    *arguments: str,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    imported: Sequence[str] = (),
-) -> subprocess.CompletedProcess[str]:
+def run_python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, as `start_python` starts it, with what it writes, as UTF-8."""
-    with (
-        tempfile.TemporaryFile() as output,
-        tempfile.TemporaryFile() as errors,
-        start_python(
-            program,
-            *arguments,
-            stdout=output.fileno(),
-            stderr=errors.fileno(),
-            env=env,
-            cwd=cwd,
-            imported=imported,
-            seconds=TIMEOUT,
-        ) as running,
-    ):
-        code = running.wait()
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        given: Any = {"stdout": output.fileno(), "stderr": errors.fileno(), "seconds": TIMEOUT}
+        with start_python(program, *arguments, **given, **options) as running:
+            code = running.wait()
         written = []
         for file in (output, errors):
             file.seek(0)
@@ -184,20 +141,15 @@ def without(*packages: str) -> str:
 
 @cache
 def _prepared(*imported: str) -> socket.socket:
-    """A way to the process that forks: one for each process of the tests, whose end is its own.
-
-    What one program finds imported, another one must not: other modules have another process.
-    """
+    """A way to the process that forks: one for each process of the tests and set of modules."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for each in (ours, its):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_ORDER)
     with its:
+        command = [sys.executable, "-m", "tests.forked", str(its.fileno()), *imported]
+        none = subprocess.DEVNULL
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked", str(its.fileno()), *imported],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[its.fileno()],
+            command, cwd=ROOT, stdin=none, stdout=none, pass_fds=[its.fileno()]
         )
     atexit.register(process.wait)
     atexit.register(ours.close)

@@ -14,12 +14,14 @@ from typing import Any, Literal, TypeVar
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command
+from pydantic import BaseModel
 
 from langchain_quota import (
     GraphQuota,
@@ -27,11 +29,13 @@ from langchain_quota import (
     ModelCallLimitMiddleware,
     QuotaMiddleware,
     ToolCallLimitMiddleware,
+    usage,
 )
 from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
+from langchain_quota.state import ThreadUsage
 from langchain_quota.testing import ScriptedChatModel, Turn, assert_valid_history
-from tests.signals import Signals
+from tests.telemetry import Signals
 
 Middleware = AgentMiddleware[Any, Any, Any]
 Form = Literal["sync", "async"]
@@ -42,6 +46,17 @@ Item = TypeVar("Item")
 CONFIG = {"configurable": {"thread_id": "thread-1"}}
 ANN = {"user_id": "ann"}
 BOB = {"user_id": "bob"}
+
+VALID = ("Weather", {"degrees": 20})
+"""A tool call that delivers the structured answer."""
+INVALID = ("Weather", {"degrees": "warm"})
+
+
+class Weather(BaseModel):
+    """The weather."""
+
+    degrees: int
+
 
 both_forms = pytest.mark.parametrize("form", ["sync", "async"])
 """The hooks of `invoke` and those of `ainvoke`, as the argument `form`.
@@ -54,8 +69,9 @@ random agents in both and finds no difference.
 _AGENT = {
     *("checkpointer", "context_schema", "response_format", "system_prompt", "state_schema"),
     *("interrupt_before", "interrupt_after", "name", "debug", "cache", "prompt"),
+    *("subagents", "interrupt_on"),
 }
-"""Options of `create_agent` and `compile`; all others are the quota's."""
+"""Options of `create_agent`, `compile` and `create_deep_agent`; all others are the quota's."""
 
 
 def orders(count: int) -> pytest.MarkDecorator:
@@ -102,23 +118,41 @@ def asking(*tools: Any) -> Callable[[Sequence[BaseMessage]], Turn]:
     return script
 
 
+def delegate(
+    agent: Any, name: str = "delegate", *, times: int = 1, context: Any = None
+) -> BaseTool:
+    """A tool that asks another agent, so many times, and gives its last answer."""
+    asked: Any = {"messages": [("user", "do it")]}
+
+    def ask() -> str:
+        results = [agent.invoke(asked, context=context) for _ in range(times)]
+        return str(results[-1]["messages"][-1].content)
+
+    async def aask() -> str:
+        results = [await agent.ainvoke(asked, context=context) for _ in range(times)]
+        return str(results[-1]["messages"][-1].content)
+
+    return StructuredTool.from_function(ask, aask, name=name, description=name)
+
+
 class Scene:
     """An agent, or a graph, on a thread, and all that it did.
 
     Args:
         signals: The telemetry that is written to.
-        script: What the model plays.
+        script: What the model plays, or a model of the test's own.
         items: Limits, which one quota of this kind holds the agent to, and further middlewares, in
             list order.
         kind: What holds the agent to the limits: a middleware, a drop-in for each limit, or a
             `GraphQuota` around a StateGraph or a `create_react_agent`.
         form: Which form of the hooks and nodes runs.
-        tools: Tools by name, which record that they ran, or tools of the test's own.
+        tools: Tools by name, which record that they ran, or tools of others.
         ran: The names of the tools that ran, for tools of the test's own.
         context: The context of the runs from now on.
         thread_id: The thread of the runs from now on; `None` for none.
         state: The graph's state.
         loop: Further arguments of `add_to`; a function gets the scene.
+        create: What makes the agent, instead of `create_agent`.
         **options: Options of `create_agent` or `compile`, and of the quota.
     """
 
@@ -132,20 +166,22 @@ class Scene:
         *,
         kind: Kind = "quota",
         form: Form = "async",
-        tools: Sequence[str | BaseTool] = ("search", "calc"),
+        tools: Sequence[str | BaseTool | dict[str, Any]] = ("search", "calc"),
         ran: list[str] | None = None,
         context: Any = None,
         thread_id: object = "thread-1",
         state: Any = MessagesState,
         loop: dict[str, Any] | Callable[["Scene"], dict[str, Any]] | None = None,
+        create: Callable[..., Any] = create_agent,
         **options: Any,
     ) -> None:
         self.signals, self.form = signals, form
         self.context, self.thread_id = context, thread_id
-        self.model = ScriptedChatModel(script=script)
+        own = isinstance(script, BaseChatModel)
+        self.model: ScriptedChatModel = script if own else ScriptedChatModel(script=script)
         self.ran: list[str] = [] if ran is None else ran
-        self.tools = [
-            each if isinstance(each, BaseTool) else recording(each, self.ran) for each in tools
+        self.tools: list[Any] = [
+            recording(each, self.ran) if isinstance(each, str) else each for each in tools
         ]
         self._earlier_tools = self._earlier_models = 0
         limits = [each for each in items if isinstance(each, Limit)]
@@ -154,15 +190,12 @@ class Scene:
         made.setdefault("checkpointer", InMemorySaver())
         given = {key: value for key, value in options.items() if key not in _AGENT}
         given["telemetry"] = signals.telemetry
-        self.limits = [
-            *limits,
-            *(limit for each in others for limit in getattr(each, "limits", ())),
-        ]
+        theirs = [limit for each in others for limit in getattr(each, "limits", ())]
+        self.limits = [*limits, *theirs]
+        self.agent: Any
         if kind in ("graph", "react"):
             self.quota = GraphQuota(limits, **given)
-            self.agent: Any = (
-                self._graph(made, state, loop) if kind == "graph" else self._react(made)
-            )
+            self.agent = self._graph(made, state, loop) if kind == "graph" else self._react(made)
             return
         middleware: list[Middleware] = [*others]
         if limits:
@@ -170,7 +203,7 @@ class Scene:
             self.quota = held[0]
             at = next(index for index, each in enumerate(items) if isinstance(each, Limit))
             middleware[at:at] = held
-        self.agent = create_agent(self.model, tools=self.tools, middleware=middleware, **made)
+        self.agent = create(self.model, tools=self.tools, middleware=middleware, **made)
 
     def _graph(self, made: dict[str, Any], state: Any, loop: Any) -> Any:
         self.graph: Any = StateGraph(state)
@@ -186,7 +219,7 @@ class Scene:
         for name, value in who.items():
             setattr(self, name, value)
         self._earlier_tools = len(self.ran)
-        self._earlier_models = len(self.model.calls)
+        self._earlier_models = len(getattr(self.model, "calls", ()))
         return await self.invoke({"messages": [("user", text)]})
 
     async def resume(self, value: Any) -> dict[str, Any]:
@@ -233,14 +266,8 @@ class Scene:
         ]
 
     def metric(self, limit: str, decision: str, scope: str = "none") -> float:
-        value = self.signals.value(
-            "langchain_quota_limit_decisions_total",
-            agent="unnamed",
-            limit=limit,
-            scope=scope,
-            decision=decision,
-        )
-        return value or 0
+        labels = {"agent": "unnamed", "limit": limit, "scope": scope, "decision": decision}
+        return self.signals.value("langchain_quota_limit_decisions_total", **labels) or 0
 
     def used(self, limit: Limit) -> tuple[int, int]:
         """What the thread and the run have used of a limit, in the state."""
@@ -249,6 +276,29 @@ class Scene:
             return state["thread_model_call_count"], state["langchain_quota"]["run_model"]
         thread = state.get("thread_tool_call_count", {}).get(limit.counter, 0)
         return thread, state["langchain_quota"]["run_tools"].get(limit.counter, 0)
+
+    def calls(self, decision: str, tool: str | None = None) -> float:
+        """The calls of a tool, or else of the model, that were decided so."""
+        kind = "model" if tool is None else "tool"
+        labels = {"agent": "unnamed", "kind": kind, "tool": tool or "none", "decision": decision}
+        return self.signals.value("langchain_quota_calls_total", **labels) or 0
+
+    def last_text(self) -> str:
+        """What the newest message says, which is the AI's."""
+        newest = self.state()["messages"][-1]
+        assert isinstance(newest, AIMessage)
+        return newest.text
+
+    def usage(self) -> ThreadUsage:
+        """What `usage` tells of the thread."""
+        return usage(self.agent.get_state(self.config))
+
+    async def reset(self) -> None:
+        """Give the thread its budget back."""
+        if self.form == "sync":
+            self.quota.reset(self.agent, self.config)
+        else:
+            await self.quota.areset(self.agent, self.config)
 
     def fallbacks(self, action: str) -> float | None:
         """The calls that were judged without the store."""
@@ -349,23 +399,15 @@ def held_to(limits: Sequence[Limit], kind: Kind, options: dict[str, Any]) -> lis
         return [InlineQuotaMiddleware(limits, **options)]
     made: list[Middleware] = []
     for limit in limits:
-        given = {
-            "thread_limit": limit.thread_limit,
-            "run_limit": limit.run_limit,
-            "exit_behavior": limit.exit_behavior,
-            **options,
-        }
+        given = {"limit_name": limit.name, **options}
+        for name in ("thread_limit", "run_limit", "exit_behavior"):
+            given[name] = getattr(limit, name)
         if limit.kind == "tool":
             given["tool_name"] = limit.tools[0] if limit.tools else None
             made.append(ToolCallLimitMiddleware(**given))
         else:
             made.append(ModelCallLimitMiddleware(**given))
     return made
-
-
-def matching(ran: Sequence[str], *tools: str) -> int:
-    """How many of the tools that ran are of these."""
-    return sum(name in tools for name in ran)
 
 
 def texts(result: Mapping[str, Any]) -> list[str]:

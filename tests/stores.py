@@ -10,11 +10,10 @@ from langchain_quota import QuotaMiddleware
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
-from langchain_quota.model_usage import ModelUsage
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import dimension_of
 from langchain_quota.stores.memory import MemoryStore
-from tests.signals import Signals
+from tests.telemetry import Signals
 
 DAY = timedelta(days=1)
 NOON = 1_767_268_800.0
@@ -63,13 +62,16 @@ class FickleStore:
 
     def __init__(self, store: MemoryStore) -> None:
         self.kept = store
+        self.clock = store.clock
         self.down = False
         self.hears = False
+        self.asked: list[AcquireRequest] = []
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         return self.kept.usages(pattern)
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
+        self.asked.append(request)
         if self.down and self.hears:
             self.kept.acquire(request)
         self._fail()
@@ -98,18 +100,12 @@ class FickleStore:
 
 
 class SlowStore(FickleStore):
-    """A store whose first async request does not come back.
-
-    Args:
-        store: Keeps the counts.
-        heard: Whether it charges before it waits, or would do so behind.
-    """
+    """A store whose first async request does not come back."""
 
     def __init__(self, store: MemoryStore, *, heard: bool) -> None:
         super().__init__(store)
         self.heard = heard
         self.reached = asyncio.Event()
-        self.asked: list[AcquireRequest] = []
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         self.asked.append(request)
@@ -120,9 +116,3 @@ class SlowStore(FickleStore):
         self.reached.set()
         await asyncio.Event().wait()
         raise AssertionError("never")
-
-
-def bound_of(request: Any) -> ModelUsage:
-    """Ten tokens of input, and as long an answer as the request allows."""
-    made: int = request.model_settings.get("max_tokens", 50)
-    return ModelUsage(input_tokens=10, output_tokens=made, total_tokens=10 + made)

@@ -33,7 +33,7 @@ ADDED = {
     "langchain-quota demo": " --port 0 --seconds 3",
     "make demo": ' ARGS="--port 0 --seconds 1"',
     # CI runs them all.
-    "make test": ' ARGS="tests/unit/test_names.py"',
+    "make test": ' ARGS="tests/cli/test_export.py"',
 }
 """What is added to lines of the README, and why."""
 

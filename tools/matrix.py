@@ -1,4 +1,4 @@
-"""Run unit and agent tests on every Python found, from the oldest to the newest langchain.
+"""Run the tests of the package on every Python found, from the oldest to newest langchain.
 
 Needs nothing but Python: it makes an environment for each combination, and says at the end which
 ones it ran. Exit status 1 if one of them failed.
@@ -12,19 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MINORS = range(11, 15)
-SAME_EVERYWHERE = (
-    "test_compose.py",
-    "test_dashboards.py",
-    "test_dist.py",
-    "test_docs.py",
-    "test_matrix.py",
-    "test_project.py",
-    "test_rules.py",
-    "test_upstream.py",
-)
-"""Unit tests of files that users do not install: the repository's dashboards, rules and tools.
+SAME_EVERYWHERE = ("artefact", "docs", "server")
+"""Folders of tests of what users do not install: the repository's pages, dashboards and rules.
 
-`make test` runs them once, with the pinned versions. Tests that run the package run everywhere.
+`make test` and `make test-all` run them once, with the pinned versions.
 """
 
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -95,8 +86,8 @@ def run(combination: Combination, python: str) -> str:
             ".[demo]",
         ),
         (
-            *(venv_python, "-m", "pytest", "tests/unit", "tests/agent"),
-            *(f"--ignore=tests/unit/{name}" for name in SAME_EVERYWHERE),
+            *(venv_python, "-m", "pytest", "-m", "not rest", "tests"),
+            *(f"--ignore=tests/{name}" for name in SAME_EVERYWHERE),
         ),
     ]
     for command in commands:

@@ -14,9 +14,9 @@ from pathlib import Path
 from benchmarks.traffic.agents import Profile, Question, loops, questions
 from benchmarks.traffic.truth import Journal, Truth
 from tests.forked import ROOT, as_module, start_python
-from tests.servers.prometheus import DEADLINE
-from tests.servers.proxy import Proxy, proxy
-from tests.servers.redis import running_redis
+from tests.server.prometheus import DEADLINE
+from tests.server.proxy import Proxy, proxy
+from tests.server.redis import running_redis
 
 
 class _Process:

@@ -13,7 +13,7 @@ from benchmarks.traffic.running import Traffic
 from langchain_quota.levels import Level
 from langchain_quota.money import MICRODOLLARS
 from langchain_quota.monitoring import exports
-from tests.servers.alertmanager import (
+from tests.server.alertmanager import (
     Webhook,
     alerting_prometheus,
     example,
@@ -21,7 +21,7 @@ from tests.servers.alertmanager import (
     running_alertmanager,
     running_webhook,
 )
-from tests.servers.prometheus import Prometheus, eventually
+from tests.server.prometheus import Prometheus, eventually
 
 JOB = "agents"
 

@@ -103,7 +103,7 @@ def _check_limit(limit: object) -> None:
     if isinstance(limit, str | Decimal):
         checked_microdollars("limit", limit)
     elif not callable(limit):
-        check_count("limit", limit)
+        check_count("limit", limit, what="a whole number")
 
 
 def _check_free(name: str, per: object) -> None:

@@ -1,5 +1,8 @@
-"""Decisions and exceptions; checked by mypy and pyright, never run."""
+"""Decisions, their observers, and exceptions; checked by mypy and pyright, never run."""
 
+import functools
+import queue
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any, Literal, assert_type
 
@@ -9,8 +12,10 @@ from langchain_quota import (
     Decision,
     Level,
     LimitStatus,
+    ModelCallLimit,
     ModelCallLimitExceededError,
     Outcome,
+    QuotaMiddleware,
     QuotaStatus,
     QuotaStoreError,
     QuotaWarning,
@@ -18,45 +23,32 @@ from langchain_quota import (
 )
 
 
-def read(decision: Decision) -> str:
+def read(decision: Decision, answer: Answer, warning: QuotaWarning) -> UserWarning:
     """All that a decision tells."""
     assert_type(decision.call, Call)
     assert_type(decision.call.kind, Literal["model", "tool"])
-    assert_type(decision.call.tool, str | None)
-    assert_type(decision.call.id, str | None)
-    assert_type(decision.call.amount, int)
-    assert_type(decision.call.agent, str | None)
+    assert_type((decision.call.tool, decision.call.id), tuple[str | None, str | None])
+    assert_type((decision.call.agent, decision.call.amount), tuple[str | None, int])
     assert_type(decision.call.thread_id, object)
     assert_type(decision.outcome, Outcome)
     assert_type(decision.limits, tuple[LimitStatus, ...])
     assert_type(decision.refused_by, tuple[LimitStatus, ...])
     assert_type(decision.resets_at, datetime | None)
     assert_type(decision.answer, Answer | None)
-    leading = decision.leading
-    if leading is None:
-        return ""
-    assert_type(leading, LimitStatus)
-    assert_type(leading.limit, str)
-    assert_type(leading.refused, bool)
-    assert_type(leading.scope, str | None)
-    assert_type(leading.thread_used, int)
-    assert_type(leading.thread_limit, int | None)
-    assert_type(leading.run_limit, int | None)
-    assert_type(leading.share, float)
-    assert_type(leading.crossed("run", 0.8), Level | None)
-    for quota in leading.quotas:
-        assert_type(quota, QuotaStatus)
-        assert_type(quota.resets_at, datetime | None)
-        assert_type(quota.used, int)
-    return leading.limit
-
-
-def answered(answer: Answer) -> int:
-    """What a person has answered."""
     assert_type(answer.type, Literal["approve", "reject"])
-    assert_type(answer.by, str)
-    assert_type(answer.message, str)
-    return sum(answer.granted.values())
+    assert_type((answer.by, answer.message), tuple[str, str])
+    assert_type(sum(answer.granted.values()), int)
+    if leading := decision.leading:
+        assert_type(leading, LimitStatus)
+        assert_type((leading.limit, leading.scope), tuple[str, str | None])
+        assert_type((leading.refused, leading.share), tuple[bool, float])
+        assert_type((leading.thread_used, leading.thread_limit), tuple[int, int | None])
+        assert_type(leading.run_limit, int | None)
+        assert_type(leading.crossed("run", 0.8), Level | None)
+        assert_type(leading.quotas[0], QuotaStatus)
+        assert_type(leading.quotas[0].resets_at, datetime | None)
+        assert_type(leading.quotas[0].used, int)
+    return warning
 
 
 def outcome_of(decision: Decision) -> int:
@@ -65,43 +57,80 @@ def outcome_of(decision: Decision) -> int:
     if decision.outcome == "blocked" or decision.outcome in {"skipped", "would_block"}:
         return len(text)
     match decision.outcome:
-        case Outcome.ALLOWED:
+        case Outcome.ALLOWED | Outcome.WOULD_BLOCK:
             return 0
         case Outcome.BLOCKED | Outcome.SKIPPED:
             return 1
-        case Outcome.WOULD_BLOCK:
-            return 2
-
-
-def hand_made() -> Decision:
-    """For the tests of an observer."""
-    return Decision(Call("tool", tool="search", thread_id="7"), Outcome.ALLOWED)
 
 
 def caught() -> Any:
     """The exceptions tell who refused."""
     try:
-        return None
+        return Decision(Call("tool", tool="search", thread_id="7"), Outcome.ALLOWED)
     except (ToolCallLimitExceededError, ModelCallLimitExceededError) as error:
         assert_type(error.decision, Decision | None)
         assert_type(error.run_count, int)
         return error.decision.resets_at if error.decision else error.thread_limit
     except QuotaStoreError as error:
         assert_type(error.timed_out, bool)
-        return error.timed_out
 
 
-def warned(warning: QuotaWarning) -> UserWarning:
-    """A warning that filters know."""
-    return warning
+limits = [ModelCallLimit(run_limit=10)]
+seen: list[Decision] = []
+jobs: queue.Queue[Decision] = queue.Queue()
+
+
+def sync(decision: Decision) -> None:
+    seen.append(decision)
+
+
+async def awaited(decision: Decision) -> None:
+    sync(decision)
+
+
+async def with_note(note: str, decision: Decision) -> None:
+    sync(decision)
+
+
+class Billing:
+    async def __call__(self, decision: Decision) -> None:
+        sync(decision)
+
+
+def either(decision: Decision) -> Awaitable[None] | None:
+    return None if decision.refused_by else awaited(decision)
+
+
+# One observer, and several.
+QuotaMiddleware(limits, on_decision=sync)
+QuotaMiddleware(limits, on_decision=awaited)
+QuotaMiddleware(limits, on_decision=either)
+QuotaMiddleware(limits, on_decision=Billing())
+QuotaMiddleware(limits, on_decision=functools.partial(with_note, "note"))
+QuotaMiddleware(limits, on_decision=jobs.put_nowait)
+QuotaMiddleware(limits, on_decision=lambda decision: print(decision.outcome))
+QuotaMiddleware(limits, on_decision=())
+QuotaMiddleware(limits, on_decision=[sync, awaited, Billing(), seen.append])
+several: list[Callable[[Decision], None]] = [sync, seen.append]
+QuotaMiddleware(limits, on_decision=several)
+
+
+def of_outcome(outcome: str) -> None:
+    """Takes no decision."""
+
+
+def with_answer(decision: Decision) -> str:
+    return decision.outcome
 
 
 # Not these.
-def wrong(decision: Decision) -> None:
-    """Frozen, and without these."""
-    decision.outcome = Outcome.ALLOWED  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-    decision.call.tool.upper()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
-    decision.leading.limit  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
-    decision.blocked  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-    Call("agent")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    Decision(Call("model"), "allowed")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, on_decision=of_outcome)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, on_decision=with_answer)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, on_decision=with_note)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, on_decision=[sync, "log"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+seen[0].outcome = Outcome.ALLOWED  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+seen[0].call.tool.upper()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
+seen[0].leading.limit  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
+seen[0].blocked  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+Call("agent")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Decision(Call("model"), "allowed")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,6 @@ from langchain.agents.middleware import (
     HumanInTheLoopMiddleware,
     PIIMiddleware,
     TodoListMiddleware,
-    ToolRetryMiddleware,
 )
 from langchain.agents.middleware import model_call_limit as langchain_model_limit
 from langchain.agents.middleware import tool_call_limit as langchain_tool_limit
@@ -42,10 +41,8 @@ assert_type(tools, ToolCallLimitMiddleware[Any, Any])
 assert_type(models, ModelCallLimitMiddleware[Any, Any])
 
 # What they keep.
-assert_type(tools.name, str)
-assert_type(tools.tool_name, str | None)
-assert_type(tools.thread_limit, int | None)
-assert_type(models.run_limit, int | None)
+assert_type((tools.name, tools.tool_name), tuple[str, str | None])
+assert_type((tools.thread_limit, models.run_limit), tuple[int | None, int | None])
 
 
 # And ours.
@@ -54,34 +51,18 @@ def refusal(decision: Decision) -> str:
 
 
 named = ToolCallLimitMiddleware(
-    run_limit=3,
-    limit_name="daily",
-    message=refusal,
-    alert=False,
-    exit_behavior="end",
-    on_pending="raise",
-    telemetry=Telemetry(),
+    run_limit=3, limit_name="daily", message=refusal, alert=False, on_pending="raise"
+)
+told = ModelCallLimitMiddleware(
+    run_limit=50, exit_behavior="end", message="Enough.", limit_name="hard", telemetry=Telemetry()
 )
 
 # Together, beside each other and beside other middlewares, in one list.
-create_agent(
-    model,
-    middleware=[
-        tools,
-        named,
-        models,
-        ToolCallLimitMiddleware(run_limit=50),
-        ModelCallLimitMiddleware(run_limit=50, message="Enough.", limit_name="hard"),
-        PIIMiddleware("email"),
-        ToolRetryMiddleware(),
-        HumanInTheLoopMiddleware({"search": True}),
-        QuotaMiddleware([ToolCallLimit(run_limit=50)]),
-    ],
-)
+asked = HumanInTheLoopMiddleware({"search": True})
+quota = QuotaMiddleware([ToolCallLimit(run_limit=50)])
+create_agent(model, middleware=[tools, named, models, told, PIIMiddleware("email"), asked, quota])
 create_agent(model, middleware=[tools, TodoListMiddleware()])
-create_agent(model, middleware=[tools, models], context_schema=Caller)
 create_agent(model, middleware=[ToolCallLimitMiddleware(run_limit=3)], context_schema=Caller)
-
 # With its types given, in LangChain's order: the response, then the context.
 typed = ToolCallLimitMiddleware[Any, Caller](run_limit=3)
 create_agent(model, middleware=[typed], context_schema=Caller)

@@ -1,5 +1,6 @@
-"""GraphQuota with graphs of one's own, by mypy and pyright; never run."""
+"""Graphs of one's own and deep agents with limits; checked by mypy and pyright, never run."""
 
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, TypedDict, assert_type
 
@@ -8,19 +9,22 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
 
-from langchain_quota import CostLimit, GraphQuota, ModelCallLimit, ToolCallLimit
+from langchain_quota import (
+    CostLimit,
+    GraphQuota,
+    ModelCallLimit,
+    QuotaMiddleware,
+    ToolCallLimit,
+    with_limits,
+)
 from langchain_quota.testing import ScriptedChatModel
 
 
 class Own(MessagesState):
-    """A state of one's own."""
-
     topic: str
 
 
 class NoMessages(TypedDict):
-    """A state of another kind."""
-
     topic: str
 
 
@@ -49,12 +53,29 @@ create_react_agent(**quota.react_hooks(model, [search], name="researcher"))
 state = quota.before_model(quota.begin({"messages": []}))
 assert_type(state, dict[str, Any])
 assert_type(quota.open_calls(quota.after_model(state)), list[ToolCall])
+costs = [CostLimit(run_limit="0.50")]
+GraphQuota(costs, prices=lambda used: Decimal(used.total_tokens) / 10**6, unknown_price="allow")
 
+
+def create(
+    model: str,
+    *,
+    middleware: Sequence[Any] = (),
+    subagents: Sequence[Any] | None = None,
+    name: str | None = None,
+) -> list[str]:
+    return [model, name or "", *map(str, middleware), *map(str, subagents or ())]
+
+
+held = QuotaMiddleware([ToolCallLimit(run_limit=50)])
+limited = with_limits(create, held, leave_out=["remote"])
+assert_type(limited("scripted", name="boss"), list[str])
+limited("scripted", middleware=[held], subagents=[{"name": "finder"}])
+
+# Not these.
 quota.add_to(NoMessages, model=model, tools=[])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-GraphQuota(
-    [CostLimit(run_limit="0.50")],
-    prices=lambda used: Decimal(used.total_tokens) / 10**6,
-    unknown_price="allow",
-)
-GraphQuota([CostLimit(run_limit=1)], unknown_price="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+GraphQuota(costs, unknown_price="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 GraphQuota(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+limited("scripted", sub_agents=[])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+limited(7)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+with_limits(create, ToolCallLimit(run_limit=3))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

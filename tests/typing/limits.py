@@ -1,27 +1,34 @@
-"""QuotaMiddleware, its limits and quotas; checked by mypy and pyright, never run."""
+"""The middleware, its limits, quotas and budgets; checked by mypy and pyright, never run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any, assert_type
 
 from langchain.agents import AgentState, create_agent
-from langchain.agents.middleware import PIIMiddleware, TodoListMiddleware
+from langchain.agents.middleware import ModelRequest, PIIMiddleware, TodoListMiddleware
 from langchain_core.messages import ToolCall
+from langchain_core.runnables import RunnableConfig
 from langgraph.runtime import Runtime
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from langchain_quota import (
-    Decision,
+    CostLimit,
+    InlineQuotaMiddleware,
     MemoryStore,
     ModelCallLimit,
+    ModelUsage,
+    Price,
     Quota,
     QuotaMiddleware,
-    RedisStore,
     RepeatLimit,
     Telemetry,
+    TokenLimit,
     ToolCallLimit,
+    UnknownPriceError,
+    usage_bound,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
@@ -34,10 +41,6 @@ class Caller:
 
 
 class CallerDict(TypedDict):
-    user_id: str
-
-
-class CallerModel(BaseModel):
     user_id: str
 
 
@@ -64,10 +67,6 @@ assert_type(quota.name, str)
 
 
 # Limits that a user's own function makes.
-def limits_of(plan: str) -> list[Limit]:
-    return [ModelCallLimit(run_limit=100 if plan == "pro" else 10)]
-
-
 def tool_limits() -> list[ToolCallLimit]:
     return [ToolCallLimit("search", run_limit=3)]
 
@@ -76,16 +75,13 @@ def model_limits() -> tuple[ModelCallLimit, ...]:
     return (ModelCallLimit(run_limit=3),)
 
 
-QuotaMiddleware(limits_of("pro"))
 QuotaMiddleware(tool_limits())
 QuotaMiddleware([*tool_limits(), *model_limits()])
 
 # What a limit tells.
 one = ToolCallLimit("search", run_limit=3)
-assert_type(one.name, str)
+assert_type((one.name, one.near, one.enforce), tuple[str, float | None, bool])
 assert_type(one.tools, tuple[str, ...])
-assert_type(one.near, float | None)
-assert_type(one.enforce, bool)
 assert_type(one.quotas, Sequence[Quota])
 
 
@@ -112,20 +108,17 @@ def path(call: ToolCall) -> str | None:
 
 
 repeats: list[Limit] = [
-    RepeatLimit(3),
+    RepeatLimit(3, near=0.5, enforce=False, alert=False),
     RepeatLimit(run_limit=3, key=path, tools="read_file", name="files"),
     RepeatLimit(5, key=lambda call: [call["name"], 1], exclude=("wait", "think"), give_up_after=3),
     RepeatLimit(3, exit_behavior="end", message=lambda decision: str(decision.call.tool)),
-    RepeatLimit(3, near=0.5, enforce=False, alert=False),
 ]
 QuotaMiddleware([*limits, *repeats])
 assert_type(RepeatLimit(3).run_limit, int)
 assert_type(RepeatLimit(3).tools, Sequence[str])
 
+
 # Quotas.
-day = timedelta(days=1)
-
-
 def tenant(state: AgentState[Any], runtime: Runtime[Caller]) -> str:
     return runtime.context.user_id.partition("@")[2]
 
@@ -135,7 +128,7 @@ async def looked_up(state: AgentState[Any], runtime: Runtime[Caller]) -> int:
 
 
 quotas = [
-    Quota(5, per="user_id", window=day),
+    Quota(5, per="user_id", window=timedelta(days=1)),
     Quota(searches, per="agent", name="agent"),
     Quota(models, per="global", window=timedelta(hours=1)),
     Quota(5, per=tenant, name="tenant"),
@@ -148,51 +141,71 @@ assert_type(quotas[0].window, timedelta | None)
 assert_type(quotas[0].name, str)
 
 
+# Budgets.
+def budget(state: Any, runtime: Any) -> Decimal:
+    return Decimal(5) if runtime.context["paid"] else Decimal("0.50")
+
+
+def bound(request: ModelRequest[Any]) -> int:
+    return 1000 * len(request.messages)
+
+
+def price(usage: ModelUsage) -> Decimal | None:
+    return Decimal(usage.total_tokens) / 1000
+
+
+budgets: list[Limit] = [
+    TokenLimit(run_limit=100_000, tokens="input", reserve=bound),
+    TokenLimit(run_limit=100_000, reserve=usage_bound),
+    TokenLimit(thread_limit=100_000, exit_behavior="ask", grant=50_000),
+    CostLimit(run_limit=5, exit_behavior="ask", grant="2.50", name="asks"),
+    CostLimit(run_limit="0.50", thread_limit=budget, quotas=[Quota("100", per="tenant")]),
+    CostLimit(run_limit=1, exit_behavior="finalize", keep="0.10"),
+]
+prices = {"my-model": Price(input="2.50", output=10)}
+own: QuotaMiddleware[Any, Any] = QuotaMiddleware(budgets, prices=price, unknown_price="allow")
+table: QuotaMiddleware[Any, Any] = QuotaMiddleware(budgets, prices=prices, charge_all_models=True)
+
+
+def named(error: UnknownPriceError) -> tuple[str, str]:
+    return error.model, error.provider
+
+
 # All options.
-def audit(decision: Decision) -> None:
-    print(decision.outcome)
-
-
-QuotaMiddleware(
-    limits,
-    tell_model=True,
-    hide_exhausted=True,
-    on_decision=audit,
-    store=MemoryStore(),
-    on_store_error="allow",
-    telemetry=Telemetry(),
-)
-QuotaMiddleware(limits, store=RedisStore("redis://127.0.0.1/0"))
+store = MemoryStore()
+QuotaMiddleware(limits, tell_model=True, hide_exhausted=True, telemetry=Telemetry())
+QuotaMiddleware(limits, store=store, on_store_error="allow")
+inline = InlineQuotaMiddleware(limits, tell_model=True, store=store, on_store_error="deny")
+assert_type(inline.name, str)
 
 # In an agent: alone, beside others, with a context of any kind, with a structured response.
-create_agent(model, middleware=[quota])
-create_agent(model, middleware=[quota, PIIMiddleware("email")])
-create_agent(model, middleware=[TodoListMiddleware(), quota])
-create_agent(model, middleware=[quota], context_schema=Caller)
+agent = create_agent(model, middleware=[quota])
+create_agent(model, middleware=[TodoListMiddleware(), inline, quota, PIIMiddleware("email")])
 create_agent(model, middleware=[quota], context_schema=CallerDict)
-create_agent(model, middleware=[quota], context_schema=CallerModel)
+create_agent(model, middleware=[quota], context_schema=Answer)
 create_agent(model, middleware=[quota], response_format=Answer)
 create_agent(model, middleware=[QuotaMiddleware(limits)], context_schema=Caller)
-
-agent = create_agent(
+in_context = create_agent(
     model, middleware=[quota, PIIMiddleware[Any, Caller]("email")], context_schema=Caller
 )
-agent.invoke({"messages": []}, context=Caller("ada", "pro"))
+in_context.invoke({"messages": []}, context=Caller("ada", "pro"))
+config: RunnableConfig = {"configurable": {"thread_id": "7"}}
+inline.reset(agent, config)
 
 # With its types given: the context, then the response.
 typed: QuotaMiddleware[Caller] = QuotaMiddleware(limits)
 assert_type(typed, QuotaMiddleware[Caller, Any])
-create_agent(model, middleware=[typed], context_schema=Caller)
-create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=Caller)
+typed_inline = InlineQuotaMiddleware[Caller](limits)
+create_agent(model, middleware=[typed, typed_inline], context_schema=Caller)
 both = QuotaMiddleware[Caller, Answer](limits)
 create_agent(model, middleware=[both], context_schema=Caller, response_format=Answer)
 
 # Not these.
 QuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
-QuotaMiddleware(limits, store=MemoryStore)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware(limits, on_store_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-QuotaMiddleware(limits, on_decision=print("no"))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+InlineQuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+inline.reset(agent)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ModelCallLimit(10)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimit(run_limit=10, give_up_after=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -201,9 +214,8 @@ RepeatLimit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType
 RepeatLimit(3, None)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 RepeatLimit(3, thread_limit=9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 RepeatLimit(3, exit_behavior="ask")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-ToolCallLimit("search", run_limit=3, exit_behavior="ask", grant="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-RepeatLimit(3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", 3)  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
+ToolCallLimit("search", run_limit=3, exit_behavior="ask", grant="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=2.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=lambda state: 3)  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]

@@ -35,8 +35,7 @@ class Forgetful:
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return tuple(None for _ in keys)
 
-    def reset(self, keys: Sequence[str]) -> None:
-        pass
+    def reset(self, keys: Sequence[str]) -> None: ...
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         return self.acquire(request)
@@ -51,21 +50,7 @@ class Forgetful:
 class SyncOnly:
     """No store: half of it is missing."""
 
-    def acquire(self, request: AcquireRequest) -> AcquireResult:
-        return admit(request.hits, {}, request.stops)
-
-    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        return ()
-
-    def reset(self, keys: Sequence[str]) -> None:
-        pass
-
-
-class Renamed(Forgetful):
-    """No store: an async form that is none."""
-
-    def areset(self, keys: Sequence[str]) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        pass
+    acquire, peek, reset = Forgetful.acquire, Forgetful.peek, Forgetful.reset
 
 
 memory = MemoryStore(max_keys=1_000, idle_ttl=timedelta(days=30), clock=time.time)
@@ -88,11 +73,8 @@ QuotaMiddleware(limits, store=None)
 assert_type(memory.usages("search:*"), list[QuotaUsage])
 assert_type(shared.usages(), list[QuotaUsage])
 for use in shared.usages():
-    assert_type(use.key, str)
-    assert_type(use.used, int)
-    assert_type(use.limit, int | None)
-    assert_type(use.expires_at, float | None)
-    assert_type(use.granted, int)
+    assert_type((use.key, use.used, use.granted), tuple[str, int, int])
+    assert_type((use.limit, use.expires_at), tuple[int | None, float | None])
 for granting in (memory, shared):
     grant = granting.grant("search:thread:7", 5, until=datetime.now(UTC), reason="more", by="bo")
     assert_type(grant, Grant)
@@ -117,7 +99,6 @@ shared.close()
 
 # Not these.
 QuotaMiddleware(limits, store=SyncOnly())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-QuotaMiddleware(limits, store=Renamed())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware(limits, store="redis://127.0.0.1/0")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 MemoryStore(idle_ttl=3600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 MemoryStore(1_000)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -41,10 +41,6 @@ class ShopQuota(QuotaMiddleware[Caller, Any]):
     def __init__(self, run_limit: int) -> None:
         super().__init__([ModelCallLimit(run_limit=run_limit)], tell_model=True)
 
-    @property
-    def name(self) -> str:
-        return "shop"
-
     @hook_config(can_jump_to=["end"])
     def before_model(
         self, state: QuotaState[Any], runtime: Runtime[Caller]
@@ -53,12 +49,6 @@ class ShopQuota(QuotaMiddleware[Caller, Any]):
         if runtime.context.suspended:
             return {"jump_to": "end", "messages": [AIMessage("suspended")]}
         return super().before_model(state, runtime)
-
-    @hook_config(can_jump_to=["end"])
-    async def abefore_model(
-        self, state: QuotaState[Any], runtime: Runtime[Caller]
-    ) -> dict[str, Any] | None:
-        return await super().abefore_model(state, runtime)
 
     def wrap_model_call(
         self,
@@ -111,9 +101,8 @@ class Cart(AgentMiddleware[CartState, Caller]):
     state_schema = CartState
 
     def before_model(self, state: CartState, runtime: Runtime[Caller]) -> dict[str, Any] | None:
-        tools = state.get("thread_tool_call_count", {})
-        assert_type(tools, dict[str, int])
-        return {"cart": []} if tools.get("buy", 0) else None
+        assert_type(state.get("thread_tool_call_count", {}), dict[str, int])
+        return {"cart": []}
 
 
 class ShopState(AgentState[Any]):
@@ -134,11 +123,6 @@ assert_type(shop.name, str)
 class WrongHook(QuotaMiddleware[Caller]):
     def before_model(self, state: QuotaState[Any]) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes no runtime."""
-
-
-class WrongName(QuotaMiddleware[Caller]):
-    def name(self) -> str:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        return "a method"
 
 
 ShopQuota([ModelCallLimit(run_limit=3)])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

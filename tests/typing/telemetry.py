@@ -1,38 +1,42 @@
-"""The options of Telemetry; checked by mypy and pyright, never run."""
+"""Telemetry and /metrics, as a route and as a server; checked by mypy and pyright, never run."""
 
 from datetime import timedelta
+from typing import assert_type
 
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import get_tracer_provider
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
 
-from langchain_quota import ModelCallLimit, QuotaMiddleware, Telemetry, hmac_label
-
-
-def masked(thread_id: object) -> str:
-    return str(thread_id)[:4]
-
-
-telemetry = Telemetry(
-    registry=CollectorRegistry(),
-    tracer_provider=TracerProvider(),
-    near=0.9,
-    spans="refused",
-    thread_label=hmac_label("a secret of 16 bytes or more"),
-    max_exported_threads=100,
-    thread_ttl=timedelta(minutes=10),
-    max_tools=20,
-    max_agents=50,
+from langchain_quota import (
+    MetricsServer,
+    Telemetry,
+    hmac_label,
+    metrics_app,
+    start_metrics_server,
 )
-QuotaMiddleware([ModelCallLimit(run_limit=10)], telemetry=telemetry)
 
-Telemetry(tracer_provider=get_tracer_provider(), spans="off")
-Telemetry(thread_label=masked)
-Telemetry(thread_label=str)
+Telemetry(registry=CollectorRegistry(), tracer_provider=TracerProvider(), near=0.9)
+Telemetry(spans="refused", thread_label=hmac_label("a secret of 16 bytes or more"), max_tools=20)
+Telemetry(max_exported_threads=100, thread_ttl=timedelta(minutes=10), max_agents=50)
+Telemetry(tracer_provider=get_tracer_provider(), spans="off", thread_label=str)
 Telemetry(thread_label=lambda thread_id: f"{thread_id}")
 
 # The label of a thread that one knows.
 label: str = hmac_label(b"a secret of 16 bytes or more")("thread-7")
+
+app = Starlette(routes=[Route("/metrics", metrics_app())])
+app.add_route("/metrics", metrics_app())
+app.router.routes.append(Mount("/inner", metrics_app(CollectorRegistry())))
+
+server = start_metrics_server()
+assert_type(server, MetricsServer)
+assert_type((server.url, server.addr, server.port), tuple[str, str, int])
+server.close()
+with start_metrics_server(0, "0.0.0.0", registry=CollectorRegistry()) as running:
+    assert_type(running, MetricsServer)
+start_metrics_server(certfile="cert.pem", keyfile="key.pem", client_cafile="ca.pem")
 
 
 def of_text(thread_id: str) -> str:
@@ -46,3 +50,6 @@ Telemetry(spans="none")  # type: ignore[arg-type]  # pyright: ignore[reportArgum
 Telemetry(thread_ttl=600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Telemetry(CollectorRegistry())  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 hmac_label(7)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+start_metrics_server("9464")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+start_metrics_server(9464, "127.0.0.1", "cert.pem")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+metrics_app("/metrics")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

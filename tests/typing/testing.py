@@ -1,47 +1,56 @@
-"""The helpers for users' tests; checked by mypy and pyright, never run."""
+"""Helpers for users' tests, and a thread's usage; checked by mypy and pyright, never run."""
 
-from collections.abc import Sequence
-from typing import Any, assert_type
+from collections.abc import Mapping, Sequence
+from typing import assert_type
 
 from langchain.agents import create_agent
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware
+from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware, ThreadUsage, usage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-
-# A script: texts, batches of tool calls, messages, exceptions.
-model = ScriptedChatModel(
-    script=[
-        ["search", ("search", {"query": "x"})],
-        AIMessage("Hello."),
-        TimeoutError("the provider is slow"),
-        "Done.",
-    ]
-)
-as_any_model: BaseChatModel = model
-assert_type(model.calls[0].tools, tuple[str, ...])
-assert_type(model.calls[0].messages, tuple[BaseMessage, ...])
 
 
 def answer(messages: Sequence[BaseMessage]) -> str | list[str]:
     return ["search"] if messages[-1].type == "human" else "Done."
 
 
-agent: Any = create_agent(
-    ScriptedChatModel(script=answer, keep_calls=10),
-    middleware=[QuotaMiddleware([ModelCallLimit(run_limit=1)])],
-)
+batch = ["search", ("search", {"query": "x"})]
+model = ScriptedChatModel(script=[batch, AIMessage("Hello."), TimeoutError("slow"), "Done."])
+as_any_model: BaseChatModel = ScriptedChatModel(script=answer, keep_calls=10)
+assert_type(model.calls[0].tools, tuple[str, ...])
+assert_type(model.calls[0].messages, tuple[BaseMessage, ...])
+
+quota = QuotaMiddleware([ModelCallLimit(thread_limit=10)])
+agent = create_agent(as_any_model, middleware=[quota], checkpointer=InMemorySaver())
+config: RunnableConfig = {"configurable": {"thread_id": "7"}}
+used = usage(agent.get_state(config))
+assert_type(used, ThreadUsage)
+assert_type((used.model, used.run_model), tuple[int, int])
+assert_type(used.tools, Mapping[str, int])
+assert_type(used.run_tools.get("search", 0), int)
 
 
-async def test_my_limits() -> None:
+async def asynchronously() -> None:
     with captured_decisions() as decisions:
-        await agent.ainvoke({"messages": [("user", "hi")]})
+        await agent.ainvoke({"messages": []}, config)
     assert_type(decisions, list[Decision])
-    assert [each.outcome for each in decisions] == ["allowed", "blocked"]
+    assert_type(usage(await agent.aget_state(config)), ThreadUsage)
+    await quota.areset(agent, config)
 
+
+quota.reset(agent, config)
+quota.reset(agent, {"configurable": {"thread_id": "7"}})
 
 # Not these.
 ScriptedChatModel(["Hello."])  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
 ScriptedChatModel()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 model.calls = ()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+usage(config)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+usage(agent.aget_state(config))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+quota.reset(config)  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
+quota.reset(agent, "7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+quota.reset(quota, config)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+used.tools["search"] = 0  # type: ignore[index]  # pyright: ignore[reportIndexIssue]

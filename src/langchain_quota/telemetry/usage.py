@@ -65,7 +65,6 @@ class UsageTable(Collector):
         directory: Path | None = None,
         fullest_store: Callable[[], Occupancy | None] = lambda: None,
         max_tracked: int = MAX_TRACKED,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._near = near
         self._bounds = (max_exported, max_subjects, ttl)
@@ -75,8 +74,7 @@ class UsageTable(Collector):
         self._directory = directory
         self._fullest_store = fullest_store
         self._max_tracked = max_tracked
-        self._clock = clock
-        self._started = clock()
+        self._started = time.time()
         self._lock = fork_safe_lock()
         # Held while the file is written; the other one is taken under it.
         self._writing = fork_safe_lock()
@@ -100,7 +98,7 @@ class UsageTable(Collector):
 
     def record(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
         """Add the decisions about calls of one thread, in order; `agent`, `thread` are labels."""
-        now = self._clock()
+        now = time.time()
         statuses = [status for decision in decisions for status in decision.limits]
         others = [each for each in statuses if each.quotas]
         quotas = list(self._quotas(agent, others, now)) if others else ()
@@ -115,7 +113,7 @@ class UsageTable(Collector):
 
     def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
         """Subtract calls from what a thread has used of a limit; other amounts are settled."""
-        key, now = (agent, THREAD, thread), self._clock()
+        key, now = (agent, THREAD, thread), time.time()
         with self._lock:
             known = self._threads.get(key)
             if known is None or limit not in known.uses:
@@ -132,7 +130,7 @@ class UsageTable(Collector):
     def spend(self, agent: str, thread: str, spent: Sequence[tuple[str, Unit, int]]) -> None:
         """Add what a model call of a thread has spent, by limit."""
         with self._lock:
-            uses = self._subject(self._threads, (agent, THREAD, thread), self._clock()).uses
+            uses = self._subject(self._threads, (agent, THREAD, thread), time.time()).uses
             for limit, unit, amount in spent:
                 use = uses.get(limit)
                 if use is None or use.unit != unit:
@@ -142,7 +140,7 @@ class UsageTable(Collector):
 
     def reset(self, agent: str, thread: str, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
-        now = self._clock()
+        now = time.time()
         with self._lock:
             uses = self._subject(self._threads, (agent, THREAD, thread), now).uses
             new = {each.limit: decided(None, each, now, self._near) for each in limits}
@@ -184,7 +182,7 @@ class UsageTable(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Render what is known: the near threads first, then the exhausted, then the recent."""
-        now = self._clock()
+        now = time.time()
         with self._lock:
             # Of equals the ones with the latest calls come first.
             known = [*reversed(self._threads.values()), *reversed(self._others.values())]

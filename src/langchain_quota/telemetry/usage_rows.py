@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 from langchain_quota.decision import STORE, THREAD, LimitStatus, QuotaStatus, Unit
@@ -98,27 +99,28 @@ def merged(snapshots: Sequence[Snapshot]) -> Iterable[Subject]:
     """The subjects that several processes know."""
     if len(snapshots) == 1:
         return snapshots[0].subjects
-    found: dict[Key, Subject] = {}
+    found: dict[Key, list[Subject]] = {}
     for snapshot in snapshots:
         for each in snapshot.subjects:
-            known = found.setdefault(each.key, each)
-            if known is not each:
-                found[each.key] = _joined(known, each)
-    return found.values()
+            found.setdefault(each.key, []).append(each)
+    return [each[0] if len(each) == 1 else _joined(each) for each in found.values()]
 
 
-def _joined(one: Subject, other: Subject) -> Subject:
-    uses = one.uses | other.uses
-    for limit in one.uses.keys() & other.uses.keys():
-        uses[limit] = _joined_use(one.uses[limit], other.uses[limit])
-    return Subject(one.key, one.label or other.label, max(one.last, other.last), uses)
+def _joined(several: Sequence[Subject]) -> Subject:
+    uses = {}
+    for limit in dict.fromkeys(limit for each in several for limit in each.uses):
+        known = [each.uses[limit] for each in several if limit in each.uses]
+        # A reset by any process ends the refusals of all.
+        reset = max(each.reset for each in known)
+        uses[limit] = reduce(_joined_use, [each._replace(reset=reset) for each in known])
+    label = next((each.label for each in several if each.label), None)
+    return Subject(several[0].key, label, max(each.last for each in several), uses)
 
 
 def _joined_use(one: Use, other: Use) -> Use:
     """The newest numbers of two processes, and the refusals and amounts of both."""
     newest, older = (one, other) if one.decided >= other.decided else (other, one)
-    reset = max(one.reset, other.reset)
-    # The refusals of one process since a reset by the other.
+    reset = one.reset
     rows = sorted(
         (each.refused, max(each.since, reset))
         for each in (one, other)

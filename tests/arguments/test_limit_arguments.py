@@ -1,0 +1,377 @@
+"""What limits refuse when they are made: the argument, the value, and the sentence."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import pytest
+from langchain_core.tools import StructuredTool
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    CostLimit,
+    ModelCallLimit,
+    Price,
+    Quota,
+    QuotaMiddleware,
+    RepeatLimit,
+    Telemetry,
+    TokenLimit,
+    ToolCallLimit,
+)
+
+Make = Callable[..., Any]
+Rows = list[tuple[type[Exception], str, dict[str, Any]]]
+EACH = pytest.mark.parametrize(
+    "make", [ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit, RepeatLimit]
+)
+
+
+def search(query: str) -> str:
+    """Search the web."""
+    return query
+
+
+@EACH
+def test_no_option_takes_anything(make: Make) -> None:
+    """Each option of each limit refuses what it cannot mean, by its name and the value."""
+    nonsense = object()
+    for option in inspect.signature(make).parameters:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(**{"run_limit": 3, option: nonsense})
+        assert option in str(caught.value)
+        assert repr(nonsense) in str(caught.value)
+
+
+NUMBERS = ("thread_limit", "run_limit")
+RUN, TOOLS, CAP = {"run_limit": 5}, {"tool_name": "search"}, {"at_once": 2}
+ASKS, LAST = {**RUN, "exit_behavior": "ask"}, {**RUN, "exit_behavior": "finalize"}
+USERS = {"quotas": [Quota(3, per="user_id")]}
+NO_NAMES = ("", "__all__", "__all__-calc", "a,b", ",")
+QUOTAS = "quotas must be a sequence of Quota, such as [Quota(5)], not"
+GIVES_UP = "give_up_after=3 needs exit_behavior='continue' and enforce=True"
+WAIT = "wait must be 0 or more seconds, and finite, not"
+IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
+KEEP, AMOUNTS = {"keep": 1}, (*NUMBERS, "reserve", "keep")
+WHOLE = "must be a whole number or None, not"
+DAY = timedelta(days=1)
+
+
+def number(state: object, runtime: object) -> int:
+    return 1
+
+
+OF_BOTH: Rows = [
+    (ValueError, "At least one limit must be specified: thread_limit, run_limit", {}),
+    *((TypeError, f"{x} {WHOLE} {n!r}", {x: n}) for x in NUMBERS for n in (True, 2.0, [3])),
+    *((ValueError, f"{x} must be 0 or more, not -1: leave it out", {x: -1}) for x in NUMBERS),
+    (TypeError, f"run_limit {WHOLE} '5': write 5", {"run_limit": "5"}),
+    (TypeError, "near must be a number, not '0.5'", {**RUN, "near": "0.5"}),
+    *((ValueError, f"not {x!r}", {**RUN, "near": x}) for x in (0, -0.1, 1.1, math.nan)),
+    (TypeError, "enforce must be True or False, not 1", {**RUN, "enforce": 1}),
+    (TypeError, "name must be a string, not 5", {**RUN, "name": 5}),
+    *(
+        (ValueError, f"name must have 1 to 64 printable characters, not {x!r}", {"name": x})
+        for x in ("n" * 65, "two\nlines", "\ud800", "\x00")
+    ),
+    *((TypeError, QUOTAS, {**RUN, "quotas": x}) for x in (Quota(5), "quota", None, {Quota(5)})),
+    (TypeError, "quotas must be a sequence of Quota", {**RUN, "quotas": [5]}),
+    (
+        ValueError,
+        "2 thresholds of a limit have the scope 'team': give quotas names",
+        {"quotas": [Quota(5, per="team"), Quota(9, per="team")]},
+    ),
+    (ValueError, "2 thresholds of a limit have", {"quotas": [Quota(5)], "thread_limit": 9}),
+    (ValueError, "grant=2 needs exit_behavior='ask'", {**RUN, "grant": 2}),
+    (ValueError, "grant must be above 0, not 0", {**ASKS, "grant": 0}),
+    (ValueError, "grant must be 0 or more, not -1", {**ASKS, "grant": -1}),
+    *((TypeError, f"grant {WHOLE} {x}", {**ASKS, "grant": x}) for x in (2.0, True)),
+    (ValueError, "Invalid exit_behavior: 'stop'. Choose", {**RUN, "exit_behavior": "stop"}),
+]
+OF_TOOLS: Rows = [
+    (TypeError, ": write 'search'", {"tool_name": search}),
+    (TypeError, "tool_name", {"tool_name": ["search", 5]}),
+    (ValueError, "tool_name must name a tool, not []", {"tool_name": []}),
+    (ValueError, "tool_name must name a tool, not ()", {"tool_name": ()}),
+    *(
+        (ValueError, repr(name), options)
+        for name in NO_NAMES
+        for options in ({"tool_name": name}, {"tool_name": ["x", name]}, {"exclude": ["x", name]})
+    ),
+    (ValueError, "exclude=['fetch'] needs all tools", {**TOOLS, "exclude": ["fetch"]}),
+    (ValueError, "run_limit (5) cannot exceed thread_limit (3)", {**RUN, "thread_limit": 3}),
+    (ValueError, "give_up_after must be 1 or more, not 0", {"give_up_after": 0}),
+    *(
+        (ValueError, GIVES_UP, {"give_up_after": 3, **options})
+        for options in ({"exit_behavior": "end"}, {"exit_behavior": "error"}, {"enforce": False})
+    ),
+    (ValueError, "wait=3 needs at_once", {"wait": 3}),
+    (ValueError, "Invalid exit_behavior: 'finalize'", LAST),
+]
+OF_CAPS: Rows = [
+    (ValueError, "at_once must be 1 or more, not 0", {"at_once": 0}),
+    *((TypeError, f"at_once {WHOLE} {x}", {"at_once": x}) for x in (2.0, True)),
+    *((ValueError, WAIT, {**CAP, "wait": x}) for x in (-1, math.inf, 10**400, math.nan)),
+    *((TypeError, "wait must be a number of seconds", {**CAP, "wait": x}) for x in ("30", False)),
+    (ValueError, "exit_behavior='end' needs thread_limit", {**CAP, "exit_behavior": "end"}),
+    (ValueError, "exit_behavior='ask' needs thread_limit", {**CAP, "exit_behavior": "ask"}),
+    (ValueError, "give_up_after=2 needs thread_limit", {**CAP, "give_up_after": 2}),
+]
+OF_BUDGETS: Rows = [
+    (ValueError, "At least one limit must be specified", {}),
+    (ValueError, "run_limit must be", {"run_limit": -1}),
+    (ValueError, "reserve must be above 0", {**RUN, "reserve": 0}),
+    (ValueError, "keep must be above 0, not 0", {**LAST, "keep": 0}),
+    (ValueError, "Invalid exit_behavior", {**RUN, "exit_behavior": "continue"}),
+    (ValueError, "needs keep", LAST),
+    (ValueError, "keep=1 needs exit_behavior='finalize'", {**RUN, **KEEP}),
+    (ValueError, "keep=1 needs exit_behavior='finalize'", {**ASKS, **KEEP}),
+    (ValueError, "grant=2 needs exit_behavior='ask'", {**RUN, "grant": 2}),
+    (ValueError, "grant must be above 0, not 0", {**ASKS, "grant": 0}),
+    (ValueError, "cannot be used with reserve=2: ", {**ASKS, "reserve": 2}),
+    (ValueError, "must be at least reserve=2: ", {**LAST, **KEEP, "reserve": 2}),
+    (
+        ValueError,
+        "less than thread_limit=5",
+        {**LAST, "run_limit": 9, "thread_limit": 5, "keep": 5},
+    ),
+    (ValueError, "limit=3 of quota 'user_id'", {**LAST, **USERS, "keep": 4}),
+    (ValueError, "reserve=6 must be at most run_limit", {**RUN, "reserve": 6}),
+    (ValueError, "must be at most limit=3 of quota 'user_id'", {**USERS, "reserve": 4}),
+    (ValueError, "needs enforce=True", {**LAST, **KEEP, "enforce": False}),
+]
+OF_DOLLARS: Rows = [
+    (TypeError, "dollars as a string", {"run_limit": True}),
+    *((ValueError, "in digits", {"run_limit": each}) for each in ("$5", "")),
+    *(
+        (ValueError, "from 0 to 1000000000 dollars", {"run_limit": each})
+        for each in ("-1", Decimal("NaN"), "Infinity", 10**9 + 1)
+    ),
+    *(
+        (ValueError, "at most six decimal places", {"run_limit": each})
+        for each in ("0.0000001", "1." + "0" * 60 + "1")
+    ),
+    *((TypeError, f"{x} must not be a float", {**LAST, **KEEP, x: 0.5}) for x in AMOUNTS),
+]
+OF_TOKENS: Rows = [
+    *((TypeError, f"{x} must be a whole number", {**LAST, **KEEP, x: "5"}) for x in AMOUNTS),
+    (TypeError, "limit of quota 'global' must be a whole number", IN_DOLLARS),
+    (ValueError, "Invalid tokens: 'cached'", {**RUN, "tokens": "cached"}),
+]
+# A price may be finer than what is counted, and is exact.
+OF_PRICES: Rows = [
+    (TypeError, "cache_read must not be a float", {"cache_read": 2.5}),
+    (ValueError, "output must be from 0 to", {"input": None, "output": "-1"}),
+    (ValueError, "reasoning must be dollars in digits", {"reasoning": "a lot"}),
+]
+OF_REPEATS: Rows = [
+    (ValueError, "run_limit must be 1 or more, not 0", {"run_limit": 0}),
+    (ValueError, "run_limit must be 100 or less", {"run_limit": 101}),
+    *((TypeError, "run_limit must be a whole", {"run_limit": x}) for x in (None, True, 2.5, "3")),
+    (ValueError, "give_up_after must be 1 or more, not 0", {"give_up_after": 0}),
+    (ValueError, "Invalid exit_behavior: 'finalize'", {"exit_behavior": "finalize"}),
+    (ValueError, "Invalid exit_behavior: 'ask'. Choose one of continue", {"exit_behavior": "ask"}),
+    (ValueError, "needs all tools: leave tools out", {"tools": "a", "exclude": "b"}),
+    (ValueError, "tools must be the name of a tool, not ''", {"tools": ""}),
+    (ValueError, "needs exit_behavior='continue'", {"give_up_after": 2, "exit_behavior": "end"}),
+]
+OF_QUOTAS: Rows = [
+    (TypeError, "limit must be a whole number or a function, not None", {"limit": None}),
+    (TypeError, "limit must be a whole number, or dollars as a string, not 2.5", {"limit": 2.5}),
+    *((TypeError, "limit must be a whole number", {"limit": each}) for each in (True, [3])),
+    (ValueError, "limit must be 0 or more, not -1", {"limit": -1}),
+    (ValueError, "limit must be dollars in digits", {"limit": "a lot"}),
+    *(
+        (TypeError, f"per must be a string or a function, not {each!r}", {"per": each})
+        for each in (5, None, ["user_id"], b"user_id")
+    ),
+    (TypeError, "timedelta or None, not 60: write window=timedelta(seconds=60)", {"window": 60}),
+    *(
+        (TypeError, f"not {each!r}: write window=timedelta(days=1), say", {"window": each})
+        for each in ("1d", True)
+    ),
+    *(
+        (ValueError, f"window must be whole seconds, from 1, not {each!r}", {"window": each})
+        for each in (timedelta(0), -DAY, timedelta(milliseconds=999), timedelta(seconds=1.5))
+    ),
+    *(
+        (ValueError, f"must match [a-z_]{{1,32}}, not {value!r}", {given: value})
+        for value in ("User", "user id", "user-id", "user1", "ü", "x" * 33, "a\n")
+        for given in ("name", "per")
+    ),
+    (ValueError, "per, without a name, must match [a-z_]{1,32}, not ''", {"per": ""}),
+    (TypeError, "name must be a string, not 5", {"name": 5}),
+    (ValueError, "is a function: give the quota a name", {"per": number}),
+    *(
+        (ValueError, f"name must not be {value!r}: it has a meaning of its own", {given: value})
+        for value in ("run", "store", "none", "at_once")
+        for given in ("name", "per")
+    ),
+    *(
+        (ValueError, f"name must not be {name!r}", {"per": per, "name": name})
+        for per, name in (("user_id", "thread"), (number, "global"), ("global", "agent"))
+    ),
+    (ValueError, "a run's count ends with the run", {"per": "root_run", "window": DAY}),
+    (ValueError, "per must not be 'run', under which", {"per": "run", "name": "job"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "given"),
+    [
+        (ToolCallLimit, OF_BOTH, {}),
+        (ToolCallLimit, [(TypeError, "limit of quota 'global' must be", IN_DOLLARS)], {}),
+        (ModelCallLimit, OF_BOTH, {}),
+        (ToolCallLimit, OF_TOOLS, {"run_limit": 9}),
+        (ToolCallLimit, OF_CAPS, {}),
+        (TokenLimit, OF_BUDGETS + OF_TOKENS, {}),
+        (CostLimit, OF_BUDGETS + OF_DOLLARS, {}),
+        (Price, OF_PRICES, {"input": "0.00000012", "output": "10"}),
+        (RepeatLimit, OF_REPEATS, {"run_limit": 3}),
+        (Quota, OF_QUOTAS, {"limit": 5}),
+    ],
+)
+def test_an_option_that_will_not_do(make: Make, rows: Rows, given: dict[str, Any]) -> None:
+    """The error names the option and the value, and what it must be."""
+    for error, said, options in rows:
+        with pytest.raises(error, match=re.escape(said)):
+            print(make(**{**given, **options}))  # noqa: T201 - shown if it is made
+
+
+def test_a_tool_in_place_of_its_name() -> None:
+    """The message has the name, and not all that the tool is."""
+    given: Any = StructuredTool.from_function(search)
+    with pytest.raises(TypeError, match=r"tool_name must be .*: write 'search'$") as caught:
+        ToolCallLimit(given, run_limit=1)
+    assert len(str(caught.value)) < 150
+
+
+def test_only_what_holds_finalizes() -> None:
+    """A model limit on trial cannot tell a call that it is the last."""
+    with pytest.raises(ValueError, match="exit_behavior='finalize' needs enforce=True"):
+        ModelCallLimit(run_limit=1, exit_behavior="finalize", enforce=False)
+
+
+@pytest.mark.parametrize("make", [ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit])
+def test_a_number_has_a_name(make: Any) -> None:
+    """A number without one is refused with the names that it may have."""
+    tool = ("search",) if make is ToolCallLimit else ()
+    with pytest.raises(TypeError) as caught:
+        make(*tool, 3)
+    assert str(caught.value) == (
+        f"{make.__name__} takes numbers by name: thread_limit=3 for all runs of a thread, or "
+        "run_limit=3 for each run"
+    )
+
+
+def test_what_is_taken() -> None:
+    """Numbers from 0, a function uncalled, names of 64 characters; a list may change later."""
+    named = ["search", "calc"]
+    limit = ToolCallLimit(named, run_limit=0, thread_limit=10**30, name="n" * 64, near=1)
+    named.append("fetch")
+    assert (limit.tool_name, limit.run_limit, limit.thread_limit) == (("calc", "search"), 0, 10**30)
+    assert ToolCallLimit(at_once=1).wait == 30
+    assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
+    assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
+    assert CostLimit(**IN_DOLLARS).quotas == (*IN_DOLLARS["quotas"],)
+    quota = Quota(0)
+    assert (quota.limit, quota.per, quota.window, quota.name) == (0, "thread", None, "thread")
+    assert Quota(5, per=number, name="tenant", window=timedelta(seconds=1)).name == "tenant"
+
+
+@pytest.mark.parametrize("make", [TokenLimit, CostLimit])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reserve": 5},
+        {"thread_limit": 0, "reserve": 5},
+        {**LAST, "thread_limit": 0, "keep": 4},
+        {"reserve": 6, "enforce": False},
+        {"run_limit": number, "reserve": 6},
+        {"reserve": lambda _: 6},
+    ],
+)
+def test_a_reserve_that_fits_once_is_taken(make: Make, options: dict[str, Any]) -> None:
+    """A reserve of a whole limit admits one call; 0 forbids all; a trial or a function may be."""
+    make(**{**RUN, **options})
+
+
+def _middleware(**options: Any) -> QuotaMiddleware[Any, Any]:
+    telemetry = Telemetry(registry=CollectorRegistry())
+    return QuotaMiddleware([CostLimit(run_limit=1)], telemetry=telemetry, **options)
+
+
+class _OfThree:
+    def __call__(self, state: Any, runtime: Any, more: Any) -> int:
+        return 3
+
+
+FUNCTIONS = [
+    (ToolCallLimit, "thread_limit", "state, runtime"),
+    (ModelCallLimit, "run_limit", "state, runtime"),
+    (partial(ToolCallLimit, run_limit=1), "message", "decision"),
+    (partial(TokenLimit, run_limit=1), "reserve", "request"),
+    (partial(RepeatLimit, 3), "key", "call"),
+    (Quota, "limit", "state, runtime"),
+    (partial(Quota, 3, name="team"), "per", "state, runtime"),
+    (Telemetry, "thread_label", "thread_id"),
+    (_middleware, "on_decision", "decision"),
+    (_middleware, "prices", "usage"),
+]
+
+
+@pytest.mark.parametrize(("make", "argument", "parameters"), FUNCTIONS)
+def test_a_function_takes_what_it_is_given(make: Any, argument: str, parameters: str) -> None:
+    """One that takes less or needs more is refused when it is given, not in the first run."""
+    for function in (lambda: 3, _OfThree()):
+        with pytest.raises(TypeError) as caught:
+            make(**{argument: function})
+        text, given = str(caught.value), parameters.replace(", ", " and ")
+        assert f"{argument} must be a function of {given}, as in lambda {parameters}: …" in text
+        assert re.search(r"not (<lambda>\(\)|_OfThree\(state: .*)$", text)
+
+
+async def _async(given: Any) -> str:
+    return "no"
+
+
+class _Async:
+    async def __call__(self, given: Any) -> str:
+        return "no"
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        *((make, name) for make, name, _ in FUNCTIONS if name in {"message", "reserve", "key"}),
+        (Telemetry, "thread_label"),
+        (lambda subject_label: Telemetry(subject_label={"team": subject_label}), "subject_label"),
+        (_middleware, "prices"),
+    ],
+)
+def test_a_function_whose_result_is_needed_at_once_is_not_async(make: Any, argument: str) -> None:
+    """It is refused when it is given, not at the first call that needs it."""
+    for function in (_async, _Async()):
+        said = f"{argument}.* must be a function that is not async, not"
+        with pytest.raises(TypeError, match=said):
+            make(**{argument: function})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *_: 3,
+        lambda state, runtime, more=1: 3,
+        partial(lambda more, state, runtime: 3, 1),
+        max,  # has no signature
+        type("Given", (), {"__call__": lambda self, state, runtime: 3})(),
+    ],
+)
+def test_a_function_may_take_more(function: Any) -> None:
+    """What can be called with what it is given is taken, however it is written."""
+    assert ToolCallLimit(thread_limit=function).thread_limit is function

@@ -1,0 +1,155 @@
+"""What the middlewares and GraphQuota refuse when they are made."""
+
+import copy
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from langchain_quota import (
+    Decision,
+    GraphQuota,
+    InlineQuotaMiddleware,
+    MemoryStore,
+    ModelCallLimitMiddleware,
+    Price,
+    Quota,
+    QuotaMiddleware,
+    TokenLimit,
+    ToolCallLimit,
+    ToolCallLimitMiddleware,
+)
+from tests.scene import Scene
+from tests.stores import counts
+from tests.telemetry import Signals, needs_inline
+
+SEARCH = ToolCallLimit("search", run_limit=3)
+TOKENS = TokenLimit(run_limit=9)
+SHARED = ToolCallLimit("calc", quotas=[Quota(5)])
+URL = "redis://:secret@127.0.0.1/0"
+ASKS = ToolCallLimit(run_limit=1, exit_behavior="ask", name="asks")
+PRICE = {"gpt-9": Price(input=1, output=2)}
+OBSERVERS = "on_decision must be a function or several"
+STORE = "store must be a QuotaStore or None"
+OF_AGENTS = ("tell_model", "hide_exhausted", "charge_all_models")
+PRICES = "prices= needs a limit of costs: add a CostLimit"
+
+
+def observer(decision: Decision) -> None:
+    """Takes a decision."""
+
+
+class Counting:
+    """A store of the user's own, which counts and cannot grant."""
+
+    _store = MemoryStore()
+    acquire, aacquire = _store.acquire, _store.aacquire
+    peek, apeek, reset, areset = _store.peek, _store.apeek, _store.reset, _store.areset
+
+
+class HalfAStore:
+    """It has no async methods."""
+
+    acquire = peek = reset = print
+
+
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ([], {}, ValueError, "limits must have at least one limit"),
+    (SEARCH, {}, TypeError, "limits must be a sequence of limits, such as [ToolCallLimit(…)], not"),
+    ("search", {}, TypeError, "such as [ToolCallLimit(…)], not 'search'"),
+    *(
+        ([SEARCH, each], {}, TypeError, f"CostLimit or RepeatLimit, not {each!r}")
+        for each in ("calc", None, ToolCallLimit)
+    ),
+    *(([SEARCH], {x: 1}, TypeError, f"{x} must be True or False, not 1") for x in OF_AGENTS),
+    ([SEARCH], {"charge_all_models": True}, ValueError, "charge_all_models=True needs a budget"),
+    ([SEARCH], {"prices": {"x": 3}}, TypeError, "a Price for the name of each model, not 3 for"),
+    ([SEARCH], {"prices": 3}, TypeError, "prices must be a table of Price by model, a function"),
+    *(
+        (limits, {"prices": prices}, ValueError, PRICES)
+        for limits in ([SEARCH], [TOKENS])
+        for prices in (PRICE, {}, lambda _: None)
+    ),
+    ([SEARCH], {"unknown_price": "ignore"}, ValueError, "Invalid unknown_price: 'ignore'"),
+    ([SEARCH], {"unknown_price": "allow"}, ValueError, "needs a limit of costs: add a CostLimit"),
+    *(
+        ([SEARCH], {"on_decision": each}, TypeError, OBSERVERS)
+        for each in (None, [observer, "log"], {observer})
+    ),
+    *(([SEARCH], {"store": x}, TypeError, f"{STORE}, not") for x in (5, HalfAStore(), MemoryStore)),
+    ([SEARCH], {"store": URL}, TypeError, f"{STORE}, not a string: RedisStore(url) is one"),
+    ([SEARCH], {"on_store_error": "DENY"}, ValueError, "Invalid on_store_error: 'DENY'"),
+    ([SEARCH, SHARED], {}, ValueError, "limit 'tool:calc' has quotas: give a store"),
+    ([ASKS], {"store": Counting()}, TypeError, "needs a store that can grant more, "),
+]
+
+
+@pytest.mark.parametrize(("limits", "options", "error", "said"), REFUSED)
+def test_an_argument_that_will_not_do(
+    limits: Any, options: dict[str, Any], error: type[Exception], said: str, signals: Signals
+) -> None:
+    """The error names the argument and the value; both kinds say the same."""
+    kinds: list[Any] = [QuotaMiddleware, GraphQuota]
+    for kind in kinds[: 1 if options.keys() & {*OF_AGENTS} else 2]:
+        with pytest.raises(error, match=re.escape(said)):
+            kind(limits, telemetry=signals.telemetry, **options)
+
+
+def test_what_is_taken(signals: Signals) -> None:
+    """One observer or several; a limit on trial asks nobody."""
+    some: list[Any] = [[], observer, (observer, observer)]
+    for observers in some:
+        assert QuotaMiddleware([SEARCH], on_decision=observers, telemetry=signals.telemetry)
+    for limit, store in ((replace(ASKS, enforce=False), Counting()), (ASKS, MemoryStore())):
+        assert QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)
+
+
+class OwnQuota(QuotaMiddleware[Any, Any]):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize("kind", [QuotaMiddleware, InlineQuotaMiddleware, GraphQuota, OwnQuota])
+def test_limits_without_a_list(kind: Any) -> None:
+    """Several limits without a list, and one, are refused by the class that the user has named."""
+    with pytest.raises(TypeError) as caught:
+        kind(SEARCH, SEARCH)
+    assert str(caught.value) == (
+        f"{kind.__name__} takes the limits in one list, and all else by name: "
+        f"{kind.__name__}([ToolCallLimit(…), ToolCallLimit(…)])"
+    )
+    with pytest.raises(TypeError, match=r"such as \[ToolCallLimit\(…\)\], not ToolCallLimit\(…\)$"):
+        kind(SEARCH)
+
+
+@needs_inline
+def test_an_inline_middleware_asks_nobody(signals: Signals) -> None:
+    """The error names the limit and what to use instead."""
+    with pytest.raises(ValueError, match=r"limit 'asks' has exit_behavior='ask'.*QuotaMiddleware:"):
+        InlineQuotaMiddleware([SEARCH, ASKS], telemetry=signals.telemetry)
+
+
+@pytest.mark.parametrize("made", [ToolCallLimitMiddleware, ModelCallLimitMiddleware])
+def test_drop_ins_have_langchains_arguments(made: Any, signals: Signals) -> None:
+    """Quotas, stores and grants are QuotaMiddleware's; a name and telemetry are checked."""
+    for argument in ("quotas", "store", "grant"):
+        with pytest.raises(TypeError, match=argument):
+            made(run_limit=1, **{argument: 1})
+    with pytest.raises(ValueError, match=r"^Invalid exit_behavior: 'ask'. Choose one of"):
+        made(run_limit=1, exit_behavior="ask")
+    for value in (0, b"mine"):
+        with pytest.raises(TypeError, match=f"name must be a string, not {value!r}"):
+            made(run_limit=1, limit_name=value, telemetry=signals.telemetry)
+        with pytest.raises(TypeError, match=f"telemetry must be a Telemetry.* not {value!r}"):
+            made(run_limit=1, telemetry=value)
+
+
+async def test_a_copy_asks_the_same_store(signals: Signals) -> None:
+    """A copied middleware charges what the original does, and counts in the same telemetry."""
+    limit, store = ToolCallLimit("search", quotas=[Quota(1, per="global")]), MemoryStore()
+    original = QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)
+    for each, name in ((original, "allowed"), (copy.deepcopy(original), "blocked")):
+        await Scene(signals, [["search"], "done"], [each]).play()
+        labels = {"agent": "unnamed", "kind": "tool", "tool": "search", "decision": name}
+        assert signals.value("langchain_quota_calls_total", **labels) == 1
+    assert counts(store) == {"search:global:": 1}

@@ -1,0 +1,75 @@
+"""An agent breaches a limit, and a webhook hears of it: by real servers, as they are configured."""
+
+from pathlib import Path
+
+from langgraph.checkpoint.memory import InMemorySaver
+from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import Telemetry, ToolCallLimitMiddleware, start_metrics_server
+from langchain_quota.monitoring import exports
+from tests.server.agents import build_agent, run
+from tests.server.alertmanager import (
+    alerting_prometheus,
+    example,
+    hurried,
+    running_alertmanager,
+    running_webhook,
+)
+from tests.server.prometheus import eventually
+
+HOSTILE = '"}} {{ $value }} @channel <!here> &var-job=x'
+SPEED = 60
+"""How many seconds of the rules and of the example pass in a second here."""
+
+
+def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
+    """A refused call reaches the chat, which hears the end; a thread that keeps on, the log.
+
+    So does an agent whose very first call is refused.
+    """
+    registry = CollectorRegistry()
+    telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider())
+
+    def search(agent: str, *, times: int, limit: int) -> None:
+        """Run an agent that wants to search so many times and may do so up to the limit."""
+        limiter = ToolCallLimitMiddleware(tool_name="search", run_limit=limit, telemetry=telemetry)
+        script = [["search"] * times, "done"]
+        run(build_agent(script, [limiter], name=agent, saver=InMemorySaver()), HOSTILE)
+
+    [rules] = exports.rules(selector='job="agents"').values()
+    with (
+        start_metrics_server(port=0, registry=registry) as server,
+        running_webhook() as webhook,
+        running_alertmanager(tmp_path, example(webhook, SPEED)) as address,
+        alerting_prometheus(
+            tmp_path,
+            {"agents": f"{server.addr}:{server.port}"},
+            rules=hurried(rules, SPEED),
+            alertmanager=address,
+        ) as prometheus,
+    ):
+        search("researcher", times=1, limit=2)
+        quiet = "count_over_time(langchain_quota_build_info[1m]) >= 3"
+        eventually(lambda: prometheus.query(quiet))
+        assert webhook.notifications == []
+
+        search("researcher", times=17, limit=2)
+        breach = webhook.wait_for("LangChainQuotaLimitBreached", "firing")
+        assert breach.path == "/chat"
+        of = {"job": "agents", "agent": "researcher"}
+        limit = {"limit": "tool:search", "severity": "warning"}
+        assert breach.labels == {"alertname": "LangChainQuotaLimitBreached", **of, **limit}
+        assert breach.group == of
+        assert breach.annotations["summary"] == (
+            'Limit "tool:search" of agent "researcher" refuses calls on 1 thread'
+        )
+        assert 'Thresholds: "run" 2.' in breach.annotations["description"]
+        assert webhook.wait_for("LangChainQuotaThreadKeepsHitting", "firing").path == "/log"
+
+        search("newcomer", times=1, limit=0)
+        breach = webhook.wait_for("LangChainQuotaLimitBreached", "firing", agent="newcomer")
+        assert breach.annotations["summary"].endswith("refuses calls on 1 thread")
+        webhook.wait_for("LangChainQuotaLimitBreached", "resolved", agent="researcher")
+    assert {told.path for told in webhook.notifications} == {"/chat", "/log"}
+    assert HOSTILE not in str(webhook.notifications)

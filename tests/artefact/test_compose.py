@@ -1,0 +1,191 @@
+"""The compose stack's files: each under its own checker, and all of them together."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from tests.server.programs import required_program
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+COMPOSE = DOCKER / "compose.yaml"
+GRAFANA = DOCKER / "grafana" / "provisioning"
+SOURCES = GRAFANA / "datasources" / "datasources.yaml"
+PROVIDERS = GRAFANA / "dashboards" / "dashboards.yaml"
+PROMETHEUS = DOCKER / "prometheus" / "prometheus.yaml"
+RULES = "/etc/prometheus/rules/langchain-quota-rules.yaml"
+ALERTMANAGER = "/etc/alertmanager/alertmanager.yaml"
+DASHBOARDS = "/etc/grafana/dashboards"
+SECRETS = {"METRICS_TOKEN", "POSTGRES_PASSWORD"}
+AGENTS = ["agent-1", "agent-2"]
+IMAGE = "langchain-quota-agent"
+VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+)(?:(?P<kind>:-|:\?)(?P<rest>[^}]*))?\})")
+VERSION = re.compile(r"v?\d+\.\d+(\.\d+)?(-alpine(\d+\.\d+)?)?")
+OF_ITS_USER = {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}
+"""What an entry point needs that becomes its server's user."""
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+SERVICES: dict[str, dict[str, Any]] = load(COMPOSE)["services"]
+
+
+def published_ports(service: str) -> list[list[str]]:
+    """Address, port, and port in the container, as they are without settings."""
+    ports = SERVICES[service].get("ports", [])
+    return [VARIABLE.sub(lambda found: found["rest"], each).rsplit(":", 2) for each in ports]
+
+
+def mounts() -> Iterator[tuple[str, Path, str, list[str]]]:
+    """What is mounted from the repository: in which service, from where to where, and how."""
+    for name, service in SERVICES.items():
+        for volume in service.get("volumes", []):
+            source, target, *options = volume.split(":")
+            if source.startswith("."):
+                yield name, Path(os.path.normpath(DOCKER / source)), target, options
+
+
+def mounted(service: str, target: str) -> Path:
+    """The file of the repository that a container has at a path."""
+    (found,) = (each[1] for each in mounts() if (each[0], each[2]) == (service, target))
+    return found
+
+
+def values(node: Any, key: str) -> Iterator[Any]:
+    """Everything that stands under a key, anywhere in a document."""
+    for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+        if name == key:
+            yield value
+        if isinstance(value, Mapping | list):
+            yield from values(value, key)
+
+
+def test_each_file_passes_its_checker(tmp_path: Path) -> None:
+    """Compose's and Grafana's schemas, Hadolint, promtool and amtool accept what is there."""
+    token, config = tmp_path / "metrics_token", tmp_path / "prometheus.yaml"
+    token.write_text("secret")
+    text = PROMETHEUS.read_text()
+    places = {RULES: str(mounted("prometheus", RULES)), "/run/secrets/metrics_token": str(token)}
+    for old, new in places.items():
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text)
+    beside_python, schemas = Path(sys.executable).parent, ROOT / "tests" / "assets" / "grafana"
+    check = beside_python / "check-jsonschema"
+    amtool = required_program("amtool", "prometheus-alertmanager")
+    commands: list[tuple[str | Path, ...]] = [
+        (check, "--builtin-schema", "vendor.compose-spec", COMPOSE),
+        (check, "--schemafile", schemas / "datasources.schema.json", SOURCES),
+        (check, "--schemafile", schemas / "dashboards.schema.json", PROVIDERS),
+        (beside_python / "hadolint", "--no-color", *DOCKER.rglob("Dockerfile")),
+        (required_program("promtool", "prometheus"), "check", "config", config),
+        (amtool, "check-config", mounted("alertmanager", ALERTMANAGER)),
+    ]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_others_reach() -> None:
+    """Ports are published once, and on loopback only; no service uses the host's network."""
+    published = [each for service in SERVICES for each in published_ports(service)]
+    assert {address for address, _, _ in published} == {"127.0.0.1"}
+    assert len({port for _, port, _ in published}) == len(published) > 5
+    modes = {each["network_mode"] for each in SERVICES.values() if "network_mode" in each}
+    assert modes == {"service:alertmanager"}
+
+
+def test_containers_are_confined() -> None:
+    """Every service has no rights, a read-only root, bounded memory, short logs, a fixed image."""
+    for name, service in SERVICES.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert set(service.get("cap_add", [])) <= OF_ITS_USER, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        # Compose cannot write a secret from the environment into a container with such a root.
+        assert service["read_only"] == ("secrets" not in service), name
+        assert re.fullmatch(r"\d+[mg]", service["mem_limit"]), name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+        image, _, tag = service["image"].partition(":")
+        assert service.get("pull_policy") == "never" if image == IMAGE else VERSION.fullmatch(tag)
+
+
+def test_settings_and_secrets() -> None:
+    """All that compose reads is in .env.example, with its default; a secret has none.
+
+    It stands alone in its variable: in a URL some characters would mean something.
+    """
+    example = dict(
+        re.findall(r"(?m)^#?([A-Z][A-Z0-9_]*)=(.*)$", (DOCKER / ".env.example").read_text())
+    )
+    text = "\n".join(
+        line for line in COMPOSE.read_text().splitlines() if not line.lstrip().startswith("#")
+    )
+    defaults = {
+        each["name"]: each["rest"] if each["kind"] == ":-" else None
+        for each in VARIABLE.finditer(text)
+        if each["name"]
+    }
+    built = {each for args in values(load(COMPOSE), "args") for each in args}
+    assert example.keys() == {*defaults, *built}
+    assert {name: example[name] for name in defaults} == {
+        name: default or "" for name, default in defaults.items()
+    }
+    assert {name for name, default in defaults.items() if default is None} == SECRETS
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
+    environments = [each.get("environment", {}) for each in SERVICES.values()]
+    named = [pair for each in environments for pair in each.items()]
+    secret = [value for _, value in named if any(name in value for name in SECRETS)]
+    assert all(re.fullmatch(r"\$\{\w+:\?[^}]*\}", value) for value in secret)
+    hidden = {key for key, value in named if value in secret}
+    assert hidden == {"METRICS_TOKEN", "POSTGRES_PASSWORD", "PGPASSWORD"}
+
+
+def test_what_is_mounted_is_what_is_shipped() -> None:
+    """Mounted paths are in the repository, and read-only: rules and dashboards are no copies."""
+    found = list(mounts())
+    assert all(source.exists() and options == ["ro"] for _, source, _, options in found)
+    assert all(source.is_relative_to(ROOT) for _, source, _, _ in found)
+    assert mounted("grafana", DASHBOARDS) == ROOT / "dashboards" / "grafana"
+    assert mounted("prometheus", RULES).parent == ROOT / "dashboards" / "prometheus"
+    data = ROOT / "src" / "langchain_quota" / "monitoring"
+    assert mounted("alertmanager", ALERTMANAGER) == data / "alertmanager.yaml"
+    (provider,) = load(PROVIDERS)["providers"]
+    assert provider["options"]["path"] == DASHBOARDS
+
+
+def test_everything_reaches_its_end() -> None:
+    """Prometheus scrapes each replica, alerts reach the webhook, spans Tempo, links Grafana."""
+    (scraped,) = load(PROMETHEUS)["scrape_configs"]
+    assert list(values(scraped, "targets")) == [[f"{agent}:8000" for agent in AGENTS]]
+    assert scraped["authorization"] == {"credentials_file": "/run/secrets/metrics_token"}
+    assert "--enable-feature=exemplar-storage" in SERVICES["prometheus"]["command"]
+    assert list(values(load(PROMETHEUS)["alerting"], "targets")) == [["alertmanager:9093"]]
+    receivers = values(load(mounted("alertmanager", ALERTMANAGER)), "webhook_configs")
+    (place,) = {urlsplit(each["url"]).netloc for receiver in receivers for each in receiver}
+    assert f"--port={place.removeprefix('127.0.0.1:')}" in SERVICES["webhook"]["entrypoint"]
+    ((_, port, _),) = published_ports("grafana")
+    links = {
+        urlsplit(each).netloc
+        for each in values(load(mounted("prometheus", RULES)), "dashboard_url")
+    }
+    assert links == {f"localhost:{port}"}
+    tempo = load(DOCKER / "tempo" / "tempo.yaml")
+    otlp = urlsplit(SERVICES["agent-1"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"])
+    protocol = tempo["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]
+    assert (otlp.hostname, protocol["endpoint"]) == ("tempo", f"0.0.0.0:{otlp.port}")
+    sources = {each["uid"]: each for each in load(SOURCES)["datasources"]}
+    assert {urlsplit(each["url"]).netloc for each in sources.values()} == {
+        "prometheus:9090",
+        f"tempo:{tempo['server']['http_listen_port']}",
+    }
+    (trace,) = sources["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    assert (trace["name"], sources[trace["datasourceUid"]]["type"]) == ("trace_id", "tempo")

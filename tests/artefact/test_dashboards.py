@@ -1,0 +1,451 @@
+"""The dashboards: as generated, as Grafana wants them, and what real Prometheus answers them."""
+
+import asyncio
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from langchain_core.messages import AIMessage, ToolCall
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
+from prometheus_client import CollectorRegistry
+
+from dashboards import build
+from langchain_quota import (
+    CostLimit,
+    MemoryStore,
+    Price,
+    Quota,
+    QuotaMiddleware,
+    RedisStore,
+    Telemetry,
+    TokenLimit,
+    ToolCallLimit,
+    start_metrics_server,
+)
+from langchain_quota.monitoring import exports
+from tests.server.agents import build_agent
+from tests.server.demo import running_demo
+from tests.server.programs import required_program
+from tests.server.prometheus import Prometheus, StartPrometheus, eventually
+
+pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "tests/assets/grafana/dashboard.schema.json").read_text())
+OVERVIEW, THREAD = "langchain-quota-overview", "langchain-quota-thread"
+HOSTILE = 'a"b\\c\'d $job {x=~"\\.+"} ü'
+CUSTOMERS = [f"customer-{number}" for number in range(1, 5)]
+ALLOWED, TRIED = 4, 7
+"""How often an agent of the second job may search on a thread, and tries to on the hostile one."""
+
+Values = Mapping[str, str | list[str]]
+"""What is chosen for each variable: a list where several can be, `ALL` for all."""
+
+ALL = ["$__all"]
+ANYTHING: Values = dict.fromkeys(("job", "instance", "agent", "limit"), ALL)
+OF_GRAFANA = {
+    "__rate_interval": "10s",
+    "__range": "1h",
+    "__range_s": "3600",
+    "__interval_ms": "1000",
+}
+VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::(?P<format>\w+))?\}|\$(?P<bare>\w+)")
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query to Prometheus; `where` is such as `langchain-quota-overview 6 B`."""
+
+    where: str
+    expr: str
+    over_time: bool = True
+    exemplar: bool = False
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable: its values are those of a label, of what an expression gives."""
+
+    name: str
+    label: str
+    several: bool
+    expr: str
+    of_result: bool
+
+
+@dataclass(frozen=True)
+class Board:
+    """A dashboard."""
+
+    model: Any
+
+    @property
+    def uid(self) -> str:
+        return str(self.model["uid"])
+
+    @property
+    def queries(self) -> list[Query]:
+        """The queries of panels and annotations to Prometheus."""
+        of_panels = [
+            Query(
+                f"{self.uid} {panel['id']} {target['refId']}",
+                target["expr"],
+                not target.get("instant", False),
+                target.get("exemplar", False),
+            )
+            for panel in self.model["panels"]
+            for target in panel.get("targets", [])
+            if target["datasource"]["type"] == "prometheus"
+        ]
+        annotations = self.model["annotations"]["list"]
+        return [*of_panels, *(Query(f"{self.uid} {on['name']}", on["expr"]) for on in annotations)]
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables that Prometheus is asked about, in order."""
+        found = []
+        for model in self.model["templating"]["list"]:
+            if model["type"] == "query":
+                query = r"label_values\((?P<of>.+), (?P<label>\w+)\)|query_result\((?P<expr>.+)\)"
+                asked = re.fullmatch(query, model["query"], re.DOTALL)
+                assert asked is not None, model["query"]
+                label = asked["label"] or model["regex"].removeprefix("/").partition("=")[0]
+                expr = asked["expr"] or asked["of"]
+                variable = Variable(model["name"], label, model["multi"], expr, bool(asked["expr"]))
+                found.append(variable)
+        return found
+
+
+def boards(**options: Any) -> list[Board]:
+    """The dashboards as they are exported."""
+    return [Board(json.loads(text)) for text in exports.dashboards(**options).values()]
+
+
+def interpolate(expr: str, values: Values) -> str:
+    """Replace variables as Grafana's Prometheus data source does."""
+    every: Values = {**OF_GRAFANA, **values}
+
+    def replaced(match: re.Match[str]) -> str:
+        name = match["braced"] or match["bare"]
+        if name not in every:
+            return match[0]
+        value = every[name]
+        if value == ALL:
+            return ".+"
+        if match["format"] == "regex":  # in a raw string
+            special = r"[-\[\]{}()*+!<=:?./\\^$|#\s,]"
+            quoted = [re.sub(special, r"\\\g<0>", each) for each in value]
+            return f"({'|'.join(quoted)})"
+        if isinstance(value, list):  # for a regular expression within a PromQL string
+            quoted = [each.replace("\\", "\\\\\\\\") for each in value]
+            escaped = [re.sub(r"[$^*{}\[\]'+?.()|]", r"\\\\\g<0>", each) for each in quoted]
+            return escaped[0] if len(escaped) == 1 else f"({'|'.join(escaped)})"
+        if match["format"] == "raw" or name.startswith("__"):
+            return value
+        return value.replace("\\", "\\\\").replace("'", "\\\\'")
+
+    return VARIABLE.sub(replaced, expr)
+
+
+def board(uid: str, **options: Any) -> Board:
+    """A dashboard."""
+    [found] = [each for each in boards(**options) if each.uid == uid]
+    return found
+
+
+def query(where: str) -> Query:
+    """A query of a dashboard."""
+    [found] = [each for board in boards() for each in board.queries if each.where == where]
+    return found
+
+
+def test_the_files_are_what_is_generated() -> None:
+    """What is committed is what the code says, and the package gives it out as it is."""
+    assert exports.dashboards() == build.render()
+    for name, text in build.render().items():
+        assert (build.FOLDER / name).read_text(encoding="utf-8") == text
+
+
+def test_an_export_begins_with_a_data_source() -> None:
+    """The variable of the data source has the given value at first, and can be changed."""
+    for text in exports.dashboards(datasource="prom-1").values():
+        model = json.loads(text)
+        [chosen] = [each for each in model["templating"]["list"] if each["name"] == "datasource"]
+        assert chosen.pop("current") == {"selected": True, "text": "prom-1", "value": "prom-1"}
+        assert model == board(model["uid"]).model
+
+
+def test_grafana_takes_the_json() -> None:
+    """Each dashboard has only properties of Grafana's own types, and what they need."""
+    validator = jsonschema.Draft7Validator(SCHEMA)
+    for each in boards():
+        assert [error.message[:300] for error in validator.iter_errors(each.model)] == []
+        each.model["panels"][0]["targets"][0].pop("expr")
+        assert not validator.is_valid(each.model)
+
+
+class BrokenProcessor(SpanProcessor):
+    """A tracer that fails whenever a span begins."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        raise RuntimeError("this tracer is broken")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A Prometheus that has scraped two jobs, and since when."""
+
+    prometheus: Prometheus
+    began: float
+
+    def ask(self, query: Query, values: Values) -> list[Any]:
+        """The series that a query gives, as Grafana would ask it."""
+        parameters = {"query": interpolate(query.expr, values)}
+        if query.over_time:
+            span = {"start": self.began, "end": time.time(), "step": "1s"}
+            return self.prometheus.result("query_range", **parameters, **span)
+        return self.prometheus.result("query", **parameters)
+
+    def offered(self, variable: Variable, values: Values) -> list[str]:
+        """The values that a variable offers."""
+        asked = interpolate(variable.expr, values)
+        found = self.prometheus.result("query", query=asked)
+        return sorted({each["metric"][variable.label] for each in found})
+
+    def choices(self, board: Board) -> Iterator[Values]:
+        """What can be chosen: all of each variable, and one thread after the other."""
+        values: dict[str, str | list[str]] = {**ANYTHING}
+        thread: Variable | None = None
+        for variable in board.variables:
+            if variable.of_result and thread is None:
+                values[variable.name] = self.offered(variable, values)
+            elif not variable.several:
+                thread = variable
+        if thread is None:
+            yield values
+        else:
+            for each in self.offered(thread, values):
+                yield {**values, thread.name: each}
+
+
+class Searchers:
+    """Agents of the second job; their tracer fails, and a thread's id is to break queries."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        provider = TracerProvider()
+        provider.add_span_processor(BrokenProcessor())
+        self._telemetry = Telemetry(
+            registry=registry, tracer_provider=provider, subject_label={"tenant": str}
+        )
+        self._saver = InMemorySaver()
+        hour = timedelta(hours=1)
+
+        def quotas(*most: int) -> list[Quota]:
+            pers = ("global", "tenant", "thread")
+            return [Quota(each, per=per, window=hour) for each, per in zip(most, pers, strict=True)]
+
+        # One store that answers, and one that nobody listens for.
+        self._stores = [MemoryStore(), RedisStore("redis://127.0.0.1:1")]
+        self.thread = self._quota(ToolCallLimit("search", thread_limit=ALLOWED))
+        self._once = self._quota(ToolCallLimit("search", run_limit=1))
+        self._sharing = [
+            self._quota(
+                ToolCallLimit("search", quotas=quotas(100, 10, ALLOWED)),
+                store=store,
+                on_store_error="allow",
+            )
+            for store in self._stores
+        ]
+        self._waiting = self._quota(ToolCallLimit("search", at_once=1))
+        self._budgets = self._quota(
+            TokenLimit(run_limit=10_000, quotas=quotas(*[10_000] * 3)),
+            CostLimit(run_limit=1, quotas=quotas(1, 1, 1)),
+            prices={"priced": Price(input=3, output=15)},
+            unknown_price="allow",
+            store=self._stores[0],
+        )
+        self._asking = self._quota(
+            ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
+            TokenLimit(run_limit=30, exit_behavior="ask"),
+            CostLimit(run_limit=30, exit_behavior="ask"),
+            prices=lambda usage: Decimal(usage.total_tokens),
+        )
+
+    def _quota(self, *limits: Any, **options: Any) -> Any:
+        return QuotaMiddleware(limits, telemetry=self._telemetry, **options)
+
+    def run(self, script: Any, quota: Any, name: str, thread: str = "") -> None:
+        """Run an agent on its thread, and approve what a person is asked."""
+        agent = build_agent(script, [quota], name=name, saver=self._saver)
+        config: Any = {"configurable": {"thread_id": thread or name}}
+        given: Any = {"messages": [("user", "go on")]}
+        while given:
+            asyncio.run(agent.ainvoke(given, config, context={"tenant": "acme"}))
+            asked = agent.get_state(config).interrupts
+            given = asked and Command(resume={"decisions": [{"type": "approve"}]})
+
+    def go_on(self) -> None:
+        """Search under limits of each kind; spend; wait; ask a person."""
+        self.run([["search"], "done"], self.thread, "finder", "quiet")
+        # Again and again, though the limit of a run refuses it.
+        self.run([["search"]] * 3 + ["done"], self._once, "looping")
+        for quota in self._sharing:
+            self.run([["search"], "done"], quota, "sharing")
+        self.run([["search"] * 4, "done"], self._waiting, "sharing", "waiting")
+        # After a grant; a part is estimated, and a part has no price.
+        for counter, more in (("model.total_tokens", 100), (CostLimit.counter, "0.50")):
+            window = timedelta(hours=1)
+            self._stores[0].grant(f"{counter}:tenant:acme", more, window=window)
+        used: Any = {"input_tokens": 20, "output_tokens": 10, "total_tokens": 30}
+        for model, reported in (("priced", used), ("priced", None), ("unpriced", used)):
+            told: Any = {"response_metadata": {"model_name": model}, "usage_metadata": reported}
+            self.run([AIMessage("", **told)], self._budgets, "spending")
+        calls = [ToolCall(name="search", args={}, id=f"call-{number}") for number in range(2)]
+        answers = [AIMessage("", tool_calls=calls, usage_metadata=used), AIMessage("done")]
+        self.run(answers, self._asking, "asking")
+
+
+@pytest.fixture(scope="module")
+def seen(
+    start_prometheus: StartPrometheus, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seen]:
+    """The demo, and agents that were at work before their first scrape and after it."""
+    registry = CollectorRegistry()
+    searchers = Searchers(registry)
+    searchers.run([["search"] * TRIED, "done"], searchers.thread, "finder", HOSTILE)
+    searchers.go_on()
+    began = time.time()
+    output = tmp_path_factory.mktemp("demo") / "output"
+    with (
+        running_demo(output, threads=len(CUSTOMERS)) as demo,
+        start_metrics_server(port=0, registry=registry) as server,
+    ):
+        agents = f"{server.addr}:{server.port}"
+        prometheus = start_prometheus({"demo": demo.address, "agents": agents})
+        for _ in range(2):
+            prometheus.wait_for_scrape("agents")
+        searchers.go_on()
+        demo.wait_for_end_of_traffic()
+        for job in ("agents", "demo") * 4:
+            prometheus.wait_for_scrape(job)
+        yield Seen(prometheus, began)
+        demo.check()
+
+
+def test_every_query_returns_data(seen: Seen) -> None:
+    """Each query finds something; but no alert fires, and nothing is hidden, unjudged or lost.
+
+    Where a panel shows exemplars, there are some.
+    """
+    empty = set()
+    for board in boards():
+        chosen = list(seen.choices(board))
+        for query in board.queries:
+            if not any(seen.ask(query, values) for values in chosen):
+                empty.add(query.where)
+            if query.exemplar:
+                asked = interpolate(query.expr, ANYTHING)
+                assert eventually(lambda: seen.prometheus.exemplars(asked)), query.where  # noqa: B023 - at once
+    assert empty == {f"{OVERVIEW} {panel}" for panel in ("15 B", "20 A", "24 A", "32 A")}
+
+
+def test_every_variable_offers_values(seen: Seen) -> None:
+    """The variables offer the jobs, agents, limits and threads that there are."""
+    offered = {
+        (board.uid, variable.name): seen.offered(variable, values)
+        for board in boards()
+        for values in seen.choices(board)
+        for variable in board.variables
+    }
+    threads = [*CUSTOMERS, HOSTILE, "quiet", "looping", "sharing", "spending", "asking"]
+    assert {*threads} <= {*offered[THREAD, "thread"]} <= {*threads, "waiting"}
+    assert offered[OVERVIEW, "job"] == ["agents", "demo"]
+    assert {"support", "finder", "sharing", "looping", "spending"} <= {*offered[OVERVIEW, "agent"]}
+    assert {"model", "tool:search", "tokens", "cost", "repeats"} <= {*offered[OVERVIEW, "limit"]}
+    assert {HOSTILE, "looping"} <= {*offered[OVERVIEW, "refused"]}
+
+
+def test_a_hostile_thread_is_found(seen: Seen) -> None:
+    """A thread whose id has quotes, backslashes and variables is shown, and no other."""
+    [values] = [each for each in seen.choices(board(THREAD)) if each["thread"] == HOSTILE]
+    [used] = seen.ask(query(f"{THREAD} 6 A"), values)
+    of = {"job": "agents", "agent": "finder", "limit": "tool:search", "thread_id": HOSTILE}
+    assert used["metric"] == of
+    assert float(used["values"][-1][1]) == ALLOWED
+    [refused] = seen.ask(query(f"{THREAD} 4 A"), values)
+    assert float(refused["value"][1]) == TRIED - ALLOWED
+
+
+def test_an_export_for_one_job_sees_that_job_only(seen: Seen) -> None:
+    """With a selector every query is narrowed, and an id that could end a link has no link."""
+    for options, expected in (({}, {"agents", "demo"}), ({"selector": 'job="agents"'}, {"agents"})):
+        narrowed = board(OVERVIEW, **options)
+        [values] = seen.choices(narrowed)
+        found = [each["metric"] for query in narrowed.queries for each in seen.ask(query, values)]
+        assert {each["job"] for each in found if "job" in each} == expected
+        traced = {each["thread_id"] for each in found if "traced" in each}
+        assert "quiet" in traced
+        assert HOSTILE not in traced
+
+
+def metrics_at(
+    directory: Path, series: dict[str, str], expr: str, expected: dict[str, float]
+) -> None:
+    """Assert what promtool says of an expression after ten minutes of scrapes."""
+    asked = {
+        "expr": expr,
+        "eval_time": "10m",
+        "exp_samples": [{"labels": name, "value": value} for name, value in expected.items()],
+    }
+    given = [{"series": f"langchain_quota_{name}", "values": each} for name, each in series.items()]
+    case = {"interval": "1m", "input_series": given, "promql_expr_test": [asked]}
+    file = directory / "test.yaml"
+    file.write_text(json.dumps({"tests": [case]}))
+    command = [required_program("promtool", "prometheus"), "test", "rules", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_replica_that_decided_last_counts(tmp_path: Path) -> None:
+    """Five of five are used, though another replica judged a call of another limit later."""
+    series = {}
+    for instance, limit, used, decided in (
+        ("a", "search", 3, 30),
+        ("b", "search", 5, 40),
+        ("a", "model", 1, 50),
+    ):
+        of = f'{{job="j",instance="{instance}",agent="r",limit="{limit}",thread_id="t"}}'
+        series[f"thread_used{of}"] = f"{used}x10"
+        series[f"thread_last_decision_timestamp_seconds{of}"] = f"{decided}x10"
+    expr = query(f"{OVERVIEW} 6 C").expr
+    values: Values = {**ANYTHING, "__rate_interval": "2m", "nearest": ALL}
+    found = {'{job="j",agent="r",limit="search",thread_id="t"}': 5.0}
+    found['{job="j",agent="r",limit="model",thread_id="t"}'] = 1
+    metrics_at(tmp_path, series, interpolate(expr, values), found)
+
+
+def test_bars_add_up(tmp_path: Path) -> None:
+    """The bars are the truth, with a restart, a first refusal that is late, and a lost scrape."""
+    of = 'job="j",instance="a"'
+    blocked = f'limit_decisions_total{{{of},agent="r",scope="run",decision="blocked"'
+    series = {
+        f"start_time_seconds{{{of}}}": "_ 30x3 stale 270x5",
+        f'{blocked},limit="search"}}': "_ 3 5 9 9 stale 2 4 4 6 6",
+        f'{blocked},limit="model"}}': "_ _ _ _ _ stale _ _ _ 2 2",
+    }
+    expr = query(f"{OVERVIEW} 9 A").expr
+    bars = interpolate(expr, {**ANYTHING, "__interval_ms": "60000"})
+    total = f"sum by (limit) (sum_over_time(({bars})[10m:1m]))"
+    metrics_at(tmp_path, series, total, {'{limit="search"}': 15, '{limit="model"}': 2})

@@ -1,0 +1,198 @@
+"""The alert rules, their tests, the runbooks and Alertmanager's example, by Prometheus' tools."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from langchain_quota.monitoring import exports
+from tests.server.programs import required_program
+from tests.server.prometheus import DEADLINE
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "dashboards" / "prometheus"
+FILES = sorted((PROMETHEUS / "tests").glob("*_test.yaml"))
+PAGES = sorted((ROOT / "docs" / "runbooks").glob("LangChainQuota*.md"))
+
+
+def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return _run(required_program("promtool", "prometheus"), *arguments)
+
+
+def _run(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [str(each) for each in words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+
+
+def rules(**options: Any) -> list[Any]:
+    """All rules that are exported."""
+    [text] = exports.rules(**options).values()
+    return [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
+
+
+def check(groups: Any, directory: Path) -> None:
+    """Assert that promtool takes groups of rules, and counts all of them."""
+    file = directory / "rules.yaml"
+    file.write_text(json.dumps(groups))  # JSON is YAML
+    checked = promtool("check", "rules", file)
+    assert checked.returncode == 0, checked.stderr
+    count = sum(len(group["rules"]) for group in groups["groups"])
+    assert f"SUCCESS: {count} rules found" in checked.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"selector": r'job=~"a|b\\.c",namespace!="\"{}\" = ü`%q"', "per_thread": True},
+        {"grafana_url": "https://example.org/a%20b&c", "runbooks": "http://[::1]:80/$x"},
+        {"format": "prometheusrule"},
+    ],
+    ids=len,
+)
+def test_the_rules_are_valid(options: dict[str, Any], tmp_path: Path) -> None:
+    """Promtool takes the rules, whatever the options, also within a PrometheusRule."""
+    [text] = exports.rules(**options).values()
+    made = yaml.safe_load(text)
+    check(made.get("spec", made), tmp_path)
+
+
+def test_the_rules_pass_their_tests() -> None:
+    """What each alert says and when it is silent is as its promtool tests have it."""
+    tested = promtool("test", "rules", *FILES)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert tested.stdout.count("SUCCESS") == len(FILES)
+    # It only warns of a file that is missing.
+    assert "WARNING" not in tested.stdout + tested.stderr
+
+
+def test_every_alert_is_complete() -> None:
+    """Each alert has a runbook and tests where it fires and where it must not; one alert pages."""
+    severities = {
+        rule["alert"]: rule["labels"]["severity"]
+        for rule in rules(per_thread=True)
+        if "alert" in rule
+    }
+    assert [page.stem for page in PAGES] == sorted(severities)
+    critical = {name for name, severity in severities.items() if severity == "critical"}
+    assert critical == {"LangChainQuotaEnforcementDegraded"}
+    assert {*severities.values()} == {"critical", "warning", "info"}
+    tested = {
+        (test["alertname"], bool(test["exp_alerts"]))
+        for path in FILES
+        for case in yaml.safe_load(path.read_text())["tests"]
+        for test in case["alert_rule_test"]
+    }
+    assert tested == {(name, fires) for name in severities for fires in (False, True)}
+
+
+def test_the_stack_has_the_exported_rules() -> None:
+    """What the stack mounts is what the package writes."""
+    for name, text in exports.rules().items():
+        assert (PROMETHEUS / name).read_text() == text
+
+
+def test_links_begin_with_the_given_addresses() -> None:
+    """Grafana's and the runbooks' addresses are the user's, with or without a slash at the end."""
+    for slash in ("", "/"):
+        addresses = {"grafana_url": f"https://a.b/g{slash}", "runbooks": f"https://a.b/r{slash}"}
+        for rule in rules(selector='job="x"', **addresses):
+            links = rule.get("annotations", {"dashboard_url": "https://a.b/g/d/langchain-quota-"})
+            assert links["dashboard_url"].startswith("https://a.b/g/d/langchain-quota-")
+            if "alert" in rule:
+                assert links["runbook_url"] == f"https://a.b/r/{rule['alert']}"
+
+
+def test_texts_are_those_of_the_selected_jobs(tmp_path: Path) -> None:
+    """With a selector that has all that could break a text, the alert and its numbers are there."""
+    matchers = r'''cluster=~"`%q}}|{{ $value }}|it's \"x\"|eu"'''
+    [text] = exports.rules(selector=matchers).values()
+    (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
+    labels, other = (f'job="a",instance="{each}",agent="r",limit="l"' for each in "ij")
+    refusal = "langchain_quota_thread_last_refusal_timestamp_seconds"
+    series = {
+        f"langchain_quota_limit_decisions_total{{{labels},"
+        'scope="run",decision="blocked",cluster="eu"}': "0x5 3x9",
+        f'{refusal}{{{labels},thread_id="ann",cluster="eu"}}': "300x15",
+        f'{refusal}{{{other},thread_id="bob",cluster="us"}}': "300x15",
+    }
+    texts = {
+        "summary": 'Limit "l" of agent "r" refuses calls on 1 thread',
+        "description": 'Within 5 minutes limit "l" refused about 3 calls of agent "r" (job "a").',
+        "runbook_url": f"{exports.RUNBOOKS}/LangChainQuotaLimitBreached.md",
+        "dashboard_url": f"{exports.GRAFANA_URL}/d/langchain-quota-overview"
+        "?var-job=a&var-agent=r&var-limit=l&viewPanel=23",
+    }
+    of = {"severity": "warning", "job": "a", "agent": "r", "limit": "l"}
+    fires = {
+        "alertname": "LangChainQuotaLimitBreached",
+        "eval_time": "6m",
+        "exp_alerts": [{"exp_labels": of, "exp_annotations": texts}],
+    }
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [fires],
+    }
+    test = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "test.yaml").write_text(json.dumps(test))  # JSON is YAML
+    tested = promtool("test", "rules", tmp_path / "test.yaml")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_the_queries_of_the_runbooks_are_valid(tmp_path: Path) -> None:
+    """Every query that a runbook tells to ask is PromQL."""
+    recorded = []
+    for page in PAGES:
+        queries = re.findall(r"```promql\n(.*?)```", page.read_text(), re.DOTALL)
+        assert queries, page
+        recorded += [
+            {"record": f"{page.stem}:{number}", "expr": each} for number, each in enumerate(queries)
+        ]
+    check({"groups": [{"name": "pages", "rules": recorded}]}, tmp_path)
+
+
+def test_the_example_routes_by_severity(tmp_path: Path) -> None:
+    """Alertmanager takes the example: it pages only for what is critical, and keeps info apart.
+
+    With the route of docs/alerts.md a limit that refuses calls pages; other warnings do not.
+    """
+    program = required_program("amtool", "prometheus-alertmanager")
+    example = tmp_path / "alertmanager.yaml"
+    [text] = exports.alertmanager().values()
+    example.write_text(text)
+
+    def routed(name: str, severity: str) -> str:
+        labels = (f"alertname=LangChainQuota{name}", f"severity={severity}")
+        file = f"--config.file={example}"
+        return _run(program, "config", "routes", "test", file, *labels).stdout.strip()
+
+    checked = _run(program, "check-config", example)
+    assert checked.returncode == 0, checked.stderr
+    assert routed("EnforcementDegraded", "critical") == "pager"
+    assert routed("LimitBreached", "warning") == "chat"
+    assert routed("ThreadKeepsHitting", "info") == "log"
+    page = (ROOT / "docs" / "alerts.md").read_text()
+    (_, route) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    outer, inner = text.split("      routes:\n")
+    example.write_text(f"{outer}      routes:\n{route}{inner}")
+    assert routed("LimitBreached", "warning") == "pager"
+    assert routed("BlockRatioHigh", "warning") == "chat"
+
+
+def test_a_refusal_is_notified_within_a_minute() -> None:
+    """Half a minute is left for the scrape, and one message tells of all limits of an agent."""
+    [text] = exports.alertmanager().values()
+    [route] = yaml.safe_load(text)["route"]["routes"]
+    assert route["group_by"] == ["job", "agent"]
+    [text] = exports.rules().values()
+    group = yaml.safe_load(text)["groups"][0]
+    [rule] = [each for each in group["rules"] if str(each.get("alert")).endswith("LimitBreached")]
+    assert "for" not in rule
+    durations = [group["interval"], route["group_wait"]]
+    assert all(each.endswith("s") for each in durations)
+    assert sum(int(each[:-1]) for each in durations) <= 30

@@ -1,0 +1,282 @@
+"""The demo as a user runs it: real agents, a real database, a real /metrics. And all commands."""
+
+import os
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from blockbuster import blockbuster_ctx
+from rich.console import Console
+
+from langchain_quota.cli import main
+from langchain_quota.cli.demo_view import Row, gauge, table
+from tests.forked import COMMAND_LINE, run_python, without
+from tests.server.demo import running_demo
+from tests.server.otlp import running_receiver
+from tests.server.prometheus import check_metrics, parse_openmetrics, series_of
+
+# Stands in for a provider's package; the chat model is a real one.
+PROVIDER = """
+import os
+from langchain_quota.testing import ScriptedChatModel
+
+class ChatOpenAI(ScriptedChatModel):
+    model: str
+
+    def __init__(self, **kwargs):
+        if "OPENAI_API_KEY" not in os.environ:
+            raise ValueError("Missing credentials.\\nPlease set OPENAI_API_KEY.")
+        super().__init__(script=lambda messages: "Hello!", **kwargs)
+
+    async def _agenerate(self, *args, **kwargs):
+        raise RuntimeError("429:\\ntoo many requests")
+"""
+
+
+OTLP = "OTEL_EXPORTER_OTLP_"
+_LINE = re.compile(
+    r"^(customer-\d+) +(\d+)/\d+ +\S+ +(\d+)/\d+ +\S+ +(\d+)/\d+ +\S+ +\S+/6k +\S+ +(\d+)$",
+    re.MULTILINE,
+)
+Use = tuple[int, ...]
+"""A thread's searches, calls of tools and of the model, and refusals."""
+
+
+def lines(text: str) -> dict[str, Use]:
+    """The lines of threads; of several for a thread the last."""
+    return {thread: tuple(map(int, use)) for thread, *use in _LINE.findall(text)}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A demo whose traffic is over: its output, and its /metrics in both formats."""
+
+    output: str
+    metrics: str
+    plain: str
+
+    @property
+    def end(self) -> list[str]:
+        """The end of the output: a table, metrics, what was prevented, steps."""
+        return self.output[self.output.rindex("thread     search ") :].split("\n\n")
+
+    def sum_of(self, metric: str, **labels: str) -> float:
+        """What series add up to."""
+        return sum(
+            value
+            for (name, found), value in series_of(parse_openmetrics(self.metrics)).items()
+            if name == f"langchain_quota_{metric}" and labels.items() <= dict(found).items()
+        )
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    """Two runs on one database."""
+    directory = tmp_path_factory.mktemp("demo")
+    runs = []
+    for log in (directory / "one", directory / "two"):
+        threads = str(directory / "threads.sqlite")
+        with running_demo(log, "--db", threads, threads=6, seconds=3) as running:
+            running.wait_for_end_of_traffic()
+            url = f"http://{running.address}/metrics"
+            texts = [
+                httpx.get(url, headers={"accept": accepted}, trust_env=False).text
+                for accepted in ("application/openmetrics-text; version=1.0.0", "text/plain")
+            ]
+            runs.append(Ran(running.output.partition("\nServing ")[0], *texts))
+    return runs
+
+
+@pytest.mark.rest
+def test_the_end(two_runs: list[Ran]) -> None:
+    """At the end: the table, which agrees with /metrics, metrics, what was prevented, and steps.
+
+    A second run goes on with the first's counts. 80 columns do.
+    """
+    before: dict[str, Use] = {f"customer-{each}": (0, 0, 0, 0) for each in range(1, 7)}
+    for run in two_runs:
+        begun = {thread: (*use[:3], 0) for thread, use in before.items()}
+        assert lines("\n".join(run.output.splitlines()[:8])) == begun
+        shown, metrics, said, steps = run.end
+        uses = lines(shown)
+        for index, limit in enumerate(("tool:search", "tool:*", "model")):
+            of = {"limit": limit, "agent": "support"}
+            charged = run.sum_of("limit_decisions_total", **of, decision="allowed")
+            charged -= run.sum_of("limit_decisions_total", **of, decision="refunded")
+            assert charged == sum(uses[each][index] - before[each][index] for each in before)
+        refused = sum(use[-1] for use in uses.values())
+        assert run.sum_of("calls_total", decision="blocked") == refused
+        assert len(metrics.splitlines()) == 6
+        for metric in metrics.splitlines()[1:]:
+            name, value = metric.strip().replace("{", '{agent="support",', 1).split()
+            assert re.search(rf"^{re.escape(name)} {value}\.0( #|$)", run.metrics, re.MULTILINE)
+        thread, worst = max(uses.items(), key=lambda item: item[1][-1])
+        last = f"{thread} asked for {worst[-1]} calls over its limits; none ran."
+        assert said.splitlines()[-1] == last
+        assert [step[:3] for step in steps.split("\n")[:3]] == ["1. ", "2. ", "3. "]
+        assert max(map(len, run.output.splitlines())) <= 80
+        assert "\x1b" not in run.output
+        before = uses
+
+
+@pytest.mark.rest
+def test_the_demo_shows_what_limits_do(two_runs: list[Ran]) -> None:
+    """All states and refusals, a wait and a grant are in its metrics, with traces, and no error."""
+    run = two_runs[0]
+    for limit in ("tool:search", "model", "tokens", "repeats"):
+        assert run.sum_of("limit_decisions_total", limit=limit, decision="blocked") > 0, limit
+    for state in ("ok", "near", "exhausted"):
+        assert run.sum_of("subjects", state=state) > 0, state
+    assert run.sum_of("wait_seconds_sum") > 0
+    assert run.sum_of("granted_total", limit="tool:search") == 1
+    assert run.sum_of("errors_total") == 0
+    traced = r'calls_total{.*decision="blocked".*} [\d.]+ # {.*trace_id="[0-9a-f]{32}"'
+    assert re.search(traced, run.metrics)
+    assert check_metrics(run.plain) == (0, [])
+
+
+def test_the_event_loop_is_never_blocked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the whole demo nothing blocks the event loop."""
+    with blockbuster_ctx():
+        assert main(["demo", "--seconds", "1", "--port", "0"]) == 0
+    assert lines(capsys.readouterr().out)["customer-1"][-1] > 0
+
+
+@pytest.mark.rest
+def test_spans_reach_a_collector() -> None:
+    """With an OTLP endpoint every check_quota span arrives, inside a turn of its own thread."""
+    with running_receiver("http/protobuf") as receiver:
+        to = {f"{OTLP}ENDPOINT": receiver.url, f"{OTLP}PROTOCOL": "http/protobuf"}
+        env = {**os.environ, **to, "COLUMNS": "80", "FORCE_COLOR": "1"}
+        demo = ("demo", "--port", "0", "--seconds", "1", "--threads", "3")
+        ended = run_python(COMMAND_LINE, *demo, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert "\x1b" not in ended.stdout
+    used = lines(ended.stdout)
+    turns = {each.span_id: each for each in receiver.spans if each.name == "conversation turn"}
+    checks = [each for each in receiver.spans if each.name.startswith("check_quota")]
+    blocked = [each for each in checks if each.attributes["langchain_quota.decision"] == "blocked"]
+    assert len(blocked) == sum(use[-1] for use in used.values()) > 0
+    thread = "gen_ai.conversation.id"
+    assert {each.attributes[thread] for each in checks} == {*used}
+    assert all(
+        each.attributes[thread] == turns[each.parent_id].attributes[thread] for each in checks
+    )
+
+
+@pytest.mark.rest
+def test_what_the_demo_cannot_do(tmp_path: Path) -> None:
+    """What keeps it from running is one line, with the reason, and code 2; nothing is touched."""
+    package = tmp_path / "site" / "langchain_openai"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(PROVIDER)
+    path = {"PYTHONPATH": str(package.parent)}
+    text, other = tmp_path / "notes.txt", tmp_path / "other.sqlite"
+    text.write_text("no database, " * 100)
+    with closing(sqlite3.connect(other)) as connection, connection:
+        connection.execute("CREATE TABLE checkpoints (name TEXT)")
+        connection.execute("CREATE TABLE writes (name TEXT)")
+    spans = {f"{OTLP}ENDPOINT": "http://127.0.0.1:4318", f"{OTLP}PROTOCOL": "pigeon"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused: list[tuple[list[str], dict[str, str], str]] = [
+            (["--port", str(port)], {}, f"127.0.0.1:{port}: the port is taken.*--port"),
+            (["--db", f"{tmp_path}/no/x"], {}, "/no/x': its directory does not exist"),
+            (["--db", str(tmp_path)], {}, "it is a directory"),
+            (["--db", str(text)], {}, "file is not a database"),
+            (["--db", str(other)], {}, "other.sqlite' failed: "),
+            (["--model", "openai:fast"], path, "cannot use the model 'openai:fast': "),
+            (["--model", "nobody:fast"], path, "cannot use the model 'nobody:fast': "),
+            (
+                ["--model", "openai:broken"],
+                {**path, "OPENAI_API_KEY": "key"},
+                "broken' failed: 429: too many requests",
+            ),
+            ([], {"PROMETHEUS_MULTIPROC_DIR": f"{tmp_path}/no"}, "cannot keep metrics"),
+            ([], spans, "'pigeon'"),
+        ]
+        for arguments, environment, reason in refused:
+            demo = ("demo", "--port", "0", *arguments)
+            ended = run_python(COMMAND_LINE, *demo, env={**os.environ, **environment})
+            (said,) = ended.stderr.splitlines()
+            assert ended.returncode == 2
+            assert re.search(f"^langchain-quota demo: .*{reason}", said), said
+    assert text.read_text() == "no database, " * 100
+    assert not (tmp_path / "no").exists()
+
+
+def test_wrong_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """A value out of bounds is refused with code 2, naming option and value; so is no command."""
+    wrong = {"--threads": ("0", "101", "many"), "--seconds": ("0", "1.5"), "--port": ("70000",)}
+    for words in ([], *(["demo", option, each] for option in wrong for each in wrong[option])):
+        with pytest.raises(SystemExit) as ended:
+            main([*words])
+        assert ended.value.code == 2
+        reason = capsys.readouterr().err.splitlines()[-1]
+        assert all(each in reason for each in words[1:])
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        *(("demo", each, "demo") for each in ("rich", "langgraph.checkpoint.sqlite")),
+        *(("demo", "opentelemetry.sdk", "demo"), ("top", "rich", "top")),
+        ("quotas show", "redis", "redis"),
+    ],
+)
+def test_an_extra_is_missing(command: str, package: str, extra: str) -> None:
+    """The command line works without an extra; the command says how to install it."""
+    ended = run_python(without(package) + COMMAND_LINE, *command.split())
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (reason,) = ended.stderr.splitlines()
+    assert package in reason
+    assert reason.endswith(f'pip install "langchain-quota[{extra}]"')
+
+
+def test_the_version_comes_without_langchain() -> None:
+    """The version and the help import no library: LangChain takes a second."""
+    program = """
+import atexit, sys
+before = {*sys.modules}
+from langchain_quota.cli import main
+atexit.register(lambda: print(*{each.partition(".")[0] for each in {*sys.modules} - before}))
+main(sys.argv[1:])
+"""
+    for option in ("--version", "--help"):
+        # The processes of `run_python` have imported LangChain.
+        command = [sys.executable, "-c", program, option]
+        ended = subprocess.run(command, check=True, capture_output=True, text=True)
+        imported = {*ended.stdout.splitlines()[-1].split()}
+        assert imported - sys.stdlib_module_names == {"langchain_quota"}
+
+
+def test_bars() -> None:
+    """A bar is empty only at 0, full only from the limit on, and never longer; ASCII will do."""
+    for used, most, expected in (
+        *((0, 8, "0/8 ________"), (1, 80, "1/80  ▇_______"), (79, 80, "79/80 ▇▇▇▇▇▇▇_")),
+        *((8, 8, "8/8 ▇▇▇▇▇▇▇▇"), (9, 8, "9/8 ▇▇▇▇▇▇▇▇"), (0, 0, "0/0 ▇▇▇▇▇▇▇▇")),
+        *((999, 6000, "999/6k  ▇_______"), (8999, 6000, "8.9k/6k ▇▇▇▇▇▇▇▇")),
+    ):
+        assert gauge(used, most, 8).plain.rstrip() == expected
+    assert gauge(1, 2, 4, "#_").plain == "1/2 ##__"
+
+
+@pytest.mark.parametrize(("width", "bars"), [(80, 8), (100, 7), (140, 17)])
+def test_the_table_fits(width: int, bars: int) -> None:
+    """The table fits terminals of 80 columns and more, with bars to see; names are no markup."""
+    most = {"tool:search": 8, "tool:*": 16, "model": 20, "tokens": 6_000}
+    one = Row("[bold]cust", {**most, "tokens": 6_500}, most, 27, 12, "search (thread)")
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table([one], console))
+    full = "▇" * bars
+    counts = "27 12 search (thread)" if width > 80 else "12"
+    shown = f"[bold]cust 8/8 {full} 16/16 {full} 20/20 {full} 6.5k/6k {full} {counts}"
+    assert " ".join(captured.get().splitlines()[1].split()) == " ".join(shown.split())

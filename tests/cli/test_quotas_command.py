@@ -1,0 +1,356 @@
+"""`langchain-quota quotas`: what is used, of what, until when, and back to 0."""
+
+import io
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from langchain_quota import CostLimit, ModelCallLimitExceededError, Quota, TokenLimit
+from langchain_quota.admission import Compensation
+from langchain_quota.cli import main
+from langchain_quota.limits import Limit
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.redis import RedisStore
+from tests.scene import Scene
+from tests.server.proxy import proxy
+from tests.server.redis import RedisServer, free_port
+from tests.server.stores import batch, calls, compensating
+from tests.telemetry import Signals, paid
+
+ADA = str(CountKey("search", "user_id", "ada"))
+BOB = str(CountKey("search", "user_id", "bob"))
+ALL = str(CountKey("__all__", "global", ""))
+DAY = CountKey.at("email", "tenant", "acme", timedelta(days=1), 4_102_444_800)
+"""The first of January 2100."""
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def store(redis_server: RedisServer) -> Iterator[RedisStore]:
+    """A store with some counts."""
+    prefix = redis_server.prefix()
+    with closing(RedisStore(redis_server.url, prefix=prefix, timeout=30)) as store:
+        store.acquire(calls(ADA, 3, limit=5))
+        store.acquire(calls(BOB, 12, limit=1000))
+        store.acquire(compensating(Compensation("late", {ALL: 1})))
+        assert DAY.ends is not None
+        store.acquire(batch({str(DAY): 2}, ends={str(DAY): DAY.ends}))
+        yield store
+
+
+@pytest.fixture
+def run(redis_server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command on the store; the environment names the server."""
+    monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", redis_server.url)
+    return lambda *arguments: main(["quotas", *arguments, "--prefix", str(store.prefix)])
+
+
+def used(store: RedisStore) -> list[int]:
+    """The counts of Ada, Bob, all, and the day."""
+    return [use.used for use in store.peek([ADA, BOB, ALL, str(DAY)]) if use is not None]
+
+
+def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """All counts, sorted, as a table; patterns choose some, each once; none is said."""
+    assert run("show") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "counted  per      subject  used    of  until",
+        "__all__  global   ''          1     -  reset",
+        "email    tenant   'acme'      2     -  2100-01-02 00:00:00 UTC",
+        "search   user_id  'ada'       3     5  reset",
+        "search   user_id  'bob'      12  1000  reset",
+    ]
+    for patterns, expected in (
+        (["--key", "*:ada", "email:*"], ["'acme'", "'ada'"]),
+        (["--key", "*:bob", "--key", "search:*"], ["'ada'", "'bob'"]),
+    ):
+        assert run("show", *patterns) == 0
+        assert subjects(capsys) == expected
+    for command in ("show", "reset"):
+        assert run(command, "--key", "nothing") == 0
+        assert capsys.readouterr().out == "no counts\n"
+
+
+async def test_budgets_have_units(
+    run: Run, store: RedisStore, signals: Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an agent's calls used is shown in tokens and dollars; after a reset it may go on."""
+    budgets: list[Limit] = [
+        TokenLimit(quotas=[Quota(50_000, per="user_id")]),
+        CostLimit(quotas=[Quota(4, per="tenant")], exit_behavior="error"),
+    ]
+    given: Any = {"store": store, "prices": lambda _: Decimal("4.250001")}
+    who = {"tenant": "acme", "user_id": "ada"}
+    scene = Scene(signals, [paid(1_200), paid(1_200)], budgets, context=who, **given)
+    await scene.play()
+    with pytest.raises(ModelCallLimitExceededError):
+        await scene.play()
+    assert run("reset", "--key", "model.*", "--yes") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "counted             per      subject          used             of  until",
+        "model.microdollars  tenant   'acme'      $4.250001          $4.00  reset",
+        "model.total_tokens  user_id  'ada'    1,200 tokens  50,000 tokens  reset",
+        "2 reset to 0",
+    ]
+    await scene.play()
+
+
+def subjects(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Whose counts the table has."""
+    return [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_runs_are_shown_to_whom_asks(
+    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The many counts of runs are neither shown nor reset unless a pattern names them."""
+    runs = [str(CountKey("search", "run", name)) for name in ("one", "two")]
+    root = [str(CountKey("search", "root_run", "7@1")), str(CountKey("", "root_run", "7"))]
+    for key in (*runs, *root):
+        store.acquire(calls(key, 1))
+    for patterns, expected in (
+        (["search:*"], ["'ada'", "'bob'"]),
+        (["*:run:*"], ["'one'", "'two'"]),
+        (["*:root_run:*"], ["'7@1'"]),
+        (["search:run:t*", "*:ada"], ["'two'", "'ada'"]),
+    ):
+        assert run("show", "--key", *patterns) == 0
+        assert subjects(capsys) == expected
+    assert run("reset", "--yes") == 0
+    assert "run" not in capsys.readouterr().out
+    assert [use.used for use in store.usages("*:run:*")] == [1, 1]
+
+
+def test_subject_is_escaped(
+    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's text forges no line and moves no cursor; a key of no known form is shown, too."""
+    store.reset([str(CountKey("a\nb", "user_id", "x\n'\x1b[2J\u202e\ud800é")), "odd\nkey"])
+    assert run("show", "--key", "a*", "odd*") == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    escaped = '"x\\n\'\\x1b[2J\\u202e\\ud800é"'
+    assert first.split() == ["a\\nb", "user_id", escaped, "0", "-", "reset"]
+    assert second.split() == ["odd\\nkey", "-", "-", "0", "-", "reset"]
+
+
+ODD: list[dict[str, Any]] = [
+    *({"used": 1, "ends": "nan"}, {"used": 1, "limit": "inf"}, {"other": 1}),
+    *({"used": used} for used in ("abc", "nan", -2, "9" * 400)),
+]
+"""Hashes that others may leave beside counts."""
+
+
+def test_beside_what_is_no_count(
+    run: Run, store: RedisStore, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no count is named, a line each, and left as it is; counts are shown and reset."""
+    with redis_server.client() as client:
+        begin = f"{{{store.prefix!s}}}:count:odd:user_id:".encode()
+        for number, fields in enumerate(ODD):
+            client.hset(b"%s%d\x1b[2J\n" % (begin, number), mapping=fields)
+        client.hset(begin + b"\xff", "used", 1)
+        client.set(begin + b"text", 1)
+        client.lpush(begin + b"list", 1)
+        found = sorted(client.scan_iter(match=begin + b"*", count=10_000))
+        assert len(found) == len(ODD) + 3
+        left = [client.dump(name) for name in found]
+        named = sorted(
+            f"langchain-quota quotas: {name!r} holds no count, and is left as it is"
+            for name in found
+        )
+        assert run("show") == 1
+        said = capsys.readouterr()
+        assert len(said.out.splitlines()) == 5
+        assert sorted(said.err.splitlines()) == named
+        assert run("reset", "--yes") == 1
+        assert sorted(capsys.readouterr().err.splitlines()) == named
+        assert [client.dump(name) for name in found] == left
+    assert used(store) == [0, 0, 0, 0]
+    # Without a count nobody is asked; of what no pattern matches nothing is said.
+    assert run("reset", "--key", "odd:*") == 1
+    assert capsys.readouterr().out == "no counts\n"
+    assert run("show", "--key", "*:ada", "email:*") == 0
+
+
+def test_reset_some(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --yes what matches is listed and reset, and nothing else."""
+    assert run("reset", "--key", "search:*", "--yes") == 0
+    listed, last = capsys.readouterr().out.split("2 reset")
+    assert [line.split()[2] for line in listed.splitlines()[1:]] == ["'ada'", "'bob'"]
+    assert last == " to 0\n"
+    assert used(store) == [0, 0, 1, 2]
+
+
+def test_reset_without_a_terminal(
+    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody can be asked nothing is reset, and one line says what to pass."""
+    assert run("reset") == 2
+    said = "langchain-quota quotas: reset asks first, and there is no terminal: pass --yes\n"
+    assert capsys.readouterr().err == said
+    assert used(store) == [3, 12, 1, 2]
+
+
+@pytest.mark.parametrize("typed", ["y\n", "\n", ""])
+def test_reset_asks(
+    run: Run,
+    store: RedisStore,
+    typed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a terminal the command asks, and only a clear yes resets."""
+    terminal = io.StringIO(typed)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert run("reset", "--key", "search:*") == (0 if typed == "y\n" else 1)
+    answer = capsys.readouterr().out.partition("Reset 2 to 0? [y/N] ")[2].strip()
+    assert answer == ("2 reset to 0" if typed == "y\n" else "nothing was reset")
+    assert used(store) == ([0, 0, 1, 2] if typed == "y\n" else [3, 12, 1, 2])
+
+
+def test_password_among_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """A URL with a password is refused unread: others on the machine can see it."""
+    for url in (
+        *("redis://:s3cr3t@127.0.0.1:6379/0", "redis://worker:s3/cr3t@127.0.0.1:6379/0"),
+        "rediss://127.0.0.1:6379/0?password=s3cr3t",
+        "unix://127.0.0.1/socket?db=1&password=s3cr3t",
+    ):
+        for action in ("show", "reset"):
+            assert main(["quotas", action, "--redis", url]) == 2
+            (reason,) = capsys.readouterr().err.splitlines()
+            assert "LANGCHAIN_QUOTA_REDIS_URL" in reason
+            assert "cr3t" not in reason
+
+
+def test_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that does not answer, or that nobody names well, is one line, and code 2."""
+    monkeypatch.delenv("LANGCHAIN_QUOTA_REDIS_URL", raising=False)
+    silent = f"redis://127.0.0.1:{free_port()}"
+    for arguments, text in (
+        (["--redis", silent], f"RedisStore({silent}"),
+        (["--redis", "http://127.0.0.1"], "the URL of Redis must be"),
+        (["--redis", "redis://127.0.0.1", "--prefix", "a b"], "prefix must match"),
+        ([], "LANGCHAIN_QUOTA_REDIS_URL is not set"),
+    ):
+        for action in (["show"], ["reset", "--yes"]):
+            assert main(["quotas", *action, *arguments]) == 2
+            (reason,) = capsys.readouterr().err.splitlines()
+            assert text in reason
+
+
+def told_of(text: str) -> list[str]:
+    """A command's lines, without what differs from run to run."""
+    return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", "THEN", text).splitlines()
+
+
+def test_grant(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """More of a count: on the list, in the table, and as a line of JSON for the audit log."""
+    asked = ("--key", ADA, "50", "--for", "1d", "--reason", "ticket 4711", "--by", "bo")
+    assert run("grant", *asked, "--id", "4711") == 0
+    said = capsys.readouterr()
+    assert told_of(said.out) == [f"granted 50 calls under {ADA} until THEN, id 4711"]
+    audit = json.loads(said.err)
+    [grant] = store.grants()
+    assert grant.until is not None
+    assert timedelta(days=1, seconds=-1) < grant.until - grant.given_at <= timedelta(days=1)
+    assert datetime.fromisoformat(audit.pop("time")) >= grant.given_at - timedelta(seconds=1)
+    names = ("event", "key", "grant", "amount", "unit", "until", "reason", "by")
+    until = grant.until.isoformat()
+    told = ("granted", ADA, "4711", 50, "calls", until, "ticket 4711", "bo")
+    assert audit == {f"quota_{name}": each for name, each in zip(names, told, strict=True)}
+    assert run("grant", *asked, "--id", "4711") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("was granted before: 50 calls")
+    assert said.err == ""
+    assert run("grants") == 0
+    assert told_of(capsys.readouterr().out) == [
+        "key                 granted  until                    by    reason         id",
+        f"{ADA}       50  THEN  'bo'  'ticket 4711'  4711",
+    ]
+    assert run("show", "--key", ADA) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "search   user_id  'ada'       3  55  reset"
+
+
+def test_revoke(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A grant ends now, is logged, and is there no more; another key's with its id goes on."""
+    adam = f"{ADA}m"
+    store.grant(adam, 9, id="4711")
+    assert run("revoke", "--key", ADA, "--id", "4711") == 2
+    capsys.readouterr()
+    assert store.revoke(adam, "4711") is not None
+    store.grant(ADA, 50, id="4711")
+    assert run("revoke", "--key", ADA, "--id", "4711") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"revoked 50 calls under {ADA}")
+    assert json.loads(said.err)["quota_event"] == "revoked"
+    assert run("grants", "--key", "search:*") == 0
+    assert capsys.readouterr().out == "no grants\n"
+    assert run("revoke", "--key", ADA, "--id", "4711") == 2
+    assert "nothing is granted under" in capsys.readouterr().err
+    assert run("grant", "--key", ADA, "50", "--reason", "more", "--id", "4711") == 0
+    assert capsys.readouterr().out.startswith("was granted before, and is over: 50 calls")
+
+
+def test_grant_in_a_window(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key without a window is that of the window that runs, if one count alone is meant."""
+    base = str(CountKey("mail", "user_id", "ada"))
+    reason = ("--reason", "more")
+    assert run("grant", "--key", base, "5", *reason) == 2
+    assert "add the window of the quota, such as --window 1d" in capsys.readouterr().err
+    assert run("grant", "--key", base, "5", *reason, "--window", "1d", "--id", "a") == 0
+    assert run("grant", "--key", base, "6", *reason, "--id", "b") == 0
+    today = CountKey.at("mail", "user_id", "ada", timedelta(days=1), time.time())
+    granted = {(each.key, each.amount) for each in store.grants()}
+    assert granted <= {(str(today), 5), (str(today), 6)}
+    assert run("grant", "--key", base, "7", *reason, "--window", "none") == 0
+    assert store.grants(base)[0].amount == 7
+    capsys.readouterr()
+    assert run("grant", "--key", base, "8", *reason) == 2
+    assert "several counts are meant" in capsys.readouterr().err
+    assert run("revoke", "--key", base, "--id", "b") == 0
+
+
+def test_bad_grants(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be granted is refused in one line."""
+    for arguments, message in (
+        (("nonsense", "5"), "--key must be the key of a count"),
+        ((ADA, "0"), "amount must be above 0"),
+        ((ADA, "five"), "amount must be a whole number"),
+        ((ADA, "5", "--id", ""), "id must not be empty"),
+        ((ADA, "5", "--for", "9999999d"), "--for must end before the year 10000"),
+    ):
+        assert run("grant", "--key", *arguments, "--reason", "more") == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert message in line
+
+
+def test_a_lost_answer(
+    run: Run, store: RedisStore, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who does not hear whether it is granted reads how to ask again, and it is granted once."""
+    asked = ("--key", ADA, "50", "--reason", "more")
+    with proxy(redis_server.port) as way:
+        way.fail(only_small)
+        assert run("grant", *asked, "--redis", way.url) == 2
+    audit, reason = capsys.readouterr().err.splitlines()
+    name = json.loads(audit)["quota_grant"]
+    assert reason.endswith(f"; to try again without granting twice add --id {name}")
+    assert run("grant", *asked, "--id", name) == 0
+    assert capsys.readouterr().out.startswith("was granted before: 50 calls")
+    assert [each.amount for each in store.grants()] == [50]
+
+
+def only_small(reply: bytes) -> Iterator[bytes]:
+    """What Redis says while a client connects arrives, and that it does not know a script yet."""
+    if b"quota" in reply or b"reason" in reply:
+        raise ConnectionResetError
+    yield reply

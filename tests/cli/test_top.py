@@ -1,0 +1,430 @@
+"""`langchain-quota top` without a terminal: addresses, what they say together, screens, keys."""
+
+import io
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from rich.cells import cell_len
+from rich.console import Console
+
+from langchain_quota import Level, start_metrics_server
+from langchain_quota.cli import main, top_sources
+from langchain_quota.cli.top_figures import Figures, Growth, Limit, Use
+from langchain_quota.cli.top_options import ORDERS, TOKEN_VARIABLE
+from langchain_quota.cli.top_table import View, compact, lasting, percent, press, screen
+from tests.certificates import Certificate
+
+TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing
+NOW = 1_800_000_000.0
+METRICS = 'langchain_quota_runs_ended_total{agent="a",limit="l"} 3.0\n'
+
+NONE, NOT = (
+    "it answers, but has no metrics of langchain-quota",
+    "it answers, but not with metrics: ",
+)
+BAD = METRICS + "langchain_quota_runs_ended_total{, =+Inf=} 1\n"
+HALF = 'langchain_quota_runs_ended_total{agent="a"} 3.0\n'
+LONG = {"Location": "http://h/" + "x" * 9000}
+UNASKED = f"it answers 401 Unauthorized: give a token in {TOKEN_VARIABLE} or with"
+MOVED = "it answers 307 Temporary Redirect: give the address /metrics"
+
+ANSWERS: dict[str, tuple[int, str, dict[str, str], str]] = {
+    "metrics": (200, METRICS, {}, ""),
+    "moved": (307, "", {"Location": "/metrics"}, MOVED),
+    "hostile": (301, "", LONG, "it answers 301 Moved Permanently: give the address http://h/xxx"),
+    "guarded": (401, "", {}, UNASKED),
+    "broken": (503, "", {}, "it answers 503 Service Unavailable"),
+    "page": (200, "<html>\nSign in\n</html>", {}, NONE),
+    "others": (200, "process_cpu_seconds_total 12.5\n", {}, NONE),
+    "binary": (200, "\udcff\udcfe\0", {}, NOT),
+    "bad": (200, BAD, {}, NOT),
+    "half": (200, HALF, {}, f"{NOT}'limit'"),
+    "zeros": (200, "\0" * (3 << 20), {}, "its answer is longer than 1 MiB"),
+    "cut": (200, METRICS, {"Content-Length": "1000"}, "peer closed connection without sending"),
+    "drips": (200, "", {}, "its answer takes longer than 0.2 s"),
+    "rude": (0, "", {}, "Server disconnected without sending a response"),
+    "silent": (0, "", {}, "no answer within 0.2 s"),
+}
+"""What a path answers: status, text, headers; and what is wrong with it."""
+
+
+class Respond(BaseHTTPRequestHandler):
+    """Answers by the path that is asked for."""
+
+    server: "Serving"
+
+    def do_GET(self) -> None:
+        path = self.path.strip("/")
+        self.server.paths.append(path)
+        status, text, headers, _ = self.server.answers[path]
+        if path == "silent":
+            self.server.over.wait(60)
+        if path == "guarded" and self.headers.get("Authorization") == f"Bearer {TOKEN}":
+            status, text = 200, METRICS
+        if status:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text.encode(errors="surrogateescape"))
+        with suppress(OSError):
+            while path == "drips" and not self.server.over.wait(0.05):
+                self.wfile.write(b"#\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Serving(ThreadingHTTPServer):
+    """A server with an answer for each path; without a status it closes the connection."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Respond)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.over, self.paths, self.answers = threading.Event(), list[str](), dict(ANSWERS)
+
+    def say(self, *texts: str) -> list[str]:
+        """The addresses of processes with these metrics, without the names' beginning."""
+        for number, text in enumerate(texts):
+            told = "".join(f"langchain_quota_{line}\n" for line in text.split("\n") if line)
+            self.answers[str(number)] = (200, told, {}, "")
+        return [f"{self.url}/{number}" for number in range(len(texts))]
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    """The server; loopback is never asked through a proxy, whatever the environment says."""
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with Serving() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.over.set()
+            server.shutdown()
+            thread.join()
+
+
+def fault(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Why the only address fails, in one line that moves no cursor."""
+    assert main(["top", "--once", *arguments]) == 2
+    (reason,) = capsys.readouterr().err.splitlines()
+    assert reason.isprintable()
+    assert len(reason) < 500
+    return reason.removeprefix("langchain-quota top: ")
+
+
+@pytest.mark.parametrize("path", [path for path, answer in ANSWERS.items() if answer[-1]])
+def test_faults(
+    serving: Serving,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is wrong with an answer is one line with the address; no redirect is followed."""
+    if path in {"silent", "drips"}:
+        monkeypatch.setattr(top_sources, "SILENCE" if path == "silent" else "LONGEST", 0.2)
+    monkeypatch.setattr(top_sources, "MOST_BYTES", 1 << 20)
+    url = f"{serving.url}/{path}"
+    assert fault(capsys, url).startswith(f"{url}: {ANSWERS[path][-1]}")
+    assert serving.paths == [path]
+
+
+def test_the_exit_code(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    """All answer: 0; some fail: 1, with the figures of the others; all fail: 2. stderr says why."""
+    url, broken = f"{serving.url}/metrics", f"{serving.url}/broken"
+    assert main(["top", "--once", url]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["top", "--once", url, broken]) == 1
+    seen = capsys.readouterr()
+    assert re.search(r"^a +l .* 3 +0$", seen.out, re.MULTILINE)
+    assert seen.err == f"langchain-quota top: {broken}: it answers 503 Service Unavailable\n"
+    assert main(["top", broken, f"{serving.url}/page"]) == 2
+    seen = capsys.readouterr()
+    assert (seen.out, len(seen.err.splitlines())) == ("", 2)
+
+
+def test_token(
+    serving: Serving,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The token comes from the environment or a file; a wrong one differs from none."""
+    file, url = tmp_path / "token", f"{serving.url}/guarded"
+    for token in (TOKEN, "wrong-token", "secret\r\nX-Forged: 1"):
+        file.write_text(f"{token}\n")
+        for arguments in ([url, "--token-file", str(file)], [url]):
+            with monkeypatch.context() as patched:
+                if arguments == [url]:
+                    patched.setenv(TOKEN_VARIABLE, token)
+                code = main(["top", "--once", *arguments])
+            said = capsys.readouterr().err
+            assert (code == 0) == (token == TOKEN)
+            assert "secret" not in said
+            assert ("does not take the token" in said) == (token == "wrong-token")  # noqa: S105
+
+
+def test_tls(
+    certificates: dict[str, Certificate],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A certificate must be trusted, as OpenSSL's own variable says; a wrong scheme is reported."""
+    own, registry = certificates["server"], CollectorRegistry()
+    given: Any = {"certfile": own.certfile, "keyfile": own.keyfile, "registry": registry}
+    with start_metrics_server(port=0, **given) as server:
+        assert "certificate verify failed" in fault(capsys, server.url)
+        monkeypatch.setenv("SSL_CERT_FILE", own.certfile)
+        assert "has no metrics" in fault(capsys, server.url)
+        assert "disconnected" in fault(capsys, server.url.replace("https", "http"))
+
+
+def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong value is code 2, and the option or the file is named."""
+    for arguments, reason in (
+        (["http://user:secret@host"], "argument ADDRESS"),
+        (["host:port"], "argument ADDRESS"),
+        *((["--interval", each], "argument --interval") for each in ("0", "nan")),
+        (["--view", "all"], "argument --view"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["top", *arguments])
+        assert ended.value.code == 2
+        assert reason in capsys.readouterr().err.splitlines()[-1]
+    for file, reason in (
+        (f"{tmp_path}/no", "No such file or directory"),
+        (str(tmp_path), "Is a directory"),
+        ("/dev/null", "is empty"),
+    ):
+        assert reason in fault(capsys, "--token-file", file)
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The lines that are printed, without the space that aligns them."""
+    assert main(["top", "--once", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [" ".join(each.split()) for each in lines if each]
+
+
+ONE = """
+calls_total{agent="support",kind="tool",tool="search",decision="allowed"} 5
+calls_total{agent="support",kind="tool",tool="search",decision="would_block"} 1
+calls_total{agent="support",kind="tool",tool="search",decision="blocked"} 2
+calls_total{agent="support",kind="tool",tool="search",decision="skipped"} 4
+thread_used{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
+thread_limit{agent="support",limit="tool:search",thread_id="ann\\nx"} 10
+thread_last_decision_timestamp_seconds{agent="support",limit="tool:search",thread_id="ann\\nx"} 5
+thread_blocked_total{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
+thread_last_decision_timestamp_seconds{agent="support",limit="tool:search",thread_id="judged"} 5
+thread_blocked_total{agent="support",limit="tool:search",thread_id="refused"} 1
+thread_used{agent="support",limit="trial",thread_id="ann"} 20
+thread_limit{agent="support",limit="trial",thread_id="ann"} 10
+thread_used_dollars{agent="support",limit="money",thread_id="ann"} 0.3
+thread_limit_dollars{agent="support",limit="money",thread_id="ann"} 0.375
+thread_spent_tokens_total{agent="support",limit="per run",thread_id="ann"} 1200
+limit_near_ratio{agent="support",limit="tool:search"} 0.8
+limit_near_ratio{agent="support",limit="money"} 0.8
+limit_decisions_total{agent="support",limit="tool:search",scope="none",decision="allowed"} 9
+limit_decisions_total{agent="support",limit="tool:search",scope="none",decision="refunded"} 2
+limit_decisions_total{agent="support",limit="tool:search",scope="thread",decision="blocked"} 3
+limit_decisions_total{agent="support",limit="tool:search",scope="run",decision="blocked"} 10
+limit_decisions_total{agent="support",limit="tool:search",scope="run",decision="would_block"} 4
+runs_ended_total{agent="support",limit="tool:search"} 8
+granted_dollars_total{agent="support",limit="money",scope="tenant"} 1.5
+subjects{agent="support",limit="tool:search",scope="tenant",state="near"} 3
+subjects{agent="support",limit="tool:search",scope="tenant",state="exhausted"} 7
+subject_used_dollars{agent="support",limit="money",scope="tenant",subject=""} 0.5
+subject_limit_dollars{agent="support",limit="money",scope="tenant",subject=""} 1
+"""
+TWO = """
+thread_used{agent="support",limit="tool:search",thread_id="ann\\nx"} 8
+thread_limit{agent="support",limit="tool:search",thread_id="ann\\nx"} 10
+thread_last_decision_timestamp_seconds{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
+thread_blocked_total{agent="support",limit="tool:search",thread_id="ann\\nx"} 1
+thread_spent_tokens_total{agent="support",limit="per run",thread_id="ann"} 1200
+limit_near_ratio{agent="support",limit="tool:search"} 0.8
+limit_decisions_total{agent="support",limit="tool:search",scope="run",decision="blocked"} 1
+subjects{agent="support",limit="tool:search",scope="tenant",state="near"} 3
+"""
+
+
+def test_two_processes(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counters are added; what a thread has used says who judged it last; nobody counts twice.
+
+    A thread that was judged has no row. Names forge no line.
+    """
+    for addresses in (serving.say(ONE, TWO), serving.say(TWO, ONE)):
+        assert figures(capsys, *addresses) == [
+            "calls 6 ran, 2 refused 5 near, 7 exhausted",
+            "threads:",
+            "thread agent limit used/of share state refused ago ends in",
+            "ann\\nx support tool:search 8/10 80%~ near 10",
+            "ann support money $0.30/$0.38 80%~ near 0",
+            "ann support trial 20/10 200% on trial 0",
+            "refused support tool:search - - 1",
+            "ann support per run 2,400 tok - 0",
+            "quotas:",
+            "subject quota agent limit used/of share state ends in",
+            "- tenant support money $0.50/$1.00 50% ok",
+            "limits:",
+            "agent limit allowed refused /min on trial near exhausted ended runs granted",
+            "support tool:search 7 14 - 4 4 7 8 0",
+            "support money 0 0 - 0 1 0 0 $1.50",
+        ]
+
+
+def test_what_is_shown_can_be_chosen(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options choose a view, an order, and a text that a name must have."""
+    (address,) = serving.say(ONE)
+    for options, expected in (
+        (["--sort", "refused"], ["ann\\nx", "refused", "ann", "ann", "ann"]),
+        (["--filter", "MON"], ["ann"]),
+        (["--filter", "["], []),
+    ):
+        found = figures(capsys, address, "--view", "threads", *options)
+        assert [each.split()[0] for each in found[3:]] == expected
+
+
+REFUSED = ("langchain_quota_limit_decisions_total", "support", "tool:search", "run", "blocked")
+
+
+@pytest.mark.parametrize(
+    ("values", "gain"), [([10, 16], 6), ([10, 4], 4), ([10, None, 4], 4), ([None, 4], 4)]
+)
+def test_growth(values: list[float | None], gain: float) -> None:
+    """What begins again began at 0; gains before the window count no more, and take no room."""
+    growth = Growth()
+    for at, value in enumerate(values):
+        growth.take("one", {} if value is None else {REFUSED: value}, at)
+    rates = growth.rates(len(values) - 1)
+    assert rates is not None
+    assert rates[REFUSED] * (len(values) - 1) == gain
+    for second in range(len(values), 2_000):
+        growth.take("one", {REFUSED: 1_000_000}, second)
+        rates = growth.rates(second)
+    assert rates == {REFUSED: 0}
+
+
+def test_growth_of_several_processes() -> None:
+    """Gains are added; what a process had before it was first seen is none."""
+    growth = Growth()
+    for name, value, at in (
+        ("a", 5, 0),
+        ("b", 100, 0),
+        ("c", 900, 10),
+        ("a", 8, 10),
+        ("b", 107, 10),
+    ):
+        growth.take(name, {REFUSED: value}, at)
+    assert growth.rates(10) == {REFUSED: 1.0}
+
+
+KEYS: list[tuple[list[str], dict[str, Any]]] = [
+    *((["3"], {"name": "limits"}), (["4", "0", "²", "x", "é", "\r", "\x1b[A"], {})),
+    *((["s"], {"order": "refused"}), (["s", "s", "s"], {"order": "share"})),
+    (["2", "s"], {"name": "quotas", "order": "name"}),
+    *(([" "], {"paused": True}), ([" ", " "], {}), (["q"], {"ended": True})),
+    *((["\x1b[B", "\x1b[B", "\x1b[A"], {"first": 1}), (["\x1b[B", "1"], {})),
+    (["\x1b[6~", "\x1b[6~", "\x1b[5~"], {"first": 20}),
+    *((["/", "w", "q", "\x7f", "\r"], {"text": "w"}), (["/", "é", "\x1b"], {})),
+    *((["/", "x"], {"text": "x", "is_typing": True}), (["/", "x", "\r", "\x1b"], {})),
+    (["/", "x", "\r", "/", "y", "\x1b[A", "\r"], {"text": "xy"}),
+]
+
+
+def test_keys() -> None:
+    """What each key does; while a filter is typed, letters are letters."""
+    for keys, expected in KEYS:
+        view = View()
+        for key in keys:
+            view = press(view, key, page=20)
+        assert view == replace(View(), **expected), keys
+
+
+def test_amounts() -> None:
+    """Amounts are short, and say their unit where it is not calls; shares do not round up."""
+    calls = {None: "-", 8: "8", 0.25: "0.2", 99_999: "99,999", 100_000: "100k"}
+    assert {value: compact(value, "calls") for value in calls} == calls
+    tokens = {999_999: "1M tok", 1e20: "1e+08T tok"}
+    assert {value: compact(value, "tokens") for value in tokens} == tokens
+    dollars = {0: "$0.00", 0.5: "$0.50", 0.0042: "$0.0042", 0.000042: "$0.000042"}
+    dollars |= {1234.5: "$1,234.50", 2_500_000: "$2.5M"}
+    assert {value: compact(value, "microdollars") for value in dollars} == dollars
+    shares = {None: "-", 0: "0%", 0.001: "1%", 0.999: "99%", 1: "100%", 1.5: "150%", 1e9: "999%"}
+    assert {value: percent(value) for value in shares} == shares
+    times = {None: "", -5: "0s", 0.4: "0s", 59: "59s", 60: "1m", 7_300: "2h", 1e9: "999d"}
+    assert {value: lasting(value) for value in times} == times
+
+
+def use(subject: str, used: float = 1, most: float = 10, **values: Any) -> Use:
+    of = {"agent": "support", "limit": "tool:search", "scope": "thread", "level": Level.OK}
+    return Use(subject=subject, used=used, most=most, **of | values)
+
+
+HOSTILE = ("a\x1b[2Jb", "line\nbreak", "\u202etxt", "名前" * 40, "x" * 3000, "[bold]m[/]", "\ud800")
+MANY = Figures(threads=tuple(use(f"customer-{each}", each, 100_000) for each in range(10_000)))
+
+
+def drawn(known: Figures | None, view: View | None = None, **options: Any) -> list[str]:
+    """The lines of the screen, as they are written to a terminal."""
+    raw = io.BytesIO()
+    settings = {"color_system": None, "width": 80, "height": 24} | options
+    faults, encoding = settings.pop("faults", ()), settings.pop("encoding", "utf-8")
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace")
+    console = Console(file=file, **settings)
+    shown = screen(known, view or View(), console=console, addresses=1, faults=faults, now=NOW)
+    console.print(shown)
+    file.flush()
+    return raw.getvalue().decode(encoding).removesuffix("\n").split("\n")
+
+
+def test_it_fits() -> None:
+    """Every view of hostile names fills a terminal of any size, and is not larger."""
+    known = Figures(
+        threads=tuple(use(each, agent=each, limit=each) for each in HOSTILE) * 30,
+        quotas=tuple(use(each, agent=each, scope=each) for each in HOSTILE) * 30,
+        limits=tuple(Limit(each, each) for each in HOSTILE) * 30,
+    )
+    for width, height in ((80, 24), (40, 10), (300, 100)):
+        for name in ORDERS:
+            shown = drawn(known, View(name), width=width, height=height)
+            assert len(shown) == height
+            assert all(cell_len(each) <= width and each.isprintable() for each in shown)
+
+
+def test_a_row() -> None:
+    """A row says who, of what, how much, how often and when refused; more where it is wide."""
+    row = use("ann", 8, 8, level=Level.EXHAUSTED, refused=3, refused_at=NOW - 61)
+    known = Figures(threads=(row,))
+    found = drawn(known)[4].split()
+    assert found == ["ann", "support", "tool:search", "8/8", "100%!", "3", "1m", "▇" * 6]
+    assert " exhausted " in drawn(known, width=140)[4]
+    assert "###" in drawn(known, encoding="ascii")[4]
+
+
+def test_beside_the_rows() -> None:
+    """Which rows of how many are shown; faults, three lines at most; the filter, and no row."""
+    assert "1-19 of 10,000" in drawn(MANY)[2]
+    assert "9,982-10,000 of 10,000" in drawn(MANY, View(first=10**9))[2]
+    faults = tuple(f"http://h:{each}: no answer" for each in range(5))
+    shown = drawn(MANY, faults=faults)
+    assert [each.strip() for each in shown[2:5]] == [*faults[:2], "and 3 more addresses fail"]
+    assert len(shown) == 24
+    shown = drawn(MANY, View(text="7", is_typing=True))
+    assert "filter: 7_" in shown[23]
+    assert "1-19 of 3,439" in shown[2]
+    assert "asking ..." in drawn(None)[0]
+    assert "no thread has used anything yet" in drawn(Figures())[4]
+    assert "are seen with subject_label" in drawn(Figures(), View("quotas"))[4]
+    assert "nothing matches; Esc clears" in drawn(MANY, View(text="zz"))[4]

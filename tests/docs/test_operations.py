@@ -1,0 +1,176 @@
+"""The page on operations: its arithmetic of series, its sampling of traces, its configurations."""
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+
+from langchain_quota import MemoryStore, ModelCallLimit, Outcome, Quota, ToolCallLimit
+from langchain_quota.telemetry.names import METRICS
+from tests.scene import Scene
+from tests.server.programs import required_program
+from tests.telemetry import attributes, telling
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "operations.md").read_text()
+
+
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    """The code of a page in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+def run_code(having: str) -> dict[str, Any]:
+    """What the page's code that has this in it defines."""
+    [text] = [each for each in blocks("python") if having in each]
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)  # noqa: S102 - our own page
+    return namespace
+
+
+def limit_of(name: str, thresholds: Sequence[str]) -> ModelCallLimit | ToolCallLimit:
+    """A limit of the page's example: none is reached."""
+    options: dict[str, Any] = {
+        f"{each}_limit": 90 for each in ("run", "thread") if each in thresholds
+    }
+    options["quotas"] = [
+        Quota(90, per=each) for each in thresholds if f"{each}_limit" not in options
+    ]
+    if name == "model":
+        return ModelCallLimit(**options)
+    return ToolCallLimit(None if name == "tool:*" else name.removeprefix("tool:"), **options)
+
+
+async def samples_of(
+    limits: Sequence[Any], tools: Sequence[str], threads: int, exported: int = 500, **options: Any
+) -> int:
+    """How many series there are after each thread has called each tool once."""
+    signals = telling(max_exported_threads=exported)
+    scene = Scene(signals, [[*tools], "done"] * threads, limits, tools=tools, **options)
+    for number in range(threads):
+        await scene.play(thread_id=f"thread-{number}", context={"user_id": f"user-{number}"})
+    samples = [each for family in signals.registry.collect() for each in family.samples]
+    return sum(not each.name.endswith("_created") for each in samples)
+
+
+@pytest.mark.parametrize(
+    ("threads", "exported", "tell_model"), [(1, 500, False), (3, 500, True), (6, 2, False)]
+)
+async def test_the_formula_counts_series(threads: int, exported: int, *, tell_model: bool) -> None:
+    """The example's limits make as many series as the function says; threads are bounded."""
+    page = run_code("def series")
+    tools = ["search", "email", *(f"tool_{number}" for number in range(6))]
+    made = [limit_of(*each) for each in page["limits"].items()]
+    options: Any = {"store": MemoryStore(), "tell_model": tell_model}
+    assert await samples_of(made, tools, threads, exported, **options) == page["series"](
+        page["limits"],
+        tools=len(tools),
+        threads=min(threads, exported),
+        store_operations=2 if tell_model else 1,
+    )
+
+
+async def test_the_formula_without_a_store() -> None:
+    """Without a store there are no series of it; a computed threshold has one series less."""
+    limits = {"tool:search": ["thread", "run"], "tool:*": ["run"]}
+    found = await samples_of([limit_of(*each) for each in limits.items()], ["search"], 2)
+    assert found == run_code("def series")["series"](limits, tools=1, threads=2)
+    fixed = ToolCallLimit("search", run_limit=9)
+    computed = ToolCallLimit("search", run_limit=lambda *_: 9)
+    found = await samples_of([computed], ["search"], 1)
+    assert found == await samples_of([fixed], ["search"], 1) - 1
+
+
+def test_the_example_is_the_texts() -> None:
+    """The numbers in the text are those of the function."""
+    page = run_code("def series")
+    all_of_it, without_threads = (
+        page["series"](page["limits"], threads=threads, tools=8, store_operations=1)
+        for threads in (500, 0)
+    )
+    threads = all_of_it - without_threads
+    text = " ".join(PAGE.split())
+    assert f"{all_of_it:,} series. The 500 threads make {threads:,} of them." in text
+    assert f"Thirty such replicas make {30 * all_of_it:,} series." in text
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("page", ["operations.md", "security.md"])
+def test_prometheus_takes_the_configurations(page: str, tmp_path: Path) -> None:
+    """Promtool finds nothing wrong with what the page gives for prometheus.yml."""
+    [found] = [
+        each
+        for each in blocks("yaml", (DOCS / page).read_text())
+        if {"remote_write", "scrape_configs"} & {*yaml.safe_load(each)}
+    ]
+    token = tmp_path / "token"
+    token.write_text("secret")
+    config = tmp_path / "prometheus.yml"
+    config.write_text(found.replace("/etc/prometheus/metrics_token", str(token)))
+    command = [required_program("promtool", "prometheus"), "check", "config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_remote_write_leaves_threads_at_home() -> None:
+    """Of ours all but single threads and times of creation is sent, and nothing else is."""
+    [text] = [each for each in blocks("yaml") if "remote_write" in each]
+    [sent] = yaml.safe_load(text)["remote_write"]
+    [further] = re.findall(r"`(\{source_labels: .*?\})`", PAGE)
+    rules = [*sent["write_relabel_configs"], yaml.safe_load(further)]
+    names = [series for metric in METRICS for series in metric.series]
+    kept = {
+        name
+        for name in [*names, *(f"{each}_created" for each in names), "up"]
+        for labels in [{"__name__": name, "thread_id": "7" if name in PER_THREAD else ""}]
+        if all(keeps(rule, labels) for rule in rules)
+    }
+    assert kept == {*names} - PER_THREAD
+
+
+PER_THREAD = {series for each in METRICS if "thread_id" in each.labels for series in each.series}
+
+
+def keeps(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a rule of relabelling keeps a series, as Prometheus does."""
+    text = ";".join(labels.get(each, "") for each in rule["source_labels"])
+    found = re.fullmatch(rule["regex"], text) is not None
+    return found if rule["action"] == "keep" else not found
+
+
+async def decisions(sampler: Sampler) -> tuple[list[Any], int]:
+    """The decisions that a sampler keeps, of calls of every outcome, and in how many traces."""
+    signals = telling(sampler=sampler)
+    ways: list[Any] = [{}, {"exit_behavior": "end"}, {"enforce": False}]
+    for way in ways:
+        limit = ToolCallLimit("search", run_limit=1, **way)
+        await Scene(signals, [["search"] * 3, "done"], [limit]).play()
+    traces = {span.context.trace_id for span in signals.spans() if span.context}
+    return [attributes(span)["decision"] for span in signals.spans()], len(traces)
+
+
+async def test_the_collector_keeps_what_spans_say() -> None:
+    """Its policy asks for every decision that spans have, but for allowed calls; it is whole."""
+    [text] = [each for each in blocks("yaml") if "tail_sampling" in each]
+    config = yaml.safe_load(text)
+    policies = config["processors"]["tail_sampling"]["policies"]
+    [policy] = [each for each in policies if each["type"] == "string_attribute"]
+    found = {*(await decisions(ALWAYS_ON))[0]}
+    assert found == {each.value for each in Outcome}
+    assert policy["string_attribute"]["key"] == "langchain_quota.decision"
+    assert {*policy["string_attribute"]["values"]} == found - {"allowed"}
+    assert all(each.keys() == {"name", "type", each["type"]} for each in policies)
+    [pipeline] = config["service"]["pipelines"].values()
+    assert all({*used} == config[kind].keys() for kind, used in pipeline.items())
+
+
+async def test_the_head_sampler_keeps_refusals_and_no_more() -> None:
+    """Every call that was not plainly allowed is kept, each run's in one trace."""
+    sampler = run_code("class RefusalsAnd")["RefusalsAnd"](ParentBased(ALWAYS_OFF))
+    everything, _ = await decisions(ALWAYS_ON)
+    assert await decisions(sampler) == ([each for each in everything if each != "allowed"], 3)

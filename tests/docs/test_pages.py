@@ -1,0 +1,146 @@
+"""The Python in the README, CONTRIBUTING and the docs runs, and their numbers are true."""
+
+import asyncio
+import re
+from codeop import CommandCompiler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import ToolCallLimitMiddleware as LangChainsLimiter
+from langchain.agents.middleware import before_agent
+
+from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit
+from tests.forked import run_python
+from tests.scene import Scene, asking
+from tests.telemetry import Signals
+
+ROOT = Path(__file__).resolve().parents[2]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+REPOSITORY = "langchain-quota/langchain-quota"
+PAGES = [page for page in sorted(DOCS.glob("**/*.md")) if "```python\n" in page.read_text()]
+FIRST = [README, *(DOCS / f"{name}.md" for name in ("index", "quickstart", "coding-assistants"))]
+"""Pages of which a reader pastes a block without the others."""
+
+OTHERS = ("deepagents", "langchain_openai", "langfuse", "langgraph_supervisor", "langgraph_swarm")
+"""Packages of pages that the oldest environment does not have."""
+
+PRINTED = re.compile(r"```python\n(?:(?!```).)*```\n\n```text\n(.*?)```", re.DOTALL)
+"""What a page says that its Python block prints."""
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def on_any_port(code: str) -> str:
+    """The code, so that other tests may have the usual port."""
+    return code.replace("start_metrics_server()", "start_metrics_server(port=0)")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [README, *(pytest.param(page, marks=pytest.mark.rest) for page in PAGES)],
+    ids=lambda page: page.name,
+)
+def test_python_blocks_run(page: Path) -> None:
+    """Every Python block of a page runs, and prints what the page says; the README shows all."""
+    code = on_any_port("\n".join(blocks(page)))
+    for package in OTHERS:
+        if f"from {package}" in code:
+            pytest.importorskip(package)
+    done = run_python(code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    printed = [line for block in PRINTED.findall(page.read_text()) for line in block.splitlines()]
+    seen = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+    assert {line for line in printed if "…" not in line} <= {*seen}
+    if page == README:
+        assert printed == seen
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
+def test_each_block_runs_alone(page: Path) -> None:
+    """On the first pages a block runs alone, or says that it continues; Python's prompt takes it.
+
+    There an empty line ends what is indented.
+    """
+    ran = 0
+    for before, code in re.findall(r"(.*?)```python\n(.*?)```", page.read_text(), re.DOTALL):
+        if "This continues" not in before.rpartition("```")[2]:
+            done = run_python(on_any_port(code), cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            ran += 1
+        compiled = CommandCompiler()
+        entered: list[str] = []
+        for line in [*code.splitlines(), ""]:
+            entered.append(line)
+            if compiled("\n".join(entered)) is not None:
+                entered.clear()
+        assert not entered
+    assert ran
+
+
+def test_contributing() -> None:
+    """Its blocks run, and the tests in them pass; the files of its examples have what it says."""
+    page = ROOT / "CONTRIBUTING.md"
+    namespace: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(compile(block, "CONTRIBUTING.md", "exec"), namespace)  # noqa: S102 - our own page
+    tests = [value for name, value in namespace.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
+    rows = re.findall(
+        r"^\| `((?!tests/)[\w./-]+\.\w+)` \| (.+?) \| ", page.read_text(), re.MULTILINE
+    )
+    quotes = [(path, quote) for path, cell in rows for quote in re.findall(r"`([^`]+)`", cell)]
+    assert len(quotes) > 15
+    assert [each for each in quotes if each[1] not in (ROOT / each[0]).read_text()] == []
+
+
+@pytest.mark.parametrize(("limiter", "calls"), [("langchain", 15), ("state", 15), ("store", 3)])
+async def test_concurrent_runs(limiter: str, calls: int, signals: Signals) -> None:
+    """Five runs at once on a thread with limit 3 make as many calls as the README says."""
+    # Runs go on when all of them have begun, and have read the thread's state.
+    barrier = asyncio.Barrier(5)
+
+    @before_agent
+    async def meet(state: Any, runtime: Any) -> None:
+        await barrier.wait()
+
+    middleware: Any = LangChainsLimiter(tool_name="search", thread_limit=3)
+    if limiter != "langchain":
+        store = MemoryStore() if limiter == "store" else None
+        limits = [ToolCallLimit("search", thread_limit=3)]
+        middleware = QuotaMiddleware(limits, store=store, telemetry=signals.telemetry)
+    scene = Scene(signals, asking(*["search"] * 4), [meet, middleware])
+    await asyncio.gather(*(scene.play() for _ in range(5)))
+    assert len(scene.ran) == calls
+    said = "five concurrent runs of one conversation with a limit of 3 [make 15 calls]"
+    assert said in README.read_text()
+    row = "| five runs at once on a thread with limit 3 | 15 calls | 3 with a store, 15 w"
+    assert row in (DOCS / "comparison.md").read_text()
+
+
+def test_links_of_the_readme() -> None:
+    """The README is shown by package indexes, too: no link is relative, and ours lead to files."""
+    text = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    links = [inline or reference for inline, reference in targets]
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = [re.split(rf"{REPOSITORY}/(?:blob/)?main/", link) for link in links]
+    paths = [parts[1].partition("#")[0] for parts in ours if len(parts) == 2]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_llms_txt_lists_every_page() -> None:
+    """docs/llms.txt leads to each page by its title, and to the first of runbooks and reference."""
+    link = r"(?m)^- (\[.+\])\(https://raw\S+/main/docs/(\S+)\): \w"
+    links = re.findall(link, (DOCS / "llms.txt").read_text())
+    left_out = re.compile(r"(runbooks|reference)/(?!README|index|command-line)|index\.md|changelog")
+    pages = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    told = [page for page in pages if not left_out.match(page)]
+    expected = [(f"[{(DOCS / each).read_text().splitlines()[0][2:]}]", each) for each in told]
+    assert sorted(links) == sorted(expected)

@@ -1,0 +1,428 @@
+"""The reference says what the code has: docs/observability.md, the command line, public names."""
+
+import argparse
+import ast
+import asyncio
+import doctest
+import inspect
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage
+from langchain_core.tools import StructuredTool
+from prometheus_client import CollectorRegistry, Metric
+
+import langchain_quota
+from langchain_quota import (
+    CostLimit,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaStoreError,
+    RepeatLimit,
+    Telemetry,
+    TokenLimit,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+    cli,
+    hmac_label,
+    testing,
+)
+from tests.scene import Scene, asking, delegate, tool_limiter
+from tests.telemetry import Signals, telling
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+LEVELS = {*logging.getLevelNamesMapping(), "EXCEPTION"}
+PAGE = (DOCS / "observability.md").read_text()
+CODE = {path: path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
+NODES = [node for text in CODE.values() for node in ast.walk(ast.parse(text))]
+
+AGENT, THREAD, USER, PER, TOOL, MODEL = "boss", "anna", "ada", "user_id", "search", "gpt-5"
+LIMITED = "bert"
+"""A thread with a thread limit, and no other."""
+OF_TOKENS, OF_MONEY = "of tokens", "of money"
+GIVEN = {
+    *("", AGENT, THREAD, LIMITED, USER, PER, TOOL, OF_TOKENS, OF_MONEY, MODEL),
+    *("KeyError", "QuotaStoreError", langchain_quota.__version__),
+    *(f"{MODEL}-{number}" for number in range(100)),
+}
+"""What the scenes bring along; every other value is the code's own."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
+
+
+def section(heading: str) -> str:
+    """The text below a heading, up to the next one."""
+    found = re.search(rf"^##+ {heading}\n(.*?)(?=^#|\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    assert found is not None, heading
+    return found[1]
+
+
+def rows(heading: str, number: int = 0) -> list[dict[str, str]]:
+    """The rows of a table below a heading, by the headings of their columns."""
+    block = re.findall(r"(?:^\|.*\n)+", section(heading), re.MULTILINE)[number]
+    head, _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
+    )
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+def quoted(cell: str) -> list[str]:
+    """The texts in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def same(said: Iterable[str], real: Iterable[str]) -> None:
+    """Fail unless a page has each name once, and no other."""
+    assert sorted(said) == sorted(set(real))
+
+
+class Broken(MemoryStore):
+    """A store that cannot be asked, and gives no answer about grants."""
+
+    async def aacquire(self, request: Any) -> Any:
+        raise QuotaStoreError("down")
+
+    def _grant(self, *_: object) -> Any:
+        raise QuotaStoreError("no answer")
+
+    def _revoke(self, *_: object) -> Any:
+        raise QuotaStoreError("no answer")
+
+
+def complain(_: object) -> None:
+    """An observer that fails."""
+    raise KeyError("observer")
+
+
+def a_dollar_a_token(used: Any) -> Decimal:
+    return Decimal(used.total_tokens)
+
+
+def answer(tokens: int | None, model: str = "", tool: str = TOOL) -> AIMessage:
+    """An answer that has used so many tokens; `None` if the model does not say."""
+    used: Any = tokens and {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
+    calls: Any = [{"name": tool, "args": {}, "id": f"{model}-{tokens}"}] if tool else []
+    named = {"model_name": model} if model else {}
+    return AIMessage("", tool_calls=calls, usage_metadata=used, response_metadata=named)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that agents in every situation made visible."""
+
+    signals: Signals
+    records: list[logging.LogRecord]
+
+    async def play(self, script: Any, *items: Any, **options: Any) -> Scene:
+        """Let an agent run once on a thread; a limit may end the run."""
+        given = {"name": AGENT, "thread_id": THREAD, "context": {PER: USER}, **options}
+        scene = Scene(self.signals, script, items, **given)
+        with suppress(ToolCallLimitExceededError):
+            await scene.play()
+        return scene
+
+    async def play_limits(self) -> None:
+        """Every decision, scope and exit behaviour, and a store that fails."""
+        searches = asking(*[TOOL] * 6)
+        model = ModelCallLimit(run_limit=9, exit_behavior="finalize")
+        # Near, exhausted and refused, by thread and by run; an observer fails.
+        most = ToolCallLimit(TOOL, thread_limit=5)
+        await self.play(searches, most, model, on_decision=complain, thread_id=LIMITED)
+        # An invented tool; an agent without a name; tried out only.
+        trial = ToolCallLimit(run_limit=1, enforce=False)
+        await self.play(asking(TOOL, "no such tool"), trial, name=None)
+        # The batch is stopped: by the limit, and by another middleware, which is a refund.
+        await self.play(searches, ToolCallLimit(TOOL, run_limit=5, exit_behavior="end"))
+        await self.play(
+            asking(TOOL),
+            tool_limiter(self.signals, TOOL, run_limit=5),
+            tool_limiter(self.signals, run_limit=0, exit_behavior="error"),
+        )
+        # Each kind of quota is used up; what is left is looked up; windows end.
+        for per in ("thread", "agent", "global", PER, "root_run"):
+            window = None if per == "root_run" else timedelta(days=1)
+            shared = ToolCallLimit(TOOL, quotas=[Quota(5, per=per, window=window)])
+            options = {"store": MemoryStore(), "tell_model": True}
+            thread = LIMITED if per == "thread" else THREAD
+            scene = await self.play(searches, shared, thread_id=thread, **options)
+        await scene.quota.areset(scene.agent, scene.config)
+        for action in ("deny", "allow"):
+            daily = ToolCallLimit(TOOL, quotas=[Quota(5, per="global")])
+            await self.play(searches, daily, store=Broken(), on_store_error=action)
+        # Some calls wait, some in vain.
+        for wait in (0, 30):
+            await self.play(searches, ToolCallLimit(TOOL, at_once=1, wait=wait))
+        await self.play([[TOOL], [TOOL], "done"], RepeatLimit(1))
+
+    async def play_budgets(self) -> None:
+        """Limits of tokens and dollars: some use is estimated, some has no price."""
+        shared = [Quota(5, per="global")]
+        for limit in (
+            TokenLimit(name=OF_TOKENS, thread_limit=5, run_limit=5, quotas=shared),
+            CostLimit(name=OF_MONEY, thread_limit=5, run_limit=5, quotas=shared),
+        ):
+            prices = a_dollar_a_token if isinstance(limit, CostLimit) else None
+            options = {"prices": prices, "thread_id": limit.name}
+            told, untold = [answer(4), answer(4, MODEL), answer(4)], [answer(None, MODEL, tool="")]
+            await self.play(told, limit, store=MemoryStore(), **options)
+            await self.play(untold, limit, store=MemoryStore(), **options)
+        many = [answer(4, f"{MODEL}-{number}") for number in range(101)]
+        unpriced: dict[str, Any] = {"prices": lambda _: None, "unknown_price": "allow"}
+        await self.play([*many, "done"], CostLimit(name=OF_MONEY, run_limit=1), **unpriced)
+
+    async def play_questions(self) -> None:
+        """A person is asked, and answers in each way; what a store has granted is revoked."""
+        day, store = timedelta(days=1), MemoryStore()
+        quotas = [Quota(5, per=per, window=day) for per in ("agent", "global", PER)]
+        searches = [[TOOL] * 6, "done"]
+        asks: Any = {"exit_behavior": "ask"}
+        tokens = [answer(4), answer(4, MODEL), "done"]
+        of_runs = ToolCallLimit(TOOL, thread_limit=5, run_limit=5, **asks)
+        in_store = ToolCallLimit(TOOL, quotas=[*quotas, Quota(5, per="root_run")], **asks)
+        of_money = CostLimit(name=OF_MONEY, run_limit=5, **asks)
+        approve = {"type": "approve"}
+        situations: list[tuple[Any, Any, dict[str, Any], dict[str, Any]]] = [
+            *((searches, of_runs, approve, {}), (searches, of_runs, {"type": "reject"}, {})),
+            (searches, of_runs, {**approve, "amount": 2}, {}),
+            (searches, in_store, approve, {"store": store}),
+            (tokens, TokenLimit(name=OF_TOKENS, run_limit=5, **asks), approve, {}),
+            (tokens, of_money, approve, {"prices": a_dollar_a_token}),
+        ]
+        for script, limit, decision, options in situations:
+            scene = await self.play(script, limit, **options)
+            await scene.resume({"decisions": [decision], "by": USER})
+        for grant in store.grants():
+            store.revoke(grant.key, grant.id)
+            with suppress(QuotaStoreError):
+                Broken().grant(grant.key, 1)
+            with suppress(QuotaStoreError):
+                Broken().revoke(grant.key, grant.id)
+
+    async def lose_root_runs(self) -> None:
+        """Runs that may belong to another root run: in a bare thread, and inside an unknown run."""
+        limit = ToolCallLimit(TOOL, quotas=[Quota(5, per="root_run")])
+        child = Scene(self.signals, ["done", "done"], [limit], store=MemoryStore(), name=AGENT)
+        asked: Any = {"messages": []}
+
+        def elsewhere() -> str:
+            with ThreadPoolExecutor() as executor:
+                return str(executor.submit(child.agent.invoke, asked, child.config).result())
+
+        ask = StructuredTool.from_function(elsewhere, name=TOOL, description="Ask.")
+        await self.play(asking(TOOL), child.quota, tools=[ask])
+        inside: Any = {**child.config, "metadata": {"langgraph_node": "tools"}}
+        await child.agent.ainvoke(asked, inside)
+
+    def labels(self) -> Iterator[tuple[str, str, str]]:
+        """Each metric's labels and their values."""
+        for family in self.signals.registry.collect():
+            for sample in family.samples:
+                for label, value in sample.labels.items():
+                    if label != "le" and not sample.name.endswith("_created"):
+                        yield exposed(family), label, value
+
+
+def exposed(family: Metric) -> str:
+    """A metric's name as it is queried."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    """The scenes, played once for all tests; one hides its thread."""
+    told: Any = {"subject_label": {PER: str}}
+    signals = telling(**told)
+    told["tracer_provider"] = signals.provider
+    hiding = Telemetry(registry=CollectorRegistry(), thread_label=hmac_label("a" * 16), **told)
+    watching = Telemetry(registry=signals.registry, count_unjudged_calls=True, **told)
+    found = Seen(signals, [])
+    hidden, watched = (Seen(replace(signals, telemetry=each), []) for each in (hiding, watching))
+
+    async def play_all() -> None:
+        await found.play_limits()
+        await found.play_budgets()
+        await found.play_questions()
+        await found.lose_root_runs()
+        await hidden.play(asking(TOOL), ToolCallLimit(TOOL, run_limit=5))
+        unlimited = Scene(watched.signals, ["done"], tools=(), name=AGENT, checkpointer=None).agent
+        ask = delegate(unlimited, TOOL)
+        await watched.play(asking(TOOL), ModelCallLimit(run_limit=9), tools=[ask])
+
+    logger, handler = logging.getLogger("langchain_quota"), logging.Handler()
+    handler.emit = found.records.append  # type: ignore[assignment,method-assign]  # takes the record
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        asyncio.run(play_all())
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return found
+
+
+def test_metrics(seen: Seen) -> None:
+    """Each metric is on the page with its type and labels, and its unit is in its name or help."""
+    table = {quoted(row["name"])[0]: row for row in rows("Metrics")}
+    families = {exposed(family): family for family in seen.signals.registry.collect()}
+    same((quoted(row["name"])[0] for row in rows("Metrics")), families)
+    labels: dict[str, set[str]] = {name: set() for name in families}
+    for name, label, _ in seen.labels():
+        labels[name].add(label)
+    for name, row in table.items():
+        assert ({*quoted(row["labels"])}, row["type"]) == (labels[name], families[name].type), name
+        words = re.findall(r"[a-z0-9]+", f"{name} {families[name].documentation}".lower())
+        assert row["unit"] in words, name
+        assert (row["unit"] == "seconds") == name.endswith("_seconds"), name
+
+
+def test_labels(seen: Seen) -> None:
+    """Each label of each metric is explained once, with the values that are the code's own."""
+    explained = []
+    for row in rows("Labels"):
+        [label], named = quoted(row["label"]), {*quoted(row["on"])}
+        everywhere = row["on"] == "all that have it"
+        on = {metric for metric, each, _ in seen.labels() if each == label and everywhere} | named
+        explained += [f"{label} of {metric}" for metric in on]
+        found = {value for metric, each, value in seen.labels() if each == label and metric in on}
+        values = {*quoted(row["values"])}
+        # Most components cannot be made to fail from outside.
+        expected = values if label == "component" else found - GIVEN
+        assert values == expected, row
+        assert found - GIVEN <= values, row
+    same(explained, (f"{label} of {metric}" for metric, label, _ in seen.labels()))
+
+
+def test_spans(seen: Seen) -> None:
+    """Each attribute of spans is on the page, with the values of the code's own; so are names."""
+    found: dict[str, set[Any]] = {}
+    names = set()
+    for span in seen.signals.spans():
+        assert span.kind.name == "INTERNAL"
+        told = dict(span.attributes or {})
+        assert len(told.keys() & {"gen_ai.conversation.id", "langchain_quota.thread.id"}) == 1
+        names.add(span.name.replace(str(told.get("gen_ai.tool.name")), "<tool>"))
+        for attribute, value in told.items():
+            quota = re.sub(r"\.(?!thread|run)\w+\.(used|limit)$", r".<scope>.\1", attribute)
+            found.setdefault(quota, set()).add(value)
+    table = {quoted(row["attribute"])[0]: {*quoted(row["values"])} for row in rows("Spans")}
+    same(table, found)
+    for attribute, values in table.items():
+        assert not values or values == found[attribute] - GIVEN, attribute
+    assert {each for each in quoted(section("Spans")) if each.startswith("check_quota")} == names
+
+
+def test_messages(seen: Seen) -> None:
+    """Each message of the one logger is on the page with its level, and no other is."""
+    events = [
+        (each.levelname, str(each.msg).replace("%s", vars(each)["quota_event"], 1))
+        for each in seen.records
+        if hasattr(each, "quota_limit")
+    ]
+    for node in NODES:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of, level = node.func.value, node.func.attr.upper()
+            if isinstance(of, ast.Name) and of.id == "logger" and level in LEVELS:
+                events.append((level, ast.literal_eval(node.args[0])))
+    page = [(row["level"], *quoted(row["message"])[:1]) for row in rows("Logs")]
+    # An ellipsis stands for all that is put in.
+    assert sorted(page) == sorted({(level, re.sub(r"(%[rsd])+", "…", of)) for level, of in events})
+    assert {each.name for each in seen.records} == {"langchain_quota"}
+
+
+def test_fields(seen: Seen) -> None:
+    """The fields of records are those on the page; so are the events, and what may be `None`."""
+    for about, heading, number in (
+        ("quota_limit", "Logs", 1),
+        ("quota_key", "The audit log of grants", 0),
+        ("quota_limits", "Questions and answers", 0),
+    ):
+        records = [vars(each) for each in seen.records if hasattr(each, about)]
+        names = {name for each in records for name in each if name.startswith("quota_")}
+        page = {
+            name: row["value"] for row in rows(heading, number) for name in quoted(row["field"])
+        }
+        same(page, names)
+        assert {*quoted(page["quota_event"])} == {each["quota_event"] for each in records}
+        for name in names - {"quota_thread"}:  # every run of the scene has a thread
+            may_be_none = any(each.get(name, "") is None for each in records)
+            assert ("`None`" in page[name]) == may_be_none, name
+
+
+def test_environment_variables() -> None:
+    """Each variable that the code names is on the page, and no other is."""
+    text = " ".join(" ".join(row.values()) for row in rows("Environment variables"))
+    page = [each for each in quoted(text) if re.fullmatch(r"[A-Z]+(_[A-Z]+)+", each)]
+    named = re.compile(r"(LANGCHAIN|PROMETHEUS|OTEL)(_[A-Z]+)+")
+    values = [str(node.value) for node in NODES if isinstance(node, ast.Constant)]
+    same(page, filter(named.fullmatch, values))
+
+
+def test_bounds() -> None:
+    """The numbers that bound series are the defaults of the code."""
+    bounds = inspect.signature(Telemetry).parameters
+    page = dict(re.findall(r"`(max_\w+)` \((\d+)\)", " ".join(section("Bounds").split())))
+    assert page == {name: str(each.default) for name, each in bounds.items() if name in page}
+    assert len(page) == 4
+    assert bounds["thread_ttl"].default == timedelta(hours=1)
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    """The reference has each name of `__all__` and of `testing` once, and no other."""
+    pages = [page.read_text() for page in (DOCS / "reference").glob("*.md")]
+    described = [name for page in pages for name in re.findall(r"(?m)^::: \S*?(\w+)$", page)]
+    same(described, [*langchain_quota.__all__, *testing.__all__])
+
+
+def commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[str]:
+    """The commands that do something, each alone and with each of its options."""
+    deeper = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    for action in deeper:
+        for name, command in action.choices.items():
+            yield from commands(command, f"{path} {name}".strip())
+    if not deeper:
+        options = {text for each in parser._actions for text in each.option_strings}
+        yield from (f"{path} {each}" for each in ("", *(options - {"-h", "--help"})))
+
+
+def test_every_command_is_in_the_reference() -> None:
+    """The page of the command line has a section for each command, with exactly its options."""
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    _, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    described = [
+        f"{text.partition(chr(10))[0]} {option}"
+        for text in sections
+        for option in ("", *re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
+    ]
+    same(described, commands(cli._parser()))
+
+
+def test_docstrings_have_examples_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each public class and function has examples, which give what they say."""
+    for variable in ("LANGCHAIN_QUOTA_METRICS_ADDR", "LANGCHAIN_QUOTA_REDIS_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    public = {name: getattr(langchain_quota, name) for name in langchain_quota.__all__}
+    public |= {name: getattr(testing, name) for name in testing.__all__}
+    faults: list[str] = []
+    for name, value in public.items():
+        if isinstance(value, type | FunctionType):
+            examples = (inspect.getdoc(value) or "").partition("\nExamples:\n")[2]
+            test = doctest.DocTestParser().get_doctest(
+                examples, {"__name__": "__main__"}, name, filename=None, lineno=None
+            )
+            runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
+            if not test.examples or runner.run(test, out=faults.append).failed:
+                faults.append(name)
+    assert faults == []

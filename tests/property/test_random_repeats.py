@@ -1,0 +1,118 @@
+"""RepeatLimit in random agents: what runs is what its definition admits."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.tools import BaseTool, StructuredTool, ToolException
+
+from langchain_quota import Outcome, RepeatLimit
+from langchain_quota.testing import captured_decisions
+from tests.examples import examples
+from tests.scene import Scene
+from tests.telemetry import telling
+
+Made = tuple[int, str, str, str]
+"""A call that ran: the number of its message, its tool, its query and what it gave."""
+
+
+class Reference:
+    """What a limit admits, by looking back at all that was called and answered in the run."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.log: list[Made] = []
+
+    def step(self, batch: Sequence[tuple[str, str]]) -> list[bool]:
+        """Which calls of a message run."""
+        runs: list[bool] = []
+        admitted: list[tuple[str, str]] = []
+        for tool, query in batch:
+            fails = self._since(
+                {e for e in self.log if e[1] == tool and e[3] == "fails"}, once=True
+            )
+            made = self._since({e for e in self.log if e[1:3] == (tool, query)})
+            own = admitted.count((tool, query))
+            runs.append(made + own < self.most and fails < max(2, self.most))
+            if runs[-1]:
+                admitted.append((tool, query))
+        return runs
+
+    def _since(self, those: set[Made], *, once: bool = False) -> int:
+        """How many calls there were since the newest one that brought something new."""
+
+        def new(each: Made) -> bool:
+            earlier = [one for one in self.log if one[0] < each[0]]
+            if each[3] == "fails":
+                return not any(one[1] == each[1] and one[3] == "fails" for one in earlier)
+            return each[1:] not in [one[1:] for one in earlier]
+
+        newest = max((each[0] for each in self.log if new(each)), default=0)
+        came = [each for each in self.log if each in those]
+        if once:
+            return len({e[0] for e in came if e[0] > newest}) + any(e[0] <= newest for e in came)
+        at_newest = [each for each in came if each[0] == newest]
+        first = len(at_newest) if any(map(new, at_newest)) else any(e[0] <= newest for e in came)
+        return first + sum(each[0] > newest for each in came)
+
+
+def tool(name: str, answer: Callable[[], str]) -> BaseTool:
+    """A tool that takes a query; what it raises as a ToolException is an error message."""
+
+    async def run(query: str) -> str:
+        return answer()
+
+    return StructuredTool.from_function(
+        coroutine=run, name=name, description=name, handle_tool_error=True
+    )
+
+
+def fail() -> str:
+    raise ToolException("no")
+
+
+calls = st.tuples(st.sampled_from(["same", "other", "broken"]), st.sampled_from("ab"))
+worlds = st.lists(st.lists(calls, min_size=1, max_size=4), min_size=1, max_size=9)
+
+
+@examples(60)
+@given(
+    batches=worlds,
+    most=st.integers(1, 3),
+    answers=st.lists(st.sampled_from("xy"), min_size=9, max_size=9),
+)
+async def test_what_runs_is_what_the_reference_admits(
+    batches: list[list[tuple[str, str]]], most: int, answers: list[str]
+) -> None:
+    """For any batches of calls: some always answer the same, some change, some fail."""
+    reference, now, numbers = Reference(most), [0], count()
+    expected: list[bool] = []
+
+    def script(_messages: Any) -> Any:
+        number = next(numbers)
+        if number == len(batches):
+            return "done"
+        now[0] = number
+        gives = {"same": "-", "other": answers[number], "broken": "fails"}
+        runs = reference.step(batches[number])
+        expected.extend(runs)
+        for (name, query), run in zip(batches[number], runs, strict=True):
+            if run:
+                reference.log.append((number + 1, name, query, gives[name]))
+        return [(name, {"query": query}) for name, query in batches[number]]
+
+    tools = [
+        tool("same", lambda: "-"),
+        tool("other", lambda: answers[now[0]]),
+        tool("broken", fail),
+    ]
+    scene = Scene(telling(spans="off"), script, [RepeatLimit(most)], tools=tools)
+
+    with captured_decisions() as decisions:
+        await scene.play()
+
+    outcomes = [each.outcome for each in decisions if each.call.kind == "tool"]
+    assert [each is Outcome.ALLOWED for each in outcomes] == expected
+    scene.check_requests()

@@ -1,0 +1,79 @@
+"""The one rule by which calls are admitted; each store's copy of it is compared in tests/store."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold, admit
+from tests.examples import examples
+
+
+def most(number: int, counter: str = "n", **options: object) -> Threshold:
+    given: dict[str, object] = {"limit": "limit", "scope": "run", "enforced": True, **options}
+    return Threshold(counter=counter, most=number, **given)  # type: ignore[arg-type]
+
+
+def call(*over: Threshold, **amounts: int) -> Hits:
+    """A call that adds 1 to each count under a threshold, or what is said."""
+    return Hits(dict.fromkeys((each.counter for each in over), 1) | amounts, over)
+
+
+def test_grants_raise_what_is_over_their_count() -> None:
+    """What is granted for a count is added to each number over it, also to a negative one."""
+    over = [call(most(1), most(0, limit="low")), call(most(-2)), call(most(1, "other"))]
+    result = admit(over, {"n": 0, "other": 1}, {}, {"n": 2})
+    assert [*result.refused] == [{}, {"limit": "run"}, {"limit": "run"}]
+    assert result.granted == {"n": 2}
+
+
+def test_the_amounts_that_a_store_keeps() -> None:
+    """Amounts are given by key: two counts under one key add up; the caller's own are left out."""
+    counters = {"a": Counter("key"), "b": Counter("key"), "c": Counter("other"), "d": Counter()}
+    request = AcquireRequest("request", "attempt", counters)
+    assert request.keyed({"a": 1, "b": 2, "c": 4, "d": 8}) == {"key": 3, "other": 4}
+    assert request.keyed({}) == {}
+
+
+COUNTERS = ("a", "b", "c")
+LIMITS = ("one", "two", "three")
+THRESHOLDS = st.builds(
+    Threshold,
+    limit=st.sampled_from(LIMITS),
+    scope=st.sampled_from(["thread", "run", "user_id"]),
+    counter=st.sampled_from(COUNTERS),
+    most=st.integers(-1, 9),
+    enforced=st.sampled_from([True, True, False]),
+)
+AMOUNTS = st.dictionaries(st.sampled_from(COUNTERS), st.integers(0, 3), max_size=3)
+CALLS = st.builds(
+    lambda over, amounts: call(*over, **amounts), st.lists(THRESHOLDS, max_size=3), AMOUNTS
+)
+
+
+@examples(600)
+@given(
+    asked=st.lists(CALLS, max_size=5),
+    used=st.fixed_dictionaries(dict.fromkeys(COUNTERS, st.integers(0, 5))),
+    stops=st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2),
+)
+def test_a_call_is_judged_by_what_was_admitted_before_it(
+    asked: list[Hits], used: dict[str, int], stops: dict[str, int]
+) -> None:
+    """It is refused exactly where it and all admitted before it add up to more than allowed."""
+    result = admit(asked, used, stops)
+    for index, (each, refused) in enumerate(zip(asked, result.refused, strict=True)):
+        counted = [asked[i].amounts for i in range(index) if result.admitted[i]] + [each.amounts]
+        exceeded = [
+            over
+            for over in each.thresholds
+            if used[over.counter] + sum(n.get(over.counter, 0) for n in counted) > over.most
+        ]
+        assert refused == {over.limit: over.scope for over in reversed(exceeded)}
+        assert result.admitted[index] == (not any(over.enforced for over in exceeded))
+    assert result.stopped == any(
+        sum(limit in refused for refused in result.refused) >= after
+        for limit, after in stops.items()
+    )
+    running = [] if result.stopped else [asked[i] for i, runs in enumerate(result.admitted) if runs]
+    assert result.charged(asked) == {
+        counter: sum(each.amounts.get(counter, 0) for each in running) for counter in COUNTERS
+    }

@@ -1,0 +1,169 @@
+"""The records that enforcement, metrics, spans and observers share: statuses and decisions."""
+
+import dataclasses
+from datetime import UTC, datetime
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from langchain_quota import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
+
+OPEN = LimitStatus("open", "continue", 0, 0, None, 0, 0, None)
+"""A status without thresholds."""
+MINUTE = datetime(2026, 1, 1, 12, 1, tzinfo=UTC)
+DAY = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def of_run(before: int, used: int, limit: int | None, **options: Any) -> LimitStatus:
+    given = {"run_before": before, "run_used": used, "run_limit": limit, "charged": True}
+    return dataclasses.replace(OPEN, **{**given, **options})
+
+
+def refusing(scope: str, *quotas: QuotaStatus, **options: Any) -> LimitStatus:
+    """A status of a limit that refuses because of a scope."""
+    given = {"reason": "exhausted", "scope": scope, "quotas": quotas, **options}
+    return dataclasses.replace(OPEN, **given)
+
+
+def use(
+    scope: str, before: int, used: int, limit: int, resets_at: datetime | None = None
+) -> QuotaStatus:
+    return QuotaStatus(scope, "ann", before, used, limit, resets_at)
+
+
+BOTH = LimitStatus("x", "end", 1, 2, 3, 4, 5, 6)
+ROWS = {"thread": (1, 2, 3), "run": (4, 5, 6)}
+QUOTAS = (use("user_id", 1, 2, 5), use("global", 3, 4, 9))
+OF_THREAD = dataclasses.replace(OPEN, thread_used=31, quotas=(use("thread", 1, 2, 5),))
+
+
+@pytest.mark.parametrize(
+    ("status", "rows"),
+    [
+        (OPEN, {}),
+        (of_run(0, 0, 0), {"run": (0, 0, 0)}),
+        (
+            dataclasses.replace(BOTH, quotas=QUOTAS),
+            {**ROWS, "user_id": (1, 2, 5), "global": (3, 4, 9)},
+        ),
+        # Where no thread limit stands beside it, the thread's threshold is the quota's.
+        (OF_THREAD, {"thread": (1, 2, 5)}),
+    ],
+)
+def test_counts_by_scope(status: LimitStatus, rows: dict[str, Any]) -> None:
+    """Thread, run and quotas, in this order, have their own numbers; no other scope has any."""
+    assert status.scopes == tuple(rows)
+    for scope in status.scopes:
+        found = status.before(scope), status.used(scope), status.threshold(scope)
+        assert found == rows[scope]
+    for scope in ("tenant", "store", "none"):
+        assert (status.before(scope), status.used(scope), status.threshold(scope)) == (0, 0, None)
+        assert status.quota(scope) is status.quota(None) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "used", "limit", "options", "level"),
+    [
+        (7, 8, 10, {}, Level.NEAR),
+        (8, 9, 10, {}, None),
+        (9, 10, 10, {}, Level.EXHAUSTED),
+        (10, 11, 10, {}, None),
+        (9, 10, 10, {"charged": False}, None),
+        (9, 10, 10, {"enforced": False}, None),
+        (4, 5, 10, {"near": 0.5}, Level.NEAR),
+        # The binary product of 0.55 and 100 is a little above 55.
+        (54, 55, 100, {"near": 0.55}, Level.NEAR),
+        (53, 54, 100, {"near": 0.55}, None),
+        (0, 100, None, {}, None),
+    ],
+)
+def test_crossed(
+    before: int, used: int, limit: int | None, options: Any, level: Level | None
+) -> None:
+    """A level is reached once, by a call that is charged to a limit that is enforced."""
+    thread = {"thread_before": before, "thread_used": used, "thread_limit": limit}
+    status = of_run(before, used, limit, **options)
+    of_thread = of_run(0, 0, None, **thread, **options)
+    assert (status.crossed("run", 0.8), status.crossed("thread", 0.8)) == (level, None)
+    assert of_thread.crossed("thread", 0.8) is level
+    if limit:
+        quotas = (use("user_id", before, used, limit), use("other", 0, 1, 100))
+        status = of_run(0, 0, None, quotas=quotas, **options)
+        assert (status.crossed("user_id", 0.8), status.crossed("other", 0.8)) == (level, None)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 1000))
+def test_near_is_the_smallest_count_of_that_share(limit: int, thousandths: int) -> None:
+    """It equals exact arithmetic: a share is near from the count that reaches it."""
+    count = ceil(Fraction(thousandths, 1000) * limit)
+    near = thousandths / 1000
+    reached = Level.EXHAUSTED if count == limit else Level.NEAR
+    assert of_run(count - 1, count, limit).crossed("run", near) is reached
+    assert of_run(count - 2, count - 1, limit).crossed("run", near) is None
+
+
+def test_a_deferred_call_is_not_kept_yet() -> None:
+    """The thread's count that is kept is that before a call which is counted when it returned."""
+    status = dataclasses.replace(OPEN, thread_before=3, thread_used=4)
+    assert status.thread_count == 4
+    assert dataclasses.replace(status, deferred=True).thread_count == 3
+
+
+def test_which_limit_leads() -> None:
+    """The first that refuses and is enforced; else one on trial that refuses; else the fullest."""
+    low, fuller = of_run(0, 1, 10), of_run(0, 9, 10)
+    assert (OPEN.share, of_run(0, 0, 0).share, low.share) == (0, 1, 0.1)
+    one, two = refusing("run", limit="one"), refusing("run", limit="two")
+    trial = refusing("run", limit="trial", enforced=False)
+
+    def of(*statuses: LimitStatus) -> Decision:
+        return Decision(Call("model"), Outcome.BLOCKED, statuses)
+
+    assert of(trial, one, fuller, two).refused_by == (one, two, trial)
+    assert of(trial, one, fuller, two).leading is one
+    assert of(fuller, trial).leading is trial
+    assert of(low, fuller).leading is fuller
+    assert of(low, fuller).refused_by == ()
+    assert of().leading is None
+
+
+USED_UP = use("daily", 5, 5, 5, DAY)
+BY_MINUTE, FOR_GOOD = use("minute", 1, 1, 1, MINUTE), use("global", 9, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("status", "resets_at"),
+    [
+        (refusing("daily", USED_UP, use("global", 1, 1, 9, MINUTE)), DAY),
+        (of_run(0, 0, None, quotas=(use("daily", 4, 5, 5, DAY),)), None),
+        (refusing("global", FOR_GOOD), None),
+        (refusing("thread", USED_UP), None),
+        (dataclasses.replace(OPEN, reason="store", quotas=(USED_UP,)), None),
+        (refusing("minute", BY_MINUTE, USED_UP), DAY),
+        (refusing("minute", BY_MINUTE, use("daily", 4, 4, 5, DAY)), MINUTE),
+        (refusing("minute", BY_MINUTE, FOR_GOOD), None),
+        # A call may be too large for what is left.
+        (refusing("daily", use("daily", 4, 4, 5, DAY)), DAY),
+    ],
+)
+def test_when_a_limit_resets(status: LimitStatus, resets_at: datetime | None) -> None:
+    """When the last window of its exhausted quotas ends; never, if one of them has no end."""
+    assert status.resets_at == resets_at
+
+
+def test_when_a_refused_call_resets() -> None:
+    """When the last of its limits does, and never if one of them, which is enforced, does not."""
+    minute, day = refusing("minute", BY_MINUTE), refusing("daily", USED_UP)
+    run, trial = refusing("run"), refusing("run", enforced=False)
+
+    def resets_at(*statuses: LimitStatus) -> datetime | None:
+        return Decision(Call("tool", "search"), Outcome.BLOCKED, statuses).resets_at
+
+    assert resets_at(minute, day) == resets_at(day, minute) == DAY
+    assert resets_at(minute, OPEN) == resets_at(minute, trial) == MINUTE
+    assert resets_at(minute, run) is None
+    assert resets_at() is None

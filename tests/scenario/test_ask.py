@@ -1,0 +1,374 @@
+"""At a limit that asks a person: they grant more, or end the run; what is granted is kept once."""
+
+import asyncio
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from langchain.agents.middleware.human_in_the_loop import HITLRequest
+from langgraph.types import Command
+from pydantic import TypeAdapter
+
+from langchain_quota import (
+    CostLimit,
+    Decision,
+    InlineQuotaMiddleware,
+    MemoryStore,
+    ModelCallLimit,
+    ModelUsage,
+    Quota,
+    ToolCallLimit,
+    usage,
+)
+from langchain_quota.decision import Answer
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
+from tests.scene import ANN, CONFIG, Form, Scene, both_forms, check_history
+from tests.stores import DAY
+from tests.telemetry import Signals, needs_inline
+from tests.tokens import answer as spending
+
+SEARCH = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
+THREAD = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
+MODEL = ModelCallLimit(run_limit=1, exit_behavior="ask")
+
+
+def answer(kind: str, **said: Any) -> dict[str, Any]:
+    """What an interface resumes with."""
+    return {"decisions": [{"type": kind, **said}]}
+
+
+def amount(given: object) -> dict[str, Any]:
+    """An approval with another amount than the question offers."""
+    return answer("approve", amount=given)
+
+
+APPROVE, REJECT = answer("approve"), answer("reject")
+
+
+class Asking(Scene):
+    """An agent whose limits ask, and what was decided."""
+
+    def __init__(self, signals: Signals, script: Any, *items: Any, **options: Any) -> None:
+        self.decisions: list[Decision] = []
+        super().__init__(signals, script, items, on_decision=self.decisions.append, **options)
+
+    def questions(self) -> list[Any]:
+        """The payloads that wait for an answer."""
+        return [each.value for each in self.agent.get_state(self.config).interrupts]
+
+    def question(self) -> tuple[dict[str, Any], str]:
+        """What the one that waits offers, and says."""
+        (asked,) = self.questions()
+        TypeAdapter(HITLRequest).validate_python(asked)
+        (action,) = asked["action_requests"]
+        assert asked["review_configs"] == [
+            {"action_name": action["name"], "allowed_decisions": ["approve", "reject"]}
+        ]
+        return action["args"], action["description"]
+
+    def offers(self, **args: Any) -> bool:
+        """Whether the question that waits offers so much more, by limit."""
+        return self.question()[0] == {name.replace("_", ":"): each for name, each in args.items()}
+
+    def outcomes(self) -> list[str]:
+        return [str(each.outcome) for each in self.decisions if each.call.kind == "tool"]
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.signals.value(f"langchain_quota_{name}", agent="unnamed", **labels) or 0
+
+
+@both_forms
+async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureFixture) -> None:
+    """What is approved runs, once, and so does what needed no approval; the run goes on."""
+    scene = Asking(signals, [["search", "search", "calc"], "done"], SEARCH, form=form)
+    caplog.set_level("INFO", "langchain_quota")
+    await scene.play()
+    assert (scene.ran, scene.decisions[1:]) == ([], [])
+    assert scene.offers(tool_search=1)
+    assert scene.question()[1] == (
+        "'search' tool call limit reached: run limit exceeded (2/1 calls). Approve to "
+        "allow 1 more call for 'tool:search'. Reject to end the run."
+    )
+    result = await scene.resume(answer("approve", by="bo", message="ticket 4711"))
+    assert sorted(scene.ran) == ["calc", "search", "search"]
+    assert scene.outcomes() == ["allowed"] * 3
+    assert len(scene.model.calls) == 2
+    assert usage(scene.agent.get_state(CONFIG)).run_tools == {"search": 2}
+    check_history(result["messages"])
+    assert [each.getMessage() for each in caplog.records][:2] == [
+        "agent 'unnamed' asks a person whether it may go on at 'tool:search'",
+        "agent 'unnamed' was answered 'approve' at 'tool:search', by 'bo'",
+    ]
+    assert scene.count("questions_total", limit="tool:search") == 1
+    assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
+    assert scene.count("granted_total", limit="tool:search", scope="run") == 1
+    assert scene.count("runs_ended_total", limit="tool:search") == 0
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("given", "says"), [(REJECT, "run limit exceeded"), (answer("reject", message="No."), "No.")]
+)
+async def test_rejected(signals: Signals, form: Form, given: Any, says: str) -> None:
+    """A rejected run ends with the person's words, or the limit's; no call of the batch runs."""
+    scene = Asking(signals, [["search", "search"]], SEARCH, form=form)
+    await scene.play()
+    result = await scene.resume(given)
+    assert says in result["messages"][-1].content
+    assert scene.ran == []
+    assert scene.outcomes() == ["skipped", "blocked"]
+    assert usage(scene.agent.get_state(CONFIG)).run_tools.get("search", 0) == 0
+    assert scene.count("runs_ended_total", limit="tool:search") == 1
+    assert scene.count("answers_total", limit="tool:search", answer="reject") == 1
+    check_history(result["messages"])
+
+
+async def test_another_amount(signals: Signals) -> None:
+    """Another amount is granted as it is given; what is over it is refused, and no more."""
+    scene = Asking(signals, [["search"] * 4, "done"], SEARCH)
+    await scene.play()
+    assert scene.offers(tool_search=3)
+    await scene.resume(amount(2))
+    assert scene.ran == ["search"] * 3
+    assert scene.outcomes() == ["allowed"] * 3 + ["blocked"]
+    assert scene.decisions[-2].answer == Answer("approve", {"tool:search": 2})
+
+
+@pytest.mark.parametrize(
+    ("limit", "offered"),
+    [
+        (ToolCallLimit("search", run_limit=1, exit_behavior="ask", grant=2), [2, 4]),
+        (ToolCallLimit("search", thread_limit=0, exit_behavior="ask"), [2, 5]),
+        (ToolCallLimit("search", thread_limit=lambda *_: 1, exit_behavior="ask"), [1, 5]),
+    ],
+)
+async def test_what_is_offered(signals: Signals, limit: Limit, offered: list[int]) -> None:
+    """`grant` says how much, or the limit, but never less than the calls need."""
+    scene = Asking(signals, [["search"] * 2, ["search"] * 5, "done"], limit)
+    await scene.play()
+    for each in offered:
+        assert scene.offers(tool_search=each)
+        await scene.resume(APPROVE)
+    assert scene.ran == ["search"] * 7
+
+
+def dollars(model: ModelUsage) -> Decimal:
+    """A thousandth of a dollar for each token."""
+    return Decimal(model.total_tokens) / 1000
+
+
+@pytest.mark.parametrize("store", [None, MemoryStore], ids=["state", "store"])
+async def test_dollars(signals: Signals, store: Any) -> None:
+    """Dollars are offered as text, and are given as text; metrics have dollars."""
+    limit = CostLimit(run_limit="1.50", exit_behavior="ask", grant="0.25", name="cost")
+    script = [spending(each, "calc") for each in (1500, 299, 2)]
+    scene = Asking(signals, script, limit, prices=dollars, store=store and store())
+    await scene.play()
+    assert scene.offers(cost="0.25")
+    assert "allow $0.25 more for 'cost'" in scene.question()[1]
+    for wrong in (1.5, "$1", "0.0000001", 10**9 + 1):
+        await scene.resume(amount(wrong))
+        assert "The answer could not be used: " in scene.question()[1]
+    await scene.resume(amount("0.30"))
+    assert len(scene.model.calls) == 3
+    assert scene.count("granted_dollars_total", limit="cost", scope="run") == 0.3
+    assert scene.offers(cost="0.25")
+
+
+async def test_how_long_it_lasts(signals: Signals) -> None:
+    """What is granted to a run ends with it; to a thread, it lasts as long as the thread."""
+    script = [["search"] * 2, "done", ["search"] * 2, "done"]
+    for limit, ran in ((SEARCH, 2), (replace(THREAD, grant=3), 4)):
+        scene = Asking(signals, script, limit)
+        await scene.play()
+        await scene.resume(APPROVE)
+        await scene.play()
+        assert len(scene.ran) == ran
+        assert bool(scene.questions()) is (limit is SEARCH)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("yes", "not 'yes'"),
+        ({"decisions": []}, "it must be"),
+        ({"decisions": [{"type": "approve"}, {"type": "approve"}]}, "it must be"),
+        ({"decisions": ["approve"]}, "it must be"),
+        (answer("respond", message="hm"), "it must be"),
+        (answer("edit", edited_action={"name": "raise_limits", "args": {}}), "it must be"),
+        (amount(-1), '"amount" must be 0 or more, not -1'),
+        (amount(1.5), '"amount" must be a whole number or None, not 1.5'),
+        (amount(True), "not True"),
+        (amount("2"), "not '2': write 2"),
+        (amount(10**15 + 1), '"amount" must be at most 1000000000000000, not'),
+    ],
+    ids=str,
+)
+async def test_unusable_answers(signals: Signals, given: Any, problem: str) -> None:
+    """The question comes again and says why; then a good answer works."""
+    calc = ToolCallLimit("calc", run_limit=1, exit_behavior="ask")
+    scene = Asking(signals, [["search"] * 2, "done"], SEARCH, calc, store=MemoryStore())
+    await scene.play()
+    await scene.resume(given)
+    assert scene.offers(tool_search=1)
+    text = scene.question()[1]
+    assert text.startswith("The answer could not be used: ")
+    assert problem in text
+    assert scene.ran == []
+    await scene.resume(APPROVE)
+    assert scene.ran == ["search"] * 2
+    assert scene.count("questions_total", limit="tool:search") == 2
+    assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
+
+
+INBOX = {"action": "raise_limits", "args": {"tool:search": 1}}
+BY = {"langgraph_auth_user_id": "auth"}
+
+
+@pytest.mark.parametrize(
+    ("resumed", "user", "read"),
+    [
+        (answer("approve", by="bo"), {}, Answer("approve", {"tool:search": 1}, "bo")),
+        ({**APPROVE, "by": "bo"}, {}, Answer("approve", {"tool:search": 1}, "bo")),
+        (answer("approve", by="bo"), BY, Answer("approve", {"tool:search": 1}, "auth")),
+        (amount(None), {}, Answer("approve", {"tool:search": 1})),
+        (answer("approve", args=INBOX), {}, Answer("approve", {"tool:search": 1})),
+        (answer("reject", args="Not today."), {}, Answer("reject", message="Not today.")),
+    ],
+)
+async def test_how_answers_are_read(
+    signals: Signals, resumed: Any, user: dict[str, str], read: Answer
+) -> None:
+    """LangGraph's authentication says who answers, or the answer; Agent Inbox has other names."""
+    scene = Asking(signals, [["search"] * 2, "done"], SEARCH)
+    await scene.play()
+    config: Any = {"configurable": {"thread_id": "thread-1", **user}}
+    await scene.agent.ainvoke(Command(resume=resumed), config)
+    answers = [each.answer for each in scene.decisions if each.answer is not None]
+    assert answers == [read] * 2
+
+
+async def test_a_grant_that_would_end_the_run(signals: Signals) -> None:
+    """Nobody is asked if the calls that a grant lets past one limit end the run at another."""
+    forbidden = ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="asks")
+    beside = ToolCallLimit("search", thread_limit=2, run_limit=1, name="beside")
+    hard = ToolCallLimit(run_limit=2, exit_behavior="end", name="hard")
+    scene = Asking(signals, [["search", "search", "calc"], "done"], forbidden, beside, hard)
+    result = await scene.play()
+    assert scene.questions() == []
+    assert scene.ran == ["calc"]
+    assert result["messages"][-1].content == "done"
+
+
+@both_forms
+async def test_an_exhausted_tool_is_offered(signals: Signals, form: Form) -> None:
+    """Who hides what is exhausted still offers a tool whose limit asks, and says so."""
+    hidden = ToolCallLimit("calc", run_limit=1)
+    script = [["search", "calc"], ["search"], "done"]
+    options: dict[str, Any] = {"hide_exhausted": True, "tell_model": True, "form": form}
+    scene = Asking(signals, script, SEARCH, hidden, **options)
+    streamed = await scene.updates({"messages": [("user", "hi")]})
+    assert list(streamed[-1]) == ["__interrupt__"]
+    assert scene.model.calls[1].tools == ("search",)
+    told = str(scene.model.calls[1].messages[-1].content)
+    assert "search: 0 of 1 left (then a person is asked for more); calc: 0 of 1 left." in told
+    assert scene.offers(tool_search=1)
+
+
+KEY = "search:user_id:ann"
+SHARED = ToolCallLimit(
+    "search", quotas=[Quota(1, per="user_id", window=DAY)], exit_behavior="ask", grant=5
+)
+
+
+async def test_granted_to_a_user(signals: Signals) -> None:
+    """The grant is the store's, with who gave it and why, and ends with the window."""
+    store, script = MemoryStore(), [["search"] * 2, "done", "done", "done"]
+    options: dict[str, Any] = {"store": store, "context": ANN, "context_schema": dict}
+    scene = Asking(signals, script, SHARED, **options)
+    await scene.play()
+    asked = scene.agent.get_state(CONFIG).config
+    given: Any = Command(resume=answer("approve", by="bo", message="ticket 4711"))
+    await asyncio.gather(*(scene.agent.ainvoke(given, asked, context=ANN) for _ in "12"))
+    await scene.agent.ainvoke(given, asked, context=ANN)
+    [grant] = store.grants()
+    assert (grant.amount, grant.by, grant.reason) == (5, "bo", "ticket 4711")
+    assert grant.key.startswith(KEY)
+    assert grant.until is not None
+    assert sum(each.used for each in store.usages(f"{KEY}*")) == 2
+    assert scene.count("granted_total", limit="tool:search", scope="user_id") == 5
+    assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
+
+
+class FailingStore(MemoryStore):
+    """Fails while it is `down`, and gives no grants to keys in which `refuses` is."""
+
+    down = False
+    refuses: str | None = None
+
+    async def aacquire(self, request: Any) -> Any:
+        if self.down:
+            raise QuotaStoreError("the store is down")
+        return self.acquire(request)
+
+    async def agrant(self, key: str, *args: Any, **options: Any) -> Any:
+        if self.refuses is not None and self.refuses in key:
+            raise QuotaStoreError("the store is down")
+        return await super().agrant(key, *args, **options)
+
+
+@pytest.mark.parametrize(("outage", "ran"), [("deny", 0), ("allow", 1)])
+async def test_no_store_before_the_question(signals: Signals, outage: Any, ran: int) -> None:
+    """Nobody is asked for what could not be granted: the calls are refused, or allowed."""
+    store = FailingStore()
+    script = [["search"], ["search"], ["search"], "done"]
+    scene = Asking(signals, script, THREAD, store=store, on_store_error=outage)
+    store.down = True
+    result = await scene.play()
+    assert scene.questions() == []
+    assert result["messages"][-1].content == "done"
+    assert scene.ran == ["search"] * ran
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_no_store_behind_the_answer(signals: Signals, *, both: bool) -> None:
+    """A grant that fails is an error; the run is resumed again, with the same answer."""
+    store = FailingStore()
+    options: dict[str, Any] = {"run_limit": 1, "exit_behavior": "ask", "name": "run"}
+    limits = [ToolCallLimit("search", **options), THREAD] if both else [THREAD]
+    scene = Asking(signals, [["search"] * 2, "done"], *limits, store=store)
+    await scene.play()
+    store.refuses = ":thread:"
+    with pytest.raises(QuotaStoreError):
+        await scene.resume(amount(2))
+    assert [each.amount for each in store.grants()] == [2] * both
+    store.refuses = None
+    await scene.go_on()
+    assert scene.questions() == []
+    assert scene.ran == ["search"] * 2
+    assert [each.amount for each in store.grants()] == [2] * len(limits)
+    first = "run" if both else "tool:search"
+    assert scene.count("answers_total", limit=first, answer="approve") == 1
+
+
+async def test_what_cannot_be_asked(signals: Signals) -> None:
+    """A run that could not wait does not begin, and a thread that waits is not reset."""
+    scene = Asking(signals, ["done"], SEARCH, checkpointer=None)
+    with pytest.raises(RuntimeError, match=r"limit 'tool:search' has exit_behavior='ask', and"):
+        await scene.play()
+    assert scene.model.calls == ()
+    scene = Asking(signals, [["search"] * 2, "done"], THREAD)
+    await scene.play()
+    with pytest.raises(RuntimeError, match="waits in mid-run"):
+        scene.quota.reset(scene.agent, CONFIG)
+    await scene.resume(APPROVE)
+    assert scene.ran == ["search"] * 2
+
+
+@needs_inline
+def test_inline(signals: Signals) -> None:
+    """The inline middleware would call the model again."""
+    with pytest.raises(ValueError, match="would call the model again"):
+        InlineQuotaMiddleware([SEARCH], telemetry=signals.telemetry)

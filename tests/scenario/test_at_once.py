@@ -1,0 +1,355 @@
+"""Caps on calls at once, through real agents: nobody is over, nobody is stuck, all is visible."""
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import AgentMiddleware
+from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.graph import MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode
+
+from langchain_quota import (
+    Decision,
+    GraphQuota,
+    MemoryStore,
+    Outcome,
+    Quota,
+    RepeatLimit,
+    ToolCallLimit,
+    usage,
+)
+from tests.scene import CONFIG, Form, Kind, Scene, asking, both_forms, texts
+from tests.stores import counts
+from tests.telemetry import Signals, needs_inline
+
+CAP = 3
+PATIENCE = 60
+"""Seconds after which something is stuck."""
+BUSY = "other calls were running, and at most 1 call of 'browser' may run at the same time"
+ASKED: Any = {"messages": [("user", "hi")]}
+BROWSER = {"agent": "unnamed", "limit": "tool:browser"}
+
+
+class Browser:
+    """A tool that notes how many of its calls run at the same time, until they may end."""
+
+    def __init__(self, *, ends: bool = True) -> None:
+        self._lock = threading.Lock()
+        self.running = self.most = self.ran = 0
+        self.may_end = threading.Event()
+        if ends:
+            self.may_end.set()
+        self.tool = StructuredTool.from_function(
+            self.open, self.aopen, name="browser", description="See a page."
+        )
+        self.sync_tool = StructuredTool.from_function(
+            self.open, name="browser", description="See a page."
+        )
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self.running += change
+            self.ran += change > 0
+            self.most = max(self.most, self.running)
+
+    def open(self) -> str:
+        self._count(1)
+        try:
+            assert self.may_end.wait(PATIENCE)
+        finally:
+            self._count(-1)
+        return "seen"
+
+    async def aopen(self) -> str:
+        self._count(1)
+        try:
+            await asyncio.sleep(0.001)
+            await until(self.may_end.is_set)
+        finally:
+            self._count(-1)
+        return "seen"
+
+
+class Door(AgentMiddleware):
+    """Counts the calls that have come: behind it, each waits for its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._came: list[None] = []
+
+    @property
+    def came(self) -> int:
+        return len(self._came)
+
+    def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+        self._came.append(None)
+        return handler(request)
+
+    async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
+        self._came.append(None)
+        return await handler(request)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others run until something is so."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)
+
+
+def agent_of(
+    signals: Signals, tool: BaseTool, calls: int = 1, door: Door | None = None, **options: Any
+) -> Any:
+    """An agent that opens pages, by default one at a time."""
+    limit = ToolCallLimit("browser", **{"at_once": 1, "wait": PATIENCE, **options})
+    items: list[Any] = [door or Door(), limit]
+    script = [["browser"] * calls, "done"]
+    return Scene(signals, script, items, tools=[tool], checkpointer=None).agent
+
+
+def has_room(signals: Signals) -> bool:
+    """Whether a page may be opened now, if no other one is open."""
+    return texts(agent_of(signals, Browser().tool, wait=0).invoke(ASKED)) == ["seen"]
+
+
+@contextmanager
+def busy(signals: Signals) -> Iterator[None]:
+    """Another agent's page is open."""
+    browser = Browser(ends=False)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(agent_of(signals, browser.tool).invoke, ASKED)
+        while not browser.running:
+            pass
+        try:
+            yield
+        finally:
+            browser.may_end.set()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(signals: Signals) -> Iterator[None]:
+    """No test leaves a place of this process taken."""
+    yield
+    assert has_room(signals)
+
+
+@both_forms
+async def test_no_more_run_than_may(signals: Signals, form: Form) -> None:
+    """Of 12 calls of one message 3 run at a time, and all of them run. Their waits are measured."""
+    browser, door = Browser(ends=False), Door()
+    agent = agent_of(signals, browser.tool, 12, door, at_once=CAP)
+    run = agent.ainvoke(ASKED) if form == "async" else asyncio.to_thread(agent.invoke, ASKED)
+    running = asyncio.create_task(run)
+    await until(lambda: browser.running == CAP and door.came >= 2 * CAP)
+    browser.may_end.set()
+    assert texts(await running) == ["seen"] * 12
+    assert (browser.most, browser.ran) == (CAP, 12)
+    waits = "langchain_quota_wait_seconds"
+    assert signals.value(f"{waits}_count", **BROWSER, decision="allowed") == 12
+    assert (signals.value(f"{waits}_sum", **BROWSER, decision="allowed") or 0) > 0
+
+
+def test_threads_and_loops_share_a_cap(signals: Signals) -> None:
+    """Sync agents in 8 threads and async agents in 3 event loops: never more than 3, all run."""
+    browser = Browser()
+    # LangChain switches warnings off while a tool is made: not safe in several threads.
+    agents = [agent_of(signals, browser.tool, 2, at_once=CAP) for _ in range(32)]
+
+    async def loop(own: list[Any]) -> list[str]:
+        results = await asyncio.gather(*(each.ainvoke(ASKED) for each in own))
+        return [said for each in results for said in texts(each)]
+
+    with ThreadPoolExecutor(11) as threads:
+        loops = [threads.submit(asyncio.run, loop(agents[n : n + 8])) for n in (0, 8, 16)]
+        runs = [threads.submit(each.invoke, ASKED) for each in agents[24:]]
+        assert all(each.result(PATIENCE) == ["seen"] * 16 for each in loops)
+        assert all(texts(each.result(PATIENCE)) == ["seen"] * 2 for each in runs)
+    assert browser.most <= CAP
+    assert browser.ran == 64
+
+
+async def test_who_comes_first_is_served_first(signals: Signals) -> None:
+    """Calls that wait run in the order in which they came."""
+    order: list[int] = []
+
+    async def browser(number: int) -> None:
+        order.append(number)
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+    calls: Any = [("browser", {"number": number}) for number in range(10)]
+    door = Door()
+    items: list[Any] = [door, ToolCallLimit("browser", at_once=1)]
+    scene = Scene(signals, [calls, "done"], items, tools=[tool])
+    with busy(signals):
+        run = asyncio.create_task(scene.play())
+        await until(lambda: door.came == 10)
+    await run
+    assert order == [*range(10)]
+
+
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> None:
+    """A call that may not run in time is answered, seen by all who look on, and given back."""
+    seen: list[Decision] = []
+    store, browser = MemoryStore(), Browser()
+    limits = [
+        ToolCallLimit("browser", at_once=1, wait=0, quotas=[Quota(2, per="global")]),
+        ToolCallLimit("browser", name="thread", thread_limit=2),
+    ]
+    script = [["browser", "browser"], ["browser"], "done", ["browser"], "done"]
+    options: dict[str, Any] = {"kind": kind, "store": store, "on_decision": seen.append}
+    scene = Scene(signals, script, limits, tools=[browser.tool], **options)
+    result = await scene.play()
+    assert browser.ran == 2
+    assert [BUSY in each for each in texts(result)] == [False, True, False]
+    (refusal,) = [each for each in seen if each.outcome is Outcome.BLOCKED]
+    (status,) = refusal.refused_by
+    found = status.refusal_scope, status.used("at_once"), status.threshold("at_once")
+    assert found == ("at_once", 2, 1)
+    assert scene.metric("tool:browser", "blocked", "at_once") == 1
+    assert scene.metric("tool:browser", "refunded") == 1
+    waits = "langchain_quota_wait_seconds_count"
+    assert signals.value(waits, **BROWSER, decision="blocked") == 1
+    assert counts(store) == {"browser:global:": 2, "browser:thread:thread-1": 2}
+    # A new run finds both used up: neither more nor less.
+    assert "limit" in texts(await scene.play())[-1]
+    assert usage(scene.agent.get_state(CONFIG)).tools == {"browser": 2}
+    assert browser.ran == 2
+
+
+async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
+    """A call that would have waited runs at once, and is measured."""
+    browser = Browser(ends=False)
+    limit = ToolCallLimit("browser", at_once=1, enforce=False)
+    scene = Scene(signals, [["browser"] * 3, "done"], [limit], tools=[browser.tool])
+    running = asyncio.create_task(scene.play())
+    await until(lambda: browser.running == 3)
+    browser.may_end.set()
+    assert texts(await running) == ["seen"] * 3
+    waits = "langchain_quota_wait_seconds_count"
+    assert signals.value(waits, **BROWSER, decision="would_block") == 2
+    assert signals.value(waits, **BROWSER, decision="allowed") == 1
+    assert scene.metric("tool:browser", "would_block", "at_once") == 2
+
+
+@pytest.mark.parametrize("urls", ["aaaa", "abcd"])
+async def test_a_wait_in_vain_is_no_repetition(signals: Signals, urls: str) -> None:
+    """A call that has not run is neither repeated by the next one, nor has its tool failed."""
+
+    async def browser(url: str) -> str:
+        return url
+
+    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
+    limits: list[Any] = [ToolCallLimit("browser", at_once=1, wait=0), RepeatLimit(2)]
+    script = [*([("browser", {"url": url})] for url in urls), "done"]
+    scene = Scene(signals, script, limits, tools=[tool])
+    with busy(signals):
+        result = await scene.play()
+    assert [BUSY in each for each in texts(result)] == [True] * 4
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int) -> None:
+    """Runs are cancelled while their calls wait or run, some give up: the others all run."""
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    browser = Browser()
+    waits = [chance.choice([0, 0.005, PATIENCE]) for _ in range(40)]
+    agents = [agent_of(signals, browser.tool, at_once=CAP, wait=wait) for wait in waits]
+    runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
+    for run in chance.sample(runs, 20):
+        for _ in range(chance.randrange(4)):
+            await asyncio.sleep(chance.choice([0, 0.001]))
+        run.cancel()
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.wait(runs)
+    assert 0 < browser.most <= CAP
+
+
+@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
+@pytest.mark.parametrize("kind", ["graph", "react"])
+async def test_graphs(signals: Signals, kind: Kind) -> None:
+    """The tools of a `GraphQuota` wait, too; a node that would not is refused."""
+    browser, limit = Browser(), ToolCallLimit("browser", at_once=2)
+    scene = Scene(signals, asking(*["browser"] * 6), [limit], kind=kind, tools=[browser.tool])
+    assert texts(await scene.play()) == ["seen"] * 6
+    assert (browser.most, browser.ran) == (2, 6)
+    with pytest.raises(ValueError, match=r"quota\.tool_node\(tools\)"):
+        GraphQuota([limit], telemetry=signals.telemetry).add_to(
+            StateGraph(MessagesState), model=scene.model, tools=ToolNode([browser.tool])
+        )
+
+
+class SyncTool(BaseTool):
+    """A tool without an async form, which keeps what it has done."""
+
+    name: str = "browser"
+    description: str = "See a page."
+    browser: Any
+    calls: int = 0
+
+    def _run(self) -> str:
+        self.calls += 1
+        return str(self.browser.open())
+
+
+async def test_a_cancelled_run_does_not_end_its_sync_tool(signals: Signals) -> None:
+    """Of 20 runs that are cancelled while their tools run in threads, never more than 2 do so."""
+    browser, door = Browser(ends=False), Door()
+    tool = SyncTool(browser=browser)
+    agents = [agent_of(signals, tool, 1, door, at_once=2) for _ in range(20)]
+    first = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[:2]]
+    await until(lambda: browser.running == 2)
+    others = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[2:]]
+    await until(lambda: door.came == 20)
+    for each in (*first, *others[:9]):
+        each.cancel()
+    await asyncio.wait([*first, *others[:9]])
+    # Whoever came next would run now.
+    assert not await asyncio.to_thread(has_room, signals)
+    assert browser.running == 2
+    browser.may_end.set()
+    assert [texts(each) for each in await asyncio.gather(*others[9:])] == [["seen"]] * 9
+    await until(lambda: not browser.running)
+    assert (browser.most, browser.ran) == (2, 11)
+    assert tool.calls == 11
+
+
+def test_an_event_loop_that_ends_before_the_thread_of_its_tool(signals: Signals) -> None:
+    """The place is kept until the thread has ended: the loop is closed, and the run is gone."""
+    browser = Browser(ends=False)
+    with ThreadPoolExecutor() as threads:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(threads)
+        run = loop.create_task(agent_of(signals, browser.sync_tool).ainvoke(ASKED))
+        loop.run_until_complete(until(lambda: browser.running == 1))
+        run.cancel()
+        loop.run_until_complete(asyncio.wait([run]))
+        loop.close()
+        assert not has_room(signals)
+        browser.may_end.set()
+        asyncio.run(until(lambda: has_room(signals)))
+    assert browser.ran == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_begins_anew(signals: Signals) -> None:
+    """What runs in the parent does not run in the child, and the child's end changes nothing."""
+    children: list[int] = []
+
+    def browser() -> str:
+        child = os.fork()
+        if not child:
+            os._exit(0 if has_room(signals) else 1)
+        children.append(os.waitpid(child, 0)[1])
+        return "has room" if has_room(signals) else "full"
+
+    tool = StructuredTool.from_function(browser, name="browser", description="See.")
+    assert texts(agent_of(signals, tool).invoke(ASKED)) == ["full"]
+    assert children == [0]

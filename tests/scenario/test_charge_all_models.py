@@ -1,0 +1,325 @@
+"""With `charge_all_models`, and in trees of agents, all that models report is charged, once."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import (
+    AgentMiddleware,
+    LLMToolSelectorMiddleware,
+    ModelFallbackMiddleware,
+    SummarizationMiddleware,
+)
+from langchain_core.messages import AIMessage, BaseMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import interrupt
+
+from langchain_quota import GraphQuota, MemoryStore, Quota, QuotaMiddleware, TokenLimit, with_limits
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import CONFIG, Form, Kind, Scene, both_forms, check_history, delegate, recording
+from tests.telemetry import Signals
+from tests.tokens import (
+    RETRY,
+    TOTAL,
+    During,
+    ProviderError,
+    answer,
+    asking,
+    either,
+    spent,
+    spent_by_agent,
+    tool,
+)
+
+MANY = 10**6
+OF_THREAD = TokenLimit(run_limit=MANY, thread_limit=MANY)
+
+
+def says(*tokens: int, **options: Any) -> ScriptedChatModel:
+    """A model whose answers cost so many tokens, one after the other."""
+    return ScriptedChatModel(script=[*map(answer, tokens)], **options)
+
+
+def always(tokens: int, **options: Any) -> ScriptedChatModel:
+    """A model whose answers cost so many tokens each."""
+    return ScriptedChatModel(script=lambda _: answer(tokens), **options)
+
+
+def charged(
+    signals: Signals, script: Any, *tools: Any, limit: Any = OF_THREAD, **more: Any
+) -> Scene:
+    """An agent whose budget is charged all models."""
+    return Scene(signals, script, [limit], tools=tools, **{"charge_all_models": True, **more})
+
+
+def kept(store: Any) -> dict[str, int]:
+    """What a store counts, by dimension."""
+    return {each.key.split(":")[1]: each.used for each in store.usages() if each.used}
+
+
+@either
+@both_forms
+async def test_models_of_tools(signals: Signals, kind: Kind, form: Form) -> None:
+    """What parallel tools' models use is charged before the next call is judged, and refuses it."""
+    tools = asking("small", says(30)), asking("large", says(70))
+    script = [answer(5, "small", "large"), answer(9)]
+    limit = TokenLimit(run_limit=100)
+    scene = charged(signals, script, *tools, limit=limit, kind=kind, form=form)
+
+    await scene.play()
+
+    assert scene.last_text() == "Token limits exceeded: run limit (105/100 tokens)"
+    assert spent(scene) == (105, 105)
+
+
+async def test_a_shared_key_is_charged_once(signals: Signals) -> None:
+    """What two agents' budgets see is charged to their shared keys once, to their own by each."""
+    store = MemoryStore()
+    quotas = [Quota(MANY, per="global"), Quota(MANY, per="root_run")]
+    limit = TokenLimit(run_limit=MANY, quotas=quotas, reserve=50)
+
+    def scene(script: Any, *tools: Any, **options: Any) -> Scene:
+        return charged(signals, script, *tools, limit=limit, store=store, **options)
+
+    leaf = scene([answer(7)]).agent
+    script = [answer(20, "leaf"), answer(3)]
+    child = scene(script, delegate(leaf, "leaf"), charge_all_models=False).agent
+    await scene([answer(5, "child"), answer(9)], delegate(child, "child")).play()
+
+    assert sorted(each.used for each in store.usages(f"{TOTAL}:run:*")) == [7, 23, 44]
+    found = kept(store)
+    assert (found["global"], found["root_run"]) == (44, 44)
+
+
+class Judge(AgentMiddleware):
+    """Calls a model in every hook."""
+
+    def __init__(self, model: ScriptedChatModel) -> None:
+        super().__init__()
+        self.model = model
+
+    async def abefore_agent(self, state: Any, runtime: Any) -> None:
+        await self.model.ainvoke("Hi!")
+
+    abefore_model = aafter_model = aafter_agent = abefore_agent
+
+    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+        await self.model.ainvoke("Hi!")
+        return await handler(request)
+
+    awrap_tool_call = awrap_model_call
+
+
+async def test_middlewares_of_all_kinds(signals: Signals) -> None:
+    """What middlewares call is charged: in nodes of their own, around calls, before and behind."""
+    judge, store = always(1), MemoryStore()
+    # LangChain tells two middlewares apart by their classes.
+    other = type("OtherJudge", (Judge,), {})
+    items: list[Any] = [Judge(judge), OF_THREAD, other(judge)]
+    tools = [asking("ask", says(50))]
+    script = [answer(100, "ask"), answer(100), answer(100)]
+    options: Any = {"store": store, "charge_all_models": True}
+    scene = Scene(signals, script, items, tools=tools, **options)
+    await scene.play()
+
+    calls = 2 * (1 + 2 * 3 + 1 + 1)
+    assert len(judge.calls) == calls
+    assert spent_by_agent(signals) == {"unnamed": 250 + calls}
+    assert scene.metric("tokens", "allowed") == 2
+    # The state has what ended before the last model call did; the rest goes with the next run.
+    assert spent(scene)[0] == 250 + calls - 4
+    assert kept(store)["thread"] == 250 + calls
+    await scene.play()
+    calls += 2 * (1 + 3 + 1)
+    assert spent(scene)[0] == 350 + calls - 4
+    assert kept(store)["thread"] == 350 + calls
+
+
+async def test_a_run_that_fails(signals: Signals) -> None:
+    """What a tool's model has used is charged, though the tool then ends the run by an error."""
+    model, store = says(70), MemoryStore()
+
+    async def fail() -> str:
+        await model.ainvoke("Hi!")
+        raise ProviderError
+
+    scene = charged(signals, [answer(5, "fail"), answer(3)], tool("fail", str, fail), store=store)
+    with pytest.raises(ProviderError):
+        await scene.play()
+    assert spent_by_agent(signals) == {"unnamed": 75}
+    await scene.play()
+
+    assert spent(scene) == (78, 3)
+    assert kept(store)["thread"] == 78
+
+
+@pytest.mark.parametrize("nested", [False, True])
+async def test_a_run_that_is_resumed(*, nested: bool, signals: Signals) -> None:
+    """What a tool's models use before and after an interrupt is charged, also behind a failure."""
+    model = always(10)
+
+    async def human() -> str:
+        await model.ainvoke("Hi!")
+        found = interrupt("May I?")
+        await model.ainvoke("Hi!")
+        return str(found)
+
+    steps, asks = [answer(5, "human"), answer(3)], tool("human", str, human)
+    scene = charged(signals, steps, asks)
+    if nested:
+        child = charged(
+            signals, steps, asks, limit=TokenLimit(run_limit=MANY), checkpointer=True
+        ).agent
+        scene = charged(signals, [answer(1, "child"), answer(1)], delegate(child, "child"))
+
+    await scene.play()
+    await scene.resume("Yes.")
+
+    # The tool runs from its beginning again.
+    total = 8 + 3 * 10 + 2 * nested
+    assert spent(scene) == (total, total)
+
+
+class Gated(ScriptedChatModel):
+    """A model that answers when the test lets it."""
+
+    goes_on: Any = None
+
+    async def _agenerate(self, *given: Any, **more: Any) -> Any:
+        await self.goes_on.wait()
+        return self._generate(*given, **more)
+
+
+async def test_background_tasks(signals: Signals) -> None:
+    """What a tool leaves running is charged if it ends before the run does, or not at all."""
+    model, later = (Gated(script=[answer(each)], goes_on=asyncio.Event()) for each in (30, 500))
+    tasks, store = list[asyncio.Task[Any]](), MemoryStore()
+
+    async def start() -> str:
+        tasks.extend(asyncio.create_task(each.ainvoke("Hi!")) for each in (model, later))
+        return "started"
+
+    async def wait() -> str:
+        model.goes_on.set()
+        return str((await tasks[0]).text)
+
+    script = [answer(5, "start"), answer(4, "wait"), answer(3), answer(2)]
+    tools = tool("start", str, start), tool("wait", str, wait)
+    scene = charged(signals, script, *tools, store=store)
+    await scene.play()
+    assert spent(scene) == (42, 42)
+    later.goes_on.set()
+    await tasks[1]
+    assert spent_by_agent(signals) == {"unnamed": 42}
+    await scene.play()
+
+    assert spent(scene) == (44, 2)
+    assert kept(store)["thread"] == 44
+
+
+async def test_middlewares_of_langchain(signals: Signals) -> None:
+    """Summaries, choices of tools, retries and fallbacks are charged, each once."""
+
+    class Selector(ScriptedChatModel):
+        def with_structured_output(self, *_: Any, **__: Any) -> Any:
+            return self | (lambda _: {"tools": ["a"]})
+
+    selector = Selector(script=lambda _: answer(7))
+    summary, fallback = always(100), always(1000)
+    items: list[Any] = [
+        SummarizationMiddleware(summary, trigger=("messages", 3), keep=("messages", 1)),
+        LLMToolSelectorMiddleware(model=selector, max_tools=1),
+        OF_THREAD,
+        ModelFallbackMiddleware(fallback),
+        RETRY,
+    ]
+    script = [answer(10**4), ProviderError(), ProviderError()]
+    tools = [recording(name, []) for name in "abc"]
+    scene = Scene(signals, script, items, tools=tools, charge_all_models=True)
+
+    await scene.play()
+    await scene.play()
+
+    assert [len(each.calls) for each in (selector, summary, fallback)] == [2, 1, 1]
+    assert spent(scene) == (11114, 1107)
+
+
+def task(name: str) -> tuple[str, dict[str, str]]:
+    return "task", {"description": "Look.", "subagent_type": name}
+
+
+@pytest.mark.filterwarnings("ignore:The feature `forked subagents` is in beta")
+@pytest.mark.parametrize("charge_all_models", [False, True])
+async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None:
+    """With a reserve, parallel sub-agents use what is left of the root run's budget, and no more.
+
+    Each call is charged once, whatever kind of sub-agent made it.
+    """
+    deepagents = pytest.importorskip("deepagents")
+
+    def script(messages: Sequence[BaseMessage]) -> AIMessage:
+        if "Look." in messages[-1].text or messages[-1].name == "search":
+            return answer(100, "search")
+        asks = messages[-1].type == "human"
+        names = ("general-purpose", "researcher", "fork") * 2
+        return answer(100, *map(task, names)) if asks else answer(100)
+
+    store, model = MemoryStore(), ScriptedChatModel(script=script)
+    limit = TokenLimit(quotas=[Quota(2000, per="root_run")], reserve=150)
+    options: Any = {"store": store, "charge_all_models": charge_all_models}
+    quota = QuotaMiddleware([limit], telemetry=signals.telemetry, **options)
+    researcher = {"name": "researcher", "description": "Searches.", "system_prompt": "Search."}
+    agent: Any = with_limits(deepagents.create_deep_agent, quota)(
+        model,
+        [recording("search", [])],
+        subagents=[researcher, {"name": "fork", "description": "Goes on.", "mode": "fork"}],
+    )
+
+    result = await agent.ainvoke({"messages": [("user", "Go!")]})
+
+    assert list(kept(store).values()) == [100 * len(model.calls)]
+    assert 2000 - 150 < 100 * len(model.calls) <= 2000
+    answers = [each.text for each in result["messages"] if each.type == "tool"]
+    assert any(each.startswith("Token limits exceeded: root_run limit") for each in answers)
+    check_history(result["messages"])
+
+
+@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
+async def test_a_supervisor(signals: Signals) -> None:
+    """The supervisor, which has hooks alone, and its agents are charged, each call once."""
+    supervisors = pytest.importorskip("langgraph_supervisor")
+    store, limits = MemoryStore(), [TokenLimit(quotas=[Quota(MANY, per="root_run")])]
+    models = [says(7, 7), says(11, 11)]
+    given: Any = {"store": store, "checkpointer": None}
+    agents = [
+        Scene(signals, model, limits, name=name, **given).agent
+        for name, model in zip(("one", "two"), models, strict=True)
+    ]
+    hand_offs: Any = ["transfer_to_one"], ["transfer_to_two"], []
+    script = [answer(100 * run, *each) for run in (1, 2) for each in hand_offs]
+    quota = GraphQuota(limits, telemetry=signals.telemetry, store=store)
+    graph = supervisors.create_supervisor(
+        agents, model=ScriptedChatModel(script=script), **quota.react_hooks(name="boss")
+    ).compile(checkpointer=InMemorySaver())
+
+    for _ in range(2):
+        await graph.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+
+    assert [each.used for each in store.usages(f"{TOTAL}:root_run:*")] == [318, 618]
+
+
+@both_forms
+async def test_an_agent_within_a_model_call(signals: Signals, form: Form) -> None:
+    """What an agent uses within a call of another one is charged once to each budget they have."""
+    store = MemoryStore()
+    limit = TokenLimit(quotas=[Quota(MANY, per="root_run"), Quota(MANY, per="agent")])
+    options: Any = {"store": store, "form": form}
+    child = Scene(signals, always(7), [limit], name="child", checkpointer=None, **options).agent
+    asks = During(lambda: child.invoke({"messages": [("user", "Go!")]}), before=True)
+    script = [answer(100, "search"), answer(101)]
+    await Scene(signals, script, [limit, asks], name="parent", **options).play()
+
+    found = {each.key.partition(":")[2]: each.used for each in store.usages()}
+    assert (found["agent:child"], found["agent:parent"]) == (14, 215)
+    assert kept(store)["root_run"] == 215

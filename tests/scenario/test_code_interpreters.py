@@ -1,0 +1,203 @@
+"""A code interpreter calls tools where no limit sees it: no agent calls a limited tool that way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from langchain_core.messages import BaseMessage
+
+from langchain_quota import (
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    QuotaWarning,
+    ToolCallLimit,
+    with_limits,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel, Turn
+from tests.scene import CONFIG, Form, Kind, Order, Scene, in_order, orders, recording
+from tests.telemetry import Signals, needs_inline
+
+# Among the oldest versions there are none.
+deepagents = pytest.importorskip("deepagents")
+quickjs = pytest.importorskip("langchain_quickjs")
+
+pytestmark = pytest.mark.filterwarnings("ignore:The class `CodeInterpreterMiddleware` is in beta")
+
+SEARCHES = "for (let i = 0; i < 9; i++) await tools.search({}); 'all ran'"
+TASK = "task({description: 'Look for it.', subagentType: 'general-purpose'})"
+TASKS = f"const asked = [1, 2, 3, 4].map(() => {TASK}); await Promise.all(asked); 'all ran'"
+TWICE = ToolCallLimit("search", run_limit=2)
+
+
+def interpreter(**options: Any) -> Any:
+    # By default it gives code five seconds, which a busy machine may need to begin.
+    return quickjs.CodeInterpreterMiddleware(timeout=120, **options)
+
+
+def script(code: str = SEARCHES, evals: int = 1) -> Any:
+    """Code, run so many times in a row; a sub-agent searches twice at once."""
+
+    def play(messages: Sequence[BaseMessage]) -> Turn:
+        turns = sum(each.type == "tool" for each in messages)
+        if "Look for it." in messages[-1].text:
+            return ["search", "search"]
+        return "done" if turns >= evals or (turns and evals == 1) else [("eval", {"code": code})]
+
+    return play
+
+
+def held(signals: Signals, *limits: Limit) -> QuotaMiddleware[Any, Any]:
+    return QuotaMiddleware(limits, store=MemoryStore(), telemetry=signals.telemetry)
+
+
+def deep(signals: Signals, limit: Limit, *middleware: Any, ran: Any = (), **options: Any) -> Any:
+    """A deep agent with `with_limits`."""
+    create = with_limits(deepagents.create_deep_agent, held(signals, limit))
+    model = options.pop("model", None) or ScriptedChatModel(script=script())
+    return create(model, [recording("search", ran)], middleware=middleware, **options)
+
+
+def unseen(limit: str, names: str, remedy: str) -> str:
+    return (
+        f"limit {limit!r} does not see what code calls: CodeInterpreterMiddleware calls {names} "
+        f"inside its tool 'eval'. So {remedy}"
+    )
+
+
+SEARCH_UNSEEN = unseen("tool:search", "'search'", "take 'search' out of its ptc=[…]")
+
+
+@pytest.mark.parametrize(
+    ("limit", "options", "text"),
+    [
+        (TWICE, {"ptc": [recording("search", [])]}, SEARCH_UNSEEN),
+        (ToolCallLimit("search", at_once=2), {"ptc": ["search"]}, SEARCH_UNSEEN),
+        (
+            ToolCallLimit(run_limit=20),
+            {"ptc": ["search", "read_file"]},
+            unseen(
+                "tool:*",
+                "'search', 'read_file', 'task'",
+                "take 'search', 'read_file' out of its ptc=[…] and give it subagents=False. Or "
+                "leave them out of the limit: exclude=('search', 'read_file', 'task')",
+            ),
+        ),
+    ],
+    ids=["calls", "calls at once", "all tools"],
+)
+def test_a_deep_agent_is_not_built(limit: Limit, options: Any, text: str, signals: Signals) -> None:
+    """An agent whose code could call a limited tool is not built, and the error says what to do."""
+    with pytest.raises(ValueError, match="main agent") as caught:
+        deep(signals, limit, interpreter(**options))
+
+    assert str(caught.value) == f"the main agent: {text}"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sub_agent_is_not_built(*, own: bool, signals: Signals) -> None:
+    """The code of a declared sub-agent goes past no limit: the common ones, or those of its own."""
+    middleware = [interpreter(ptc=["search"]), *([held(signals, TWICE)] if own else [])]
+    spec: dict[str, Any] = {"name": "coder", "description": "Writes.", "system_prompt": "Write."}
+    spec["middleware"] = middleware
+    with pytest.raises(ValueError, match="sub-agent") as caught:
+        deep(signals, ModelCallLimit(run_limit=9) if own else TWICE, subagents=[spec])
+
+    assert str(caught.value) == f"sub-agent 'coder': {SEARCH_UNSEEN}"
+
+
+def test_an_interpreter_that_cannot_be_read(signals: Signals) -> None:
+    """If its settings have other names, as in another version, its code may call any tool."""
+    code = interpreter(subagents=False)
+    del code._ptc
+    with pytest.raises(ValueError, match="does not see what code calls"):
+        deep(signals, TWICE, code)
+
+
+@pytest.mark.parametrize("excluded", [("search", "task"), ("search",)])
+async def test_what_no_limit_matches_runs(excluded: tuple[str, ...], signals: Signals) -> None:
+    """Code calls what no limit matches, as often as it likes."""
+    limit, ran = ToolCallLimit(run_limit=1, exclude=excluded), list[str]()
+    options = {"subagents": "task" in excluded}
+    agent = deep(signals, limit, interpreter(ptc=["search"], **options), ran=ran)
+
+    result = await agent.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+
+    assert result["messages"][-2].text == "<result>all ran</result>"
+    assert len(ran) == 9
+
+
+async def test_sub_agents_of_code_share_a_budget(signals: Signals) -> None:
+    """Sub-agents that code starts at once are held to the limits, and to one budget of the run."""
+    limit, ran = ToolCallLimit("search", quotas=[Quota(3, per="root_run")]), list[str]()
+    model = ScriptedChatModel(script=script(TASKS))
+    agent = deep(signals, limit, interpreter(), ran=ran, model=model)
+
+    await agent.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+
+    assert len(ran) == 3
+
+
+async def test_a_bound_for_code(signals: Signals) -> None:
+    """A limit on `eval` and `max_ptc_calls` bound together how often code calls a tool."""
+    ran: list[str] = []
+    items = [ToolCallLimit("eval", run_limit=2), interpreter(ptc=["search"], max_ptc_calls=3)]
+    tools = [recording("search", ran)]
+    await Scene(signals, script(evals=4), items, tools=tools).play()
+
+    assert len(ran) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("quota", "sync"), pytest.param("inline", "async", marks=needs_inline)],
+)
+@orders(2)
+async def test_an_agent_does_not_run(
+    kind: Kind, form: Form, order: Order, signals: Signals
+) -> None:
+    """No run of such an agent calls its model or a tool, in whatever order its middlewares are."""
+    items = in_order(order, TWICE, interpreter(ptc=["search"]))
+    scene = Scene(signals, script(), items, kind=kind, form=form)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not see what code calls"):
+            await scene.play()
+
+    assert (scene.model.calls, scene.ran) == ((), [])
+
+
+async def test_a_deep_agent_without_with_limits_does_not_run(signals: Signals) -> None:
+    """The limits of a deep agent's own middleware are not gone past by `task()` either."""
+    middleware = [held(signals, ToolCallLimit("task", run_limit=1)), interpreter()]
+    model = ScriptedChatModel(script=script(TASKS))
+    agent = deepagents.create_deep_agent(model, [], middleware=middleware)
+
+    # Its sub-agents have no limits, which is said, too.
+    with (
+        pytest.warns(QuotaWarning, match="the sub-agents"),
+        pytest.raises(RuntimeError, match="give it subagents=False"),
+    ):
+        await agent.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+
+
+async def test_a_limit_on_trial_warns(signals: Signals) -> None:
+    """A limit on trial stops no agent; a warning says that it does not see what code calls."""
+    limit = ToolCallLimit("search", run_limit=2, enforce=False)
+    scene = Scene(signals, script(), [limit, interpreter(ptc=["search"])])
+
+    with pytest.warns(QuotaWarning) as caught:
+        await scene.play()
+
+    assert [str(warning.message) for warning in caught] == [SEARCH_UNSEEN]
+    assert scene.ran == ["search"] * 9
+
+
+async def test_tools_of_the_same_names(signals: Signals) -> None:
+    """A tool that is only called like the interpreter's, or like deepagents', is a usual tool."""
+    limit = ToolCallLimit(run_limit=1, exclude=("search",))
+    for tools, code in ((("eval", "search"), ()), (("task",), (interpreter(),))):
+        scene = Scene(signals, ["done"], [limit, *code], tools=tools)
+        assert (await scene.play())["messages"][-1].text == "done"

@@ -1,0 +1,257 @@
+"""What LangChain's limiters promise holds for ours: the same assertions run on both."""
+
+import inspect
+import re
+import typing
+from importlib.metadata import version
+from typing import Any
+
+import langchain.agents.middleware.model_call_limit as langchain_model
+import langchain.agents.middleware.tool_call_limit as langchain_tool
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
+
+import langchain_quota
+from tests.scene import Form, Scene
+from tests.telemetry import Signals
+
+State = dict[str, Any]
+
+# Before 1.3.18, LangChain's "end" does not answer other pending calls.
+ANSWERS_PENDING = tuple(map(int, version("langchain").split(".")[:3])) >= (1, 3, 18)
+from_1_3_18 = pytest.mark.skipif(
+    not ANSWERS_PENDING, reason="LangChain answers what `end` leaves pending since 1.3.18"
+)
+THEIR_TOOL = langchain_tool.ToolCallLimitMiddleware
+THEIR_MODEL = langchain_model.ModelCallLimitMiddleware
+OUR_TOOL = langchain_quota.ToolCallLimitMiddleware
+OUR_MODEL = langchain_quota.ModelCallLimitMiddleware
+IDS = ["langchain", "ours"]
+each_tool_limiter = pytest.mark.parametrize("limiter", [THEIR_TOOL, OUR_TOOL], ids=IDS)
+each_model_limiter = pytest.mark.parametrize("limiter", [THEIR_MODEL, OUR_MODEL], ids=IDS)
+counterparts = pytest.mark.parametrize(
+    ("theirs", "ours"), [(THEIR_TOOL, OUR_TOOL), (THEIR_MODEL, OUR_MODEL)], ids=["tool", "model"]
+)
+
+SEARCH_REFUSED = "Tool call limit exceeded. Do not call 'search' again."
+ALL_REFUSED = "Tool call limit exceeded. Do not make additional tool calls."
+
+
+async def hook(
+    limiter: Any, name: str, state: State, runtime: Any = None, form: Form = "async"
+) -> Any:
+    if form == "sync":
+        return getattr(limiter, name)(state, runtime)
+    return await getattr(limiter, f"a{name}")(state, runtime)
+
+
+def asking(*tools: str, prefix: str = "call") -> AIMessage:
+    """An AIMessage that calls tools, with ids `call0`, `call1` ..."""
+    calls = [
+        ToolCall(name=name, args={}, id=f"{prefix}{index}", type="tool_call")
+        for index, name in enumerate(tools)
+    ]
+    return AIMessage("", tool_calls=calls)
+
+
+@counterparts
+def test_keyword_arguments_and_defaults_are_kept(theirs: Any, ours: Any) -> None:
+    """Each argument of LangChain's constructor is one of ours: keyword-only, same default."""
+    expected = inspect.signature(theirs.__init__).parameters
+    found = inspect.signature(ours.__init__).parameters
+    for name, parameter in expected.items():
+        assert (found[name].kind, found[name].default) == (parameter.kind, parameter.default)
+    added = [found[name] for name in found.keys() - expected.keys()]
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in added)
+    assert all(each.default is not inspect.Parameter.empty for each in added)
+
+
+@counterparts
+def test_limiter_declares_its_state(theirs: Any, ours: Any) -> None:
+    """Each `state_schema` is public under LangChain's name, and has its keys, of the same types."""
+    assert ours.state_schema is getattr(langchain_quota, theirs.state_schema.__name__)
+    expected, found = (typing.get_type_hints(each.state_schema) for each in (theirs, ours))
+    assert {key: found[key] for key in expected} == expected
+
+
+NO_NUMBER = "At least one limit must be specified (thread_limit or run_limit)"
+
+
+@each_tool_limiter
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ({}, NO_NUMBER),
+        ({"run_limit": 1, "exit_behavior": "stop"}, "Invalid exit_behavior"),
+        ({"thread_limit": 3, "run_limit": 5}, "run_limit (5) cannot exceed thread_limit (3)"),
+    ],
+)
+def test_tool_limiter_refuses_arguments(limiter: Any, arguments: State, fragment: str) -> None:
+    """Wrong arguments of a tool limiter are a ValueError with the known words."""
+    with pytest.raises(ValueError, match=re.escape(fragment)):
+        limiter(**arguments)
+
+
+@each_model_limiter
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [({}, NO_NUMBER), ({"run_limit": 1, "exit_behavior": "continue"}, "Invalid exit_behavior")],
+)
+def test_model_limiter_refuses_arguments(limiter: Any, arguments: State, fragment: str) -> None:
+    """Wrong arguments of a model limiter are a ValueError with the known words."""
+    with pytest.raises(ValueError, match=re.escape(fragment)):
+        limiter(**arguments)
+
+
+@counterparts
+def test_equal_limits_are_accepted(theirs: Any, ours: Any) -> None:
+    """A run may be given the whole limit of the thread."""
+    for limiter in (theirs, ours):
+        assert limiter(thread_limit=3, run_limit=3).thread_limit == 3
+
+
+@each_tool_limiter
+async def test_end_stops_the_batch(limiter: Any) -> None:
+    """`end` jumps, answers the call, tells both exceeded limits, and charges the thread nothing."""
+    counts = {"thread_tool_call_count": {"search": 2}, "run_tool_call_count": {"search": 2}}
+    state = {"messages": [HumanMessage("hi"), asking("search")], **counts}
+    end = limiter(tool_name="search", thread_limit=2, run_limit=2, exit_behavior="end")
+    update = await hook(end, "after_model", state)
+    assert update["jump_to"] == "end"
+    (answer, said) = update["messages"]
+    found = answer.tool_call_id, answer.name, answer.status, answer.content
+    assert found == ("call0", "search", "error", SEARCH_REFUSED)
+    assert update["thread_tool_call_count"] == {"search": 2}
+    assert update["run_tool_call_count"] == {"search": 3}
+    assert isinstance(said, AIMessage)
+    assert said.content == (
+        "'search' tool call limit reached: thread limit exceeded (3/2 calls) "
+        "and run limit exceeded (3/2 calls)."
+    )
+
+
+@each_model_limiter
+async def test_agent_with_model_limiter(limiter: Any, signals: Signals) -> None:
+    """An agent takes either model limiter, and ends with the same words."""
+    script = [["search"], "never"]
+    scene = Scene(signals, script, [limiter(run_limit=1)], checkpointer=None)
+    result = await scene.play()
+    assert result["messages"][-1].content == "Model call limits exceeded: run limit (1/1)"
+    assert set(result) == {"messages"}
+
+
+tool_names = st.sampled_from(["search", "calc", "write"])
+thresholds = st.none() | st.integers(0, 5)
+forms = st.sampled_from(["sync", "async"])
+steps = st.lists(
+    st.tuples(st.booleans(), forms, st.lists(tool_names, max_size=4)), min_size=1, max_size=6
+)
+"""Whether a new run begins, in which form, and with what batch."""
+
+
+@st.composite
+def tool_limits(draw: st.DrawFn) -> State:
+    """Valid arguments of a tool limiter."""
+    thread_limit, run_limit = draw(thresholds), draw(thresholds)
+    if thread_limit is None and run_limit is None:
+        run_limit = draw(st.integers(0, 5))
+    if thread_limit is not None and run_limit is not None:
+        run_limit, thread_limit = sorted((run_limit, thread_limit))
+    return {
+        "tool_name": draw(st.none() | tool_names),
+        "thread_limit": thread_limit,
+        "run_limit": run_limit,
+        "exit_behavior": draw(st.sampled_from(["continue", "end", "error"])),
+    }
+
+
+async def judged(limiter: Any, name: str, form: Form, state: State) -> tuple[str, Any]:
+    """What a hook does: the update that it returns, or what it raises."""
+    try:
+        return "returned", await hook(limiter, name, state, form=form)
+    except (
+        langchain_tool.ToolCallLimitExceededError,
+        langchain_model.ModelCallLimitExceededError,
+    ) as error:
+        numbers = {name: value for name, value in vars(error).items() if name != "decision"}
+        return "raised", (str(error), numbers)
+
+
+def comparable(update: State | None) -> Any:
+    """An update without our own key, and without the words for calls that were only skipped."""
+    if update is None:
+        return None
+    refusals = {SEARCH_REFUSED.replace("search", each) for each in ("search", "calc", "write")}
+    refusals.add(ALL_REFUSED)
+    return {
+        "counts": {key: each for key, each in update.items() if key.endswith("_call_count")},
+        "jump_to": update.get("jump_to"),
+        "messages": [
+            (each.tool_call_id, each.name, each.status, each.content in refusals and each.content)
+            if isinstance(each, ToolMessage)
+            else (type(each), each.content)
+            for each in update.get("messages", [])
+        ],
+    }
+
+
+def next_state(state: State, update: State | None) -> State:
+    """The state after an update of LangChain's own keys."""
+    if update is None:
+        return state
+    written = {key: each for key, each in update.items() if key.endswith("_call_count")}
+    return {**state, **written, "messages": [*state["messages"], *update.get("messages", [])]}
+
+
+@from_1_3_18
+@given(arguments=tool_limits(), batches=steps)
+async def test_tool_limiters_agree(
+    arguments: State, batches: list[tuple[bool, Form, list[str]]]
+) -> None:
+    """Fed with the same calls, both tool limiters count, answer, jump and raise alike."""
+    limiters: list[Any] = [THEIR_TOOL(**arguments), OUR_TOOL(**arguments)]
+    states: list[State] = [{"messages": []}, {"messages": []}]
+    for step, (new_run, form, batch) in enumerate(batches):
+        outcomes = []
+        for index, limiter in enumerate(limiters):
+            state = {**states[index]}
+            if new_run:
+                state.pop("run_tool_call_count", None)
+            asked = asking(*batch, prefix=f"step{step}call")
+            state["messages"] = [*state["messages"], asked]
+            kind, result = await judged(limiter, "after_model", form, state)
+            returned = kind == "returned"
+            states[index] = next_state(state, result if returned else None)
+            outcomes.append((kind, comparable(result) if returned else result))
+        assert outcomes[0] == outcomes[1]
+
+
+@given(
+    arguments=st.fixed_dictionaries(
+        {"thread_limit": thresholds, "run_limit": thresholds},
+        optional={"exit_behavior": st.sampled_from(["end", "error"])},
+    ).filter(lambda each: each["thread_limit"] is not None or each["run_limit"] is not None),
+    calls=st.lists(st.tuples(st.booleans(), forms), max_size=8),
+)
+async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Form]]) -> None:
+    """Asked before and told after the same calls, both model limiters answer and count alike."""
+    limiters: list[Any] = [THEIR_MODEL(**arguments), OUR_MODEL(**arguments)]
+    states: list[State] = [{"messages": []}, {"messages": []}]
+    for new_run, form in calls:
+        outcomes: list[Any] = []
+        for index, limiter in enumerate(limiters):
+            state = {**states[index]}
+            if new_run:
+                state.pop("run_model_call_count", None)
+            kind, result = await judged(limiter, "before_model", form, state)
+            before = kind, comparable(result) if kind == "returned" else result
+            after = None
+            if before == ("returned", None):
+                update = await hook(limiter, "after_model", state, form=form)
+                state = next_state(state, update)
+                after = comparable(update)
+            states[index] = state
+            outcomes.append((before, after))
+        assert outcomes[0] == outcomes[1]

@@ -1,0 +1,233 @@
+"""Budgets of money: model calls are charged what they cost, at prices that may be missing."""
+
+from collections.abc import Mapping
+from decimal import Decimal, localcontext
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import ModelFallbackMiddleware
+from langchain_core.language_models import FakeListLLM
+from langchain_core.language_models.base import LangSmithParams
+
+from langchain_quota import CostLimit, ModelUsage, Price, UnknownPriceError
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import Form, Scene, both_forms
+from tests.telemetry import Signals
+from tests.tokens import MONEY, During, ProviderError, answer, spent
+
+DOLLAR = 10**6
+"""In the unit of the counts."""
+
+
+def a_dollar_a_token(used: ModelUsage) -> Decimal:
+    return Decimal(used.total_tokens)
+
+
+def known_models(used: ModelUsage) -> Decimal | None:
+    """A dollar a token for one model."""
+    return a_dollar_a_token(used) if used.request_model == "known" else None
+
+
+async def test_money_is_counted_in_millionths(signals: Signals) -> None:
+    """What a call costs is charged by the prices given, rounded up once, and shown in dollars."""
+    prices = {60: Decimal("0.0000001"), 40: Decimal("0.5")}
+    scene = Scene(
+        signals,
+        [answer(60, "search"), answer(40, "search")],
+        [CostLimit(run_limit="0.50")],
+        prices=lambda used: prices.get(used.total_tokens, Decimal(0)),
+    )
+
+    await scene.play()
+
+    assert spent(scene, MONEY) == (500_001, 500_001)
+    assert scene.last_text() == "Cost limits exceeded: run limit ($0.500001/$0.50)"
+
+
+DETAILS = {
+    "input_token_details": {
+        "cache_read": 100,
+        "ephemeral_5m_input_tokens": 100,
+        "ephemeral_1h_input_tokens": 200,
+        "audio": 50,
+    },
+    "output_token_details": {"audio": 50, "reasoning": 100},
+}
+NONSENSE = {"input_token_details": {"cache_read": -5, "audio": "100", "cache_creation": 1.5}}
+
+
+@pytest.mark.parametrize(
+    ("price", "details", "microdollars"),
+    [
+        ({}, DETAILS, 2_000),
+        ({"cache_read": "0.1"}, DETAILS, 1_910),
+        ({"cache_creation": "2"}, DETAILS, 2_300),
+        ({"cache_creation_1h": "4"}, DETAILS, 2_600),
+        ({"output_audio": Decimal(21)}, DETAILS, 3_000),
+        ({"reasoning": "0"}, DETAILS, 1_900),
+        ({"input_audio": 11}, {"input_token_details": {"priority_audio": 50}}, 2_500),
+        ({"cache_read": "9", "input_audio": "9"}, NONSENSE, 2_000),
+        ({"input": "1.000001"}, {}, 2_001),
+        ({"cache_creation": "2"}, {"input_token_details": {"cache_creation": 300}}, 2_300),
+    ],
+)
+async def test_parts_have_prices_of_their_own(
+    signals: Signals, price: Mapping[str, Any], details: Mapping[str, Any], microdollars: int
+) -> None:
+    """A part without a price has that of the whole; one with a price is paid once, exactly."""
+    report = answer(2_000, input_tokens=1_000, output_tokens=1_000, **details)
+    script = [report, "never"]
+    prices: Any = {"mine": Price(**{"input": "1", "output": "1", **price})}
+    model = ScriptedChatModel(model="mine", script=script)
+    scene = Scene(signals, model, [CostLimit(run_limit=1)], prices=prices, checkpointer=None)
+
+    # An application may compute with few digits.
+    with localcontext(prec=3):
+        await scene.play()
+
+    total = signals.value(
+        "langchain_quota_spent_dollars_total", agent="unnamed", limit="cost", model="mine"
+    )
+    assert total == microdollars / DOLLAR
+
+
+class OwnModel(ScriptedChatModel):
+    """A chat model of the user's own, for a model that the price list has."""
+
+    model: str = "gpt-4o"
+    provider: str = ""
+
+    def _get_ls_params(self, stop: list[str] | None = None, **settings: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **settings)
+        own: Any = {"ls_provider": self.provider} if self.provider else {}
+        return LangSmithParams({**params, **own})
+
+
+async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) -> None:
+    """Its error says that the class names its provider; with the provider, the list prices it."""
+    pytest.importorskip("genai_prices")
+    unnamed = OwnModel(script=[answer(70)])
+    with pytest.raises(UnknownPriceError, match="_get_ls_params returns ls_provider"):
+        await Scene(signals, unnamed, [CostLimit(run_limit=1)]).play()
+    assert unnamed.calls == ()
+
+    own = {"gpt-4o": Price(input="1", output="2")}
+    for prices, cost in ((None, 2_510), (own, 1_002)):
+        named = OwnModel(provider="openai", script=[answer(1_001)])
+        scene = Scene(signals, named, [CostLimit(run_limit=1)], prices=prices)
+        await scene.play()
+        assert spent(scene, MONEY) == (cost, cost)
+
+
+@both_forms
+async def test_a_model_without_a_price_is_not_called(signals: Signals, form: Form) -> None:
+    """With a limit of costs, a model that has no price is an error before its first call."""
+    for prices in (lambda _: None, lambda used: {}[used.request_model]):
+        scene = Scene(signals, [answer(5)], [CostLimit(run_limit=1)], prices=prices, form=form)
+
+        with pytest.raises(UnknownPriceError, match="prices="):
+            await scene.play()
+
+        assert not scene.model.calls
+
+
+async def test_another_model_without_a_price_is_not_called(signals: Signals) -> None:
+    """A model that a middleware puts in place of the agent's is an error before its first call."""
+    known = ScriptedChatModel(model="known", script=[ProviderError()])
+    other = ScriptedChatModel(model="other", script=[answer(5)])
+    items: Any = [CostLimit(run_limit=1), ModelFallbackMiddleware(other)]
+    scene = Scene(signals, known, items, prices=known_models)
+
+    with pytest.raises(UnknownPriceError, match="'other'"):
+        await scene.play()
+
+    assert not other.calls
+    assert spent(scene, MONEY) == (0, 0)
+
+
+# LangChain does not await the other handlers where one raises.
+@pytest.mark.filterwarnings("ignore:coroutine 'ahandle_event' was never awaited")
+@pytest.mark.parametrize(
+    ("form", "streamed", "completes"), [("async", False, False), ("sync", True, True)]
+)
+async def test_within_a_call_no_model_without_a_price_is_called(
+    signals: Signals, form: Form, *, streamed: bool, completes: bool
+) -> None:
+    """What a middleware asks within the agent's call is refused before it is called, too."""
+    chat = ScriptedChatModel(model="other", script=[answer(5)])
+    other: Any = FakeListLLM(responses=["Hello."]) if completes else chat
+    ask = During(lambda: [*other.stream("Hi!")] if streamed else other.invoke("Hi!"), before=True)
+    known = ScriptedChatModel(model="known", script=[answer(5)])
+    scene = Scene(signals, known, [CostLimit(run_limit=1), ask], prices=known_models, form=form)
+
+    with pytest.raises(UnknownPriceError):
+        await scene.play()
+
+    assert not chat.calls
+    assert not known.calls
+
+
+async def test_a_prices_function_is_asked_before_and_after(signals: Signals) -> None:
+    """Before the first call it gets a name and no tokens; after each, what that has used."""
+    asked: list[tuple[str, str, int]] = []
+
+    def prices(used: ModelUsage) -> Decimal:
+        asked.append((used.request_model, used.response_model, used.total_tokens))
+        return Decimal(1)
+
+    answers = [answer(5), answer(7)]
+    for each in answers:
+        each.response_metadata = {"model_name": "mine-2026"}
+    model = ScriptedChatModel(model="mine", script=answers)
+    scene = Scene(signals, model, [CostLimit(run_limit=5)], prices=prices)
+    for _ in answers:
+        await scene.play()
+
+    assert asked == [("mine", "", 0), ("mine", "mine-2026", 5), ("mine", "mine-2026", 7)]
+
+
+@pytest.mark.parametrize(
+    ("gives", "held", "text"),
+    [
+        (lambda: 1 // 0, None, "ZeroDivisionError"),
+        (lambda: Decimal(-1), "0.25", "must be from 0 to"),
+        (lambda: 0.5, lambda _: "0.25", "must give a Decimal"),
+        (lambda: None, None, "what answered has no price"),
+    ],
+    ids=["raises", "negative", "float", "unknown"],
+)
+async def test_a_model_whose_price_fails_is_called_once(
+    signals: Signals, gives: Any, held: Any, text: str
+) -> None:
+    """Its call is charged what was held; the next one is an error, until the price is known."""
+    works: list[bool] = []
+
+    def prices(used: ModelUsage) -> Any:
+        return a_dollar_a_token(used) if works or not used.total_tokens else gives()
+
+    limit = CostLimit(thread_limit=100, reserve=held)
+    scene = Scene(signals, [answer(5), answer(2)], [limit], prices=prices)
+
+    await scene.play()
+    with pytest.raises(UnknownPriceError, match=text):
+        await scene.play()
+    assert len(scene.model.calls) == 1
+    assert spent(scene, MONEY)[0] == (1 if held is None else DOLLAR // 4)
+
+    works.append(True)
+    await scene.play()
+    assert spent(scene, MONEY)[1] == 2 * DOLLAR
+
+
+@pytest.mark.parametrize("price", [None, Decimal("NaN")])
+async def test_unknown_prices_are_allowed(signals: Signals, price: Decimal | None) -> None:
+    """With `unknown_price="allow"` a model without a price, or whose price fails, costs nothing."""
+    limit = CostLimit(thread_limit=1, reserve=lambda _: ModelUsage(input_tokens=9))
+    options: Any = {"prices": lambda _: price, "unknown_price": "allow"}
+    scene = Scene(signals, [answer(5), answer(2)], [limit], **options)
+
+    await scene.play()
+    await scene.play()
+
+    assert spent(scene, MONEY) == (0, 0)
+    assert scene.last_text() == "Hello."

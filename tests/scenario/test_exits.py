@@ -1,0 +1,271 @@
+"""What refusals do to runs: `continue`, `end`, `error`, `give_up_after`; and what they say."""
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from langchain_quota import (
+    Decision,
+    MemoryStore,
+    ModelCallLimit,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import captured_decisions
+from tests.scene import Kind, Order, Scene, in_order, orders, texts
+from tests.telemetry import Signals, needs_inline
+
+TOOLS = ("search", "calc", "ask")
+EXITS = ["continue", "end", "error"]
+REFUSED = "Tool call limit exceeded. Do not call 'search' again."
+NO_TOOLS = "Tool call limit exceeded. Do not make additional tool calls"
+END: dict[str, Any] = {"exit_behavior": "end"}
+each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+
+
+def stubborn(_messages: Any) -> list[str]:
+    """A model that searches for ever, and never says a word."""
+    return ["search"]
+
+
+@orders(2)
+async def test_a_refused_call_is_charged_to_none(order: Order, signals: Signals) -> None:
+    """A call that one limit refuses leaves room in the other, for a later call of its batch."""
+    limits = ToolCallLimit(thread_limit=2), ToolCallLimit("search", run_limit=1)
+    script = [["search", "search", "calc"], ["calc"], "done"]
+    scene = Scene(signals, script, in_order(order, *limits))
+    await scene.play()
+    assert sorted(scene.ran) == ["calc", "search"]
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 2, "search": 1}
+    assert scene.metric("tool:search", "blocked", "run") == 1
+    assert scene.metric("tool:*", "blocked", "thread") == 1
+    assert scene.metric("tool:*", "refunded") == 0
+    scene.check()
+
+
+async def test_a_refused_call_leaves_the_room_of_others(signals: Signals) -> None:
+    """Of one message, what one limit refuses leaves the next call its place in another limit."""
+    limits = [ToolCallLimit("calc", run_limit=0), ToolCallLimit(run_limit=1)]
+    scene = Scene(signals, [["calc", "search"], "done"], limits)
+    await scene.play()
+    assert scene.ran == ["search"]
+
+
+async def test_two_thresholds_over_one_count(signals: Signals) -> None:
+    """Two limits on one tool count its calls once: the lower refuses, the higher ends."""
+    limits = [
+        ToolCallLimit("search", run_limit=2, name="soft"),
+        ToolCallLimit("search", thread_limit=3, exit_behavior="end", name="hard"),
+    ]
+    scene = Scene(signals, [["search"] * 3, "done", ["search"], ["search"]], limits)
+    await scene.play()
+    assert scene.state()["thread_tool_call_count"] == {"search": 2}
+    assert scene.metric("soft", "blocked", "run") == 1
+    assert scene.metric("hard", "blocked", "thread") == 0
+    scene.check()
+    await scene.play()
+    assert scene.state()["thread_tool_call_count"] == {"search": 3}
+    assert scene.last_text() == (
+        "'search' tool call limit reached: thread limit exceeded (4/3 calls)."
+    )
+    scene.check()
+
+
+async def test_a_refusal_by_two_scopes_is_shown_as_the_threads(signals: Signals) -> None:
+    """Where thread and run are used up by the same call, decisions and metrics name the thread."""
+    limit = ToolCallLimit("search", thread_limit=1, run_limit=1)
+    scene = Scene(signals, [["search", "search"], "done"], [limit])
+    with captured_decisions() as decisions:
+        await scene.play()
+    assert [status.scope for each in decisions for status in each.refused_by] == ["thread"]
+    assert scene.metric("tool:search", "blocked", "thread") == 1
+    assert scene.metric("tool:search", "blocked", "run") == 0
+
+
+async def test_excluded_tools(signals: Signals) -> None:
+    """A tool left out is neither counted nor refused, and always allowed."""
+    limit = ToolCallLimit(run_limit=1, exclude=["ask"])
+    scene = Scene(signals, [["ask", "search", "ask", "calc", "ask"], "done"], [limit], tools=TOOLS)
+    await scene.play()
+    assert sorted(scene.ran) == ["ask", "ask", "ask", "search"]
+    assert scene.state()["thread_tool_call_count"] == {"__all__-ask": 1}
+    assert scene.metric("tool:*-ask", "allowed") == 1
+    assert scene.metric("tool:*-ask", "blocked", "run") == 1
+    scene.check()
+
+
+async def test_all_tools_and_all_but_one_stand_apart(signals: Signals) -> None:
+    """A limit on all tools and one on all but some keep two counts."""
+    limits = [ToolCallLimit(run_limit=3), ToolCallLimit(run_limit=1, exclude=["ask"])]
+    scene = Scene(signals, [["ask", "search"], ["ask", "search"], "done"], limits, tools=TOOLS)
+    await scene.play()
+    assert sorted(scene.ran) == ["ask", "ask", "search"]
+    assert scene.state()["thread_tool_call_count"] == {"__all__": 3, "__all__-ask": 1}
+    scene.check()
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["in the state", "in a store"])
+async def test_a_tool_named_model_has_a_count_of_its_own(*, stored: bool, signals: Signals) -> None:
+    """Calls of a tool named `model` are no model calls, with a store and without."""
+    tools, models = ToolCallLimit("model", thread_limit=100), ModelCallLimit(thread_limit=4)
+    script = [["model", "model"], "done"] * 2
+    store = MemoryStore() if stored else None
+    scene = Scene(signals, script, [tools, models], tools=["model"], store=store)
+    for turn in (1, 2):
+        await scene.play()
+        assert scene.ran == ["model"] * 2 * turn
+        assert len(scene.model.calls) == 2 * turn
+        scene.check()
+
+
+@each_kind
+@pytest.mark.parametrize("exits", list(permutations(EXITS, 2)), ids="-".join)
+async def test_the_strongest_exit(exits: Sequence[Any], kind: Kind, signals: Signals) -> None:
+    """A batch over two of three limits does the stronger of what they ask, and names both."""
+    limits = [
+        ToolCallLimit(tool, run_limit=0, exit_behavior=each)
+        for tool, each in zip(TOOLS, (*exits, "end"), strict=True)
+    ]
+    scene = Scene(signals, [["search", "calc"], "done"], limits, kind=kind, tools=TOOLS)
+    strongest = max(exits, key=EXITS.index)
+    if strongest == "error":
+        with pytest.raises(ToolCallLimitExceededError) as raised:
+            await scene.play()
+        told = str(raised.value)
+        assert raised.value.tool_name == TOOLS[exits.index("error")]
+    else:
+        await scene.play()
+        told = scene.last_text()
+    if strongest != "continue":
+        named = [f"'{tool}' tool call limit reached" in told for tool in TOOLS]
+        assert named == [True, True, False]
+    assert scene.ran == []
+    assert len(scene.model.calls) == (2 if strongest == "continue" else 1)
+    blocked = [scene.metric(f"tool:{tool}", "blocked", "run") for tool in TOOLS]
+    assert blocked == [1, 1, 0]
+    if kind == "quota" or strongest != "error":
+        scene.check(answered=strongest != "error")
+
+
+@each_kind
+@pytest.mark.parametrize("message", [None, lambda decision: " \n"], ids=["none", "blank"])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        lambda **own: ToolCallLimit(run_limit=1, exit_behavior="end", **own),
+        lambda **own: ToolCallLimit("search", run_limit=0, give_up_after=2, **own),
+        lambda **own: ModelCallLimit(run_limit=2, **own),
+        lambda **own: ModelCallLimit(run_limit=2, exit_behavior="finalize", **own),
+        lambda **own: ModelCallLimit(run_limit=0, exit_behavior="finalize", **own),
+    ],
+    ids=["end of tools", "give_up_after", "end of model calls", "finalize", "finalize at 0"],
+)
+async def test_the_last_message(
+    limit: Callable[..., Limit], message: Any, kind: Kind, signals: Signals
+) -> None:
+    """However a limit ends a run, the last message is the AI's and never blank, run after run."""
+    scene = Scene(signals, stubborn, [limit(message=message)], kind=kind)
+    for _ in range(2):
+        result = await scene.play()
+        assert result["messages"][-1].tool_calls == []
+        assert "limit" in scene.last_text()
+        scene.check()
+
+
+@each_kind
+@pytest.mark.parametrize("refusals", [1, 3])
+async def test_giving_up(refusals: int, kind: Kind, signals: Signals) -> None:
+    """The run ends with the refusal that is one too many, and not before; the next is new."""
+    limit = ToolCallLimit("search", thread_limit=2, give_up_after=refusals)
+    scene = Scene(signals, stubborn, [limit], kind=kind)
+    for turn in (1, 2):
+        await scene.play()
+        assert scene.ran == ["search", "search"]
+        assert len(scene.model.calls) == 2 + refusals * turn
+        assert scene.last_text() == (
+            "'search' tool call limit reached: thread limit exceeded (3/2 calls)."
+        )
+        assert scene.metric("tool:search", "blocked", "thread") == refusals * turn
+        scene.check()
+
+
+async def test_limits_lose_patience_alone(signals: Signals) -> None:
+    """Each limit counts its own refusals, and only what was hit is named."""
+    limits = [ToolCallLimit(each, run_limit=0, give_up_after=3) for each in ("search", "calc")]
+    script = [["search"], ["calc"], ["search"], ["calc"], ["calc"], "never"]
+    scene = Scene(signals, script, limits)
+    await scene.play()
+    assert len(scene.model.calls) == 5
+    assert scene.last_text() == "'calc' tool call limit reached: run limit exceeded (1/0 calls)."
+    scene.check()
+
+
+def own_words(decision: Decision) -> str:
+    leading = decision.leading
+    assert leading is not None
+    return f"No more {decision.call.tool}: {leading.limit} is used up."
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ([ToolCallLimit("search", run_limit=0)], REFUSED),
+        (
+            [ToolCallLimit(("search", "fetch"), run_limit=0)],
+            "Tool call limit exceeded. Do not call 'fetch' or 'search' again.",
+        ),
+        (
+            [ToolCallLimit(exclude=("calc", "ask"), run_limit=0)],
+            f"{NO_TOOLS} other than to 'ask' or 'calc'.",
+        ),
+        (
+            [
+                ToolCallLimit(run_limit=0, message="Enough."),
+                ToolCallLimit("search", run_limit=0, name="soft"),
+                ToolCallLimit("search", thread_limit=0, name="hard"),
+                ToolCallLimit(run_limit=9, thread_limit=9, message="Nothing.", name="large"),
+            ],
+            f"Enough. {REFUSED}",
+        ),
+        ([ToolCallLimit("search", run_limit=0, message="")], ""),
+    ],
+    ids=["one", "two", "all but some", "several limits", "empty"],
+)
+async def test_the_refusal_of_a_tool_call(
+    limits: list[Limit], expected: str, signals: Signals
+) -> None:
+    """The model reads which tools not to call, from each limit that refuses, once, in order."""
+    scene = Scene(signals, [["search"], "done"], limits)
+    assert texts(await scene.play()) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (
+            [ToolCallLimit(("search", "fetch"), run_limit=2, **END)],
+            "'fetch', 'search' tool call limit reached: run limit exceeded (3/2 calls).",
+        ),
+        (
+            [ModelCallLimit(thread_limit=1, run_limit=1)],
+            "Model call limits exceeded: thread limit (1/1), run limit (1/1)",
+        ),
+        (
+            [
+                ToolCallLimit("search", run_limit=0, message=" \n", **END),
+                ToolCallLimit(run_limit=0, message="Enough.", **END),
+            ],
+            "'search' tool call limit reached: run limit exceeded (3/0 calls). Enough.",
+        ),
+        ([ModelCallLimit(run_limit=1, message=own_words)], "No more None: model is used up."),
+    ],
+    ids=["two tools", "model", "blank", "own words"],
+)
+async def test_the_final_message(limits: list[Limit], expected: str, signals: Signals) -> None:
+    """The user reads each exceeded threshold, for tools as if the calls had run; never a blank."""
+    scene = Scene(signals, [["search"] * 3], limits)
+    await scene.play()
+    assert scene.last_text() == expected

@@ -1,0 +1,134 @@
+"""`exit_behavior="finalize"`: the last admitted model call is told so, and ends the run."""
+
+from typing import Any
+
+import pytest
+from langchain.agents.structured_output import AutoStrategy, ToolStrategy
+from langchain_core.messages import AIMessage, ToolCall
+
+from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, Outcome, ToolCallLimit
+from langchain_quota.limits import Limit
+from langchain_quota.messages import FINALIZED
+from langchain_quota.testing import captured_decisions
+from tests.scene import VALID, Kind, Scene, Weather
+from tests.telemetry import Signals, needs_inline
+
+LAST = "last model call"
+REACHED = "Model call limits exceeded: run limit (2/2)"
+each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+
+
+def told(scene: Scene) -> list[bool]:
+    """Whether each request says that it is the last."""
+    return [LAST in call.messages[-1].text for call in scene.model.calls]
+
+
+@each_kind
+async def test_a_run(kind: Kind, signals: Signals) -> None:
+    """The last call of a run is told so and its answer ends the run; the next run is new."""
+    limit = ModelCallLimit(run_limit=3, exit_behavior="finalize")
+    script = [["search"], ["search"], "all in all: fine", "hello again"]
+    scene = Scene(signals, script, [limit], kind=kind)
+    await scene.play()
+    assert told(scene) == [False, False, True]
+    # Where the history has tool calls an empty list might be refused.
+    assert scene.model.calls[-1].tools == ("search", "calc")
+    assert scene.last_text() == "all in all: fine"
+    assert scene.ran == ["search", "search"]
+    assert LAST not in str(scene.state())
+    scene.check()
+    await scene.play("and now?")
+    assert told(scene)[-1] is False
+    assert scene.last_text() == "hello again"
+    assert scene.metric("model", "blocked", "run") == 0
+    scene.check()
+
+
+@each_kind
+async def test_a_thread(kind: Kind, signals: Signals) -> None:
+    """The last call of a thread is told so, also a computed one; what comes later is refused."""
+    limits: list[Limit] = [
+        ModelCallLimit(thread_limit=lambda state, runtime: 3, exit_behavior="finalize"),
+        ModelCallLimit(run_limit=9, exit_behavior="finalize", name="run"),
+    ]
+    scene = Scene(signals, ["one", ["search"], "that was all"], limits, kind=kind)
+    await scene.play()
+    await scene.play()
+    assert scene.last_text() == "that was all"
+    assert told(scene) == [False, False, True]
+    scene.check()
+    await scene.play()
+    assert scene.last_text() == "Model call limits exceeded: thread limit (3/3)"
+    assert len(scene.model.calls) == 3
+    assert scene.metric("model", "blocked", "thread") == 1
+    scene.check()
+
+
+async def test_no_tools_are_offered(signals: Signals) -> None:
+    """Where the history has no tool calls the last call is offered no tools, of nobody."""
+    limit = ModelCallLimit(run_limit=1, exit_behavior="finalize")
+    tools: Any = ["search", {"type": "web_search"}]
+    scene = Scene(signals, ["done"], [limit], tools=tools)
+    await scene.play()
+    assert scene.model.calls[0].tools == ()
+    assert told(scene) == [True]
+
+
+@each_kind
+@pytest.mark.parametrize("exit_behavior", ["end", "error"])
+async def test_beside_a_lower_limit(exit_behavior: Any, kind: Kind, signals: Signals) -> None:
+    """A lower limit that ends or raises is reached first, and no call is told that it is last."""
+    limits: list[Limit] = [
+        ModelCallLimit(thread_limit=9, exit_behavior="finalize", name="thread"),
+        ModelCallLimit(run_limit=2, exit_behavior=exit_behavior, name="run"),
+    ]
+    scene = Scene(signals, [["search"], ["search"]], limits, kind=kind)
+    if exit_behavior == "end":
+        await scene.play()
+        assert scene.last_text() == REACHED
+    else:
+        with pytest.raises(ModelCallLimitExceededError):
+            await scene.play()
+    assert told(scene) == [False, False]
+    scene.check()
+
+
+@each_kind
+async def test_a_last_answer_with_tool_calls(kind: Kind, signals: Signals) -> None:
+    """Tool calls of the last answer are answered as not run, whatever limits them; all is over."""
+    calls = [ToolCall(name=name, args={}, id=name) for name in ("search", "calc")]
+    last = AIMessage("I would like to go on.", tool_calls=calls)
+    limits: list[Limit] = [
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        ToolCallLimit("search", thread_limit=5, exit_behavior="error"),
+        ToolCallLimit("calc", run_limit=0, exit_behavior="error"),
+    ]
+    scene = Scene(signals, [["search"], last, "fine"], limits, kind=kind)
+    with captured_decisions() as decisions:
+        result = await scene.play()
+    assert scene.ran == ["search"]
+    assert [(each.type, each.text) for each in result["messages"][-4:]] == [
+        ("ai", "I would like to go on."),
+        ("tool", FINALIZED),
+        ("tool", FINALIZED),
+        ("ai", "I would like to go on."),
+    ]
+    assert [each.outcome for each in decisions[-2:]] == [Outcome.SKIPPED] * 2
+    assert scene.metric("tool:search", "allowed") == 1
+    assert (scene.calls("skipped", "search"), scene.calls("skipped", "calc")) == (1, 1)
+    scene.check()
+    await scene.play()
+    assert scene.last_text() == "fine"
+    scene.check()
+
+
+@pytest.mark.parametrize("strategy", [ToolStrategy, AutoStrategy])
+async def test_structured_by_a_tool(strategy: Any, signals: Signals) -> None:
+    """The last call is offered the tool of the structured answer and nothing else, and gives it."""
+    limit = ModelCallLimit(run_limit=2, exit_behavior="finalize")
+    scene = Scene(signals, [["search"], [VALID]], [limit], response_format=strategy(Weather))
+    result = await scene.play()
+    assert scene.model.calls[-1].tools == ("Weather",)
+    assert told(scene)[-1]
+    assert result["structured_response"] == Weather(degrees=20)
+    scene.check()

@@ -1,0 +1,104 @@
+"""More than limits say: what is granted to a thread or a user is judged, shown and counted."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from langchain_quota import Decision, MemoryStore, ModelCallLimit, ToolCallLimit
+from tests.scene import ANN, CONFIG, Form, Scene, both_forms
+from tests.telemetry import Signals
+
+SEARCH = ToolCallLimit("search", thread_limit=1)
+TWICE = (["search", "search"], "done")
+
+
+class Granting(Scene):
+    """An agent that searches twice in each run, and what was decided about it."""
+
+    def __init__(
+        self, signals: Signals, *limits: Any, script: Sequence[Any] = TWICE * 9, **options: Any
+    ) -> None:
+        self.decisions: list[Decision] = []
+        options = {"store": MemoryStore(), "name": "boss", "context": ANN, **options}
+        super().__init__(signals, script, limits, on_decision=self.decisions.append, **options)
+
+    async def run(self, **who: Any) -> list[str]:
+        """Run once; what was decided about tool calls, in this run."""
+        self.decisions.clear()
+        await self.play(**who)
+        return [str(each.outcome) for each in self.decisions if each.call.kind == "tool"]
+
+    async def grant(self, amount: Any, **options: Any) -> Any:
+        """Grant the thread more."""
+        if self.form == "sync":
+            return self.quota.grant(CONFIG, amount, **options)
+        return await self.quota.agrant(CONFIG, amount, **options)
+
+    def value(self, name: str, limit: str = "tool:search", **labels: str) -> float | None:
+        return self.signals.value(f"langchain_quota_{name}", agent="boss", limit=limit, **labels)
+
+
+@both_forms
+async def test_a_thread_is_granted_more(signals: Signals, form: Form) -> None:
+    """So many calls more run, once for an id; decisions, gauges and messages have the new limit."""
+    scene = Granting(signals, SEARCH, form=form)
+    assert await scene.run() == ["allowed", "blocked"]
+    for amount in (2, 9):
+        grant = await scene.grant(amount, reason="ticket 4711", by="bo", id="4711")
+        assert (grant.amount, grant.reason, grant.by) == (2, "ticket 4711", "bo")
+    assert await scene.run() == ["allowed", "allowed"]
+    assert [each.limits[0].thread_limit for each in scene.decisions if each.limits] == [3, 3]
+    assert await scene.run() == ["blocked", "blocked"]
+    assert scene.value("thread_limit", thread_id="thread-1") == 3
+    assert scene.value("granted_total", scope="thread") == 2
+    assert scene.value("limit", scope="thread") == 1
+    scene.quota.reset(scene.agent, CONFIG)
+    assert await scene.run() == ["allowed", "allowed"]
+
+
+async def test_a_grant_raises_every_limit_over_its_count(signals: Signals) -> None:
+    """Two limits over one count are raised by one grant, and each counts it for itself."""
+    trial = ToolCallLimit("search", name="trial", thread_limit=1, enforce=False)
+    scene = Granting(signals, SEARCH, trial, ModelCallLimit(thread_limit=9))
+    await scene.grant(2, limit="trial")
+    assert await scene.run() == ["allowed", "allowed"]
+    for limit in ("tool:search", "trial"):
+        assert scene.value("thread_limit", limit, thread_id="thread-1") == 3
+        assert scene.value("granted_total", limit, scope="thread") == 2
+    assert scene.value("thread_limit", "model", thread_id="thread-1") == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": "model"}, "limit must name one with a thread_limit, not 'model'"),
+        ({"limit": "search too"}, "not 'search too': 'tool:search', 'again'"),
+        ({}, "limit must name one with a thread_limit, not None"),
+    ],
+)
+async def test_no_such_limit(signals: Signals, options: Any, message: str) -> None:
+    """The limit is one with a thread limit, and named where there are several."""
+    again = ToolCallLimit("publish", name="again", thread_limit=5)
+    scene = Granting(signals, SEARCH, again, ModelCallLimit(run_limit=9))
+    with pytest.raises(ValueError, match=message):
+        await scene.grant(1, **options)
+
+
+async def test_no_store_that_gives_grants(signals: Signals) -> None:
+    """Only a store gives grants, which a user's own need not do; and it must know the thread."""
+    store = MemoryStore()
+
+    class Own:
+        """Keeps counts alone."""
+
+        acquire, aacquire = store.acquire, store.aacquire
+        peek, apeek, reset, areset = store.peek, store.apeek, store.reset, store.areset
+
+    for own, name in ((None, "None: pass sto"), (Own(), "<")):
+        scene = Granting(signals, SEARCH, store=own)
+        with pytest.raises(TypeError, match=f"needs a store that gives grants, not {name}"):
+            await scene.grant(1)
+    scene = Granting(signals, SEARCH)
+    with pytest.raises(ValueError, match="config names no thread"):
+        scene.quota.grant({}, 1)

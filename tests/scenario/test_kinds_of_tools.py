@@ -1,0 +1,128 @@
+"""Tools of every kind beside the limiters."""
+
+import asyncio
+import threading
+from functools import partial
+from operator import add
+from typing import Annotated, Any
+
+import pytest
+from langchain.agents import AgentState, create_agent  # noqa: TID251 - it takes a store of its own
+from langchain.tools import InjectedState, InjectedStore, InjectedToolCallId, ToolRuntime
+from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.store.base import BaseStore
+from langgraph.store.memory import InMemoryStore
+from langgraph.types import Command
+
+from tests.scene import Form, Scene, asking, both_forms, recording, tool_limiter
+from tests.telemetry import Signals
+
+MEETING = 30
+"""The seconds within which tools that run in parallel meet; only a failure waits so long."""
+
+
+class NotesState(AgentState[Any]):
+    notes: Annotated[list[str], add]
+
+
+def kinds(ran: list[str]) -> list[BaseTool]:
+    """A tool of each kind, by its kind as its name."""
+
+    def sync_only() -> str:
+        ran.append("sync_only")
+        return "found"
+
+    async def async_only() -> str:
+        ran.append("async_only")
+        return "found"
+
+    def command(call_id: Annotated[str, InjectedToolCallId]) -> Command[Any]:
+        ran.append("command")
+        answer = ToolMessage("noted", tool_call_id=call_id, name="command")
+        return Command(update={"messages": [answer], "notes": ["a note"]})
+
+    def injected(
+        state: Annotated[dict[str, Any], InjectedState],
+        store: Annotated[BaseStore, InjectedStore()],
+        runtime: ToolRuntime[Any, Any],
+    ) -> str:
+        assert state["messages"]
+        assert runtime.tool_call_id
+        store.put(("found",), "key", {"by": "injected"})
+        ran.append("injected")
+        return "found"
+
+    def artifact() -> tuple[str, dict[str, int]]:
+        ran.append("artifact")
+        return "found", {"rows": 3}
+
+    direct = recording("return_direct", ran)
+    direct.return_direct = True
+    made = StructuredTool.from_function
+    return [
+        *(made(each, description=each.__name__) for each in (sync_only, command, injected)),
+        made(coroutine=async_only, description="async_only"),
+        made(artifact, description="artifact", response_format="content_and_artifact"),
+        direct,
+    ]
+
+
+@pytest.mark.parametrize("kind", [each.name for each in kinds([])])
+async def test_each_kind(kind: str, signals: Signals) -> None:
+    """A tool of this kind, three times at once in each run: as many run as are let through."""
+    ran: list[str] = []
+    limiters = [
+        tool_limiter(signals, kind, thread_limit=3, run_limit=2),
+        tool_limiter(signals, thread_limit=9, run_limit=5),
+    ]
+    create = partial(create_agent, store=InMemoryStore())
+    options: dict[str, Any] = {"state_schema": NotesState, "create": create}
+    scene = Scene(signals, asking(*[kind] * 3), limiters, tools=kinds(ran), ran=ran, **options)
+
+    for count in (2, 3, 3):
+        result = await scene.play()
+        assert scene.ran == [kind] * count
+        scene.check()
+
+    # Only admitted calls update the state, and have artifacts.
+    assert result.get("notes", []) == (["a note"] * 3 if kind == "command" else [])
+    artifacts = [each.artifact for each in result["messages"] if each.type == "tool"]
+    assert artifacts.count({"rows": 3}) == (3 if kind == "artifact" else 0)
+
+
+@both_forms
+async def test_parallel_calls(form: Form, signals: Signals) -> None:
+    """Of six calls at once some are refused; those that are let through do run at once."""
+    meeting, ameeting = threading.Barrier(4), asyncio.Barrier(4)
+
+    def met() -> str:
+        meeting.wait(MEETING)
+        return "met"
+
+    async def amet() -> str:
+        await asyncio.wait_for(ameeting.wait(), MEETING)
+        return "met"
+
+    names = ["search", "calc"]
+    tools = [StructuredTool.from_function(met, amet, name=each, description=each) for each in names]
+    limiters = [tool_limiter(signals, run_limit=5), tool_limiter(signals, "search", run_limit=1)]
+    scene = Scene(signals, asking(*names * 3), limiters, tools=tools, form=form)
+
+    await scene.play()
+
+    assert sorted(status for _, status in scene.answers()) == ["error"] * 2 + ["success"] * 4
+
+
+async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:
+    """A tool that the provider itself runs is no tool call of the agent: it is not counted."""
+    searched: list[str | dict[str, Any]] = [
+        {"type": "server_tool_call", "name": "web_search", "args": {}, "id": "a"},
+        {"type": "text", "text": "found"},
+    ]
+    scene = Scene(signals, [AIMessage(searched)], [tool_limiter(signals, run_limit=0)])
+
+    await scene.play()
+
+    assert scene.state().get("thread_tool_call_count", {}) == {}
+    scene.check()

@@ -1,0 +1,187 @@
+"""Calls as models should not make them: each is judged, and answered once."""
+
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, InvalidToolCall, ToolCall
+from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph.message import add_messages
+
+from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
+from langchain_quota.messages import ABANDONED, FINALIZED
+from tests.scene import Kind, Scene, check_history, texts, tool_limiter
+from tests.telemetry import Signals, needs_inline
+
+
+def call(tool: str, call_id: str | None = None) -> ToolCall:
+    return ToolCall(name=tool, args={}, id=call_id, type="tool_call")
+
+
+def check_ids(scene: Scene) -> None:
+    """Assert the rules, and that each call has an id of its own."""
+    scene.check()
+    for messages in [*(each.messages for each in scene.model.calls), scene.state()["messages"]]:
+        for message in messages:
+            if isinstance(message, AIMessage):
+                ids = [each["id"] for each in message.tool_calls]
+                assert all(ids), message
+                assert len(set(ids)) == len(ids), message
+
+
+@pytest.mark.parametrize("kind", ["quota", "drop-in", pytest.param("inline", marks=needs_inline)])
+async def test_a_hundred_calls_without_ids(kind: Kind, signals: Signals) -> None:
+    """Of a hundred calls as many run as the limit admits, in each run; the others are refused."""
+    hundred = [call("search"), call("search", "")] * 50
+    limit = ToolCallLimit("search", run_limit=2, thread_limit=3)
+    scene = Scene(signals, [hundred, "done"] * 2, [limit], kind=kind)
+
+    for ran in (2, 3):
+        await scene.play()
+        assert scene.ran == ["search"] * ran
+        assert scene.answers()[:100].count(("search", "error")) == 98
+        check_ids(scene)
+
+
+ENDS: list[Any] = [
+    (ToolCallLimit("search", run_limit=1, exit_behavior="end"), ""),
+    (ToolCallLimit("search", run_limit=1, exit_behavior="error"), ""),
+    (ModelCallLimit(run_limit=1, exit_behavior="finalize"), FINALIZED),
+]
+
+
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@pytest.mark.parametrize(("limit", "text"), ENDS, ids=["end", "error", "finalize"])
+async def test_the_end_of_a_run_without_ids(
+    limit: Any, text: str, kind: Kind, signals: Signals
+) -> None:
+    """All are answered, at once or by the next run, with those of tools that have no limit."""
+    batch = [call("search"), call("search", ""), call("calc")]
+    scene = Scene(signals, [batch, "done"], [limit], kind=kind)
+
+    if limit.exit_behavior == "error":
+        with pytest.raises(ToolCallLimitExceededError):
+            await scene.play()
+    else:
+        found = texts(await scene.play())
+        assert [text in each for each in found] == [True] * 3
+        check_ids(scene)
+
+    await scene.play()
+    assert scene.ran == []
+    check_ids(scene)
+
+
+async def test_what_an_earlier_run_left(signals: Signals) -> None:
+    """A thread that LangChain left with calls without an id is one that a provider accepts."""
+    saver = InMemorySaver()
+    before = Scene(signals, [[call("search"), call("calc")]], [], checkpointer=saver)
+    with pytest.raises((TypeError, ValueError), match=r"unexpected type|tool_call_id"):
+        await before.play()
+    scene = Scene(signals, ["done"], [tool_limiter(signals, run_limit=2)], checkpointer=saver)
+
+    result = await scene.play()
+
+    sent = [each.type for each in scene.model.calls[0].messages]
+    assert sent == ["human", "ai", "tool", "tool", "human"]
+    assert texts(result) == [ABANDONED] * 2
+    check_ids(scene)
+
+
+async def test_blocks_that_stand_for_calls(signals: Signals) -> None:
+    """Blocks of the content that stand for a call get its id; what else there is stays."""
+    content: list[str | dict[str, Any]] = [
+        "And:",
+        {"type": "text", "text": "I search."},
+        {"type": "tool_use", "name": "search", "id": None, "input": {}},
+        {"type": "tool_use", "name": "search", "id": "a", "input": {}},
+        {"type": "tool_call", "name": "calc", "args": {}},
+        {"type": "function_call", "name": "search", "call_id": "", "id": "fc_1"},
+        {"type": "tool_use", "name": "another", "id": None, "input": {}},
+    ]
+    calls = [call("search"), call("search", "a"), call("calc", ""), call("search")]
+    script = [AIMessage(content, tool_calls=calls, id="m"), "done"]
+    scene = Scene(signals, script, [tool_limiter(signals, run_limit=9)])
+
+    result = await scene.play()
+
+    asked = result["messages"][1]
+    first, _, calc, last = (each["id"] for each in asked.tool_calls)
+    named = [{}, {}, {"id": first}, {}, {"id": calc}, {"call_id": last}, {}]
+    assert asked.content == [
+        {**block, **ids} if isinstance(block, dict) else block
+        for block, ids in zip(content, named, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("message_id", ["m", None])
+def test_a_hook_called_directly(message_id: str | None, signals: Signals) -> None:
+    """The update replaces the message in its place, with ids that are the same each time."""
+    hook: Any = tool_limiter(signals, run_limit=1)
+    batch = [call("search"), call("search", ""), call("search", "a")]
+    asked = AIMessage("I search.", tool_calls=batch, id=message_id)
+    state: Any = {"messages": [HumanMessage("hi"), asked]}
+
+    update, again = hook.after_model(state, None), hook.after_model(state, None)
+
+    assert [each.type for each in update["messages"]] == ["ai", "tool", "tool"]
+    assert asked.tool_calls == batch
+    merged: Any = add_messages(state["messages"], update["messages"])
+    assert [each.type for each in merged] == ["human", "ai", "tool", "tool"]
+    first, second, third = (each["id"] for each in merged[1].tool_calls)
+    assert (bool(first), third) == (True, "a")
+    assert [each.tool_call_id for each in merged[2:]] == [second, "a"]
+    assert message_id is None or again["messages"][0].tool_calls == merged[1].tool_calls
+    assert update["langchain_quota"]["run_tools"] == {"__all__": 1}
+
+
+@pytest.mark.parametrize("exit_behavior", ["continue", "end"])
+async def test_twins_of_which_one_is_refused(exit_behavior: Any, signals: Signals) -> None:
+    """Two calls with one id, one over the limit: the id is refused, answered once, uncharged."""
+    twins = [call("search", "same"), call("search", "same")]
+    limited = tool_limiter(signals, "search", run_limit=1, exit_behavior=exit_behavior)
+    limiters = [limited, tool_limiter(signals, thread_limit=9)]
+    scene = Scene(signals, [[*twins, call("calc", "other")], "done"], limiters)
+
+    await scene.play()
+
+    assert scene.ran == (["calc"] if exit_behavior == "continue" else [])
+    assert scene.answers().count(("search", "error")) == 1
+    scene.check()
+
+
+def square(number: int) -> int:
+    """Square a number."""
+    return number * number
+
+
+BROKEN = InvalidToolCall(
+    name="search", args="{", id="broken", error="no JSON", type="invalid_tool_call"
+)
+
+
+@pytest.mark.parametrize(
+    ("batch", "charged"),
+    [
+        # A call that could not be parsed is none; the one beside it is.
+        (AIMessage("", tool_calls=[call("search", "a")], invalid_tool_calls=[BROKEN]), 1),
+        (AIMessage("", invalid_tool_calls=[BROKEN]), 0),
+        (["invented", "invented", "invented"], 2),
+        ([("square", {"number": "x"}), ("square", {"number": 2}), "square"], 2),
+    ],
+    ids=["broken beside a whole one", "broken", "unknown tool", "bad arguments"],
+)
+async def test_calls_that_cannot_run(batch: Any, charged: int, signals: Signals) -> None:
+    """A call that LangChain answers with an error is let through, charged, and answered once."""
+    tools: list[str | BaseTool] = ["search", StructuredTool.from_function(square)]
+    limiter = tool_limiter(signals, run_limit=2)
+    scene = Scene(signals, [batch, *["done"] * 3], [limiter], tools=tools)
+
+    await scene.play()
+    if isinstance(batch, list):
+        assert len(scene.answers()) == len(batch)
+        check_history(scene.state()["messages"])
+    await scene.play()
+
+    assert scene.state().get("thread_tool_call_count", {}).get("__all__", 0) == charged
+    assert scene.metric("tool:*", "allowed") == charged

@@ -1,0 +1,176 @@
+"""Hooks that run again, or never come to their end: a shared store charges once what runs once."""
+
+import math
+from collections import Counter
+from typing import Annotated, Any
+
+import pytest
+from langchain_core.messages import ToolCall
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import InjectedToolCallId, StructuredTool
+from langgraph.checkpoint.base import Checkpoint
+from langgraph.checkpoint.memory import InMemorySaver
+
+from langchain_quota import ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.testing import captured_decisions
+from tests.scene import ANN, CONFIG, Kind, Scene, asking, cancel_at, check_history
+from tests.stores import DAY, Clock, SlowStore, counts, run_counts
+from tests.telemetry import Signals, needs_inline
+
+SEARCHES = "search:user_id:ann"
+MODEL_CALLS = "model:user_id:ann"
+TWICE = asking("search", "search")
+
+
+def limit_of(kind: str = "tool", most: int = 3) -> Limit:
+    quotas = [Quota(most, per="user_id")]
+    return (
+        ToolCallLimit("search", quotas=quotas) if kind == "tool" else ModelCallLimit(quotas=quotas)
+    )
+
+
+class Crashing(QuotaMiddleware[Any, Any]):
+    """A process that dies between the decision and the checkpoint, so many times in each hook."""
+
+    crashes: Counter[str]
+
+    async def aafter_model(self, state: Any, runtime: Any) -> Any:
+        update = await super().aafter_model(state, runtime)
+        self._crash("after_model")
+        return update
+
+    async def abefore_model(self, state: Any, runtime: Any) -> Any:
+        update = await super().abefore_model(state, runtime)
+        self._crash("before_model")
+        return update
+
+    def _crash(self, hook: str) -> None:
+        if self.crashes[hook]:
+            self.crashes = self.crashes - Counter([hook])
+            raise ConnectionAbortedError
+
+
+@pytest.mark.parametrize("call_id", ["call-", None])
+async def test_hooks_that_crash_again_and_again(call_id: str | None, signals: Signals) -> None:
+    """However often hooks crash and run again, what they admit is charged and decided once."""
+    store = MemoryStore()
+    calls = [ToolCall(name="search", args={}, id=call_id and f"{call_id}{n}") for n in "12"]
+    limits = [limit_of("tool"), limit_of("model")]
+    held = Crashing(limits, store=store, telemetry=signals.telemetry)
+    held.crashes = Counter(before_model=1, after_model=2)
+    scene = Scene(signals, asking(*calls), [held], context=ANN)
+    with captured_decisions() as decisions:
+        for crashes in (scene.play, scene.go_on, scene.go_on):
+            with pytest.raises(ConnectionAbortedError):
+                await crashes()
+        await scene.go_on()
+    assert scene.ran == ["search"] * 2
+    assert counts(store) == {SEARCHES: 2, MODEL_CALLS: 2}
+    assert (scene.metric("tool:search", "allowed"), scene.metric("model", "allowed")) == (2, 2)
+    judged = [each.call.id for each in decisions if each.call.kind == "tool"]
+    assert judged == [each["id"] for each in scene.state()["messages"][1].tool_calls]
+    scene.check()
+
+
+@pytest.mark.parametrize("days", [0, 1])
+async def test_judged_twice(days: int, signals: Signals) -> None:
+    """Judged again, as after a fork of the thread, a batch is charged once, in its last window."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limit = ToolCallLimit("search", quotas=[Quota(3, per="global", window=DAY)])
+    scene = Scene(signals, TWICE, [limit], store=store, interrupt_before=["tools"])
+    await scene.play()
+    clock.now += days * 86_400
+    scene.agent.update_state(CONFIG, None, as_node="model")
+    await scene.go_on()
+    await scene.go_on()
+    assert scene.ran == ["search"] * 2
+    assert counts(store) == {f"search:global::86400:{20454 + days}": 2}
+
+
+@pytest.mark.parametrize("kind", ["tool", "model"])
+@pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
+@pytest.mark.parametrize("then", ["a new turn", "resumed"])
+@pytest.mark.parametrize("held", ["quota", pytest.param("inline", marks=needs_inline)])
+async def test_cancelled_while_asking(
+    *, heard: bool, kind: str, then: str, held: Kind, signals: Signals
+) -> None:
+    """A run cancelled while it asks the store leaves no charge, once the next call has asked."""
+    store = SlowStore(MemoryStore(), heard=heard)
+    limit = limit_of(kind)
+    scene = Scene(signals, asking("search"), [limit], kind=held, store=store, context=ANN)
+    await cancel_at(store.reached, scene.play())
+    assert sum(counts(store).values()) == int(heard)
+    await (scene.play() if then == "a new turn" else scene.go_on())
+    assert scene.ran == ["search"]
+    assert counts(store) == ({SEARCHES: 1} if kind == "tool" else {MODEL_CALLS: 2})
+    assert scene.metric(limit.name, "allowed") == (1 if kind == "tool" else 2)
+    check_history(scene.state()["messages"])
+    # What was under way then comes too late.
+    kept = counts(store)
+    with pytest.raises(QuotaStoreError, match="compensated before it arrived"):
+        store.kept.acquire(store.asked[0])
+    assert counts(store) == kept
+
+
+async def test_cancelled_and_settled_by_another(signals: Signals) -> None:
+    """What a cancelled run may have charged is taken back by whoever asks next, on any thread."""
+    store = SlowStore(MemoryStore(), heard=True)
+    scene = Scene(signals, asking("search"), [limit_of()], store=store, context=ANN)
+    await cancel_at(store.reached, scene.play())
+    await scene.play(context={"user_id": "bob"}, thread_id="thread-2")
+    assert counts(store) == {"search:user_id:bob": 1}
+
+
+class LossySaver(InMemorySaver):
+    """Loses what comes after so many checkpoints, as a process that is killed does."""
+
+    def __init__(self, keeps: float) -> None:
+        super().__init__()
+        self.keeps = keeps
+
+    def put(self, config: RunnableConfig, checkpoint: Checkpoint, *args: Any) -> RunnableConfig:
+        self.keeps -= 1
+        if self.keeps < 0:
+            lost: Any = {**config["configurable"], "checkpoint_id": checkpoint["id"]}
+            return {"configurable": lost}
+        return super().put(config, checkpoint, *args)
+
+    def put_writes(self, *args: Any) -> None:
+        if self.keeps > 0:
+            super().put_writes(*args)
+
+
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@pytest.mark.parametrize("keeps", [2, 3, 5, 7])
+async def test_a_run_whose_checkpoints_are_lost(kind: Kind, keeps: int, signals: Signals) -> None:
+    """Wherever the lost checkpoints begin, the resumed run has what is left of its budget."""
+    store, saver, started = MemoryStore(), LossySaver(keeps), list[str]()
+
+    async def search(call_id: Annotated[str, InjectedToolCallId]) -> str:
+        started.append(call_id)
+        if len(started) == 2:
+            raise ConnectionAbortedError  # the process dies
+        return "found"
+
+    tool = StructuredTool.from_function(coroutine=search, name="search", description="search")
+    limits: list[Limit] = [
+        ToolCallLimit("search", run_limit=3, thread_limit=9, exit_behavior="end"),
+        ModelCallLimit(run_limit=6),
+    ]
+    options: dict[str, Any] = {"kind": kind, "tools": [tool], "checkpointer": saver}
+    scene = Scene(signals, lambda _: ["search"], limits, store=store, **options)
+    with pytest.raises(ConnectionAbortedError):
+        await scene.play()
+    saver.keeps = math.inf
+    await scene.go_on()
+    assert 2 <= len(set(started)) <= 3
+    assert run_counts(store, "search") == [3]
+    assert counts(store)["search:thread:thread-1"] == 3
+    state = scene.state()["langchain_quota"]
+    assert run_counts(store, "model") == [state["run_model"]]
+    assert state["run_tools"] == {"search": 3}
+    scene.check_requests()

@@ -1,0 +1,292 @@
+"""What a store holds of budgets while a call is made, and what it is charged afterwards."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from langchain.agents.middleware.types import ModelRequest
+
+from langchain_quota import (
+    CostLimit,
+    MemoryStore,
+    ModelUsage,
+    Outcome,
+    Price,
+    Quota,
+    TokenLimit,
+    usage_bound,
+)
+from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.scene import ANN, Form, Kind, Scene, both_forms, cancel_at
+from tests.stores import DAY, TODAY, Clock, FickleStore, counts, run_counts
+from tests.telemetry import Signals
+from tests.tokens import GLOBAL, MONEY, THREAD, TOTAL, During, ProviderError, answer, either, spent
+
+LEASE = 900
+"""For how long a store holds an amount, in seconds."""
+OF_ALL = Quota(1000, per="global")
+
+
+def memory() -> MemoryStore:
+    return MemoryStore(clock=Clock())
+
+
+def watching(store: Any) -> tuple[list[dict[str, int]], During]:
+    """What a store counts at each model call, and the middleware that looks."""
+    seen: list[dict[str, int]] = []
+    return seen, During(lambda: seen.append(counts(store)))
+
+
+@both_forms
+async def test_what_is_held_becomes_what_was_used(signals: Signals, form: Form) -> None:
+    """During a call one token is held of each budget; afterwards what it used is charged."""
+    store = memory()
+    seen, during = watching(store)
+    quotas = [Quota(1000, per="user_id", window=DAY)]
+    limit = TokenLimit(run_limit=1000, thread_limit=1000, quotas=quotas)
+    script = [answer(60, "search"), answer(40)]
+    scene = Scene(signals, script, [limit, during], form=form, store=store)
+
+    await scene.play(context=ANN)
+
+    keys = (THREAD, f"{TOTAL}:user_id:ann:{TODAY}")
+    assert seen == [dict.fromkeys(keys, 1), dict.fromkeys(keys, 61)]
+    assert counts(store) == dict.fromkeys(keys, 100)
+    assert run_counts(store, TOTAL) == [100]
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["numbers", "functions"])
+@pytest.mark.parametrize("reserves", [(25, 70), (70, None)], ids=str)
+async def test_limits_on_one_count_hold_the_most_that_one_reserves(
+    signals: Signals, reserves: tuple[int | None, ...], *, computed: bool
+) -> None:
+    """Limits on the same tokens hold the largest of their reserves, once, in whichever order."""
+    store = memory()
+    seen, during = watching(store)
+
+    def limit(most: int, reserve: int | None) -> TokenLimit:
+        given = (lambda _: reserve) if computed and reserve else reserve
+        return TokenLimit(quotas=[Quota(most, per="global")], reserve=given, name=f"limit-{most}")
+
+    limits = [limit(1000 + index, each) for index, each in enumerate(reserves)]
+    scene = Scene(signals, [answer(5)], [*limits, during], store=store)
+
+    await scene.play()
+
+    assert seen == [{GLOBAL: 70}]
+    assert counts(store) == {GLOBAL: 5}
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "refusing"),
+    [(40, 85, []), (39, 85, ["small"]), (40, 84, ["large"]), (39, 84, ["small", "large"])],
+)
+async def test_each_limit_on_one_count_is_judged_by_its_own_reserve(
+    signals: Signals, small: int, large: int, refusing: list[str]
+) -> None:
+    """After 15 tokens a reserve of 25 needs a limit of 40, one of 70 needs 85."""
+    limits = [
+        TokenLimit(quotas=[Quota(small, per="global")], reserve=25, name="small"),
+        TokenLimit(quotas=[Quota(large, per="global")], reserve=70, name="large"),
+    ]
+    script = [answer(15, "search"), answer(5)]
+    scene = Scene(signals, script, limits, store=memory())
+
+    with captured_decisions() as decisions:
+        await scene.play()
+
+    *_, newest = (each for each in decisions if each.call.kind == "model")
+    assert sorted(each.limit for each in newest.refused_by) == sorted(refusing)
+    assert len(scene.model.calls) == (1 if refusing else 2)
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enforce: bool) -> None:
+    """A limit on the same tokens is judged by its own reserve; one on trial holds nothing."""
+    store = memory()
+    seen, during = watching(store)
+    quotas = [Quota(100, per="global")]
+    limits = [
+        TokenLimit(quotas=[Quota(50, per="global")], run_limit=30),
+        TokenLimit(quotas=quotas, reserve=70, enforce=enforce, name="other"),
+    ]
+    script = [answer(10, "search"), answer(15, "search"), answer(10), answer(1)]
+    scene = Scene(signals, script, [*limits, during], store=store)
+
+    with captured_decisions() as decisions:
+        await scene.play()
+        await scene.play()
+
+    held = 70 if enforce else 1
+    assert [each[GLOBAL] for each in seen][:2] == [held, 10 + held]
+    refused = "Token limits exceeded: global limit (35/100 tokens, the call may need 70)"
+    assert scene.last_text() == (refused if enforce else "Hello.")
+    newest = [each.outcome for each in decisions if each.call.kind == "model"][-1]
+    assert newest is (Outcome.BLOCKED if enforce else Outcome.WOULD_BLOCK)
+
+
+@pytest.mark.parametrize("reserve", [500, None])
+async def test_a_cancelled_call_is_charged_what_was_held(
+    signals: Signals, reserve: int | None
+) -> None:
+    """Nobody reports what a cancelled call has used: it is charged its reserve, or an estimate."""
+    store, began = memory(), asyncio.Event()
+
+    class Slow(ScriptedChatModel):
+        async def _agenerate(self, *_: Any, **__: Any) -> Any:
+            assert counts(store) == {GLOBAL: reserve or 1}
+            began.set()
+            await asyncio.Event().wait()
+
+    limit = TokenLimit(quotas=[OF_ALL], reserve=reserve)
+    scene = Scene(signals, Slow(script=[]), [limit], store=store, tools=())
+    await cancel_at(began, scene.play("x" * 300))
+
+    assert counts(store) == {GLOBAL: reserve or 100}
+
+
+async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:
+    """A call that never reports its end holds its amount until the lease is over."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limit = TokenLimit(quotas=[OF_ALL], reserve=500)
+    seen: list[dict[str, int]] = []
+
+    def lasts() -> None:
+        clock.now += LEASE - 1
+        seen.append(counts(store))
+        clock.now += 3
+        seen.append(counts(store))
+
+    await Scene(signals, [answer(60)], [limit, During(lasts)], store=store).play()
+
+    assert seen == [{GLOBAL: 500}, {}]
+
+
+@either
+async def test_a_step_that_runs_again_is_charged_again(signals: Signals, kind: Kind) -> None:
+    """A run that goes on behind a failed call is charged both calls, and holds for the second."""
+    store, seen, failures = memory(), list[dict[str, int]](), [ProviderError()]
+
+    def fail() -> None:
+        seen.append(counts(store))
+        if failures:
+            raise failures.pop()
+
+    limit = TokenLimit(run_limit=1000, quotas=[OF_ALL], reserve=5)
+    script = [answer(60), answer(40)]
+    scene = Scene(signals, script, [limit, During(fail)], kind=kind, store=store)
+
+    with pytest.raises(ProviderError):
+        await scene.play()
+    await scene.go_on()
+
+    assert seen == [{GLOBAL: 5}, {GLOBAL: 65}]
+    assert counts(store) == {GLOBAL: 100}
+    assert run_counts(store, TOTAL) == [100]
+    assert spent(scene)[1] == 100
+
+
+async def test_an_outage_denies(signals: Signals) -> None:
+    """While the store does not answer, no model call is made, and nothing is charged."""
+    store = FickleStore(memory())
+    store.down = True
+    scene = Scene(signals, [answer(60)], [TokenLimit(quotas=[OF_ALL])], store=store)
+
+    await scene.play()
+
+    assert scene.last_text() == "Token limit could not be checked: try again later."
+    store.down = False
+    await scene.play()
+    assert counts(store) == {GLOBAL: 60}
+
+
+@pytest.mark.parametrize("hears", [False, True])
+async def test_an_outage_during_a_call_loses_nothing(signals: Signals, *, hears: bool) -> None:
+    """A store that fails during a call gets its charge once, when it is back."""
+    store, first = FickleStore(memory()), [True]
+    store.hears = hears
+
+    def goes_down() -> None:
+        store.down = bool(first)
+        first.clear()
+
+    limit = TokenLimit(thread_limit=1000, quotas=[OF_ALL], reserve=300)
+    script = [answer(60), answer(7)]
+    scene = Scene(signals, script, [limit, During(goes_down)], store=store)
+
+    await scene.play()
+    assert scene.last_text() == "Hello."
+    store.down = False
+    await scene.play()
+
+    assert counts(store) == {GLOBAL: 67, THREAD: 67}
+
+
+async def test_a_store_that_was_emptied_begins_with_what_the_state_has(signals: Signals) -> None:
+    """A count that a store has lost begins anew where the thread's state is."""
+    store = FickleStore(memory())
+    script = [answer(60), answer(7), answer(3)]
+    options: Any = {"store": store, "on_store_error": "allow"}
+    scene = Scene(signals, script, [TokenLimit(thread_limit=1000)], **options)
+    await scene.play()
+
+    store.kept, store.down = memory(), True
+    await scene.play()
+    store.down = False
+    await scene.play()
+
+    assert counts(store) == {THREAD: 70}
+
+
+@either
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_function_says_what_a_call_can_use(
+    signals: Signals, kind: Kind, *, shared: bool
+) -> None:
+    """A call is made only if the most that it can use is left; a store holds that meanwhile."""
+    store = memory()
+    seen, during = watching(store)
+    bounds: list[Any] = [ModelUsage(input_tokens=70, output_tokens=20, total_tokens=90), 30, 41]
+    quotas = [Quota(100, per="global")] if shared else []
+    limit = TokenLimit(run_limit=100, quotas=quotas, reserve=lambda _: bounds.pop(0))
+    script = [answer(50, "search"), answer(10, "search")]
+    options: Any = {"store": store if shared else None}
+    scene = Scene(signals, script, [limit, during], kind=kind, **options)
+
+    with captured_decisions() as decisions:
+        await scene.play()
+
+    amounts = "60/100 tokens, the call may need 41"
+    beside = f", global limit ({amounts})" if shared else ""
+    assert scene.last_text() == f"Token limits exceeded: run limit ({amounts}){beside}"
+    assert decisions[-1].outcome is Outcome.BLOCKED
+    assert (len(scene.model.calls), spent(scene)[1]) == (2, 60)
+    assert seen == ([{GLOBAL: 90}, {GLOBAL: 80}] if shared else [{}, {}])
+    assert counts(store) == ({GLOBAL: 60} if shared else {})
+
+
+@pytest.mark.parametrize(
+    ("price", "least"),
+    [({"cache_creation": 20}, 20), ({"cache_creation_1h": 30}, 30), ({"cache_read": 3}, 10)],
+)
+async def test_the_most_that_a_call_can_cost_is_held(
+    signals: Signals, price: dict[str, Any], least: int
+) -> None:
+    """The bound that is shipped is priced as high as it can be, and then corrected."""
+    store = memory()
+    seen, during = watching(store)
+    bounds: list[ModelUsage] = []
+
+    def bound(request: ModelRequest[Any]) -> ModelUsage:
+        bounds.append(replace(usage_bound(request), input_tokens=100, total_tokens=100))
+        return bounds[-1]
+
+    limit = CostLimit(quotas=[Quota(5, per="global")], reserve=bound)
+    model = ScriptedChatModel(model="mine", script=[answer(60)])
+    prices = {"mine": Price(**{"input": 10, "output": 1, "reasoning": 2, **price})}
+    await Scene(signals, model, [limit, during], store=store, prices=prices).play()
+
+    assert seen == [{f"{MONEY}:global:": least * 100 + 2 * 16_384}]
+    assert counts(store) == {f"{MONEY}:global:": 10 * 59 + 1}

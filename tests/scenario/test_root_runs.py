@@ -1,0 +1,248 @@
+"""Quotas per root run: one budget for the outermost run with everything that it starts.
+
+`property/test_trees.py` plays the ways in which a tool starts an agent. Here are other places, runs
+that wait for a human, and runs whose root run cannot be known.
+"""
+
+import asyncio
+import gc
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from langchain.tools import ToolRuntime
+from langchain_core.runnables import RunnableLambda
+from langchain_core.tools import StructuredTool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.func import entrypoint, task
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Command, Send
+
+from langchain_quota import MemoryStore, Quota, ToolCallLimit
+from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.testing import captured_decisions
+from tests.scene import Kind, Scene
+from tests.stores import FickleStore
+from tests.telemetry import Signals
+from tests.trees import ASKED, LOST, Tree, ask, config, human, in_one_tool, inside, one_by_one
+
+pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
+
+SEARCHES = ToolCallLimit("search", quotas=[Quota(5, per="root_run")])
+
+
+async def test_many_runs_at_once(signals: Signals) -> None:
+    """Thirty runs at once, on threads or on none, have exactly their own budgets."""
+    tree = Tree(signals.telemetry)
+    leaves = [ask(tree.agent(2), f"leaf_{n}") for n in range(2)]
+    top = tree.agent(3, ask(tree.agent(1, *leaves)))
+
+    with captured_decisions() as decisions:
+        await asyncio.gather(
+            *(top.ainvoke(ASKED, config(n % 3)) for n in range(15)),
+            *(top.ainvoke(ASKED) for n in range(15)),
+        )
+
+    allowed = [each.limits for each in decisions if each.outcome == "allowed"]
+    subjects = Counter(status.quotas[0].subject for limits in allowed for status in limits)
+    assert [*subjects.values()] == [5] * 30
+
+
+class DistantStore(FickleStore):
+    """A store that lets others run while it is asked, as one on the network does."""
+
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        await asyncio.sleep(0)
+        return self.acquire(request)
+
+
+def by_send(agent: Any) -> Any:
+    graph = StateGraph(MessagesState)
+    graph.add_node("work", agent)
+    graph.add_conditional_edges(START, lambda state: [Send("work", state)] * 4, ["work"])
+    return graph.compile()
+
+
+def by_tasks(agent: Any) -> Any:
+    @task
+    async def work() -> Any:
+        return (await agent.ainvoke(ASKED))["messages"][-1].content
+
+    @entrypoint()
+    async def flow(_: Any) -> list[Any]:
+        return await asyncio.gather(*(work() for _ in range(4)))
+
+    return flow
+
+
+@pytest.mark.parametrize("outer", [by_send, by_tasks])
+async def test_below_what_has_no_limits(outer: Any, signals: Signals) -> None:
+    """Agents that a graph or the functional API starts at once share one budget."""
+    tree = Tree(signals.telemetry, store=DistantStore(MemoryStore()))
+    several = outer(tree.agent(2))
+
+    for turn in (1, 2):
+        await several.ainvoke(ASKED, config())
+        assert len(tree.ran) == 5 * turn
+
+
+def without_context(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """What a function returns in a thread that has no context."""
+    with ThreadPoolExecutor() as executor:
+        return executor.submit(function, *args, **more).result()
+
+
+@pytest.mark.parametrize("kind", ["graph", "react"])
+def test_a_thread_with_the_config_in_a_graph(kind: Kind, signals: Signals) -> None:
+    """A tool of a graph passes on its root run by its config alone, as a tool of an agent does."""
+    tree = Tree(signals.telemetry)
+    other = ask(tree.agent(9))
+
+    def call(runtime: ToolRuntime) -> str:
+        return str(without_context(other.run, {}, config=runtime.config))
+
+    tools = [tree.search(), StructuredTool.from_function(call, description="Ask.")]
+    script = [["search", "call"], "done"]
+    scene = Scene(signals, script, [SEARCHES], kind=kind, store=tree.store, tools=tools)
+    scene.agent.invoke(ASKED, config())
+
+    assert len(tree.ran) == 5
+
+
+async def test_an_interrupt_in_a_node_that_handles_errors(signals: Signals) -> None:
+    """A tool that asks a human interrupts the run, though its node turns errors into answers."""
+    tools = [StructuredTool.from_function(human)]
+
+    def loop(scene: Scene) -> dict[str, Any]:
+        return {"tools": scene.quota.tool_node(tools, handle_tool_errors=True)}
+
+    given: dict[str, Any] = {"kind": "graph", "store": MemoryStore(), "loop": loop}
+    scene = Scene(signals, [["human"], "done"], [SEARCHES], **given)
+
+    assert (await scene.play())["__interrupt__"]
+    result = await scene.resume("yes")
+
+    assert result["messages"][-2].text == "human: yes"
+
+
+def between(tree: Tree, saver: Any) -> Any:
+    """A graph of an agent, a human, and another agent."""
+    graph = StateGraph(MessagesState)
+    for name, node in (("a", tree.agent(2)), ("b", tree.agent(9))):
+        graph.add_node(name, RunnableLambda(node.invoke, node.ainvoke))
+    graph.add_node("human", lambda state: human() and None)
+    graph.add_edge(START, "a")
+    graph.add_edge("a", "human")
+    graph.add_edge("human", "b")
+    return graph.compile(checkpointer=saver)
+
+
+@pytest.mark.parametrize("build", [inside, in_one_tool, between])
+async def test_resumed_elsewhere(build: Any, signals: Signals) -> None:
+    """A run that another worker resumes goes on with its budget; the next run has a new one."""
+    tree, saver = Tree(signals.telemetry), InMemorySaver()
+
+    for turn in (1, 2):
+        await build(tree, saver).ainvoke(ASKED, config())
+        assert 0 < len(tree.ran) - 5 * (turn - 1) < 5
+        await build(tree, saver).ainvoke(Command(resume="yes"), config())
+        assert len(tree.ran) == 5 * turn
+
+
+async def test_not_resumed(signals: Signals) -> None:
+    """A new message to a thread that waits for a human begins a root run with a new budget."""
+    tree, saver = Tree(signals.telemetry), InMemorySaver()
+
+    inputs: list[Any] = [ASKED, ASKED, Command(resume="yes")]
+    for given in inputs:
+        await in_one_tool(tree, saver).ainvoke(given, config())
+
+    assert len(tree.ran) == 2 + 5
+
+
+async def test_resumed_inside_another_run(signals: Signals) -> None:
+    """An agent that goes on keeps its budget where the outermost run is not what is resumed.
+
+    So it does though the store has dropped the count.
+    """
+    tree, saver = Tree(signals.telemetry, most=1), InMemorySaver()
+
+    inputs: list[Any] = [ASKED, Command(resume="yes")]
+    for given in inputs:
+        tree.store = MemoryStore()
+        script = one_by_one("search", "human", "search")
+        tools = [tree.search(), StructuredTool.from_function(human)]
+        worker = Scene(signals, script, [tree.quota()], tools=tools, checkpointer=saver)
+        await RunnableLambda(worker.invoke).ainvoke(given)
+
+    assert len(tree.ran) == 1
+
+
+def test_a_server_of_threads(signals: Signals) -> None:
+    """Runs of a server whose threads have no context are not counted as lost: each is a root."""
+    gc.collect()  # runs of other tests that wait for a human
+    tree = Tree(signals.telemetry)
+    agent = tree.agent(9)
+
+    for _ in range(2):
+        without_context(agent.invoke, ASKED)
+
+    assert len(tree.ran) == 2 * 5
+    assert signals.value(LOST, agent="unnamed", cause="thread") is None
+
+
+LATE = """
+from concurrent.futures import ThreadPoolExecutor
+
+from langchain.agents import create_agent
+from langchain_core.tools import StructuredTool
+from prometheus_client import REGISTRY
+
+from langchain_quota.testing import ScriptedChatModel
+
+executor = ThreadPoolExecutor()
+trees = []
+
+
+def late() -> str:
+    "Make an agent with limits, and ask it: here, and in a thread without context."
+    from langchain_quota import Telemetry
+    from tests.trees import ASKED, Tree
+
+    trees[:] = trees or [Tree(Telemetry())]
+    asks = StructuredTool.from_function(
+        lambda: str(executor.submit(trees[0].agent(9, name="child").invoke, ASKED).result()),
+        name="ask",
+        description="Ask.",
+    )
+    trees[0].agent(9, asks, name="late").invoke(ASKED)
+    return "done"
+
+
+model = ScriptedChatModel(script=[["late"], ["late"], "done"])
+agent = create_agent(model, [StructuredTool.from_function(late)])
+agent.invoke({"messages": [("user", "Go!")]})
+labels = ({"agent": "late", "cause": "inside"}, {"agent": "child", "cause": "thread"})
+lost = [REGISTRY.get_sample_value("langchain_quota_lost_root_runs_total", each) for each in labels]
+print(len(trees[0].ran), *lost)
+"""
+
+
+@pytest.mark.rest
+def test_what_cannot_be_known() -> None:
+    """A run that has lost its root run has a budget of its own: it is counted, and logged once.
+
+    It began in a thread with neither context nor config, or inside a run that began before the
+    first quota was made.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], check=True, capture_output=True, text=True, timeout=120
+    )
+
+    assert done.stdout.split() == ["20", "2.0", "2.0"]
+    assert done.stderr.count("Make middlewares when the program starts") == 1
+    assert done.stderr.count("copy_context().run") == 1

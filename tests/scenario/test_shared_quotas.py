@@ -1,0 +1,261 @@
+"""Quotas in a store: whose calls are counted together, until when, and what a used up one does."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from langchain_quota import ModelCallLimit, Outcome, Quota, ToolCallLimit
+from langchain_quota.limits import Limit
+from langchain_quota.messages import SKIPPED
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.testing import captured_decisions
+from tests.scene import ANN, BOB, Form, Scene, asking, texts
+from tests.stores import DAY, NOON, RESETS, TODAY, Clock, counts
+from tests.telemetry import Signals
+
+USER = Quota(2, per="user_id", window=DAY)
+THREE = asking("search", "search", "search")
+
+
+@dataclass
+class Context:
+    """What a run knows of its caller."""
+
+    user_id: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("per", "kept"),
+    [
+        ("user_id", {"search:user_id:ann": 4, "search:user_id:bob": 4}),
+        ("global", {"search:global:": 4}),
+        ("thread", {"search:thread:thread-1": 4, "search:thread:thread-2": 4}),
+        ("agent", {"search:agent:first": 4, "search:agent:second": 4}),
+    ],
+)
+async def test_whose_calls_are_counted_together(
+    per: str, kept: dict[str, int], signals: Signals
+) -> None:
+    """Two agents with one store share the counts of users, threads and all; no turn renews them."""
+    store = MemoryStore()
+    limit = ToolCallLimit("search", quotas=[Quota(4, per=per)])
+    agents = [
+        Scene(signals, THREE, [limit], store=store, name=name, context_schema=kind)
+        for name, kind in (("first", dict), ("second", Context))
+    ]
+    for _ in range(2):
+        await agents[0].play(context=ANN, thread_id="thread-1")
+        await agents[1].play(context=Context("bob"), thread_id="thread-1")
+        await agents[0].play(context=BOB, thread_id="thread-2")
+        await agents[1].play(context=Context("ann"), thread_id="thread-2")
+    assert counts(store) == kept
+    assert len(agents[0].ran) + len(agents[1].ran) == sum(kept.values())
+
+
+async def test_the_edge_of_a_window(signals: Signals) -> None:
+    """In a window's last second its count still holds, also if the clock goes back to it."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limit = ToolCallLimit("search", quotas=[USER])
+    scene = Scene(signals, THREE, [limit], store=store, context=ANN)
+    for seconds, ran in ((0, 2), (43_199.999, 2), (43_200, 4), (43_199, 4), (43_200, 4)):
+        clock.now = NOON + seconds
+        await scene.play()
+        assert scene.ran == ["search"] * ran
+    assert counts(store) == {f"search:user_id:ann:{TODAY}": 2, "search:user_id:ann:86400:20455": 2}
+
+
+PLANS = {"acme": 1, "umbrella": 3, "root": None}
+
+
+def tenant(_: Any, runtime: Any) -> str:
+    return str(runtime.context["tenant"])
+
+
+async def atenant(state: Any, runtime: Any) -> str:
+    return tenant(state, runtime)
+
+
+def plan(_: Any, runtime: Any) -> int | None:
+    return PLANS[runtime.context["tenant"]]
+
+
+async def aplan(state: Any, runtime: Any) -> int | None:
+    return plan(state, runtime)
+
+
+@pytest.mark.parametrize(
+    ("form", "per", "number"),
+    [("sync", tenant, plan), ("async", tenant, plan), ("async", atenant, aplan)],
+)
+async def test_functions(form: Form, per: Any, number: Any, signals: Signals) -> None:
+    """A function says whose calls are counted, and how many; `None` is no quota, and no count."""
+    store = MemoryStore()
+    limit = ToolCallLimit("search", quotas=[Quota(number, per=per, name="tenant")])
+    scene = Scene(signals, THREE, [limit], store=store, form=form)
+    for name in PLANS:
+        await scene.play(context={"tenant": name}, thread_id=name)
+    assert len(scene.ran) == 1 + 3 + 3
+    assert counts(store) == {"search:tenant:acme": 1, "search:tenant:umbrella": 3}
+    assert scene.metric("tool:search", "blocked", "tenant") == 2
+    # A number that was computed is not exported as the limit.
+    labels = {"agent": "unnamed", "limit": "tool:search", "scope": "tenant"}
+    assert signals.value("langchain_quota_limit", **labels) is None
+
+
+ACME = {"tenant": "acme"}
+ASYNC = "{} of limit 'tool:search' is async: call the agent with ainvoke"
+NUMBER = "limit of quota 'global' of limit 'tool:search' must be "
+NEEDS = "quota 'user_id' of limit 'tool:search' needs 'user_id' in runtime.context: call the agent"
+WRONG = (
+    "the subject of quota 'user_id' of limit 'tool:search' must be a string, a whole number or a "
+    "UUID, "
+)
+
+
+@pytest.mark.parametrize(
+    ("quota", "context", "error", "says"),
+    [
+        (Quota(2, per=atenant, name="who"), ACME, RuntimeError, ASYNC.format("per")),
+        (Quota(aplan, per="global"), ACME, RuntimeError, ASYNC.format("limit")),
+        (Quota(2, per=tenant, name="who"), ANN, KeyError, "tenant"),
+        (Quota(lambda *_: -1, per="global"), ACME, ValueError, NUMBER + "0 or more"),
+        (USER, None, ValueError, NEEDS),
+        (USER, ACME, ValueError, NEEDS),
+        (USER, Context(), ValueError, NEEDS),
+        (USER, {"user_id": 7.0}, TypeError, WRONG + "not float"),
+        (USER, {"user_id": True}, TypeError, WRONG + "not bool"),
+        (USER, {"user_id": b"ann"}, TypeError, WRONG + "not bytes"),
+        (USER, {"user_id": ""}, ValueError, "must not be empty"),
+        (Quota(2, per="agent"), None, ValueError, "is per agent, and this one has no name"),
+    ],
+)
+async def test_what_tells_no_count(
+    quota: Quota, context: Any, error: type[Exception], says: str, signals: Signals
+) -> None:
+    """Whoever cannot be told apart is an error that says why; nothing is charged, or runs."""
+    store = MemoryStore()
+    limit = ToolCallLimit("search", quotas=[quota])
+    scene = Scene(signals, THREE, [limit], store=store, form="sync", context=context)
+    with pytest.raises(error, match=says):
+        await scene.play()
+    assert (scene.ran, counts(store)) == ([], {})
+    assert scene.metric("tool:search", "allowed") == 0
+    if error is KeyError:
+        labels = {"component": "dynamic_limit", "error_type": "KeyError"}
+        assert signals.value("langchain_quota_errors_total", **labels) == 1
+
+
+HOSTILE = [
+    *("ann", "ann:86400:20454", "ann%3A86400%3A20454", "Ann", "*", "{ann}", "ann\n", "\ud800"),
+    *("ä" * 1000, "ä" * 1001),
+]
+
+
+async def test_users_that_look_alike(signals: Signals) -> None:
+    """No user's id, however it is written, reaches the count of another."""
+    store = MemoryStore()
+    scene = Scene(signals, THREE, [ToolCallLimit("search", quotas=[USER])], store=store)
+    for user in (*HOSTILE, 7, "7", UUID(int=7), str(UUID(int=7))):
+        await scene.play(context={"user_id": user})
+    assert len(scene.ran) == 2 * (len(HOSTILE) + 2)
+    assert list(counts(store).values()) == [2] * (len(HOSTILE) + 2)
+
+
+MIDNIGHT = datetime(2026, 1, 2, tzinfo=UTC)
+SEARCHES = f"search:user_id:ann:{TODAY}"
+EXCEEDED = f"user_id limit exceeded ({{}}/2 calls; resets at {RESETS})"
+
+
+def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+    """An agent of Ann, at a noon that does not pass by itself."""
+    options.setdefault("store", MemoryStore(clock=Clock()))
+    return Scene(signals, script, limits, context=ANN, **options)
+
+
+async def test_continue(signals: Signals) -> None:
+    """A refused call is answered with when the quota resets, and the agent goes on."""
+    store = MemoryStore(clock=Clock())
+    script = asking("search", "calc", "search", "search")
+    scene = scene_of(signals, script, ToolCallLimit("search", quotas=[USER]), store=store)
+    result = await scene.play()
+    assert sorted(scene.ran) == ["calc", "search", "search"]
+    assert scene.last_text() == "done"
+    refused = f"Tool call limit exceeded. Do not call 'search' again. It resets at {RESETS}."
+    assert texts(result).count(refused) == 1
+    assert counts(store) == {SEARCHES: 2}
+    scene.check()
+
+
+WINDOWS = {
+    "minute": Quota(2, per="user_id", window=timedelta(minutes=1), name="minute"),
+    "day": Quota(2, per="user_id", window=DAY, name="day"),
+    "ever": Quota(2, per="user_id", name="ever"),
+}
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two limits", "one limit"])
+@pytest.mark.parametrize(
+    ("windows", "resets"), [(("day", "minute"), MIDNIGHT), (("ever", "day"), None)], ids=str
+)
+async def test_the_reset_of_two_quotas(
+    windows: tuple[str, str], resets: datetime | None, *, apart: bool, signals: Signals
+) -> None:
+    """Of two exhausted quotas the message has the later reset; none if one has no reset."""
+    quotas = [WINDOWS[each] for each in windows]
+    limits = (
+        [ToolCallLimit("search", quotas=[each], name=each.name) for each in quotas]
+        if apart
+        else [ToolCallLimit("search", quotas=quotas)]
+    )
+    with captured_decisions() as decisions:
+        result = await scene_of(signals, THREE, *limits).play()
+    (refused,) = [each for each in decisions if each.outcome is Outcome.BLOCKED]
+    assert refused.resets_at == resets
+    assert texts(result)[0] == "Tool call limit exceeded. Do not call 'search' again." + (
+        "" if resets is None else f" It resets at {RESETS}."
+    )
+
+
+async def test_end(signals: Signals) -> None:
+    """A batch over the quota ends the run: none of it runs, and nothing is charged."""
+    store = MemoryStore(clock=Clock())
+    limit = ToolCallLimit("search", quotas=[USER], exit_behavior="end")
+    scene = scene_of(signals, THREE, limit, store=store)
+    result = await scene.play()
+    assert (scene.ran, counts(store)) == ([], {})
+    assert scene.last_text() == (f"'search' tool call limit reached: {EXCEEDED.format(3)}.")
+    assert texts(result).count(SKIPPED) == 2
+    assert scene.metric("tool:search", "allowed") == 0
+    scene.check()
+
+
+async def test_model_end(signals: Signals) -> None:
+    """A model limit with nothing but quotas ends the run, and tells which ones are used up."""
+    store = MemoryStore(clock=Clock())
+    limit = ModelCallLimit(quotas=[USER, Quota(2, per="global")])
+    scene = scene_of(signals, lambda messages: ["search"], limit, store=store)
+    await scene.play()
+    assert len(scene.model.calls) == 2
+    assert scene.last_text() == (
+        f"Model call limits exceeded: user_id limit (2/2; resets at {RESETS}), global limit (2/2)"
+    )
+    assert counts(store) == {f"model:user_id:ann:{TODAY}": 2, "model:global:": 2}
+    assert scene.metric("model", "blocked", "user_id") == 1
+    scene.check()
+
+
+async def test_giving_up_charges_nothing_of_the_batch(signals: Signals) -> None:
+    """The batch whose refusals are one too many does not run, and the store charges none of it."""
+    store = MemoryStore()
+    limits = [
+        ToolCallLimit("search", quotas=[Quota(1, per="user_id")], give_up_after=1),
+        ToolCallLimit("calc", quotas=[Quota(1, per="user_id")]),
+    ]
+    scene = scene_of(signals, asking("search", "calc", "search"), *limits, store=store)
+    await scene.play()
+    assert (scene.ran, counts(store)) == ([], {})
+    scene.check()

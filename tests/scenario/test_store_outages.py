@@ -1,0 +1,262 @@
+"""Agents whose store fails: refused, unanswered, lost on the way; and what is counted then."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from langchain_quota import (
+    ModelCallLimit,
+    ModelCallLimitExceededError,
+    Outcome,
+    Quota,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.messages import SKIPPED
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.stores.redis import RedisStore
+from langchain_quota.testing import captured_decisions
+from tests.scene import ANN, Form, Scene, asking, both_forms, texts
+from tests.stores import FickleStore, counts
+from tests.telemetry import Signals
+
+SEARCHES = "search:user_id:ann"
+THREAD = "search:thread:thread-1"
+UNCHECKED = (
+    "Tool call limit could not be checked, so the call of 'search' was not run. Try again later."
+)
+
+outages = pytest.mark.parametrize("outage", ["deny", "allow"])
+
+
+@pytest.fixture(autouse=True)
+def _only_calls_carry_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine, too, no correction is sent behind the calls of a test."""
+    monkeypatch.setattr("langchain_quota.middleware._corrections._FIRST", 3600.0)
+
+
+@pytest.fixture
+def nobody() -> Iterator[RedisStore]:
+    """A store on a port that no server listens on; the port is taken, so no other server can."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield RedisStore(f"redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0")
+
+
+def per_user(kind: str = "tool", limit: int = 99, **options: Any) -> Limit:
+    options = {"quotas": [Quota(limit, per="user_id")], **options}
+    return ToolCallLimit("search", **options) if kind == "tool" else ModelCallLimit(**options)
+
+
+def scene_of(
+    signals: Signals, script: Any, *limits: Limit, outage: Any = "deny", **options: Any
+) -> Scene:
+    return Scene(signals, script, limits, on_store_error=outage, context=ANN, **options)
+
+
+def failures(signals: Signals, error_type: str = "QuotaStoreError") -> float | None:
+    name = "langchain_quota_errors_total"
+    return signals.value(name, component="store", error_type=error_type)
+
+
+def asked(signals: Signals, outcome: str, operation: str = "acquire") -> float | None:
+    name = "langchain_quota_store_seconds_count"
+    return signals.value(name, operation=operation, outcome=outcome)
+
+
+@pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
+async def test_denied_tool_calls(
+    exit_behavior: Any, nobody: RedisStore, signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With nobody to ask, calls are refused as their limit says, with the scope `store`."""
+    limit = per_user(thread_limit=9, exit_behavior=exit_behavior)
+    scene = scene_of(signals, asking("search", "search", "calc"), limit, store=nobody)
+    with captured_decisions() as decisions:
+        if exit_behavior == "error":
+            with pytest.raises(ToolCallLimitExceededError, match="could not be checked") as caught:
+                await scene.play()
+            assert caught.value.decision is not None
+            assert caught.value.decision.resets_at is None
+        else:
+            result = await scene.play()
+            assert sorted(texts(result)) == sorted(
+                [UNCHECKED, UNCHECKED, "calc ran" if exit_behavior == "continue" else SKIPPED]
+            )
+            assert scene.last_text() == ("done" if exit_behavior == "continue" else UNCHECKED)
+    # What no shared limit counts runs, unless its batch is stopped.
+    assert scene.ran == (["calc"] if exit_behavior == "continue" else [])
+    refused = [each for each in decisions if each.outcome is Outcome.BLOCKED]
+    assert [each.leading and each.leading.reason for each in refused] == ["store"] * 2
+    blocked = [scene.metric("tool:search", "blocked", of) for of in ("store", "user_id", "thread")]
+    assert blocked == [2, 0, 0]
+    assert scene.metric("tool:search", "allowed") == 0
+    assert (scene.fallbacks("deny"), scene.fallbacks("allow")) == (2, 0)
+    assert (failures(signals), asked(signals, "error"), asked(signals, "ok")) == (1, 1, 0)
+    assert "store of langchain-quota failed" in caplog.text
+    assert "secret" not in caplog.text
+    scene.check(answered=exit_behavior != "error")
+
+
+@pytest.mark.parametrize("exit_behavior", ["end", "error", "finalize"])
+async def test_denied_model_calls(exit_behavior: Any, nobody: RedisStore, signals: Signals) -> None:
+    """With nobody to ask, the model is not called, and the run ends as the limit says."""
+    limit = per_user("model", exit_behavior=exit_behavior)
+    scene = scene_of(signals, asking("search"), limit, store=nobody)
+    says = "Model call limit could not be checked: try again later."
+    if exit_behavior == "error":
+        with pytest.raises(ModelCallLimitExceededError, match=says):
+            await scene.play()
+    else:
+        await scene.play()
+        assert scene.last_text() == says
+    assert scene.model.calls == ()
+    assert scene.metric("model", "blocked", "store") == 1
+    assert scene.fallbacks("deny") == 1
+
+
+async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
+    """Allowed without the store, thread and run limits hold by the state; quotas do not."""
+    limits = [
+        per_user(limit=0, thread_limit=5, run_limit=3),
+        per_user("model", limit=0, thread_limit=9),
+    ]
+    script = asking("search", "search", "search", "search")
+    scene = scene_of(signals, script, *limits, store=nobody, outage="allow")
+    await scene.play()
+    assert scene.ran == ["search"] * 3
+    await scene.play()
+    assert scene.ran == ["search"] * 5
+    assert scene.metric("tool:search", "blocked", "run") == 1
+    assert scene.metric("tool:search", "blocked", "thread") == 2
+    assert scene.metric("tool:search", "blocked", "store") == 0
+    assert scene.fallbacks("allow") == 4 + 4 + 4  # tool calls of both turns, and model calls
+    assert scene.fallbacks("deny") == 0
+    scene.check()
+
+
+@both_forms
+async def test_a_store_that_is_silent(form: Form, signals: Signals) -> None:
+    """A server that does not answer holds a run up for its timeout, and no longer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silence = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", timeout=0.2)
+        options: dict[str, Any] = {"store": silence, "outage": "allow", "form": form}
+        scene = scene_of(signals, asking("search"), per_user(), **options)
+        async with asyncio.timeout(60):  # the store's timeout is a small part of it
+            await scene.play()
+    assert scene.ran == ["search"]
+    assert (asked(signals, "timeout"), asked(signals, "error")) == (1, 0)
+    assert scene.fallbacks("allow") == 1
+
+
+def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in each.getMessage() for each in caplog.records)
+
+
+@outages
+async def test_one_line_for_each_outage(
+    outage: Any, signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An outage is logged once, however many calls it meets, and once when it is over."""
+    caplog.set_level(logging.INFO, logger="langchain_quota")
+    store = FickleStore(MemoryStore())
+    limits = per_user(), per_user("model")
+    scene = scene_of(signals, asking("search"), *limits, store=store, outage=outage)
+    seen: list[tuple[int, int]] = []
+    for down in (False, True, True, False, False, True, False):
+        store.down = down
+        await scene.play(thread_id=f"thread-{len(seen)}")
+        seen.append((logged(caplog, "store of"), logged(caplog, "works again")))
+    assert seen == [(0, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1), (4, 2)]
+    failed = asked(signals, "error")
+    assert failed is not None
+    assert failures(signals) == failed >= 3
+
+
+@outages
+@pytest.mark.parametrize("hears", [True, False], ids=["answers lost", "not heard"])
+async def test_counts_after_an_outage(outage: Any, *, hears: bool, signals: Signals) -> None:
+    """When the store is back, it counts what ran and nothing else, heard of or not."""
+    store = FickleStore(MemoryStore())
+    store.hears = hears
+    limits = [per_user(thread_limit=99), per_user("model")]
+    scene = scene_of(signals, asking("search", "calc"), *limits, store=store, outage=outage)
+    for down in (False, True, True, False, True, False):
+        store.down = down
+        await scene.play()
+    searches, models = scene.ran.count("search"), len(scene.model.calls)
+    assert (searches, models) == ((3, 6) if outage == "deny" else (6, 12))
+    assert counts(store) == {SEARCHES: searches, THREAD: searches, "model:user_id:ann": models}
+    scene.check()
+
+
+async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
+    """Many threads run in one outage: one log line, and the store gets every call later."""
+    store = FickleStore(MemoryStore())
+    scene = scene_of(signals, asking("search"), per_user(limit=999), store=store, outage="allow")
+    store.down = True
+    for number in range(40):
+        await scene.play(thread_id=f"thread-{number}")
+    lost = [each.attempt_id for each in store.asked]
+    store.down = False
+    store.asked.clear()
+    for number in range(9):
+        await scene.play(thread_id=f"thread-{1000 + number}")
+    assert logged(caplog, "store of") == 2  # failed, and works again
+    assert scene.ran == ["search"] * 49
+    assert counts(store) == {SEARCHES: 49}
+    ids = [[each.id for each in one.compensations] for one in store.asked]
+    assert ids == [*(lost[n : n + 5] for n in range(0, 40, 5)), []]
+
+
+async def test_a_thread_that_ran_in_an_outage(signals: Signals) -> None:
+    """All that ran of a thread goes ahead of its next call, the oldest first, and once."""
+    store = FickleStore(MemoryStore())
+    limit = ToolCallLimit("search", thread_limit=99)
+    scene = scene_of(signals, asking("search"), limit, store=store, outage="allow")
+    store.down = True
+    for _ in range(12):
+        await scene.play()
+    store.down = False
+    store.asked.clear()
+    await scene.play()
+    carried = [[each.starts[THREAD] for each in one.compensations] for one in store.asked]
+    assert carried == [[*range(5)], [*range(5, 10)], [10, 11]]
+    assert [bool(each.hits) for each in store.asked] == [False, False, True]
+    assert counts(store) == {THREAD: len(scene.ran)}
+    scene.check()
+
+
+class BrokenStore(MemoryStore):
+    """Raises what no store should, or leaves out what refuses the calls."""
+
+    error: type[Exception] | None
+
+    def acquire(self, request: Any) -> Any:
+        if self.error:
+            raise self.error("no use")
+        return replace(super().acquire(request), refused=())
+
+
+@outages
+@pytest.mark.parametrize("error", [KeyError, TimeoutError, TypeError, None])
+async def test_a_store_with_a_bug(
+    outage: Any, error: type[Exception] | None, signals: Signals
+) -> None:
+    """Whatever a store raises, it has not answered: the agent goes on, and the kind is counted."""
+    store = BrokenStore()
+    store.error = error
+    scene = scene_of(signals, asking("search"), per_user(), store=store, outage=outage)
+    if error is TypeError:
+        with pytest.raises(TypeError, match="no use"):
+            await scene.play()
+    else:
+        await scene.play()
+    failed = 0 if error is TypeError else 1
+    assert scene.ran == ["search"] * (failed if outage == "allow" else 0)
+    assert (failures(signals, error.__name__ if error else "QuotaStoreError") or 0) == failed

@@ -1,0 +1,60 @@
+"""Where a warning points: at the user's line that made what warns."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+from langgraph.graph import MessagesState, StateGraph
+
+from langchain_quota import GraphQuota, QuotaMiddleware, QuotaWarning, TokenLimit, ToolCallLimit
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import Scene, recording
+from tests.telemetry import Signals
+
+FORGETFUL = ToolCallLimit("search", thread_limit=9)
+MAKES: list[Any] = [
+    lambda telemetry: QuotaMiddleware[Any, Any]([FORGETFUL], telemetry=telemetry),
+    lambda telemetry: QuotaMiddleware([TokenLimit(run_limit=999)], telemetry=telemetry),
+    lambda telemetry: GraphQuota([FORGETFUL], telemetry=telemetry),
+]
+
+
+@pytest.mark.parametrize("make", MAKES, ids=["generic", "budget", "graph"])
+async def test_of_a_middleware(make: Any, signals: Signals) -> None:
+    """A thread limit that is forgotten, and tokens that are not reported: it is made there.
+
+    It is shown once, and who filters warnings by module names their own.
+    """
+    limits = make(signals.telemetry)
+    model = ScriptedChatModel(script=["A short answer."] * 3)
+    if isinstance(limits, GraphQuota):
+        state: Any = StateGraph(MessagesState)
+        limits.add_to(state, model=model, tools=[recording("search", [])])
+        agent: Any = state.compile()
+    else:
+        agent = Scene(signals, model, [limits], checkpointer=None).agent
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=__name__)
+        for _ in range(2):
+            await agent.ainvoke({"messages": [("user", "hi")]})
+
+    (warning,) = caught
+    assert warning.category is QuotaWarning
+    assert (warning.filename, warning.lineno) == (__file__, make.__code__.co_firstlineno)
+
+
+def test_code_without_a_module(signals: Signals) -> None:
+    """Code that was never imported, as templates and consoles run it, has its line, too."""
+    namespace: dict[str, Any] = {"make": partial(QuotaMiddleware, telemetry=signals.telemetry)}
+    namespace["limits"] = [FORGETFUL]
+    exec(compile("\n\nquota = make(limits)", "<console>", "exec"), namespace)  # noqa: S102 - as they do
+    agent = Scene(signals, ["hi"], [namespace["quota"]], checkpointer=None).agent
+
+    with pytest.warns(QuotaWarning, match="checkpointer") as caught:
+        agent.invoke({"messages": [("user", "hi")]})
+
+    (warning,) = caught
+    assert (warning.filename, warning.lineno) == ("<console>", 3)

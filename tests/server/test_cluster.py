@@ -1,0 +1,250 @@
+"""A Redis Cluster of three nodes: tenants have prefixes of their own, and each stays exact."""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing, closing, contextmanager
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from redis.crc import key_slot
+
+from langchain_quota import ModelCallLimit, Quota, QuotaStoreError, RedisStore, ToolCallLimit
+from langchain_quota.admission import Compensation
+from tests.scene import Scene, asking, recording, texts
+from tests.server.prometheus import eventually
+from tests.server.redis import RedisServer, running_redis
+from tests.server.stores import batch, calls, compensating, used
+from tests.telemetry import telling
+
+NODES = 3
+PROCESSES = 4
+TENANTS = [f"tenant-{number}" for number in range(12)]
+LIMIT = 10
+"""How many calls a tenant may make."""
+RUNS = 3
+"""How often each process runs an agent for each tenant; each run asks for two calls."""
+PATIENCE = 120
+LIMITS: list[Any] = [
+    ToolCallLimit(
+        "email", run_limit=5, quotas=[Quota(LIMIT, per="tenant", window=timedelta(days=7))]
+    ),
+    ModelCallLimit(thread_limit=1_000),
+]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    """The nodes of a cluster, each with a third of the slots; most tests share it."""
+    with cluster(tmp_path_factory) as found:
+        yield found
+
+
+@contextmanager
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    """Run a cluster. It works on when a node is down."""
+    with ExitStack() as running:
+        found: list[RedisServer] = []
+        for number in range(NODES):
+            directory = tmp_path_factory.mktemp("node")
+            options = ("--cluster-enabled", "yes", "--cluster-config-file")
+            made = running_redis(directory, *options, str(directory / "nodes"))
+            server = running.enter_context(made)
+            with server.client() as client:
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+                first, last = (16384 * each // NODES for each in (number, number + 1))
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last - 1))
+                if found:
+                    port = str(found[0].port)
+                    client.execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+            found.append(server)
+        eventually(lambda: all(map(_knows_all, found)))
+        yield found
+
+
+def _knows_all(server: RedisServer) -> bool:
+    with server.client() as client:
+        known: Any = client.execute_command("CLUSTER INFO")
+        return known["cluster_state"] == "ok" and len(client.cluster("SLOTS")) == NODES
+
+
+@pytest.fixture
+def client(nodes: list[RedisServer]) -> Iterator[Any]:
+    """A sync client of the cluster."""
+    with closing(redis.RedisCluster("127.0.0.1", nodes[0].port)) as client:
+        yield client
+
+
+def store_of(client: Any, name: str) -> RedisStore:
+    """A store whose prefix has the name of a test and that of the run's tenant."""
+    return RedisStore(
+        client, prefix=lambda _, runtime: f"{name}.{runtime.context['tenant']}", timeout=60
+    )
+
+
+def of_tenant(client: Any, name: str, tenant: str) -> RedisStore:
+    """The store of one tenant, where no run's context says which."""
+    return RedisStore(client, prefix=f"{name}.{tenant}", timeout=60)
+
+
+def scene_of(store: RedisStore, *limits: Any, **options: Any) -> Scene:
+    """An agent that asks for two mails in each run."""
+    given = {"tools": ["email"], "checkpointer": None, **options}
+    return Scene(telling(), asking("email", "email"), limits or LIMITS, store=store, **given)
+
+
+def worker(port: int, prefix: str, diary: str) -> None:
+    """A process whose agents write down whose mails they send."""
+    written = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    async def send_for(tenant: str, store: RedisStore) -> None:
+        email = recording("email", [], lambda: os.write(written, f"{tenant}\n".encode()))
+        who: Any = {"context": {"tenant": tenant}, "thread_id": f"of-{tenant}"}
+        await scene_of(store, tools=[email], **who).play()
+
+    async def work() -> None:
+        async with redis.asyncio.RedisCluster("127.0.0.1", port) as client:
+            store = store_of(client, prefix)
+            for _ in range(RUNS):
+                await asyncio.gather(*(send_for(tenant, store) for tenant in TENANTS))
+
+    asyncio.run(work())
+
+
+def test_processes_share_the_counts_of_tenants(
+    nodes: list[RedisServer], client: Any, tmp_path: Path
+) -> None:
+    """4 processes ask for 24 mails of each of 12 tenants: 10 are sent, and all nodes have keys."""
+    # These names put tenants on all nodes.
+    name, diary = "test_processes_share_the_counts_of_tenants", tmp_path / "diary"
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    given = (nodes[-1].port, name, str(diary))
+    working = [context.Process(target=worker, args=given) for _ in range(PROCESSES)]
+    for each in working:
+        each.start()
+    for each in working:
+        each.join(PATIENCE)
+        assert each.exitcode == 0
+    assert Counter(diary.read_text().split()) == dict.fromkeys(TENANTS, LIMIT)
+    for tenant in TENANTS:
+        uses = of_tenant(client, name, tenant).usages()
+        counts = {use.key.rpartition(":604800:")[0] or use.key: use.used for use in uses}
+        assert {key: used for key, used in counts.items() if ":run:" not in key} == {
+            f"email:tenant:{tenant}": LIMIT,
+            f"model:thread:of-{tenant}": 2 * PROCESSES * RUNS,
+        }
+    kept = []
+    for node in nodes:
+        with node.client() as own:
+            found = [*own.scan_iter(match=f"{{{name}.*", count=1_000)]
+        # All that belongs to a tenant is on one node, in one slot.
+        kept.append({each.partition(b"}")[0] for each in found})
+        slots = {(each.partition(b"}")[0], key_slot(each)) for each in found}
+        assert len(slots) == len(kept[-1])
+    assert all(kept)
+    assert sum(map(len, kept)) == len(TENANTS)
+
+
+async def test_a_first_caller_who_is_cancelled(nodes: list[RedisServer]) -> None:
+    """Who waits for the client's first connection is not cancelled with who began it."""
+    async with aclosing(redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port)) as client:
+        store = RedisStore(client, prefix=nodes[0].prefix(), timeout=60)
+        first, *others = [asyncio.create_task(store.aacquire(calls("a", 1))) for _ in range(9)]
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert sorted(each.used["a"] for each in await asyncio.gather(*others)) == [*range(8)]
+
+
+async def test_the_sync_form(client: Any) -> None:
+    """A sync client serves agents, keys of several tenants, grants, undone attempts and resets."""
+    name = "test_the_sync_form"
+    store = store_of(client, name)
+    scene = scene_of(store, form="sync")
+
+    async def run(times: int, thread: str) -> None:
+        for tenant in TENANTS * times:
+            await scene.play(context={"tenant": tenant}, thread_id=thread)
+
+    await run(6, "7")
+    assert len(scene.ran) == LIMIT * len(TENANTS)
+    keys = [
+        f"{name}.{tenant}/{use.key}"
+        for tenant in TENANTS
+        for use in of_tenant(client, name, tenant).usages("*:tenant:*")
+    ]
+    assert used(store, *keys) == [LIMIT] * len(TENANTS)
+    granted = store.grant(keys[0], 3, reason="more")
+    listed = of_tenant(client, name, TENANTS[0]).grants()
+    assert [(each.id, each.amount) for each in listed] == [(granted.id, 3)]
+    await run(2, "8")
+    assert len(scene.ran) == LIMIT * len(TENANTS) + 3
+    assert store.revoke(keys[0], granted.id) is not None
+    store.reset(keys)
+    assert used(store, *keys) == [0] * len(TENANTS)
+    lost = batch(dict.fromkeys((f"a/key-{number}" for number in range(20)), 1))
+    store.acquire(lost)
+    undo = Compensation("lost", {"a/late": 1}, attempt_id=lost.attempt_id)
+    store.acquire(compensating(undo))
+    assert used(store, "a/late", "a/key-0", "a/key-19") == [1, 0, 0]
+
+
+def test_the_url_of_one_node(nodes: list[RedisServer]) -> None:
+    """Where another node has the key, the error says to give a client of the cluster."""
+
+    def failure(alone: RedisStore, key: str) -> str:
+        try:
+            alone.peek([key])
+        except QuotaStoreError as error:
+            return str(error)
+        return ""
+
+    with closing(RedisStore(nodes[0].url, prefix=lambda *_: "a", timeout=60)) as alone:
+        said = {failure(alone, f"{tenant}/email:thread:7") for tenant in TENANTS}
+    assert "" in said
+    assert len(said) > 1
+    assert all("give RedisStore a client of the cluster" in each for each in said - {""})
+
+
+async def test_a_node_that_is_down(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Calls of its tenants are judged as in an outage; its corrections stop no other tenant.
+
+    When the node is back, it is corrected.
+    """
+    with (
+        cluster(tmp_path_factory) as nodes,
+        closing(redis.RedisCluster("127.0.0.1", nodes[0].port)) as client,
+    ):
+        here, away = (
+            next(each for each in TENANTS if key_slot(b"down." + each.encode()) * 3 // 16384 == n)
+            for n in (0, 1)
+        )
+        store = store_of(client, "down")
+        limit = ToolCallLimit("email", quotas=[Quota(LIMIT, per="tenant")])
+        scene = scene_of(store, limit, on_store_error="allow", form="sync", thread_id=None)
+
+        async def run(tenant: str) -> list[str]:
+            return texts(await scene.play(context={"tenant": tenant}))
+
+        def counted(tenant: str) -> list[int | None]:
+            return used(store, f"down.{tenant}/email:tenant:{tenant}")
+
+        sent = ["email ran"] * 2
+        nodes[1].stop()
+        with pytest.raises(QuotaStoreError):
+            counted(away)
+        for number in (1, 2):
+            assert await run(away) == await run(here) == sent
+            assert counted(here) == [2 * number]
+        nodes[1].start()
+        eventually(lambda: _knows_all(nodes[1]) and _knows_all(nodes[0]))
+        assert await run(here) == await run(away) == sent
+        eventually(lambda: (counted(here), counted(away)) == ([6], [6]))

@@ -1,0 +1,255 @@
+"""Redis that stops, hangs, loses replies, or is too late: what is told, and what is counted."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from blockbuster import blockbuster_ctx
+
+from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
+from langchain_quota.quotas import Quota
+from langchain_quota.stores.redis import RedisStore
+from tests.forked import run_python
+from tests.scene import ANN, Form, Scene, asking, both_forms, texts
+from tests.server.prometheus import eventually
+from tests.server.proxy import Proxy, late, lost, piecemeal, proxy, replaced, reset
+from tests.server.redis import RedisServer, running_redis
+from tests.server.stores import calls, used
+from tests.stores import counts
+from tests.telemetry import Signals, telling
+
+SHORT = 0.3
+"""The timeout of a store that is to run into it, in seconds."""
+LONG = 30.0
+"""The timeout of a store that is not to."""
+DEADLINE = 120
+"""Seconds after which something hangs."""
+SEARCHES, THREAD = "search:user_id:ann", "search:thread:thread-1"
+SHARED = "search:global:"
+PER_USER = ToolCallLimit("search", quotas=[Quota(10**9, per="user_id")], thread_limit=10**9)
+
+Open = Callable[..., RedisStore]
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of the test's own, which knows what it knew when it is started again."""
+    with running_redis(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
+        yield server
+
+
+@pytest.fixture
+def way(redis_server: RedisServer) -> Iterator[Proxy]:
+    """A way to Redis on which things go wrong."""
+    with proxy(redis_server.port) as way:
+        yield way
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Open]:
+    """Opens stores, and closes them in the end."""
+    stores: list[RedisStore] = []
+
+    def make(url: str, prefix: str, timeout: float = LONG) -> RedisStore:
+        stores.append(RedisStore(url, prefix=prefix, timeout=timeout))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.aclose()
+
+
+async def blocked(seconds: float) -> None:
+    """Block the event loop, behind what it has begun."""
+    await asyncio.sleep(0)
+    time.sleep(seconds)  # noqa: ASYNC251 - the fault
+
+
+class TestEventLoop:
+    """A reply that waits while something blocks the event loop."""
+
+    @pytest.mark.parametrize("connected", [True, False])
+    async def test_reply_that_is_there(self, way: Proxy, opened: Open, *, connected: bool) -> None:
+        """A question is answered, however long the event loop was blocked meanwhile."""
+        store = opened(way.url, f"there.{connected}", SHORT)
+        if connected:
+            await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(6)))
+        asked = [asyncio.create_task(store.aacquire(calls("search", 1))) for _ in range(6)]
+        await blocked(3 * SHORT)
+        assert [each.admitted for each in await asyncio.gather(*asked)] == [(True,)] * 6
+
+    @pytest.mark.parametrize("own", [True, False], ids=["own client", "URL"])
+    async def test_no_reply(self, way: Proxy, opened: Open, *, own: bool) -> None:
+        """If no reply comes even then, the error names the event loop; else it does not."""
+        async with redis.asyncio.Redis.from_url(way.url, socket_timeout=SHORT) as client:
+            store = RedisStore(client, timeout=1.5 * SHORT) if own else opened(way.url, "no", SHORT)
+            await store.aacquire(calls("search", 1))
+            way.blackhole()
+            asked = asyncio.create_task(store.aacquire(calls("search", 1)))
+            await blocked(4 * SHORT)
+            said = r"event loop was blocked for 1\.\d s"
+            with pytest.raises(EventLoopBlockedError, match=said) as failed:
+                await asked
+            assert failed.value.timed_out
+            silent: type[QuotaStoreError] = EventLoopBlockedError
+            while silent is EventLoopBlockedError:  # the machine may be busy
+                with pytest.raises(QuotaStoreError) as unanswered:
+                    await store.aacquire(calls("search", 1))
+                silent = unanswered.type
+            assert silent is QuotaStoreError
+
+
+class TestAgents:
+    """Agents go on, or are refused, and in the end what ran is counted."""
+
+    def scene(self, signals: Signals, script: Any, store: RedisStore, **options: Any) -> Scene:
+        return Scene(signals, script, [PER_USER], store=store, context=ANN, **options)
+
+    @both_forms
+    async def test_every_fault(
+        self, form: Form, way: Proxy, redis_server: RedisServer, opened: Open, signals: Signals
+    ) -> None:
+        """Whatever happens to replies, in the end every call that ran is counted once."""
+        prefix = redis_server.prefix()
+        store, patient = opened(way.url, prefix, SHORT), opened(redis_server.url, prefix)
+        scene = self.scene(signals, asking("search"), store, form=form, on_store_error="allow")
+        faults = [lost, reset, late(2 * SHORT), replaced(b":1\r\n"), piecemeal, late(0.01)]
+        for fault in faults:
+            await scene.play()
+            way.fail(fault)
+            for _ in range(3):
+                await scene.play()
+            way.heal()
+        way.blackhole()
+        await scene.play()
+        way.heal()
+        assert scene.ran == ["search"] * 25
+        async with asyncio.timeout(DEADLINE):
+            # A few corrections go with each request.
+            while counts(patient) != dict.fromkeys((SEARCHES, THREAD), len(scene.ran)):
+                await scene.play()
+        # Nothing is left that a further request would bring.
+        await scene.play()
+        assert counts(patient) == dict.fromkeys((SEARCHES, THREAD), len(scene.ran))
+
+    @pytest.mark.parametrize("outage", ["stopped", "paused"])
+    async def test_under_load(
+        self, outage: str, durable: RedisServer, opened: Open, signals: Signals
+    ) -> None:
+        """Eight agents run on while Redis stops or hangs, twice: in the end it counts what ran."""
+        store, patient = opened(durable.url, "x", 0.5), opened(durable.url, "x")
+        over = asyncio.Event()
+        options: Any = {"on_store_error": "allow", "checkpointer": None}
+        script: Any = lambda _: "done" if over.is_set() else ["search", "search"]  # noqa: E731
+        scene = self.scene(signals, script, store, **options)
+        stops = outage == "stopped"
+
+        async def run(thread: str) -> None:
+            config = {"configurable": {"thread_id": thread}, "recursion_limit": 9**9}
+            await scene.agent.ainvoke({"messages": [("user", "hi")]}, config, context=ANN)
+
+        async def more(outcome: str) -> None:
+            """Wait for requests of one outcome."""
+
+            def found() -> float:
+                name = "langchain_quota_store_seconds_count"
+                return signals.value(name, operation="acquire", outcome=outcome) or 0
+
+            before = found()
+            while found() < before + 5:  # noqa: ASYNC110 - what it waits for has no event
+                await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(DEADLINE):
+            running = [asyncio.create_task(run(f"thread-{number % 4}")) for number in range(8)]
+            for _ in range(2):
+                await more("ok")
+                await asyncio.to_thread(durable.stop if stops else durable.pause)
+                await more("error" if stops else "timeout")
+                await asyncio.to_thread(durable.start if stops else durable.resume)
+            await more("ok")
+            over.set()
+            await asyncio.gather(*running)
+            # What is still to be corrected is corrected by itself, or with the next requests.
+            while counts(patient).get(SEARCHES) != len(scene.ran):
+                await run("thread-0")
+            assert sum(counts(patient).values()) == 2 * len(scene.ran)
+
+    @pytest.mark.parametrize("on_store_error", ["deny", "allow"])
+    async def test_the_event_loop_is_not_blocked(
+        self, on_store_error: Any, durable: RedisServer, opened: Open, signals: Signals
+    ) -> None:
+        """A Redis that is stopped, hangs and comes back blocks the event loop nowhere."""
+        store = opened(durable.url, durable.prefix(), 1)
+        scene = self.scene(signals, asking("search"), store, on_store_error=on_store_error)
+        for change in (None, durable.pause, durable.resume, durable.stop, durable.start):
+            if change is not None:
+                change()
+            if change != durable.resume:
+                with blockbuster_ctx():
+                    await scene.play()
+        assert len(scene.ran) == (2 if on_store_error == "deny" else 4)
+        # A call that blocks would be a further error. The loop may be late by itself.
+        assert sum(signals.samples("langchain_quota_errors_total").values()) == 2
+        assert counts(opened(durable.url, str(store.prefix)))[SEARCHES] == len(scene.ran)
+
+
+def losing(url: str, prefix: str, pid: int, form: Form) -> Scene:
+    """An agent that asks for two searches; the server stops answering before they are judged."""
+
+    def script(messages: list[Any]) -> Any:
+        if messages[-1].type != "human":
+            return "done"
+        os.kill(pid, signal.SIGSTOP)
+        return ["search"] * 2
+
+    quotas = [Quota(10, per="global")]
+    # The request for the model's call connects the store before the server stops.
+    limits: list[Any] = [ToolCallLimit("search", quotas=quotas), ModelCallLimit(quotas=quotas)]
+    store = RedisStore(url, prefix=prefix, timeout=SHORT)
+    return Scene(telling(), script, limits, store=store, form=form)
+
+
+PROGRAM = """
+import asyncio, os, signal, sys
+from tests.server.test_outages import losing
+url, prefix, pid = sys.argv[1:]
+asyncio.run(losing(url, prefix, int(pid), "sync").play())
+os.kill(int(pid), signal.SIGCONT)
+"""
+
+
+class TestLostReplies:
+    """A request charged calls that did not run, since its reply was lost: it is undone."""
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_nothing_is_asked_any_more(self, durable: RedisServer, *, ends: bool) -> None:
+        """The charge is taken back though no run needs the store, before the event loop ends."""
+        with closing(RedisStore(durable.url, prefix="x", timeout=LONG)) as other:
+
+            def charged(count: int) -> bool:
+                return used(other, SHARED) == [count]
+
+            async def run() -> None:
+                result = await losing(durable.url, "x", durable.pid, "async").play()
+                assert all("could not be checked" in each for each in texts(result))
+                durable.resume()
+                await asyncio.to_thread(eventually, lambda: charged(2 if ends else 0))
+
+            asyncio.run(run())
+            assert charged(0)
+
+    def test_a_process_that_ends(self, durable: RedisServer) -> None:
+        """A process whose last reply was lost takes the charge back before it ends."""
+        done = run_python(PROGRAM, durable.url, "x", str(durable.pid))
+        assert done.returncode == 0, done.stderr
+        with closing(RedisStore(durable.url, prefix="x", timeout=LONG)) as other:
+            assert used(other, SHARED) in ([0], [None])

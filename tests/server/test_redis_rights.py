@@ -1,0 +1,96 @@
+"""What the pages say of the rights of a user of Redis."""
+
+import asyncio
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from langchain_quota import QuotaStoreError, RedisStore
+from langchain_quota.admission import Compensation
+from langchain_quota.cli import main
+from tests.server.redis import RedisServer
+from tests.server.stores import batch, calls, compensating
+from tests.server.test_cluster import nodes  # noqa: F401 - a fixture
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHARED = (DOCS / "shared-quotas.md").read_text()
+SECURITY = " ".join((DOCS / "security.md").read_text().split())
+SECRET = "a-secret-of-the-tests"  # noqa: S105 - of a server that lives for a test
+OF_CONNECTIONS = {"hello", "auth", "info", "config|resetstat", "client|setinfo"}
+"""What clients say that are connected, and what the test asks itself."""
+
+[(KEYS, WORDS)] = re.findall(r"ACL SETUSER quota on >\S+ (\S+) (\+.*)", SHARED)
+COMMANDS = [each.removeprefix("+") for each in WORDS.split()]
+
+
+def use_all_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a store and the command ask of Redis."""
+    with closing(RedisStore(url, timeout=30)) as store:
+        lost = calls("search", 1)
+        store.acquire(lost)
+        store.acquire(compensating(Compensation(lost.attempt_id, attempt_id=lost.attempt_id)))
+        store.peek(["search"])
+        asyncio.run(store.aacquire(calls("search", 1)))
+        # What is only held is given back by the reset.
+        store.acquire(batch({"search": 1}, leases={"search": 900}))
+    monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url)
+    assert main(["quotas", "show"]) == 0
+    assert main(["quotas", "reset", "--yes"]) == 0
+
+
+def test_the_rights_are_those_that_are_used(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user with the pages' rights can do all, and there is no right that is not needed."""
+    further = re.findall(r"`\+(\w+)` is only for", SECURITY)
+    assert further == re.findall(r"need `\+(\w+)`", SHARED) == ["scan"]
+    with redis_server.client() as client:
+        rights = (f">{SECRET}", KEYS, *(f"+{each}" for each in [*COMMANDS, "scan"]))
+        client.execute_command("ACL", "SETUSER", "quota", "on", *rights)
+        client.config_resetstat()
+        use_all_of_it(f"redis://quota:{SECRET}@127.0.0.1:{redis_server.port}", monkeypatch)
+        statistics: Any = client.info("commandstats")
+    used = {each.removeprefix("cmdstat_") for each in statistics} - OF_CONNECTIONS
+    assert used == {*COMMANDS, "scan"}
+
+
+def test_another_database_needs_a_further_right(redis_server: RedisServer) -> None:
+    """With `+select`, and not without it, a URL may name another database than 0."""
+    assert "`+select` only for a URL with another database than 0" in SECURITY
+    url = f"redis://other:{SECRET}@127.0.0.1:{redis_server.port}/1"
+    with redis_server.client() as client, closing(RedisStore(url, timeout=30)) as store:
+        client.execute_command("ACL", "SETUSER", "other", "on", f">{SECRET}", KEYS, *WORDS.split())
+        with pytest.raises(QuotaStoreError, match="select"):
+            store.acquire(calls("search", 1))
+        client.execute_command("ACL", "SETUSER", "other", "+select")
+        assert store.acquire(calls("search", 1)).admitted == (True,)
+
+
+def test_a_cluster_needs_further_rights(nodes: list[RedisServer]) -> None:  # noqa: F811 - the fixture
+    """With the page's further rights, and not without them, a client can use a cluster."""
+    [keys] = re.findall(r"the keys of all prefixes, such as `(\S+)`", SHARED)
+    [further] = re.findall(r"A client of a cluster needs\s+`([^`]+)`", SHARED)
+    who: Any = {"username": "quota", "password": SECRET}
+
+    def allow(*rules: str) -> None:
+        for node in nodes:
+            with node.client() as client:
+                client.execute_command("ACL", "SETUSER", "quota", *rules)
+
+    async def acquire() -> int:
+        async with redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port, **who) as client:
+            store = RedisStore(client, prefix="tenant.acme", timeout=60)
+            return (await store.aacquire(calls("search", 1))).used["search"]
+
+    allow("on", f">{SECRET}", *WORDS.split(), keys)
+    with pytest.raises(redis.RedisClusterException):
+        redis.RedisCluster("127.0.0.1", nodes[0].port, **who)
+    allow(*further.split())
+    with closing(redis.RedisCluster("127.0.0.1", nodes[0].port, **who)) as client:
+        RedisStore(client, prefix="tenant.acme", timeout=60).acquire(calls("search", 1))
+    assert asyncio.run(acquire()) == 1

@@ -1,0 +1,126 @@
+"""A real Prometheus scrapes real agents, some with hostile names, and gives back all they tell."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import httpx
+import pytest
+from opentelemetry.trace import format_span_id, format_trace_id
+from prometheus_client.parser import text_string_to_metric_families
+
+from langchain_quota import (
+    Limit,
+    MetricsServer,
+    ModelCallLimit,
+    ToolCallLimit,
+    start_metrics_server,
+)
+from tests.scene import Scene
+from tests.server.prometheus import (
+    Prometheus,
+    Series,
+    StartPrometheus,
+    check_metrics,
+    eventually,
+    parse_openmetrics,
+    series_of,
+)
+from tests.telemetry import Signals, attributes, telling
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+FORGED = 'a"} 1\nlangchain_quota_calls_total{tool="forged"} 1\n\\'
+THREADS: list[object] = ["good", 7, "", "x" * 10_000, FORGED, "\ud800", "süß"]
+
+
+class Scraped(NamedTuple):
+    """Agents, the server of their metrics, and a Prometheus that has scraped it since."""
+
+    signals: Signals
+    server: MetricsServer
+    prometheus: Prometheus
+
+    def text(self, accept: str = "text/plain") -> str:
+        """The metrics as the server gives them now."""
+        response = httpx.get(self.server.url, headers={"accept": accept}, trust_env=False)
+        assert response.headers["content-type"].startswith(accept)
+        return response.text
+
+
+async def play(signals: Signals) -> None:
+    limits: list[Limit] = [
+        ModelCallLimit(thread_limit=20, run_limit=3),
+        ToolCallLimit("search", thread_limit=3, run_limit=1),
+    ]
+    script = [["search"], ["search", f"{FORGED}-1", "invented"], "done"] * len(THREADS) * 2
+    for name in ("researcher", FORGED):
+        scene = Scene(signals, script, limits, name=name)
+        for thread in THREADS:
+            await scene.play(thread_id=thread)
+    invented = [f"tool_{number}" for number in range(3_000)]
+    await Scene(signals, [invented, "done"], limits, name="inventor").play()
+
+
+@pytest.fixture(scope="module")
+def scraped(start_prometheus: StartPrometheus) -> Iterator[Scraped]:
+    """More threads than may have series, and more tools than may have labels."""
+    signals = telling(max_exported_threads=9)
+    with start_metrics_server(0, registry=signals.registry) as server:
+        prometheus = start_prometheus({"agents": f"{server.addr}:{server.port}"})
+        asyncio.run(play(signals))
+        prometheus.wait_for_scrape("agents")
+        yield Scraped(signals, server, prometheus)
+
+
+def own(series: Series) -> Series:
+    """The series of this library, without the times at which prometheus_client made them."""
+    return {
+        (name, labels): value
+        for (name, labels), value in series.items()
+        if name.startswith("langchain_quota_") and not name.endswith("_created")
+    }
+
+
+def test_every_series_is_queried_back(scraped: Scraped) -> None:
+    """Prometheus has exactly the series, labels and values that the process tells."""
+    told = own(series_of(text_string_to_metric_families(scraped.text())))
+    assert len(told) > 300
+    assert own(scraped.prometheus.series('{job="agents"}')) == told
+    values = {value for _, labels in told for _, value in labels}
+    assert all(value.isprintable() and 0 < len(value) <= 64 for value in values)
+
+
+def test_bounds_hold(scraped: Scraped) -> None:
+    """Of many threads and tools as many have series as may; what has none is counted."""
+    used = scraped.prometheus.query("langchain_quota_thread_used")
+    assert len({(each.labels["agent"], each.labels["thread_id"]) for each in used}) == 9
+    hidden = scraped.prometheus.value("sum(langchain_quota_threads_hidden)")
+    assert hidden == 2 * len(THREADS) + 1 - 9
+    calls = 'langchain_quota_calls_total{agent="inventor",kind="tool",decision="allowed"}'
+    # The tool `calc`, which is not called, has one of a hundred places.
+    assert len(scraped.prometheus.query(calls)) == 99 + 1
+    assert scraped.prometheus.value(f"sum({calls})") == 3_000
+
+
+def test_exemplars_lead_to_spans(scraped: Scraped) -> None:
+    """An exemplar from Prometheus' API names a recorded span, and it is one of that very kind."""
+    selector = 'langchain_quota_calls_total{agent="researcher",tool="search",decision="blocked"}'
+    expected = {"decision": "blocked", "gen_ai.tool.name": "search"}
+    spans = {
+        (format_trace_id(each.context.trace_id), format_span_id(each.context.span_id)): each
+        for each in scraped.signals.spans()
+    }
+    for exemplar in eventually(lambda: scraped.prometheus.exemplars(selector)):
+        assert set(exemplar) == {"trace_id", "span_id"}
+        told = attributes(spans[exemplar["trace_id"], exemplar["span_id"]])
+        assert expected.items() <= told.items()
+        assert told["gen_ai.agent.name"] == "researcher"
+
+
+def test_both_formats_are_valid(scraped: Scraped) -> None:
+    """Promtool has nothing to say of the text, and OpenMetrics tells the same."""
+    text, openmetrics = scraped.text(), scraped.text(OPENMETRICS)
+    assert check_metrics(text) == (0, [])
+    assert openmetrics.endswith("# EOF\n")
+    families = parse_openmetrics(openmetrics)
+    assert series_of(families) == series_of(text_string_to_metric_families(text))

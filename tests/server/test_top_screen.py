@@ -1,0 +1,206 @@
+"""`langchain-quota top` in a real terminal, beside running services."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    CostLimit,
+    MemoryStore,
+    Quota,
+    QuotaMiddleware,
+    Telemetry,
+    TokenLimit,
+    ToolCallLimit,
+    start_metrics_server,
+)
+from tests.forked import COMMAND_LINE, start_python
+from tests.server.agents import build_agent
+from tests.server.prometheus import eventually
+from tests.server.terminal import Terminal, command, running_terminal
+from tests.tokens import answer
+
+A_TOKEN = Decimal("0.0001")
+"""What a token costs, in dollars."""
+
+
+class Worker:
+    """A process' agent, with budgets and quotas of tenants, and its metrics."""
+
+    def __init__(self, store: MemoryStore, port: int = 0) -> None:
+        registry = CollectorRegistry()
+        self._quota = QuotaMiddleware(
+            [
+                ToolCallLimit("search", thread_limit=5, quotas=[Quota(8, per="tenant")]),
+                CostLimit(thread_limit="0.50", name="money"),
+                TokenLimit(run_limit=100_000, name="tokens"),
+            ],
+            store=store,
+            prices=lambda used: used.total_tokens * A_TOKEN,
+            telemetry=Telemetry(registry=registry, subject_label={"tenant": str}),
+        )
+        self.server = start_metrics_server(port, registry=registry)
+        self.address = f"127.0.0.1:{self.server.port}"
+
+    def play(self, thread: str, searches: int, tokens: int, tenant: str = "acme") -> None:
+        """Let the agent search on a thread; it spends tokens for that."""
+        script = (
+            [answer(tokens - 1, *["search"] * searches), answer(1)]
+            if searches
+            else [answer(tokens)]
+        )
+        agent = build_agent(script, [self._quota], name="support", saver=InMemorySaver())
+        asked: Any = {"messages": [("user", "go on")]}
+        config: Any = {"configurable": {"thread_id": thread}}
+        asyncio.run(agent.ainvoke(asked, config, context={"tenant": tenant}))
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[str]]:
+    """The addresses of two workers of a service."""
+    store = MemoryStore()
+    one, two = Worker(store), Worker(store)
+    with one.server, two.server:
+        one.play("ann", 6, 4_000)
+        two.play("bob", 2, 1_000)
+        two.play("cid", 0, 500, tenant="other")
+        yield [one.address, two.address]
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """A terminal of 80 columns and 24 lines."""
+    with running_terminal(tmp_path) as terminal:
+        yield terminal
+
+
+def top(*arguments: str, program: str = COMMAND_LINE) -> str:
+    """A line for a shell that shows the view, and says how it ended."""
+    return f"{command('top', *arguments, program=program)}; echo ended with $?"
+
+
+def test_keys_in_a_terminal(workers: list[str], terminal: Terminal) -> None:
+    """In a terminal: views, orders, a filter and a pause by keys; another size; and the end."""
+    terminal.type(top(*workers, "--interval", "0.5"))
+    lines = terminal.wait_for("2 processes at 2 addresses", "(0/min)")
+    assert [line.split()[:4] for line in lines[3:5]] == [
+        ["thread", "agent", "limit", "used/of"],
+        ["ann", "support", "tool:search", "5/5"],
+    ]
+    assert lines[23].startswith("q quit")
+    assert terminal.flags() == {"alternate_on": True, "cursor_flag": False, "wrap_flag": False}
+    terminal.press("2")
+    terminal.wait_for("acme", "tenant", "7/8", "87%~")
+    terminal.press("3")
+    terminal.wait_for("allowed", "on trial")
+    terminal.press("1", "s")
+    terminal.wait_for("by refused")
+    terminal.press("/", "m", "O", "Down", "Enter")
+    assert "money" in terminal.wait_for("with mO", "1-3 of 3")[4]
+    terminal.press("Escape")
+    terminal.wait_for("of 8")
+    terminal.press("C-z", "Space")
+    terminal.wait_for("paused")
+    terminal.resize(140, 40)
+    lines = terminal.wait_for("state", "exhausted", "ends in")
+    assert len(lines) == 40
+    assert lines[39].startswith("q quit")
+    terminal.press("q")
+    terminal.wait_for("ended with 0")
+    assert "processes" not in terminal.text
+
+
+def test_news_are_shown(terminal: Terminal) -> None:
+    """What agents do is seen while they do it; a restart begins anew, and takes nothing back.
+
+    While an address does not answer, the others are shown, and keys work.
+    """
+    store = MemoryStore()
+    worker = Worker(store)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        slow = f"127.0.0.1:{silent.getsockname()[1]}"
+        with worker.server:
+            terminal.type(top(worker.address, slow, "--interval", "0.5"))
+            terminal.wait_for("1 process at 2 addresses", "no thread has used anything yet")
+            worker.play("ann", 6, 4_000)
+            terminal.wait_for("ann", "5/5", "1 refused")
+        terminal.wait_for(" s old): [Errno 111] Connection refused", "5/5")
+        worker = Worker(store, worker.server.port)
+        with worker.server:
+            worker.play("bob", 0, 100)
+            lines = terminal.wait_for("bob", "$0.01/$0.50")
+            assert "ann" not in "".join(lines)
+            assert not re.search(r"-\d", lines[1])
+            terminal.press("q")
+            terminal.wait_for("ended with 0")
+
+
+BREAKS = f"""
+from langchain_quota.cli import top
+drawn = []
+def screen(*arguments, **options):
+    drawn.append(1)
+    if len(drawn) > 1:
+        raise RuntimeError("it broke")
+    return "almost"
+top.screen = screen
+{COMMAND_LINE}
+"""
+WINDOWS = f"import sys; sys.modules['termios'] = None; {COMMAND_LINE}"
+"""Where keys cannot be read."""
+
+# The exit code says how; a shell adds 128 to the number of a signal.
+ENDS: dict[str, tuple[int, str]] = {
+    "C-c": (130, COMMAND_LINE),
+    "SIGTERM": (143, COMMAND_LINE),
+    "an error": (1, BREAKS),
+    "without keys": (130, WINDOWS),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_terminal_is_as_before(
+    end: str, workers: list[str], terminal: Terminal, tmp_path: Path
+) -> None:
+    """However the view ends, the terminal's settings, its cursor and its screen are as before."""
+    code, program = ENDS[end]
+    pid, before, after = (tmp_path / name for name in ("pid", "before", "after"))
+    # The shell's own id becomes the program's.
+    run = command("top", *workers, "--interval", "0.5", program=program)
+    terminal.type(
+        f"stty -g > {before}; sh -c 'echo $$ > {pid}; exec \"$@\"' sh {run};"
+        f" echo ended with $?; stty -g > {after}"
+    )
+    if program is not BREAKS:
+        terminal.wait_for("2 processes", "no keys are read" if program is WINDOWS else "q quit")
+    if end == "SIGTERM":
+        os.kill(int(eventually(pid.read_text)), signal.SIGTERM)
+    elif program is not BREAKS:
+        terminal.press("C-c")
+    terminal.wait_for(f"ended with {code}")
+    assert eventually(lambda: after.exists() and after.read_text()) == before.read_text()
+    assert terminal.flags() == {"alternate_on": False, "cursor_flag": True, "wrap_flag": True}
+    assert ("RuntimeError: it broke" in terminal.text) == (program is BREAKS)
+
+
+def test_plain_lines(workers: list[str]) -> None:
+    """In a pipe --interval prints lines with their times, until the reader goes."""
+    run = ["top", *workers, "--view", "quotas", "--interval", "0.5"]
+    read, write = os.pipe()
+    with start_python(COMMAND_LINE, *run, stdout=write, stderr=write) as repeated:
+        os.close(write)
+        with os.fdopen(read) as output:
+            lines = [output.readline() for _ in range(6)]
+        assert repeated.wait(60) == 1
+    line = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  (calls|quotas:|subject|acme)[^\x1b]*\n"
+    assert all(re.fullmatch(line, each) for each in lines)

@@ -1,0 +1,235 @@
+"""What agents do, as the counters and gauges say it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+from prometheus_client import CollectorRegistry
+
+from langchain_quota import (
+    CostLimit,
+    Limit,
+    MemoryStore,
+    ModelCallLimit,
+    Price,
+    Quota,
+    Telemetry,
+    TokenLimit,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+    __version__,
+)
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import Scene
+from tests.telemetry import Signals, paid, telling
+
+Series = Mapping[tuple[str, ...], float]
+
+CALLS = "langchain_quota_calls_total"
+DECISIONS = "langchain_quota_limit_decisions_total"
+NEAR = "langchain_quota_near_limit_total"
+EXHAUSTED = "langchain_quota_exhausted_total"
+LIMIT = "langchain_quota_limit"
+AFTER_REFUSAL = "langchain_quota_calls_after_refusal_total"
+OUTCOMES = ("allowed", "blocked", "skipped", "would_block")
+
+
+async def play_agents(signals: Signals) -> None:
+    """Agents whose every counter has a known value."""
+
+    async def play(name: str, script: Any, limits: list[Limit], threads: str, **given: Any) -> None:
+        scene = Scene(signals, script, limits, kind="drop-in", name=name, **given)
+        for thread in threads.split():
+            await scene.play(thread_id=thread)
+
+    of_researcher: list[Limit] = [
+        ModelCallLimit(thread_limit=20, run_limit=2),
+        ToolCallLimit("search", thread_limit=5, run_limit=3),
+    ]
+    script = [
+        *(["search"], ["search"]),  # dora: the third model call of the run is refused
+        *(["search"] * 4, "done"),  # bob: the fourth search is over the run's limit
+        *(["search"] * 3, "done", ["search"], "done"),  # carl
+        *(["search"] * 2, "done", ["search"] * 4, "done"),  # anna: the last is over the thread's
+    ]
+    await play("researcher", script, of_researcher, "dora bob carl carl anna anna")
+    # A batch that is stopped: one call is refused, two are not run.
+    stopping = ToolCallLimit("publish", run_limit=1, exit_behavior="end")
+    await play("writer", [["publish", "publish", "search"]], [stopping], "w")
+
+
+def judged(agent: str, kind: str, tool: str, **counts: int) -> Series:
+    return {(agent, kind, tool, each): counts.get(each, 0) for each in OUTCOMES}
+
+
+def charged(agent: str, limit: str, allowed: int, **blocked: int) -> Series:
+    """What a limit has done, with its refusals by scope; nothing was on trial."""
+    return {
+        (agent, limit, "none", "allowed"): allowed,
+        (agent, limit, "none", "refunded"): 0,
+        **{(agent, limit, scope, "blocked"): each for scope, each in blocked.items()},
+        **{(agent, limit, scope, "would_block"): 0 for scope in blocked},
+    }
+
+
+LIMITS: Series = {
+    ("researcher", "tool:search", "thread"): 5,
+    ("researcher", "tool:search", "run"): 3,
+    ("researcher", "model", "thread"): 20,
+    ("researcher", "model", "run"): 2,
+    ("writer", "tool:publish", "run"): 1,
+}
+NOTHING = dict.fromkeys(LIMITS, 0)
+NAMES = {(agent, limit) for agent, limit, _ in LIMITS}
+
+EXPECTED: dict[str, Series] = {
+    CALLS: {
+        **judged("researcher", "tool", "search", allowed=14, blocked=2),
+        **judged("researcher", "model", "none", allowed=12, blocked=1),
+        **judged("writer", "tool", "publish", blocked=1, skipped=1),
+        **judged("writer", "tool", "search", skipped=1),
+    },
+    DECISIONS: {
+        **charged("researcher", "tool:search", 14, thread=1, run=1),
+        **charged("researcher", "model", 12, thread=0, run=1),
+        **charged("writer", "tool:publish", 0, run=1),
+    },
+    NEAR: {**NOTHING, ("researcher", "tool:search", "thread"): 2},  # anna and carl at 4 of 5
+    EXHAUSTED: {
+        **NOTHING,
+        ("researcher", "tool:search", "thread"): 1,  # anna
+        ("researcher", "tool:search", "run"): 3,  # one run of bob, of carl and of anna
+        ("researcher", "model", "run"): 6,  # every run
+    },
+    LIMIT: LIMITS,
+    "langchain_quota_limit_near_ratio": dict.fromkeys(NAMES, 0.8),
+    "langchain_quota_limit_alert": dict.fromkeys(NAMES, 1),
+    "langchain_quota_runs_total": {("researcher",): 6, ("writer",): 1},
+    "langchain_quota_runs_ended_total": {
+        **dict.fromkeys(NAMES, 0),
+        ("researcher", "model"): 1,  # dora
+        ("writer", "tool:publish"): 1,
+    },
+    AFTER_REFUSAL: {
+        **{
+            (agent, kind, each): 0
+            for agent, _ in NAMES
+            for kind in ("model", "tool")
+            for each in OUTCOMES
+        },
+        ("researcher", "model", "allowed"): 2,  # bob and anna
+    },
+    "langchain_quota_build_info": {(__version__,): 1},
+    "langchain_quota_errors_total": {},
+}
+
+
+async def test_every_series(signals: Signals) -> None:
+    """Each metric has exactly the series and values of what happened, zeros included.
+
+    A refusal that comes later is then an increase.
+    """
+    await play_agents(signals)
+    found = {name: signals.samples(name) for name in EXPECTED}
+    assert found == EXPECTED
+
+
+LIMITS_OF_RUNS: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=3)]
+
+
+async def test_a_restart_may_begin_with_a_refund(signals: Signals) -> None:
+    """Then what was charged is there, at 0, so that dashboards can subtract the refund."""
+    saver = InMemorySaver()
+    limits = [
+        ToolCallLimit("calc", run_limit=0, exit_behavior="error"),
+        ToolCallLimit("search", thread_limit=5),
+    ]
+
+    def process(signals: Signals, script: Any) -> Scene:
+        return Scene(signals, script, limits, kind="drop-in", checkpointer=saver)
+
+    with pytest.raises(ToolCallLimitExceededError):
+        await process(telling(), [["search", "calc"]]).play()
+    await process(signals, ["done"]).play()
+    found = signals.samples(DECISIONS, agent="unnamed", limit="tool:search", scope="none")
+    assert found == {("refunded",): 1, ("allowed",): 0}
+
+
+async def test_a_limit_on_trial(signals: Signals) -> None:
+    """Its refusals are counted apart; it is never near, never used up, and alarms nobody."""
+    limits = [ToolCallLimit("search", run_limit=2, enforce=False, name="trial")]
+    scene = Scene(signals, [["search"] * 3, "done"], limits)
+    await scene.play()
+    assert scene.ran == ["search"] * 3
+    assert scene.metric("trial", "would_block", scope="run") == 1
+    assert scene.metric("trial", "blocked", scope="run") == 0
+    assert scene.calls("would_block", "search") == 1
+    for name in (NEAR, EXHAUSTED):
+        assert set(signals.samples(name).values()) == {0}
+    of_limit = {"agent": "unnamed", "limit": "trial"}
+    assert signals.value("langchain_quota_limit_alert", **of_limit) == 0
+    assert signals.value("langchain_quota_limit_near_ratio", **of_limit) is None
+
+
+async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
+    """Tokens and dollars have names of their own, in base units; what a limit did is in calls."""
+    model = ScriptedChatModel(script=[paid(300_000, "calc"), paid(500_000)], model="gpt")
+    limits: list[Limit] = [
+        TokenLimit(thread_limit=1_000_000),
+        CostLimit(run_limit="2.50"),
+        ModelCallLimit(run_limit=9),
+    ]
+    prices = {"gpt": Price(input="1", output="1")}
+    scene = Scene(signals, model, limits, prices=prices)
+    await scene.play()
+    found = {
+        unit: signals.samples(f"langchain_quota_{name}")
+        for unit, name in {
+            "calls": "limit",
+            "tokens": "limit_tokens",
+            "dollars": "limit_dollars",
+            "of thread": "thread_used_tokens",
+            "spent tokens": "spent_tokens_total",
+            "spent dollars": "spent_dollars_total",
+            "runs": "model_runs_total",
+        }.items()
+    }
+    assert found == {
+        "calls": {("unnamed", "model", "run"): 9},
+        "tokens": {("unnamed", "tokens", "thread"): 1_000_000},
+        "dollars": {("unnamed", "cost", "run"): 2.5},
+        "of thread": {("unnamed", "tokens", "thread-1"): 800_000},
+        "spent tokens": {("unnamed", "tokens", "gpt"): 800_000},
+        "spent dollars": {("unnamed", "cost", "gpt"): 0.8},
+        "runs": {("unnamed", "gpt", "reported"): 2, ("unnamed", "gpt", "estimated"): 0},
+    }
+    assert scene.metric("tokens", "allowed") == scene.metric("cost", "allowed") == 2
+    # The second call was let through below the share, and has used it up to there.
+    assert signals.samples(NEAR)["unnamed", "tokens", "thread"] == 1
+
+
+async def test_judging_is_timed(signals: Signals) -> None:
+    """Once for the calls of a step, by where the counts are."""
+    script = [["search", "search"], "done"]
+    await Scene(signals, script, LIMITS_OF_RUNS).play()
+    shared = ToolCallLimit("search", quotas=[Quota(5, per="global")])
+    await Scene(signals, script, [shared], store=MemoryStore()).play()
+    assert signals.samples("langchain_quota_decision_seconds_count") == {
+        ("model", "state"): 4,
+        ("model", "store"): 0,
+        ("tool", "state"): 1,
+        ("tool", "store"): 1,
+    }
+
+
+def test_without_a_decision_there_is_build_info_alone() -> None:
+    """A process that has decided nothing yet is seen to be up; every family has a help text."""
+    registry = CollectorRegistry()
+    Telemetry(registry=registry)
+    families = [*registry.collect()]
+    samples = [sample.name for family in families for sample in family.samples]
+    assert "langchain_quota_build_info" in samples
+    helps = [family.documentation for family in families]
+    assert all(helps)
+    assert len(set(helps)) == len(helps)

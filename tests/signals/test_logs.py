@@ -1,0 +1,118 @@
+"""The log lines about limits: when, how severe, and what they say."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from langchain_quota import (
+    Limit,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    ToolCallLimit,
+)
+from tests.scene import Scene, asking
+from tests.telemetry import Signals, attributes, telling
+
+SEARCHES = asking(*["search"] * 4)
+Log = pytest.LogCaptureFixture
+ADA = {"user_id": "ada@example.org"}
+
+
+@pytest.fixture
+def log(caplog: Log) -> Log:
+    """What is logged, also for developers."""
+    caplog.set_level(logging.DEBUG, logger="langchain_quota")
+    return caplog
+
+
+def lines(log: Sequence[logging.LogRecord]) -> list[str]:
+    """The level and text of each line, without what is the same in all."""
+    same = "agent 'unnamed', thread 'thread-1', "
+    return [f"{each.levelname} {each.getMessage().replace(same, '')}" for each in log]
+
+
+LINES: list[tuple[str, Limit, list[str]]] = [
+    (
+        "a run",
+        ToolCallLimit("search", run_limit=3, near=0.5),
+        [
+            "INFO limit 'tool:search' near: 2 of 3 (run_limit)",
+            "WARNING limit 'tool:search' exhausted: 3 of 3 (run_limit)",
+            "DEBUG limit 'tool:search' refused: 3 of 3 (run_limit)",
+        ],
+    ),
+    (
+        "a thread",
+        ToolCallLimit("search", thread_limit=5),
+        ["INFO limit 'tool:search' near: 4 of 5 (thread_limit)"],
+    ),
+    (
+        "on trial",
+        ToolCallLimit("search", run_limit=3, enforce=False, name="trial"),
+        ["DEBUG limit 'trial' would refuse: 4 of 3 (run_limit)"],
+    ),
+    (
+        "a quota",
+        ToolCallLimit("search", quotas=[Quota(3, per="user_id")]),
+        [
+            "WARNING limit 'tool:search' exhausted: 3 of 3 (quota 'user_id')",
+            "DEBUG limit 'tool:search' refused: 3 of 3 (quota 'user_id')",
+        ],
+    ),
+    ("far away", ToolCallLimit("search", run_limit=99), []),
+    (
+        "at once",
+        ToolCallLimit("search", at_once=3, wait=0),
+        ["DEBUG limit 'tool:search' refused: 4 of 3 (at_once)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"), [row[1:] for row in LINES], ids=[row[0] for row in LINES]
+)
+async def test_lines(limit: Limit, told: list[str], log: Log, signals: Signals) -> None:
+    """Near is INFO, used up is WARNING, a refusal is DEBUG; each names the limit, and no user."""
+    await Scene(signals, SEARCHES, [limit], store=MemoryStore(), context=ADA).play()
+    assert lines(log.records) == told
+    assert not any("ada@" in repr(vars(each)) for each in log.records)
+
+
+async def test_a_line_can_be_queried(log: Log, signals: Signals) -> None:
+    """Each number and name of the line is a field of the record."""
+    limits = [ToolCallLimit("search", thread_limit=5)]
+    await Scene(signals, SEARCHES, limits, name="boss").play()
+    (record,) = log.records
+    fields = {key: value for key, value in vars(record).items() if key.startswith("quota_")}
+    assert fields == {
+        "quota_event": "near",
+        "quota_limit": "tool:search",
+        "quota_scope": "thread",
+        "quota_agent": "boss",
+        "quota_thread": "thread-1",
+        "quota_used": 4,
+        "quota_threshold": 5,
+        "quota_unit": "calls",
+    }
+
+
+async def test_no_name_can_forge_a_line(log: Log, signals: Signals) -> None:
+    """Line breaks in the name of a thread, a tool or an agent stay within the line."""
+    forged = "x\nWARNING langchain_quota: all is well\u2028"
+    call = {"name": forged, "args": {}, "id": "a", "type": "tool_call"}
+    limits = [ToolCallLimit(forged, thread_limit=0)]
+    await Scene(signals, asking(call), limits, name=forged, thread_id=forged).play()
+    (record,) = log.records
+    assert len(record.getMessage().splitlines()) == 1
+
+
+async def test_logs_and_spans_name_every_agent(log: Log) -> None:
+    """The bound on labels of agents bounds metrics; logs and spans name the agent itself."""
+    signals = telling(max_agents=0)
+    limits: list[Limit] = [ToolCallLimit("serach", run_limit=1), ModelCallLimit(run_limit=1)]
+    await Scene(signals, asking("search"), limits, name="boss").play()
+    assert len(log.records) >= 2
+    assert all("agent 'boss'" in each.getMessage() for each in log.records)
+    assert {attributes(each)["gen_ai.agent.name"] for each in signals.judged()} == {"boss"}

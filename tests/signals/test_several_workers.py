@@ -1,0 +1,250 @@
+"""Workers that share a port, in prometheus_client's multi-process mode: any one tells of all.
+
+Each is a process of its own, at a time of its own, and has ended when the next one begins.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from blockbuster import blockbuster_ctx
+from langchain_core.messages import BaseMessage
+from prometheus_client import REGISTRY, Counter
+from prometheus_client.parser import text_string_to_metric_families
+
+from langchain_quota import (
+    Limit,
+    MemoryStore,
+    Quota,
+    TokenLimit,
+    ToolCallLimit,
+    metrics_app,
+)
+from tests.forked import run_python
+from tests.scene import Scene
+from tests.telemetry import paid, telling
+
+ROOT = Path(__file__).parents[2]
+VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+SEARCH = "search"
+PARENT = "parent"
+USER = "ada@example.org"
+LIMITS: list[Limit] = [
+    ToolCallLimit("search", thread_limit=10, name="searches"),
+    ToolCallLimit("search", quotas=[Quota(10, per="user_id")], name="users"),
+    TokenLimit(run_limit=10**6),
+]
+
+Step = tuple[str, str, int]
+Session = tuple[float, Sequence[Step]]
+Samples = dict[str, dict[tuple[str, ...], float]]
+
+
+def script(messages: Sequence[BaseMessage]) -> Any:
+    if messages[-1].type == "human":
+        return paid(10, *["search"] * int(messages[-1].text))
+    return paid(10)
+
+
+async def take(steps: Sequence[Step]) -> None:
+    """Judge calls, as a worker does."""
+    signals = telling(registry=REGISTRY, max_exported_threads=2)
+    scene = Scene(signals, script, LIMITS, store=MemoryStore(), context={"user_id": USER})
+    for what, thread, count in steps:
+        scene.thread_id = thread
+        if what == "reset":
+            await scene.reset()
+        elif what == "kill":
+            # Nobody asks a worker to write: it does so by itself, at most a second later.
+            await asyncio.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            await scene.play(str(count))
+    Counter("apples", "Apples.", ["colour"]).labels("red").inc(3)
+
+
+async def scrape() -> list[str]:
+    """What a worker answers: all, chosen names, and the name of a metric that came later."""
+    transport = httpx.ASGITransport(metrics_app())
+    answers = []
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        names = ("", "apples_total", "langchain_quota_thread_used", "plums_total")
+        for name in names:
+            if name == "plums_total":
+                Counter("plums", "Plums.").inc()
+            with blockbuster_ctx():
+                asked = {"name[]": name} if name else {}
+                answers.append((await client.get("/metrics", params=asked)).text)
+    return answers
+
+
+def work(now: float, sessions: Sequence[Session]) -> None:
+    """In a process apart: a fork for each session; then a scrape a minute after the last one.
+
+    A session that is no fork's is that of the parent, which has decided before it forks.
+    """
+
+    def at(seconds: float) -> None:
+        time.time = lambda: now + seconds
+
+    for seconds, steps in sessions:
+        if (PARENT, "", 0) in steps:
+            at(seconds)
+            asyncio.run(take(steps[1:]))
+        elif os.fork() == 0:
+            at(seconds)
+            asyncio.run(take(steps))
+            sys.exit()
+        else:
+            os.wait()
+    at(max(seconds for seconds, _ in sessions) + 60)
+    print(json.dumps(asyncio.run(scrape())))  # noqa: T201 - the result
+
+
+def worked(directory: Path, *sessions: Session) -> list[str]:
+    """What a scrape answers behind these sessions."""
+    program = f"from {__name__} import work\nwork({time.time()!r}, {sessions!r})"
+    done = run_python(program, env=os.environ | {VARIABLE: str(directory)}, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def shown(text: str) -> Samples:
+    """The samples that are not 0, by name and labels; times in seconds since the first process."""
+    found: Samples = {}
+    families = list(text_string_to_metric_families(text))
+    assert len({each.name for each in families}) == len(families)
+    for family in families:
+        for each in family.samples:
+            if each.value:
+                labels = tuple(value for _, value in sorted(each.labels.items()))
+                found.setdefault(each.name, {})[labels] = each.value
+    return found
+
+
+OF_T1 = ("unnamed", "searches", "t1")
+
+
+def one(samples: Samples, name: str, key: tuple[str, ...] = OF_T1) -> float | None:
+    return samples.get(f"langchain_quota_{name}", {}).get(key)
+
+
+def searched(seconds: float, count: int, thread: str = "t1") -> Session:
+    return seconds, [(SEARCH, thread, count)]
+
+
+FORKS: Step = (PARENT, "", 0)
+RESET: Sequence[Step] = [(SEARCH, "t1", 0), ("reset", "t1", 0)]
+MERGED: list[tuple[str, list[Session], tuple[float | None, ...]]] = [
+    ("the newest decision", [searched(10, 5), searched(0, 3)], (5, None, None)),
+    ("refusals are summed", [searched(0, 12), searched(1, 11)], (10, 3, 0)),
+    ("reset by another", [searched(0, 11), (5, RESET)], (None, 1, None)),
+    ("refused before and after", [searched(0, 11), searched(9, 11), (5, RESET)], (10, 2, 9)),
+    ("a parent's", [(0, [FORKS, (SEARCH, "t1", 11)]), searched(5, 11)], (10, 2, 0)),
+    ("killed", [(0, [(SEARCH, "t1", 11), ("kill", "t1", 0)]), searched(5, 11)], (10, 2, 0)),
+]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("sessions", "expected"), [row[1:] for row in MERGED], ids=[row[0] for row in MERGED]
+)
+def test_what_workers_know_together(
+    sessions: list[Session], expected: tuple[float | None, ...], tmp_path: Path
+) -> None:
+    """The newest decision holds, refusals and amounts are summed, and a user counts once."""
+    found = shown(worked(tmp_path, *sessions)[0])
+    since = one(found, "thread_refused_since_timestamp_seconds")
+    began = one(found, "start_time_seconds", ())
+    assert began is not None
+    first = min(seconds for seconds, _ in sessions)
+    if since is not None:
+        since = round(since - began + first, 3)
+    used, blocked = one(found, "thread_used"), one(found, "thread_blocked_total")
+    assert (used, blocked, since) == expected
+    calls = [1 + bool(count) for _, steps in sessions for what, _, count in steps if what == SEARCH]
+    spent = one(found, "thread_spent_tokens_total", ("unnamed", "tokens", "t1"))
+    assert spent == 10 * sum(calls)
+    subjects = found["langchain_quota_subjects"].items()
+    assert sum(value for key, value in subjects if "user_id" in key) == 1
+    assert "langchain_quota_errors_total" not in found
+
+
+def test_any_worker_answers_for_all(tmp_path: Path) -> None:
+    """Also one that has judged nothing: counters are summed, threads shown, names can be chosen."""
+    every, apples, used, plums = worked(tmp_path, searched(0, 9), searched(1, 3, "t2"))
+    found = shown(every)
+    assert found["apples_total"] == {("red",): 6}
+    assert found["langchain_quota_thread_used"] == {OF_T1: 9, (*OF_T1[:2], "t2"): 3}
+    calls = ("unnamed", "allowed", "tool", "search")
+    assert found["langchain_quota_calls_total"][calls] == 12
+    assert one(found, "build_info", next(iter(found["langchain_quota_build_info"]))) == 1
+    assert shown(apples) == {"apples_total": {("red",): 6}}
+    name = "langchain_quota_thread_used"
+    assert shown(used) == {name: found[name]}
+    assert shown(plums) == {"plums_total": {(): 1}}
+
+
+@pytest.mark.rest
+def test_the_files_of_workers(tmp_path: Path) -> None:
+    """They are private and name no user; what is old or corrupt is left out, and left there."""
+    worked(tmp_path, searched(0, 11))
+    (file,) = tmp_path.glob("langchain_quota.*")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert file.suffix == ".json"
+    assert USER not in file.read_text()
+    os.utime(file, (time.time() - 3700,) * 2)
+    corrupt = tmp_path / "langchain_quota.usage-1.nonsense.json"
+    corrupt.write_text("nonsense")
+    found = shown(worked(tmp_path, searched(0, 3, "t2"))[0])
+    assert found["langchain_quota_thread_used"] == {(*OF_T1[:2], "t2"): 3}
+    assert corrupt.read_text() == "nonsense"
+
+
+EMPTY_FILE = """
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+from langchain_quota import Telemetry, start_metrics_server
+Telemetry()
+Path(sys.argv[1], "counter_1.db").touch()
+with start_metrics_server(0) as server, urlopen(server.url) as answer:
+    assert b"langchain_quota_build_info" in answer.read()
+"""
+
+
+@pytest.mark.rest
+def test_a_file_of_a_worker_that_is_just_made(tmp_path: Path) -> None:
+    """The file of a worker that has just begun is empty: the scrape has what the others know."""
+    done = run_python(EMPTY_FILE, str(tmp_path), env=os.environ | {VARIABLE: str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FULL = """
+import shutil
+shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10 * 2**20, 6 * 2**20, 4 * 2**20 - 1)
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("name", "before", "told"),
+    [("gone", "", "no directory that this process can write to"), ("", FULL, "3.9 MiB free")],
+)
+def test_a_directory_that_cannot_be_used(name: str, before: str, told: str, tmp_path: Path) -> None:
+    """It is refused when telemetry is made, with what to do: later it would end the process."""
+    program = f"{before}\nfrom langchain_quota import Telemetry\nTelemetry()"
+    done = run_python(program, env=os.environ | {VARIABLE: str(tmp_path / name)})
+    assert done.returncode == 1
+    assert f"{VARIABLE}='{tmp_path / name}' is " in done.stderr
+    assert told in done.stderr

@@ -1,0 +1,297 @@
+"""The span of a judged call: when there is one, what it says, and what leads to it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, Sampler, SamplingResult
+from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, format_span_id
+
+from langchain_quota import (
+    CostLimit,
+    Limit,
+    MemoryStore,
+    ModelCallLimit,
+    ModelCallLimitExceededError,
+    Price,
+    Quota,
+    TokenLimit,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+    __version__,
+    hmac_label,
+)
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import Scene
+from tests.stores import DAY, RESETS, Clock, FickleStore
+from tests.telemetry import Signals, attributes, paid, telling
+
+OF_RUN = {"gen_ai.conversation.id": "thread-1", "gen_ai.agent.name": "researcher"}
+OF_TOOL = {**OF_RUN, "kind": "tool", "gen_ai.tool.name": "search"}
+
+
+async def played(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
+    """A run of an agent with a name."""
+    scene = Scene(signals, script, limits, **{"name": "researcher", **options})
+    await scene.play()
+    return scene
+
+
+def decisions(signals: Signals) -> list[str]:
+    return [attributes(span)["decision"] for span in signals.judged()]
+
+
+def of_tools(signals: Signals) -> list[ReadableSpan]:
+    """The spans of tool calls: a quota judges model calls, too, and then no limit matches."""
+    return [each for each in signals.judged() if attributes(each)["kind"] == "tool"]
+
+
+def of_search(limit: str, decision: str, scope: str, call: str, **amounts: int) -> dict[str, Any]:
+    known = {"limit": limit, "limits": (limit,), "exit_behavior": "continue"}
+    told = {"decision": decision, "scope": scope, "gen_ai.tool.call.id": call}
+    return OF_TOOL | known | told | {name.replace("_", "."): each for name, each in amounts.items()}
+
+
+ONE = {"thread_used": 1, "thread_limit": 5, "run_used": 1, "run_limit": 1}
+MODEL = {
+    **OF_RUN,
+    "kind": "model",
+    "limit": "model",
+    "limits": ("model",),
+    "exit_behavior": "end",
+    "thread.used": 1,
+    "thread.limit": 1,
+    "run.used": 1,
+}
+TOLD: list[tuple[str, Limit, Any, list[Mapping[str, Any]]]] = [
+    (
+        "tools",
+        ToolCallLimit("search", thread_limit=5, run_limit=1),
+        [["search", "search"], "done"],
+        [
+            of_search("tool:search", "allowed", "none", "call_1", **ONE),
+            of_search("tool:search", "blocked", "run", "call_2", **ONE),
+        ],
+    ),
+    (
+        "model",
+        ModelCallLimit(thread_limit=1),
+        [["calc"]],
+        [
+            {**MODEL, "decision": "allowed", "scope": "none"},
+            {**MODEL, "decision": "blocked", "scope": "thread"},
+        ],
+    ),
+    (
+        "skipped",
+        ToolCallLimit("calc", run_limit=0, exit_behavior="end"),
+        [["calc", "search"]],
+        [{**OF_TOOL, "decision": "skipped", "limits": (), "gen_ai.tool.call.id": "call_2"}],
+    ),
+    (
+        "on trial",
+        ToolCallLimit("search", run_limit=0, enforce=False, name="t"),
+        [["search"], "done"],
+        [of_search("t", "would_block", "run", "call_1", thread_used=1, run_used=1, run_limit=0)],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("limit", "script", "told"), [row[1:] for row in TOLD], ids=[row[0] for row in TOLD]
+)
+async def test_what_spans_tell(
+    limit: Limit, script: Any, told: list[Any], signals: Signals
+) -> None:
+    """A span has exactly the documented attributes; a refusal that the agent survives is none."""
+    await played(signals, script, limit)
+    kind = told[0]["kind"]
+    spans = [each for each in signals.judged() if attributes(each)["kind"] == kind]
+    spans = [each for each in spans if not each.name.endswith(" calc")]
+    assert [attributes(each) for each in spans] == told
+    assert {each.name for each in spans} == {f"check_quota {kind}{' search' * (kind == 'tool')}"}
+    assert {each.status.status_code for each in spans} == {StatusCode.UNSET}
+    assert {each.kind for each in spans} == {SpanKind.INTERNAL}
+    scope = spans[0].instrumentation_scope
+    assert scope is not None
+    assert (scope.name, scope.version) == ("langchain_quota", __version__)
+
+
+@pytest.mark.parametrize(
+    ("limit", "script", "error", "others"),
+    [
+        (
+            ToolCallLimit("search", run_limit=1, exit_behavior="error"),
+            [["search", "search"]],
+            ToolCallLimitExceededError,
+            {"allowed", "skipped"},
+        ),
+        (
+            ModelCallLimit(run_limit=1, exit_behavior="error"),
+            [["search"]],
+            ModelCallLimitExceededError,
+            {"allowed"},
+        ),
+    ],
+    ids=["tool", "model"],
+)
+async def test_an_exception_that_propagates_is_an_error(
+    limit: Limit, script: Any, error: type[Exception], others: set[str], signals: Signals
+) -> None:
+    """The span of the refused call, and only it, has the status and type of the exception."""
+    with pytest.raises(error) as caught:
+        await played(signals, script, limit)
+    failed = [each for each in signals.judged() if each.status.status_code is StatusCode.ERROR]
+    assert [attributes(each)["decision"] for each in failed] == ["blocked"]
+    assert attributes(failed[0])["error.type"] == error.__name__
+    assert attributes(failed[0])["exit_behavior"] == "error"
+    assert failed[0].status.description == str(caught.value)
+    rest = [attributes(each) for each in signals.judged() if each not in failed]
+    assert {each["decision"] for each in rest} == others
+    assert not any("error.type" in each for each in rest)
+
+
+async def test_a_hidden_thread() -> None:
+    """With a `thread_label` the thread's id is in no attribute, and its label in our own."""
+    label = hmac_label("a secret of sixteen bytes")
+    signals = telling(thread_label=label)
+    await played(signals, ["done"], ModelCallLimit(run_limit=1), thread_id="ada@example.org")
+    (span,) = signals.judged()
+    assert attributes(span)["thread.id"] == label("ada@example.org")
+    assert "gen_ai.conversation.id" not in attributes(span)
+    assert "ada@example.org" not in span.to_json()
+
+
+@pytest.mark.parametrize(
+    ("spans", "seen"),
+    [
+        ("all", {"allowed": 3, "blocked": 1, "skipped": 2}),
+        ("refused", {"blocked": 1, "skipped": 2}),
+        ("off", {}),
+    ],
+)
+async def test_chosen_spans(spans: str, seen: dict[str, int]) -> None:
+    """`spans` chooses which calls get a span; every call is counted anyway."""
+    signals = telling(spans=spans)
+    limits: list[Limit] = [
+        ModelCallLimit(run_limit=9),
+        ToolCallLimit("search", run_limit=2, exit_behavior="end"),
+    ]
+    await played(signals, [["search"], ["search", "search", "calc"]], *limits)
+    assert Counter(decisions(signals)) == seen
+    counted = Counter[str]()
+    for (*_, decision), value in signals.samples("langchain_quota_calls_total").items():
+        counted[decision] += int(value)
+    assert +counted == {"allowed": 3, "blocked": 1, "skipped": 2}
+
+
+@pytest.mark.parametrize(
+    ("limit", "options", "told"),
+    [
+        (TokenLimit(thread_limit=900, run_limit=600), {}, ("tokens", 300, 900, 300, 600)),
+        (
+            CostLimit(thread_limit="0.9", run_limit="0.6"),
+            {"prices": {"gpt": Price(input="1000", output="1000")}},
+            ("dollars", 0.3, 0.9, 0.3, 0.6),
+        ),
+    ],
+    ids=["tokens", "dollars"],
+)
+async def test_a_budget(limit: Limit, options: Any, told: Any, signals: Signals) -> None:
+    """The span says in which unit its amounts are, and dollars are dollars."""
+    model = ScriptedChatModel(script=[paid(300, "calc"), paid(300)], model="gpt")
+    await played(signals, model, limit, **options)
+    found = attributes(signals.judged()[-1])
+    names = ("unit", "thread.used", "thread.limit", "run.used", "run.limit")
+    assert tuple(found[name] for name in names) == told
+
+
+async def test_quotas_are_told_by_scope(signals: Signals) -> None:
+    """Each quota has its use and number, a refusal the end of its window; no user is named."""
+    quotas = [
+        Quota(1, per="user_id", window=DAY),
+        Quota(9, per="global"),
+        Quota(5, window=timedelta(hours=1)),
+    ]
+    limit = ToolCallLimit("search", quotas=quotas)
+    context = {"user_id": "ada@example.org"}
+    await played(
+        signals,
+        [["search", "search"], "done"],
+        limit,
+        store=MemoryStore(clock=Clock()),
+        context=context,
+    )
+    allowed, blocked = (attributes(each) for each in of_tools(signals))
+    for each in (allowed, blocked):
+        assert (each["user_id.used"], each["user_id.limit"]) == (1, 1)
+        assert (each["global.used"], each["global.limit"]) == (1, 9)
+        assert (each["thread.used"], each["thread.limit"]) == (1, 5)
+    assert (allowed["scope"], blocked["scope"]) == ("none", "user_id")
+    assert blocked["resets_at"] == RESETS.replace("Z", "+00:00")
+    assert "resets_at" not in allowed
+    assert "ada" not in "".join(each.to_json() for each in signals.judged())
+
+
+async def test_a_refusal_without_the_store(signals: Signals) -> None:
+    """Its scope is `store`; what only the store knows is left out, the run's use is shown."""
+    store = FickleStore(MemoryStore())
+    store.down = True
+    limit = ToolCallLimit("search", run_limit=3, quotas=[Quota(5, per="global")])
+    await played(signals, [["search"], "done"], limit, store=store)
+    told = attributes(of_tools(signals)[0])
+    assert (told["decision"], told["scope"]) == ("blocked", "store")
+    assert (told["run.used"], told["run.limit"]) == (0, 3)
+    assert not {"thread.used", "global.used", "resets_at"} & told.keys()
+
+
+class Keeping(Sampler):
+    """Keeps refusals only."""
+
+    def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
+        given = kwargs.get("attributes") or args[4]
+        is_refusal = given["langchain_quota.decision"] == "blocked"
+        made = Decision.RECORD_AND_SAMPLE if is_refusal else Decision.DROP
+        return SamplingResult(made, {**given, "priority": 1})
+
+    def get_description(self) -> str:
+        return "Keeping"
+
+
+async def test_a_sampler_sees_what_was_decided(signals: Signals) -> None:
+    """It can keep the refusals alone, and add attributes: all are there when it decides."""
+    sampled = telling(sampler=Keeping())
+    for each in (sampled, signals):
+        script = [["search", "search"], "done"]
+        await played(each, script, ToolCallLimit("search", run_limit=1))
+    (span,) = sampled.judged()
+    assert attributes(span) == {**attributes(of_tools(signals)[1]), "priority": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [
+        ({}, "check_quota"),
+        ({"spans": "off"}, "request"),
+        ({"sampler": ALWAYS_OFF}, None),
+        ({"tracer_provider": NoOpTracerProvider()}, "request"),
+    ],
+    ids=["own", "off", "not sampled", "no SDK"],
+)
+async def test_exemplars(options: Any, recorded: str | None) -> None:
+    """Counters lead to the span of the call that they counted, or else to the caller's."""
+    signals = telling(**options)
+    with signals.provider.get_tracer("app").start_as_current_span("request"):
+        await played(signals, [["search"], "done"], ToolCallLimit("search", run_limit=1))
+    linked = {
+        sample.exemplar.labels["span_id"]
+        for family in signals.registry.collect()
+        for sample in family.samples
+        if sample.exemplar
+    }
+    named = {format_span_id(each.context.span_id): each.name for each in signals.spans()}
+    assert {named[each].split()[0] for each in linked} == ({recorded} if recorded else set())
+    assert signals.samples("langchain_quota_calls_total", tool="search", decision="allowed")

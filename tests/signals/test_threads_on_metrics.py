@@ -1,0 +1,252 @@
+"""What a scrape shows of threads, users and other subjects, in which order, and for how long."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from langchain_core.messages import BaseMessage
+
+from langchain_quota import (
+    Limit,
+    MemoryStore,
+    Quota,
+    ToolCallLimit,
+    hmac_label,
+)
+from tests.clock import Clock
+from tests.scene import Scene
+from tests.telemetry import Signals, telling
+
+USED = "langchain_quota_thread_used"
+LIMIT = "langchain_quota_thread_limit"
+BLOCKED = "langchain_quota_thread_blocked_total"
+LAST = "langchain_quota_thread_last_decision_timestamp_seconds"
+REFUSED = "langchain_quota_thread_last_refusal_timestamp_seconds"
+SINCE = "langchain_quota_thread_refused_since_timestamp_seconds"
+RESETS = "langchain_quota_thread_reset_timestamp_seconds"
+SUBJECT_USED = "langchain_quota_subject_used"
+HOUR = timedelta(hours=1)
+PER_THREAD = ToolCallLimit("search", quotas=[Quota(10, window=HOUR, name="hourly")])
+PER_USER = ToolCallLimit("search", quotas=[Quota(10, per="user_id", window=HOUR)])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of all, which begins with an hour."""
+    made = Clock(3_600_000.0)
+    monkeypatch.setattr(time, "time", made)
+    return made
+
+
+@pytest.fixture
+def signals(clock: Clock) -> Signals:
+    assert clock.now
+    return telling()
+
+
+class Searcher:
+    """An agent that searches as often as it is told, at a time that the test sets."""
+
+    def __init__(self, signals: Signals, *limits: Limit, **options: Any) -> None:
+        options = {"name": "boss", **options}
+        self.scene = Scene(signals, self.script, limits, **options)
+
+    @staticmethod
+    def script(messages: Sequence[BaseMessage]) -> Any:
+        return ["search"] * int(messages[-1].text) if messages[-1].type == "human" else "done"
+
+    async def search(self, thread: str, count: int, user: str = "ada") -> None:
+        context = {"user_id": user, "tenant": user}
+        await self.scene.play(str(count), thread_id=thread, context=context)
+
+
+def of_limit(signals: Signals, name: str, limit: str = "tool:search") -> dict[str, float]:
+    """The values of a metric of one agent's limit, by thread, in their order."""
+    found = signals.samples(name, agent="boss", limit=limit)
+    return {thread: value for (thread,), value in found.items()}
+
+
+def states(signals: Signals, limit: str = "tool:search", scope: str = "thread") -> dict[str, float]:
+    """How many subjects are in which state, without those that nobody is in."""
+    found = signals.samples("langchain_quota_subjects", agent="boss", limit=limit, scope=scope)
+    return {state: value for (state,), value in found.items() if value}
+
+
+async def test_a_thread(signals: Signals, clock: Clock) -> None:
+    """A thread has what it used of each limit, and when; and its refusals, at any scope."""
+    assert signals.samples("langchain_quota_start_time_seconds") == {(): clock.now}
+    limits = [
+        ToolCallLimit("search", thread_limit=10),
+        ToolCallLimit(run_limit=12, thread_limit=50),
+    ]
+    agent = Searcher(signals, *limits)
+    clock.now += 10
+    await agent.search("t1", 9)
+    first = clock.now
+    clock.now += 10
+    await agent.search("t1", 3)
+    assert signals.samples(USED) == {
+        ("boss", "tool:search", "t1"): 10,
+        ("boss", "tool:*", "t1"): 10,
+    }
+    assert signals.samples(LIMIT, limit="tool:search") == {("boss", "t1"): 10}
+    assert signals.samples(BLOCKED) == {("boss", "tool:search", "t1"): 2}
+    assert set(signals.samples(LAST).values()) == {first + 10}
+    assert (states(signals), states(signals, "tool:*")) == ({"exhausted": 1}, {"ok": 1})
+    assert signals.samples("langchain_quota_start_time_seconds") == {(): first - 10}
+
+
+async def test_since_when_a_thread_is_refused(signals: Signals, clock: Clock) -> None:
+    """Since the first of refusals of which none is more than ten minutes after another."""
+    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
+    began, seen = clock.now, []
+    for later, count in ((0, 9), (1, 3), (600, 1), (601, 1), (1, 0)):
+        clock.now += later
+        await agent.search("t1", count)
+        seen.append(
+            [
+                value - began
+                for name in (REFUSED, SINCE)
+                for value in of_limit(signals, name).values()
+            ]
+        )
+    assert seen == [[], [1, 1], [601, 1], [1202, 1202], [1202, 1202]]
+
+
+@pytest.mark.parametrize("shown", [0, 3, 6])
+async def test_the_order(shown: int, clock: Clock) -> None:
+    """The near by share, the exhausted by last refusal, then the others; the rest is hidden."""
+    signals = telling(max_exported_threads=shown)
+    agent = Searcher(
+        signals, ToolCallLimit("search", thread_limit=10), ToolCallLimit("calc", thread_limit=10)
+    )
+    for thread, count in (
+        ("refused last", 10),
+        ("older", 1),
+        ("near, most", 9),
+        ("refused first", 11),
+        ("near, least", 8),
+        ("newer", 2),
+        ("refused last", 1),
+    ):
+        clock.now += 1
+        await agent.search(thread, count)
+    order = ["near, most", "near, least", "refused last", "refused first", "newer", "older"]
+    assert [*of_limit(signals, LAST)] == order[:shown]
+    assert signals.samples("langchain_quota_threads_hidden") == {
+        ("near",): max(0, 2 - shown),
+        ("exhausted",): 2 - min(2, max(0, shown - 2)),
+        ("ok",): 2 - max(0, shown - 4),
+    }
+    assert states(signals) == {"ok": 2, "near": 2, "exhausted": 2}
+
+
+async def test_the_highest_share_is_shown(signals: Signals, clock: Clock) -> None:
+    """Of a thread limit and quotas per thread; a window's end is shown, and behind it a 0."""
+    quotas = [Quota(5, window=HOUR, name="hourly")]
+    limit = ToolCallLimit("search", thread_limit=10, quotas=quotas)
+    agent = Searcher(signals, limit, store=MemoryStore(clock=clock))
+    await agent.search("t1", 4)
+    assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 4}, {"t1": 5})
+    assert of_limit(signals, RESETS) == {"t1": 3_603_600}
+    assert states(signals) == {"near": 1}
+    clock.now += 3600
+    assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 4}, {"t1": 10})
+    assert of_limit(signals, RESETS) == {}
+    await agent.search("t1", 4)
+    assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 8}, {"t1": 10})
+
+
+async def test_users(signals: Signals, clock: Clock) -> None:
+    """A user is in one state, that of the newest decision, until the window ends."""
+    agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
+    seen = []
+    for user, count in (("ada", 1), ("ada", 7), ("bob", 1), ("ada", 3)):
+        await agent.search(f"of {user}", count, user)
+        seen.append(states(signals, scope="user_id"))
+    assert seen == [{"ok": 1}, {"near": 1}, {"near": 1, "ok": 1}, {"exhausted": 1, "ok": 1}]
+    assert signals.samples(USED) == signals.samples(SUBJECT_USED) == {}
+    clock.now += 3599
+    assert states(signals, scope="user_id") == {"exhausted": 1, "ok": 1}
+    clock.now += 1
+    assert states(signals, scope="user_id") == {}
+    await agent.search("of ada", 1)
+    assert states(signals, scope="user_id") == {"ok": 1}
+
+
+async def test_what_all_share(signals: Signals, clock: Clock) -> None:
+    """What an agent, or all, have used of a quota has series, until the window ends."""
+    quotas = [Quota(10, per="global", window=HOUR, name="company"), Quota(5, per="agent")]
+    limit = ToolCallLimit("search", quotas=quotas)
+    await Searcher(signals, limit, store=MemoryStore(clock=clock)).search("t1", 3)
+    company, agent = ("company", ""), ("agent", "")
+    shown = {
+        name: signals.samples(f"langchain_quota_subject_{name}", agent="boss", limit="tool:search")
+        for name in ("used", "limit", "reset_timestamp_seconds", "last_decision_timestamp_seconds")
+    }
+    assert shown == {
+        "used": {company: 3, agent: 3},
+        "limit": {company: 10, agent: 5},
+        "reset_timestamp_seconds": {company: 3_603_600},
+        "last_decision_timestamp_seconds": {company: clock.now, agent: clock.now},
+    }
+    clock.now += 3600
+    assert signals.samples(SUBJECT_USED, agent="boss", limit="tool:search") == {agent: 3}
+
+
+async def test_users_with_labels(clock: Clock) -> None:
+    """The near come first, then the exhausted; two users with one label have one series."""
+    signals = telling(
+        subject_label={"user_id": lambda subject: subject[:3]}, max_exported_subjects=3
+    )
+    agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
+    for user, count in (("ok", 1), ("near", 8), ("full", 10), ("next", 9), ("nearby", 8)):
+        clock.now += 1
+        await agent.search(f"of {user}", count, user)
+    found = signals.samples(SUBJECT_USED, agent="boss", limit="tool:search", scope="user_id")
+    assert found == {("nex",): 9, ("nea",): 8}
+
+
+async def test_the_idle_are_forgotten(clock: Clock) -> None:
+    """After the time to live; the counts of their limits stay, at 0, and refusals begin anew."""
+    signals = telling(thread_ttl=HOUR * 2, subject_label={"user_id": str})
+    limits = [ToolCallLimit("search", thread_limit=10, quotas=[Quota(10, per="user_id")])]
+    agent = Searcher(signals, *limits, store=MemoryStore(clock=clock))
+    await agent.search("idle", 11, "ada")
+    clock.now += 3600
+    await agent.search("busy", 9, "bob")
+    clock.now += 3600
+    assert [*of_limit(signals, LAST)] == ["busy", "idle"]
+    clock.now += 1
+    assert [*of_limit(signals, LAST)] == ["busy"]
+    assert states(signals) == states(signals, scope="user_id") == {"near": 1}
+    clock.now += 7200
+    assert set(signals.samples("langchain_quota_subjects").values()) == {0}
+    assert len(signals.samples("langchain_quota_subjects")) == 6
+    await agent.search("idle", 0, "ada")
+    await agent.search("busy", 1, "bob")
+    assert of_limit(signals, BLOCKED) == {}
+    assert [key[-1] for key in signals.samples(SUBJECT_USED)] == ["bob"]
+
+
+async def test_a_reset(clock: Clock) -> None:
+    """The thread has used nothing from now on; its refusals stay counted, others as they are."""
+    signals = telling(thread_label=hmac_label("0123456789abcdef"))
+    limits = [ToolCallLimit("search", thread_limit=10)]
+    agent = Searcher(signals, *limits)
+    label = hmac_label("0123456789abcdef")
+    for thread in ("t1", "t2"):
+        await agent.search(thread, 11)
+    clock.now += 1
+    agent.scene.thread_id = "t1"
+    for _ in range(2):
+        await agent.scene.reset()
+    assert of_limit(signals, USED) == {label("t2"): 10, label("t1"): 0}
+    assert of_limit(signals, LAST)[label("t1")] == clock.now
+    assert of_limit(signals, BLOCKED) == {label("t1"): 1, label("t2"): 1}
+    assert [*of_limit(signals, SINCE)] == [label("t2")]
+    assert states(signals) == {"ok": 1, "exhausted": 1}
+    await agent.search("t1", 1)
+    assert of_limit(signals, USED)[label("t1")] == 1

@@ -1,0 +1,181 @@
+"""Beside the packages that trace agents themselves: OpenTelemetry's, Langfuse, LangSmith.
+
+Nothing goes to the network.
+"""
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from langsmith import Client
+from langsmith.run_helpers import tracing_context
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from langchain_quota import Limit, ModelCallLimit, ToolCallLimit
+from tests.forked import run_python
+from tests.scene import Form, Kind, Scene, both_forms
+from tests.telemetry import Signals, needs_inline, telling
+
+GENAI = "opentelemetry.instrumentation.genai.langchain"
+LIMITS: list[Limit] = [ModelCallLimit(run_limit=9), ToolCallLimit("search", run_limit=2)]
+KEY = "pk-lf-of-the-tests"
+each_kind = pytest.mark.parametrize(
+    "kind", ["quota", "drop-in", pytest.param("inline", marks=needs_inline)]
+)
+
+
+def script(messages: Any) -> Any:
+    return (["search", "search"], ["search"], "done")[len(messages) // 3]
+
+
+def scene_of(signals: Signals, kind: Kind = "quota", form: Form = "async", **options: Any) -> Scene:
+    return Scene(signals, script, LIMITS, kind=kind, form=form, name="researcher", **options)
+
+
+def traces(signals: Signals) -> list[list[tuple[str, str]]]:
+    """The names of the spans by trace, each with its parent's."""
+    names = {each.context.span_id: each.name for each in signals.spans()}
+    found: dict[int, list[tuple[str, str]]] = {}
+    for each in signals.spans():
+        parent = names[each.parent.span_id] if each.parent else ""
+        found.setdefault(each.context.trace_id, []).append((each.name, parent))
+    return list(found.values())
+
+
+def ours(spans: list[tuple[str, str]]) -> list[str]:
+    """The parents of our spans."""
+    return [parent for name, parent in spans if name.startswith("check_quota")]
+
+
+def play_instrumented(form: Form, switched: str) -> None:
+    """In a process apart: run an agent beside OpenTelemetry's instrumentation, which patches it."""
+    signals = telling()
+    instrumentor = import_module(GENAI).LangChainInstrumentor()
+    if switched != "imported":
+        instrumentor.instrument(tracer_provider=signals.provider)
+    scene = scene_of(signals, form=form)
+    if switched == "on and off":
+        instrumentor.uninstrument()
+    given: Any = {"messages": [("user", "hi")]}
+    if form == "sync":
+        scene.agent.invoke(given, scene.config)
+    else:
+        asyncio.run(scene.agent.ainvoke(given, scene.config))
+    if switched == "on":
+        instrumentor.uninstrument()
+    print(json.dumps(traces(signals)))  # noqa: T201 - the result
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("form", "switched", "parents"),
+    [
+        ("sync", "on", {"invoke_agent researcher"}),
+        ("async", "on", {"invoke_agent researcher"}),
+        ("async", "imported", {"", "check_quota model"}),
+        ("sync", "on and off", {"", "check_quota model"}),
+    ],
+)
+def test_beside_opentelemetrys_instrumentation(
+    form: Form, switched: str, parents: set[str]
+) -> None:
+    """Our spans are below its `invoke_agent` span; where it is not on, it changes nothing."""
+    pytest.importorskip(GENAI)
+    program = f"from {__name__} import play_instrumented\nplay_instrumented({form!r}, {switched!r})"
+    done = run_python(program, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    (spans,) = json.loads(done.stdout)
+    assert len(ours(spans)) == 6
+    assert set(ours(spans)) == parents
+
+
+@pytest.fixture(scope="module")
+def langfuse() -> Iterator[tuple[Any, Signals]]:
+    """A client of Langfuse that sends nothing, and makes spans beside ours."""
+    made, signals = pytest.importorskip("langfuse"), telling()
+    client = made.Langfuse(
+        public_key=KEY,
+        secret_key="none",  # noqa: S106 - there is no server
+        base_url="http://langfuse.invalid",
+        tracer_provider=signals.provider,
+        span_exporter=InMemorySpanExporter(),
+    )
+    yield client, signals
+    client.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("form", "around", "counts"),
+    [("sync", False, [6]), ("async", True, [6]), ("async", False, [0, 6])],
+)
+async def test_beside_langfuse(
+    form: Form,
+    around: bool,  # noqa: FBT001 - a parameter of the test
+    counts: list[int],
+    langfuse: tuple[Any, Signals],
+) -> None:
+    """A sync run is one trace; an async one is, where an observation is around it."""
+    client, signals = langfuse
+    signals.exporter.clear()
+    agent = scene_of(signals, form=form).agent
+    handler = pytest.importorskip("langfuse.langchain").CallbackHandler(public_key=KEY)
+    given: Any = {"messages": [("user", "hi")]}
+    config: Any = {"callbacks": [handler], "configurable": {"thread_id": "t"}}
+    request = client.start_as_current_observation(name="request")
+    with request if around else nullcontext():
+        _ = agent.invoke(given, config) if form == "sync" else await agent.ainvoke(given, config)
+    assert sorted(len(ours(spans)) for spans in traces(signals)) == counts
+
+
+class Kept(requests.Session):
+    """A session that sends nothing, and keeps the runs as LangSmith would know them, by id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: dict[str, dict[str, Any]] = {}
+
+    def request(self, method: Any, url: Any, *args: Any, **options: Any) -> requests.Response:
+        run = json.loads(options["data"])
+        known = self.runs.setdefault(run["id"], {"ends": 0})
+        known.update({key: value for key, value in run.items() if value is not None})
+        known["ends"] += method == "PATCH"
+        response = requests.Response()
+        response.status_code = 202
+        return response
+
+
+@both_forms
+@each_kind
+async def test_beside_langsmith(form: Form, kind: Kind, signals: Signals) -> None:
+    """A traced run is as one that is not; each call is in the one trace, a model's in our hook."""
+    kept = Kept()
+    client = Client(
+        "http://langsmith.invalid", api_key="none", info={}, session=kept, auto_batch_tracing=False
+    )
+    plain = scene_of(telling(), kind, form)
+    answers = [each.content for each in (await plain.play())["messages"]]
+    with tracing_context(enabled=True, client=client):
+        scene = scene_of(signals, kind, form)
+        assert [each.content for each in (await scene.play())["messages"]] == answers
+    # A coroutine that nobody awaits is told when it is collected, and fails the test.
+    gc.collect()
+    assert scene.usage() == plain.usage()
+    runs = kept.runs
+    assert {each["ends"] for each in runs.values()} == {1}
+    assert len({each["trace_id"] for each in runs.values()}) == 1
+    assert not any("error" in each for each in runs.values())
+    names = [each["name"] for each in runs.values()]
+    assert (names.count("ScriptedChatModel"), names.count("search")) == (3, 2)
+    parents = {
+        runs[each["parent_run_id"]]["name"]
+        for each in runs.values()
+        if each["name"] == "ScriptedChatModel"
+    }
+    assert all(each.endswith("wrap_model_call") for each in parents)

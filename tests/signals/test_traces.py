@@ -1,0 +1,197 @@
+"""Which trace the spans of a run belong to: the caller's, or one of the run's own."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import HumanInTheLoopMiddleware
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import interrupt
+from opentelemetry import context, trace
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext
+
+from langchain_quota import Limit, ModelCallLimit, ToolCallLimit
+from tests.scene import Form, Scene, both_forms, recording
+from tests.telemetry import Signals, attributes, needs_inline, telling
+
+SEARCHES = ToolCallLimit("search", run_limit=1)
+HELD: dict[str, tuple[Any, list[Limit]]] = {
+    "quota": ("quota", [ModelCallLimit(run_limit=9), SEARCHES, ToolCallLimit(run_limit=9)]),
+    "inline": ("inline", [ModelCallLimit(run_limit=9), SEARCHES]),
+    "drop-ins": ("drop-in", [ModelCallLimit(run_limit=9), SEARCHES, ToolCallLimit(run_limit=9)]),
+    # The first that is judged is then a batch.
+    "tools only": ("drop-in", [SEARCHES]),
+}
+each_held = pytest.mark.parametrize(
+    "held", [pytest.param(each, marks=needs_inline if each == "inline" else ()) for each in HELD]
+)
+
+
+def again(*turns: Any) -> Any:
+    """A script that depends only on the history, so that runs and processes can share it."""
+
+    def script(messages: Sequence[BaseMessage]) -> Any:
+        newest = max(i for i, each in enumerate(messages) if isinstance(each, HumanMessage))
+        turn = turns[sum(isinstance(each, AIMessage) for each in messages[newest:])]
+        if isinstance(turn, str):
+            return turn
+        # Ids of one's own, since a call that has an answer is no longer pending.
+        ids = [f"call-{len(messages)}-{index}" for index in range(len(turn))]
+        calls = [ToolCall(name=n, args={}, id=i) for n, i in zip(turn, ids, strict=True)]
+        return AIMessage("", tool_calls=calls)
+
+    return script
+
+
+SEARCHING = again(["search", "search"], ["search"], "done")
+ASKING = again(["search", "ask"], ["search"], "done")
+
+
+def scene_of(signals: Signals, held: str, script: Any = SEARCHING, **options: Any) -> Scene:
+    """An agent whose tool `ask` interrupts the run."""
+    kind, limits = HELD[held]
+    ran: list[str] = []
+    ask = recording("ask", ran, lambda: interrupt("what?"))
+    beside = options.pop("beside", ())
+    return Scene(
+        signals, script, [*beside, *limits], kind=kind, tools=["search", ask], ran=ran, **options
+    )
+
+
+def request_of(signals: Signals) -> Any:
+    """A span around what the caller does."""
+    return signals.provider.get_tracer("app").start_as_current_span("request")
+
+
+def assert_below(spans: Sequence[ReadableSpan], parent: SpanContext) -> None:
+    assert spans
+    for span in spans:
+        assert span.parent is not None
+        assert span.parent.span_id == parent.span_id
+        assert span.context.trace_id == parent.trace_id
+
+
+def assert_one_trace(spans: Sequence[ReadableSpan]) -> None:
+    """All are children of the first one, which has no parent."""
+    first, *later = spans
+    assert first.parent is None
+    if later:
+        assert_below(later, first.context)
+
+
+def is_waiting(scene: Scene) -> bool:
+    return bool(scene.agent.get_state(scene.config).next)
+
+
+async def resume(scene: Scene) -> None:
+    """Approve what is to be reviewed, or answer the question that a tool asks."""
+    tasks = scene.agent.get_state(scene.config).tasks
+    (asked,) = [pending.value for task in tasks for pending in task.interrupts]
+    reviewed = isinstance(asked, dict) and asked["action_requests"]
+    approved = {"decisions": [{"type": "approve"}] * len(reviewed)} if reviewed else "that"
+    await scene.resume(approved)
+
+
+@each_held
+@both_forms
+@pytest.mark.parametrize("active", [True, False], ids=["request", "none"])
+async def test_one_run_is_one_trace(
+    held: str,
+    form: Form,
+    active: bool,  # noqa: FBT001 - a parameter of the test
+    signals: Signals,
+) -> None:
+    """The spans are children of the active span, or else of the first one; none is made active."""
+    before = context.get_current()
+    seen: list[SpanContext] = []
+
+    def script(messages: Sequence[BaseMessage]) -> Any:
+        seen.append(trace.get_current_span().get_span_context())
+        return SEARCHING(messages)
+
+    scene = scene_of(signals, held, script, form=form)
+    with request_of(signals) if active else nullcontext() as request:
+        await scene.play()
+    spans = signals.judged()
+    assert {attributes(each)["decision"] for each in spans} == {"allowed", "blocked"}
+    around = request.get_span_context() if request else trace.INVALID_SPAN_CONTEXT
+    if request:
+        assert_below(spans, around)
+    else:
+        assert_one_trace(spans)
+    assert {each.span_id for each in seen} == {around.span_id}
+    assert context.get_current() is before
+
+
+@each_held
+@both_forms
+async def test_a_run_goes_on_in_its_trace(held: str, form: Form, signals: Signals) -> None:
+    """A resumed run has the trace that it began with, even in another process."""
+    saver = InMemorySaver()
+    script = again(["search", "search"], ["ask"], ["search"], "done")
+
+    def process(signals: Signals) -> Scene:
+        review = HumanInTheLoopMiddleware(interrupt_on={"ask": True})
+        return scene_of(signals, held, script, beside=[review], form=form, checkpointer=saver)
+
+    here, elsewhere = process(signals), process(other := telling())
+    await here.play()
+    assert is_waiting(here)
+    assert_one_trace(signals.judged())
+    await resume(elsewhere)
+    assert is_waiting(elsewhere)
+    await resume(elsewhere)
+    assert not is_waiting(elsewhere)
+    assert_below(other.judged(), signals.judged()[0].context)
+
+
+@each_held
+async def test_the_active_span_goes_before_the_runs_own_trace(held: str, signals: Signals) -> None:
+    """A resume below a span is its child; one without goes on in the run's trace."""
+    review = HumanInTheLoopMiddleware(interrupt_on={"search": True})
+    scene = scene_of(signals, held, beside=[review])
+    await scene.play()
+    first = signals.judged()[0].context
+    signals.exporter.clear()
+    with request_of(signals) as request:
+        await resume(scene)
+    assert_below(signals.judged(), request.get_span_context())
+    assert is_waiting(scene)
+    signals.exporter.clear()
+    await resume(scene)
+    assert not is_waiting(scene)
+    if held != "tools only":
+        assert_below(signals.judged(), first)
+
+
+@pytest.mark.parametrize("held", ["quota", "tools only"])
+async def test_concurrent_runs_do_not_mix(held: str, signals: Signals) -> None:
+    """20 runs at once, interrupted and resumed, with and without spans around them: 20 traces."""
+    agent = scene_of(signals, held, ASKING).agent
+    around: dict[str, SpanContext] = {}
+
+    async def run(number: int) -> None:
+        scene = scene_of(signals, held, ASKING, thread_id=f"t{number}")
+        scene.agent = agent
+        with request_of(signals) if number % 2 else nullcontext() as request:
+            if request:
+                around[f"t{number}"] = request.get_span_context()
+            await scene.play()
+            await scene.resume("that")
+
+    await asyncio.gather(*map(run, range(20)))
+    by_thread = defaultdict(list)
+    for span in signals.judged():
+        by_thread[attributes(span)["gen_ai.conversation.id"]].append(span)
+    assert len(by_thread) == len({each[0].context.trace_id for each in by_thread.values()}) == 20
+    for thread, spans in by_thread.items():
+        assert len(spans) >= 2
+        if thread in around:
+            assert_below(spans, around[thread])
+        else:
+            assert_one_trace(spans)

@@ -1,0 +1,513 @@
+"""MemoryStore, RedisStore and the rule itself agree on random requests, call by call, over time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from math import inf
+from typing import NamedTuple, TypeVar
+from uuid import uuid4
+
+import pytest
+import redis
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from langchain_quota.admission import (
+    AcquireRequest,
+    AcquireResult,
+    Compensation,
+    Counter,
+    Hits,
+    Threshold,
+    admit,
+)
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores import (
+    COMPENSATED,
+    GRACE,
+    REMEMBERED,
+    QuotaStore,
+    window_end,
+)
+from langchain_quota.stores.grants import Granting, in_utc
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.stores.redis import RedisStore
+from tests.examples import examples
+from tests.server.redis import RedisServer, let_pass, time_from
+from tests.server.stores import used
+from tests.stores import Clock
+
+START = 3 * 10**9
+"""When a history begins: so late that Redis, by its own clock, forgets nothing meanwhile."""
+IDLE = 300
+"""How long a count without a window is kept, in seconds."""
+KEYS = (
+    "plain",
+    str(CountKey("search", "user_id", "ada")),
+    str(CountKey("search", "user_id", "ada", 86_400, START // 86_400)),
+    str(CountKey("__all__", "tenant", "Grüße:{*}", 3600, START // 3600)),
+)
+NOW = "now"
+"""Where Redis reads the time."""
+COUNTERS = ("a", "b", "c", "d", "Zähler %2F\ud800")
+V = TypeVar("V")
+LIMITS = ("one", "two", "drei: 100 %\n", "\ud800")
+SCOPES = ("thread", "run", "%41 ü")
+ATTEMPTS = ("", "x", "y", "z")
+REQUESTS = ("", "i", "j", "k")
+
+
+@st.composite
+def counters(draw: st.DrawFn, *, named: bool) -> Counter:
+    """A counter; whose request has a name, it may have a lease."""
+    key = draw(st.none() | st.sampled_from(KEYS))
+    ends = None if key is None else window_end(key)
+    return Counter(
+        key,
+        draw(st.integers(0, 3) | st.just(10**15)),
+        None if ends is None else ends - draw(st.sampled_from([0, 0.5])),
+        mirrored=draw(st.booleans()),
+        lease=draw(st.sampled_from([None, 5, 5, 60, 10_000])) if named else None,
+    )
+
+
+compensations = st.builds(
+    Compensation,
+    id=st.sampled_from("stuvwxyz"),
+    amounts=st.dictionaries(st.sampled_from(KEYS), st.sampled_from([-7, -1, 0, 2]), max_size=3),
+    attempt_id=st.none() | st.sampled_from(ATTEMPTS),
+    idempotency_key=st.sampled_from(REQUESTS),
+    starts=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 9), max_size=2),
+    settles=st.sampled_from(REQUESTS),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> AcquireRequest:
+    """A request; keys, names and attempts are few, so that they meet again, in any order."""
+    names = draw(st.lists(st.sampled_from(COUNTERS), unique=True, min_size=1, max_size=4))
+    over = st.builds(
+        Threshold,
+        limit=st.sampled_from(LIMITS),
+        scope=st.sampled_from(SCOPES),
+        counter=st.sampled_from(names),
+        most=st.sampled_from([0, 1, 2, 3, 4, 5, -2, 10**15, 2**53 - 1]),
+        enforced=st.booleans(),
+    )
+    thresholds = draw(st.lists(over, max_size=4))
+    hits = []
+    for _ in range(draw(st.integers(0, 4))):
+        amount = draw(st.sampled_from([1, 1, 2, 0, 10**14]))
+        amounts = dict.fromkeys(draw(st.sampled_from([names, names[:1], names[1:]])), amount)
+        order = thresholds if draw(st.booleans()) else thresholds[::-1]
+        hits.append(Hits(amounts, tuple(each for each in order if each.counter in amounts)))
+    key = draw(st.sampled_from(REQUESTS))
+    return AcquireRequest(
+        key,
+        draw(st.sampled_from(ATTEMPTS)),
+        {name: draw(counters(named=bool(key))) for name in names},
+        tuple(hits),
+        draw(st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2)),
+        tuple(draw(st.lists(compensations, max_size=2))),
+    )
+
+
+@st.composite
+def holding(draw: st.DrawFn) -> AcquireRequest:
+    """A request that is always admitted, and holds something for a while."""
+    lease = st.sampled_from([5, 5, 60, 10_000])
+    counters = {
+        name: Counter(key, expires_at=window_end(key), lease=draw(lease))
+        for name, key in zip("ab", draw(st.permutations(KEYS)), strict=False)
+    }
+    return AcquireRequest(
+        draw(st.sampled_from(REQUESTS[1:])),
+        draw(st.sampled_from(ATTEMPTS)),
+        counters,
+        (Hits({"a": draw(st.integers(1, 9)), "b": draw(st.integers(1, 9))}),),
+        compensations=tuple(draw(st.lists(compensations, max_size=1))),
+    )
+
+
+class Give(NamedTuple):
+    """A grant that is given: for how many seconds; `None` for as long as a store likes."""
+
+    key: str
+    amount: int
+    seconds: int | None
+    id: str
+
+
+class Revoke(NamedTuple):
+    """A grant that is ended."""
+
+    key: str
+    id: str
+
+
+Step = AcquireRequest | list[str] | int | Give | Revoke
+"""What is asked, the keys that are reset, how many seconds pass, or what is granted."""
+
+gives = st.builds(
+    Give,
+    st.sampled_from(KEYS[1:]),
+    st.sampled_from([1, 2, 5, 10**14]),
+    st.sampled_from([None, -1, 0, 5, 60, 4000, 90_000]),
+    st.sampled_from("gh"),
+)
+revokes = st.builds(Revoke, st.sampled_from(KEYS), st.sampled_from("gh"))
+
+resets = st.lists(st.sampled_from(KEYS), min_size=1, max_size=2)
+waits = st.sampled_from([1, 5, 6, 61]) | st.sampled_from(
+    [IDLE, 2400, GRACE, REMEMBERED, 86_400, COMPENSATED]
+)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Step]:
+    """Requests; some are tried again, with what a caller may have changed, undoes or settles."""
+    made: list[AcquireRequest] = []
+    steps: list[Step] = []
+    for _ in range(draw(st.integers(1, 10))):
+        steps.extend(draw(st.lists(resets | waits | gives | revokes, max_size=2)))
+        asked = draw(requests() | holding())
+        if draw(st.booleans()) and made:
+            earlier = draw(st.sampled_from(made))
+            undone = replace(
+                draw(compensations),
+                attempt_id=earlier.attempt_id,
+                idempotency_key=earlier.idempotency_key,
+            )
+            settled = replace(
+                draw(compensations),
+                attempt_id=None,
+                amounts={each.key: 1 for each in earlier.counters.values() if each.key},
+                settles=earlier.idempotency_key,
+            )
+            again = (
+                earlier,
+                replace(earlier, counters=dict(draw(st.permutations([*earlier.counters.items()])))),
+                replace(earlier, attempt_id=asked.attempt_id, compensations=(undone,)),
+                replace(asked, idempotency_key=earlier.idempotency_key),
+                replace(asked, compensations=(undone,)),
+                replace(asked, compensations=(settled,)),
+                replace(asked, compensations=(settled, undone)),
+            )
+            asked = draw(st.sampled_from(again))
+            if not asked.idempotency_key:
+                asked = replace(
+                    asked,
+                    counters={
+                        name: replace(each, lease=None) for name, each in asked.counters.items()
+                    },
+                )
+        made.append(asked)
+        steps.append(asked)
+    return steps
+
+
+class Known(dict[str, tuple[V, float]]):
+    """What is remembered, each with the time when it is forgotten."""
+
+    def of(self, name: str) -> V | None:
+        return self[name][0] if name in self else None
+
+    def forget(self, now: float) -> None:
+        for name in [name for name, (_, until) in self.items() if until <= now]:
+            del self[name]
+
+
+@dataclass
+class Hold:
+    """What a request holds under a key, and when its lease ends."""
+
+    key: str
+    request: str
+    amount: int
+    ends: int
+
+
+@dataclass
+class Granted:
+    """A grant, when it ends, and whether no call has been judged by it."""
+
+    key: str
+    id: str
+    amount: int
+    ends: int
+    is_new: bool = True
+
+
+@dataclass
+class Model:
+    """What stores promise, said as plainly as can be."""
+
+    now: int = START
+    counts: Known[int] = field(default_factory=Known)
+    holds: list[Hold] = field(default_factory=list)
+    results: Known[AcquireResult] = field(default_factory=Known)
+    made: Known[tuple[str, list[tuple[str, int, bool]]]] = field(default_factory=Known)
+    refused: Known[bool] = field(default_factory=Known)
+    compensated: Known[bool] = field(default_factory=Known)
+    settled: Known[bool] = field(default_factory=Known)
+    grants: list[Granted] = field(default_factory=list)
+
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        for known in (self.results, self.made, self.refused, self.compensated, self.settled):
+            known.forget(self.now)
+        self.counts.forget(self.now)
+        self.grants = [each for each in self.grants if each.ends + COMPENSATED > self.now]
+        self.holds = [each for each in self.holds if each.key in self.counts]
+        for hold in [each for each in self.holds if each.ends <= self.now]:
+            self.give_back(hold)
+
+    def grant(self, asked: Give) -> tuple[int, int] | None:
+        for each in self.granted(asked.key):
+            if each.id == asked.id:
+                return each.amount, each.ends
+        ends = self.now + IDLE if asked.seconds is None else self.now + asked.seconds
+        window = window_end(asked.key)
+        if window is not None:
+            ends = window if asked.seconds is None else min(ends, window)
+        if ends <= self.now:
+            return None
+        self.grants.append(Granted(asked.key, asked.id, asked.amount, ends))
+        used = self.counts.of(asked.key)
+        if used is not None:
+            self.put(asked.key, used)
+        return asked.amount, ends
+
+    def revoke(self, asked: Revoke) -> int | None:
+        for each in self.granted(asked.key):
+            if each.id == asked.id and each.ends > self.now:
+                each.ends = self.now
+                return each.amount
+        return None
+
+    def granted(self, key: str | None) -> list[Granted]:
+        return [each for each in self.grants if each.key == key]
+
+    def more(self, key: str | None) -> int:
+        return sum(each.amount for each in self.granted(key) if each.ends > self.now)
+
+    def reset(self, keys: Sequence[str]) -> None:
+        self.holds = [each for each in self.holds if each.key not in keys]
+        for key in keys:
+            self.put(key, 0)
+
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        for compensation in request.compensations:
+            made = self.settled if compensation.settles else self.compensated
+            if compensation.id not in made:
+                kept = REMEMBERED if compensation.settles else COMPENSATED
+                made[compensation.id] = True, self.now + kept
+                self.compensate(compensation)
+        if request.attempt_id in self.refused:
+            raise QuotaStoreError("compensated")
+        known = self.results.of(request.idempotency_key)
+        if known is None:
+            return self.admit(request)
+        if (len(known.used), len(known.admitted)) != (len(request.counters), len(request.hits)):
+            raise QuotaStoreError("form")
+        granted = dict(zip(request.counters, [*known.granted.values()], strict=True))
+        return replace(
+            known,
+            used=dict(zip(request.counters, known.used.values(), strict=True)),
+            replayed=True,
+            granted={name: amount for name, amount in granted.items() if amount},
+            newly_granted={},
+        )
+
+    def admit(self, request: AcquireRequest) -> AcquireResult:
+        used = {}
+        for name, counter in request.counters.items():
+            kept = self.counts.of(counter.key or "")
+            used[name] = counter.used if kept is None else kept
+        granted = {name: self.more(each.key) for name, each in request.counters.items()}
+        news = {
+            name: sum(
+                grant.amount
+                for grant in self.granted(each.key)
+                if grant.is_new and grant.ends > self.now
+            )
+            for name, each in request.counters.items()
+        }
+        for counter in request.counters.values():
+            for grant in self.granted(counter.key):
+                grant.is_new = grant.is_new and grant.ends <= self.now
+        hits = [
+            Hits(
+                each.amounts,
+                tuple(
+                    over._replace(most=over.most + granted[over.counter])
+                    for over in each.thresholds
+                ),
+            )
+            for each in request.hits
+        ]
+        result = replace(admit(hits, used, request.stops), granted=granted)
+        charged: list[tuple[str, int, bool]] = []
+        for name, amount in result.charged(request.hits).items():
+            counter = request.counters[name]
+            if counter.key and amount:
+                charged.append((counter.key, amount, counter.lease is not None))
+                self.add(counter.key, amount, counter.used)
+                if counter.lease is not None:
+                    self.hold(counter.key, request.idempotency_key, amount, counter.lease)
+        until = self.now + REMEMBERED
+        if charged:
+            if request.idempotency_key:
+                self.results[request.idempotency_key] = result, until
+            if request.attempt_id:
+                self.made[request.attempt_id] = (request.idempotency_key, charged), until
+        return replace(
+            result,
+            granted={name: amount for name, amount in granted.items() if amount},
+            newly_granted={name: amount for name, amount in news.items() if amount},
+        )
+
+    def hold(self, key: str, request: str, amount: int, lease: int) -> None:
+        ends = self.now + lease + 1
+        for each in self.held(key, request):
+            each.amount += amount
+            each.ends = max(each.ends, ends)
+            return
+        self.holds.append(Hold(key, request, amount, ends))
+
+    def held(self, key: str, request: str) -> list[Hold]:
+        return [each for each in self.holds if (each.key, each.request) == (key, request)]
+
+    def give_back(self, hold: Hold, most: float = inf) -> None:
+        amount = min(hold.amount, most)
+        hold.amount -= int(amount)
+        self.add(hold.key, -int(amount))
+        if not hold.amount:
+            self.holds.remove(hold)
+
+    def compensate(self, compensation: Compensation) -> None:
+        if compensation.attempt_id:
+            self.refused[compensation.attempt_id] = True, self.now + REMEMBERED
+            if compensation.attempt_id in self.made:
+                (name, charged), _ = self.made.pop(compensation.attempt_id)
+                self.results.pop(name, None)
+                for key, amount, leased in charged:
+                    if leased:
+                        for hold in self.held(key, name):
+                            self.give_back(hold, amount)
+                    else:
+                        self.add(key, -amount)
+        if compensation.idempotency_key not in self.results:
+            for key, amount in compensation.amounts.items():
+                for hold in self.held(key, compensation.settles):
+                    self.give_back(hold)
+                self.add(key, amount, compensation.starts.get(key, 0))
+
+    def add(self, key: str, amount: int, start: int = 0) -> None:
+        used = self.counts.of(key)
+        if amount > 0:
+            self.put(key, amount + (start if used is None else used))
+        elif used is not None:
+            self.counts[key] = max(0, used + amount), self.counts[key][1]
+
+    def put(self, key: str, used: int) -> None:
+        ends = window_end(key)
+        until = self.now + IDLE if ends is None else max(ends, self.now) + GRACE
+        self.counts[key] = used, until
+
+
+@pytest.fixture(scope="module")
+def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
+    """A client of the module's server, which is emptied afterwards."""
+    with redis_server.client() as client, time_from(NOW):
+        yield client
+        client.flushall()
+
+
+def outcome(store: Model | QuotaStore, request: AcquireRequest) -> AcquireResult | None:
+    """The answer; `None` for a refusal of the whole."""
+    try:
+        return store.acquire(request)
+    except QuotaStoreError:
+        return None
+
+
+def given_by(store: Granting, asked: Give, now: float) -> tuple[int, int | None] | None:
+    """What is granted, and until when; `None` if that time is over."""
+    until = None if asked.seconds is None else in_utc(now + asked.seconds)
+    try:
+        grant = store.grant(asked.key, asked.amount, until=until, id=asked.id)
+    except ValueError:
+        return None
+    return grant.amount, grant.ends
+
+
+def _held_twice() -> list[Step]:
+    """A request holds again when its answer is forgotten; then only that is undone."""
+    key = KEYS[2]
+    held = Counter(key, expires_at=window_end(key), lease=10_000)
+    first = AcquireRequest("i", "x", {"a": held}, (Hits({"a": 5}),))
+    undo = AcquireRequest("", "", compensations=(Compensation("s", attempt_id="y"),))
+    settle = AcquireRequest("", "", compensations=(Compensation("t", {key: 1}, settles="i"),))
+    again = replace(first, attempt_id="y")
+    return [first, REMEMBERED, again, undo, again, settle]
+
+
+def _held_longest() -> list[Step]:
+    """Of two leases of one request under one key the longer one holds."""
+    counters = {name: Counter(KEYS[0], lease=lease) for name, lease in (("a", 60), ("b", 5))}
+    return [AcquireRequest("i", "x", counters, (Hits({"a": 1, "b": 2}),)), 6, 55]
+
+
+def _granted_again() -> list[Step]:
+    """A week after its end the name of a grant is free, though another grant keeps the count."""
+    key = KEYS[1]
+    gone = Give(key, 1, 5, "g")
+    return [gone, Give(key, 2, 2 * COMPENSATED, "h"), COMPENSATED + 4, gone, 1, gone]
+
+
+@examples(400)
+@given(steps=histories())
+@example(steps=_held_twice())
+@example(steps=_held_longest())
+@example(steps=_granted_again())
+def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
+    """The same requests get the same answers, and leave the same counts, limits and windows."""
+    client.flushall()
+    idle, clock, model = timedelta(seconds=IDLE), Clock(START), Model()
+    memory = MemoryStore(idle_ttl=idle, clock=clock)
+    shared = RedisStore(client, prefix=uuid4().hex, idle_ttl=idle)
+    # Without an end a grant ends by the clock of who gives it.
+    shared._now = clock  # type: ignore[method-assign]
+    let_pass(client, NOW, clock, 0)
+    for step in steps:
+        if isinstance(step, int):
+            model.wait(step)
+            let_pass(client, NOW, clock, step)
+        elif isinstance(step, Give):
+            asked = model.grant(step)
+            assert given_by(memory, step, clock.now) == asked
+            assert given_by(shared, step, clock.now) == asked
+        elif isinstance(step, Revoke):
+            ended = model.revoke(step)
+            for each in (memory, shared):
+                grant = each.revoke(*step)
+                assert (grant and grant.amount) == ended
+        elif isinstance(step, list):
+            for store in (model, memory, shared):
+                store.reset(step)
+        else:
+            expected = outcome(model, step)
+            assert outcome(memory, step) == expected
+            assert outcome(shared, step) == expected
+        kept = memory.peek(KEYS)
+        assert shared.peek(KEYS) == kept
+        more = [model.more(key) for key in KEYS]
+        counts = [model.counts.of(key) for key in KEYS]
+        known = [
+            used if used is not None or not grant else 0
+            for used, grant in zip(counts, more, strict=True)
+        ]
+        assert used(memory, *KEYS) == known
+        assert [use.granted if use else 0 for use in kept] == more

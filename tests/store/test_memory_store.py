@@ -1,0 +1,240 @@
+"""What is MemoryStore's own: its clock, its bounds, and what it drops when it is full."""
+
+import tracemalloc
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from langchain_quota.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores.grants import in_utc
+from langchain_quota.stores.memory import MemoryStore
+from tests.calls import calls_made
+from tests.server.stores import compensating, used
+from tests.stores import Clock
+
+HOUR = 3600
+DAY = 24 * HOUR
+WEEK = 7 * DAY
+
+
+class Key(str):
+    """A key that counts how often keys are looked at."""
+
+    __slots__ = ()
+    looks: ClassVar[int] = 0
+
+    def __hash__(self) -> int:
+        Key.looks += 1
+        return super().__hash__()
+
+
+def asked(
+    *keys: str,
+    limit: int = 100,
+    used: int = 0,
+    mirrored: bool = False,
+    name: str = "",
+    ends: float | None = None,
+    lease: int | None = None,
+    compensations: tuple[Compensation, ...] = (),
+) -> AcquireRequest:
+    """One call that is charged to keys; a name is its idempotency key and its attempt."""
+    counters = {key: Counter(key, used, ends, mirrored, lease) for key in keys}
+    over = tuple(Threshold("limit", "thread", key, limit) for key in keys)
+    hits = Hits(dict.fromkeys(keys, 1), over)
+    return AcquireRequest(name, name, counters, (hits,), compensations=compensations)
+
+
+def test_a_full_store_refuses_new_keys() -> None:
+    """A store full of live counts forgets none, whoever comes; what has run always fits."""
+    clock = Clock(0)
+    store = MemoryStore(max_keys=2, clock=clock)
+    store.acquire(asked("a"))
+    store.acquire(asked("b", ends=100))
+    with pytest.raises(QuotaStoreError, match="the store is full: it keeps 2 counts at most"):
+        store.acquire(asked("c"))
+    with pytest.raises(QuotaStoreError):
+        store.reset(["a", "c"])
+    with pytest.raises(QuotaStoreError):
+        store.acquire(asked("thread", mirrored=True))
+    assert store.acquire(asked("c", limit=0)).admitted == (False,)
+    assert used(store, "a", "b", "c") == [1, 1, None]
+    store.acquire(compensating(Compensation("outage", {"d": 1})))
+    assert used(store, "a", "b", "d") == [1, 1, 1]
+    clock.now = 100 + HOUR
+    store.reset(["d"])
+    assert used(store, "a", "b", "d") == [1, None, 0]
+
+
+def test_a_full_store_drops_what_its_caller_brings_back() -> None:
+    """Of counts that callers mirror the one that was charged longest ago makes room."""
+    store = MemoryStore(max_keys=3)
+    for thread in ("one", "two", "three", "one", "four"):
+        assert store.acquire(asked(thread, mirrored=True)).admitted == (True,)
+    assert used(store, "one", "two", "three", "four") == [2, None, 1, 1]
+    # It goes on where its own state says.
+    assert store.acquire(asked("two", used=1, limit=2, mirrored=True)).used == {"two": 1}
+    assert used(store, "one", "two", "three", "four") == [2, 2, None, 1]
+
+
+def test_what_is_charged_now_is_not_dropped_for_it() -> None:
+    """A batch drops counts of others, and none if it does not fit even then."""
+    store = MemoryStore(max_keys=3)
+    for key in ("a", "b"):
+        store.acquire(asked(key, mirrored=True))
+    store.acquire(asked("user"))
+    with pytest.raises(QuotaStoreError):
+        store.acquire(asked("a", "c", "d", mirrored=True))
+    assert used(store, "a", "b", "user") == [1, 1, 1]
+    store.acquire(asked("a", "c", mirrored=True))
+    assert used(store, "a", "b", "c", "user") == [2, None, 1, 1]
+
+
+def test_a_dropped_count_takes_its_holds_along() -> None:
+    """A count that comes back from its caller has nothing held: a settlement charges all."""
+    store = MemoryStore(max_keys=1)
+    store.acquire(asked("a", used=3, mirrored=True, name="one", lease=60))
+    store.acquire(asked("b", mirrored=True))
+    assert used(store, "a", "b") == [None, 1]
+    settled = Compensation("s", {"a": 4}, starts={"a": 3}, settles="one")
+    store.acquire(compensating(settled))
+    assert used(store, "a") == [7]
+
+
+def test_runs_expire_beside_threads() -> None:
+    """A run's count expires after a day, though a thread's that is older is kept."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    store.acquire(asked("search:thread:t1", mirrored=True))
+    store.acquire(asked("search:run:a", mirrored=True))
+    clock.now += DAY
+    store.acquire(asked("search:thread:t1", mirrored=True))
+    assert store.occupancy.keys == 1
+
+
+def test_occupancy() -> None:
+    """How many counts there are, how many of them can be dropped, and how many there can be."""
+    clock = Clock(0)
+    store = MemoryStore(max_keys=10, clock=clock)
+    store.acquire(asked("user"))
+    store.acquire(asked("thread", mirrored=True))
+    store.acquire(asked("window", ends=100))
+    assert store.occupancy == (3, 1, 10)
+    assert store.occupancy.share == 0.2
+    assert repr(store) == "MemoryStore(keys=3, max_keys=10)"
+    clock.now = 100 + HOUR
+    store.acquire(asked("user"))
+    assert store.occupancy == (2, 1, 10)
+
+
+def test_a_charge_does_not_look_at_other_counts() -> None:
+    """However many counts there are, a charge costs the same: also in a full store."""
+    store = MemoryStore(max_keys=1_000)
+    for number in range(1_000):
+        store.acquire(asked(Key(f"thread-{number}"), mirrored=True))
+    Key.looks = 0
+    made = calls_made(lambda: store.acquire(asked(Key("thread-0"), mirrored=True)))
+    made += calls_made(lambda: store.acquire(asked(Key("another"), mirrored=True)))
+    assert Key.looks < 100
+    assert made < 200 + Key.looks
+
+
+def test_holds_and_grants_of_others_are_not_looked_at() -> None:
+    """However much is held and granted, a charge, a settlement and a grant cost the same."""
+
+    def work(others: int) -> list[int]:
+        clock = Clock()
+        store = MemoryStore(clock=clock)
+        store.grant("search:user_id:ann", 1, until=in_utc(clock.now + HOUR), id="over")
+        for number in range(others):
+            store.grant(f"search:user_id:{number}", 1)
+            store.acquire(asked("tokens", name=str(number), lease=WEEK * 2, limit=10**6))
+        settled = compensating(Compensation("s", {"tokens": 2}, settles="0"))
+        made = [
+            calls_made(lambda: store.acquire(settled)),
+            calls_made(lambda: store.acquire(asked("tokens", name="x", lease=60, limit=10**6))),
+        ]
+        clock.now += HOUR + WEEK
+        made.append(calls_made(lambda: store.grant("search:user_id:ann", 2, id="over")))
+        return [*made, calls_made(lambda: store.revoke("search:user_id:ann", "over"))]
+
+    few, many = work(10), work(1_000)
+    assert all(more <= less + 50 for less, more in zip(few, many, strict=True))
+
+
+def test_memory_is_bounded() -> None:
+    """However many subjects and requests come and go, no more is kept than fits."""
+    clock = Clock(0)
+    store = MemoryStore(max_keys=50, idle_ttl=timedelta(seconds=10), clock=clock)
+
+    def grown(numbers: range) -> int:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in numbers:
+            clock.now += 1
+            undo = Compensation(f"s{number}", attempt_id=f"lost{number}")
+            store.acquire(asked(f"user-{number}", name=f"name{number}", compensations=(undo,)))
+            if number % 3 == 0:
+                store.acquire(asked("steady", limit=1000, ends=number + 5.5))
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        grown(range(500))
+        assert grown(range(500, 2000)) < 20_000
+    finally:
+        tracemalloc.stop()
+    assert used(store, "steady") == [667]
+    assert len(store.usages()) == 11
+
+
+def test_expired_counts_go_in_steps() -> None:
+    """No operation pays for all that has expired at once, and in the end all of it is gone."""
+    clock = Clock(0)
+    store = MemoryStore(clock=clock)
+    for number in range(1000):
+        store.acquire(asked(f"user-{number}", ends=10))
+    clock.now = 10 + HOUR
+    sizes = []
+    for _ in range(11):
+        store.acquire(asked("search"))
+        sizes.append(store.occupancy.keys)
+    assert sizes == [901, 801, 701, 601, 501, 401, 301, 201, 101, 1, 1]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(-50, 60),
+            st.sampled_from("abcd"),
+            st.none() | st.integers(0, 300),
+            st.booleans(),
+        ),
+        max_size=60,
+    )
+)
+def test_counts_against_a_plain_dict(steps: list[tuple[int, str, int | None, bool]]) -> None:
+    """Under a clock that jumps, a count is never lost before its time, nor found after it."""
+    clock = Clock(HOUR)
+    store = MemoryStore(max_keys=4, idle_ttl=timedelta(seconds=HOUR + 50), clock=clock)
+    kept: dict[str, tuple[int, float]] = {}
+    expired: set[str] = set()
+    for jump, key, ends, mirrored in steps:
+        clock.now += jump * 60
+        expired |= {each for each, (_, until) in kept.items() if until <= clock.now}
+        found = {use.key: use.used for use in store.usages()}
+        expected = {
+            each: count
+            for each, (count, until) in kept.items()
+            # What had expired may be there still when the clock goes back.
+            if until > clock.now and (each in found or each not in expired)
+        }
+        assert found == expected
+        last = HOUR + (clock.now + 50 if ends is None else max(clock.now, ends))
+        result = store.acquire(asked(key, ends=ends, mirrored=mirrored))
+        assert result.used == {key: expected.get(key, 0)}
+        kept[key] = (result.used[key] + 1, max(kept[key][1], last) if key in expected else last)
+        expired.discard(key)

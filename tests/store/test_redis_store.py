@@ -1,0 +1,507 @@
+"""What is RedisStore's own: connections, keys, their ends, odd replies, and what stays secret."""
+
+import asyncio
+import gc
+import logging
+import time
+import traceback
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import redis
+import redis.asyncio
+
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores.redis import RedisStore
+from tests.certificates import Certificate
+from tests.server.prometheus import eventually
+from tests.server.proxy import proxy, replaced
+from tests.server.proxy import reset as connection_reset
+from tests.server.redis import RedisServer, free_port, running_redis, time_from
+from tests.server.stores import batch, calls, compensating, settlement, used
+
+LONG = 30.0
+"""The timeout of a store that is not to run into it, in seconds."""
+SECRET = "s3cr3t/p@ss:w%rd"  # noqa: S105 - a test's
+DAY = 86_400
+
+in_thread = RedisStore.acquire
+
+
+def in_loop(store: RedisStore, request: AcquireRequest) -> AcquireResult:
+    return asyncio.run(store.aacquire(request))
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of the test's own."""
+    with running_redis(tmp_path / "redis") as server:
+        yield server
+
+
+@contextmanager
+def opened(server: RedisServer, url: str = "", **options: Any) -> Iterator[RedisStore]:
+    given = {"prefix": server.prefix(), "timeout": LONG, **options}
+    with closing(RedisStore(url or server.url, **given)) as store:
+        yield store
+
+
+@pytest.fixture
+def store(redis_server: RedisServer) -> Iterator[RedisStore]:
+    """A store with a prefix of the test's own."""
+    with opened(redis_server) as store:
+        yield store
+
+
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[Any]:
+    """A client beside the store."""
+    with redis_server.client() as client:
+        yield client
+
+
+def name_of(store: RedisStore, key: str = "search") -> str:
+    """Where Redis keeps a count."""
+    return f"{{{store.prefix}}}:count:{key}"
+
+
+class TestWhatIsNoCount:
+    """What others have written where a count should be."""
+
+    def test_admits_nothing(self, store: RedisStore, client: Any) -> None:
+        """It is no count from which calls could be admitted: QuotaStoreError, nothing written."""
+        name = name_of(store)
+        for value in ("nan", "inf", "-1", "1e3", "abc", "", "9" * 400):
+            client.hset(name, "used", value)
+            with pytest.raises(QuotaStoreError, match=r"no count is .*:count:search"):
+                store.acquire(calls("search", 1, limit=5))
+            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
+                store.peek(["other", "search"])
+            assert client.hgetall(name) == {b"used": value.encode()}
+            store.reset(["search"])
+            assert store.acquire(calls("search", 1, limit=5)).used == {"search": 0}
+            client.delete(name)
+
+    def test_usages_leave_it_out(
+        self, store: RedisStore, client: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The counts are shown, and one line names keys that hold no count."""
+        names = [name_of(store, "").encode() + end for end in (b"\x1b[2J\n", b"\xff")]
+        store.acquire(calls("search", 1))
+        for name in names:
+            client.set(name, 1)
+        assert [use.key for use in store.usages()] == ["search"]
+        assert ([each.key for each in store.listing()[0]], store.listing()[1]) == (
+            ["search"],
+            names,
+        )
+        [record] = caplog.records
+        assert record.getMessage() == f"{store!r}: keys that hold no count: 2, such as {names[0]!r}"
+
+    def test_what_may_not_be_read_is_an_error(self, own_redis: RedisServer) -> None:
+        """A command that the user has no right to does not make counts odd."""
+        with own_redis.client() as client, opened(own_redis) as store:
+            store.acquire(calls("search", 1))
+            client.execute_command("ACL", "SETUSER", "default", "-hmget")
+            with pytest.raises(QuotaStoreError, match="can't run this command"):
+                store.listing()
+
+
+class TestConnections:
+    """Where connections come from, and where they go."""
+
+    def test_forgotten_script(self, store: RedisStore, client: Any) -> None:
+        """A server that does not know the script, after a restart say, is told it."""
+        for before, acquire in enumerate((in_thread, in_loop, in_thread)):
+            client.script_flush()
+            assert acquire(store, calls("search", 1)).used == {"search": before}
+
+    def test_event_loops_come_and_go(self, store: RedisStore, client: Any) -> None:
+        """A loop that ended leaves no connection, no client and no warning behind."""
+        loops = []
+
+        async def acquire() -> None:
+            loops.append(weakref.ref(asyncio.get_running_loop()))
+            await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(5)))
+
+        before = len(client.client_list())
+        for _ in range(3):
+            asyncio.run(acquire())
+        gc.collect()
+        assert [loop() for loop in loops] == [None] * 3
+        eventually(lambda: len(client.client_list()) == before)
+        # One that is closed without its last rites does not disturb the next one.
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(store.aacquire(calls("search", 1)))
+        loop.run_until_complete(store.aclose())
+        loop.close()
+        # Closed, a store can be used all the same.
+        assert in_loop(store, calls("search", 1)).used == {"search": 16}
+        store.close()
+        assert used(store, "search") == [17]
+
+    def test_sources(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A URL may name a socket, and stand in the environment; its timeouts do not count."""
+        url = f"{redis_server.url}?socket_timeout=0.000001&socket_connect_timeout=0.000001"
+        monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url)
+        prefix = redis_server.prefix()
+        stores = [
+            RedisStore(f"unix://{redis_server.socket}?db=0", prefix=prefix, timeout=LONG),
+            RedisStore(prefix=prefix, timeout=LONG),
+        ]
+        assert f"unix://{redis_server.socket}" in repr(stores[0])
+        for number, store in enumerate(stores):
+            with closing(store):
+                assert in_thread(store, calls("search", 1)).used == {"search": 2 * number}
+                assert in_loop(store, calls("search", 1)).used == {"search": 2 * number + 1}
+
+    def test_tls(self, tmp_path: Path, certificates: dict[str, Certificate]) -> None:
+        """`rediss://` is TLS, with redis-py's options; another's certificate is not trusted."""
+        own, other = certificates["server"], certificates["other"]
+        options = ["--tls-port", "{port}", "--port", "0", "--tls-auth-clients", "no"]
+        options += ["--tls-cert-file", own.certfile, "--tls-key-file", own.keyfile]
+        with running_redis(tmp_path / "redis", *options) as server:
+            url = f"rediss://127.0.0.1:{server.port}/0?ssl_ca_certs="
+            with closing(RedisStore(f"{url}{own.certfile}", timeout=LONG)) as store:
+                assert in_thread(store, calls("search", 1)).used == {"search": 0}
+                assert in_loop(store, calls("search", 1)).used == {"search": 1}
+            with closing(RedisStore(f"{url}{other.certfile}", timeout=LONG)) as store:
+                for acquire in (in_thread, in_loop):
+                    with pytest.raises(QuotaStoreError, match="certificate verify failed"):
+                        acquire(store, calls("search", 1))
+
+
+class TestClientsOfYourOwn:
+    """A client in place of a URL; one of a cluster is in tests/server."""
+
+    @pytest.mark.parametrize("protocol", [2, 3])
+    @pytest.mark.parametrize("decode", [False, True])
+    async def test_each_form(
+        self, redis_server: RedisServer, *, decode: bool, protocol: int
+    ) -> None:
+        """A client serves its form, whatever it decodes or speaks, and stays open."""
+        given: Any = {"decode_responses": decode, "protocol": protocol}
+        lost = calls("search", 1)
+        undo = compensating(Compensation("lost", attempt_id=lost.attempt_id))
+        with redis_server.client(**given) as client:
+            store = RedisStore(client, prefix=redis_server.prefix())
+            assert store.acquire(lost).used == {"search": 0}
+            store.acquire(undo)
+            assert [(use.key, use.used) for use in store.usages()] == [("search", 0)]
+            identity = client.client_id()
+            store.close()
+            assert client.client_id() == identity
+        async with redis.asyncio.Redis.from_url(redis_server.url, **given) as aclient:
+            store = RedisStore(aclient, prefix=redis_server.prefix(), timeout=LONG)
+            assert (await store.aacquire(lost)).used == {"search": 0}
+            await store.aacquire(undo)
+            (use,) = await store.apeek(["search"])
+            assert use is not None
+            assert use.used == 0
+            await store.aclose()
+
+    async def test_more_callers_than_connections(self, redis_server: RedisServer) -> None:
+        """They wait for each other: a client fails when it would need one connection more."""
+        async with redis.asyncio.Redis.from_url(redis_server.url, max_connections=2) as client:
+            store = RedisStore(client, prefix=redis_server.prefix(), timeout=LONG)
+            results = await asyncio.gather(*(store.aacquire(calls("a", 1)) for _ in range(20)))
+            assert sorted(each.used["a"] for each in results) == [*range(20)]
+
+    async def test_wrong_form(self, redis_server: RedisServer) -> None:
+        """Asked for the other form, the TypeError says what to pass."""
+        said = r"or a client of redis\.asyncio"
+        with redis_server.client() as client, pytest.raises(TypeError, match=said):
+            await RedisStore(client).aacquire(calls("search", 1))
+        async with redis.asyncio.Redis.from_url(redis_server.url) as aclient:
+            store = RedisStore(aclient)
+            for ask in (lambda: store.acquire(calls("search", 1)), store.usages):
+                with pytest.raises(TypeError, match=r"URL, or a client of redis$"):
+                    ask()
+
+
+class TestKeys:
+    """What Redis keeps, and for how long."""
+
+    def test_all_keys_are_the_prefixs_and_expire(self, store: RedisStore, client: Any) -> None:
+        """Every key has the prefix as its hash tag, and an end."""
+        lost = calls("search", 1)
+        store.acquire(lost)
+        undo = Compensation("s", {"late": 1}, lost.attempt_id)
+        store.acquire(calls("email", 1, compensations=[undo]))
+        store.reset(["other"])
+        store.grant("search:user_id:ada", 3, window=timedelta(hours=1))
+        names = [*client.scan_iter(match=f"*{store.prefix}*")]
+        assert len(names) == 9
+        assert all(name.startswith(f"{{{store.prefix}}}:".encode()) for name in names)
+        times = {b"count": 365 * DAY, b"compensated": 7 * DAY, b"attempt": 3600, b"result": 3600}
+        for name in names:
+            kind, left = name.split(b":")[1], client.ttl(name)
+            if b"user_id" in name:
+                # A late repetition of a grant must not give anything anew.
+                assert 7 * DAY <= left <= 7 * DAY + 2 * 3600
+            else:
+                assert times[kind] - 60 <= left <= times[kind]
+
+    def test_script_is_told_all_keys(self, store: RedisStore, client: Any) -> None:
+        """The script touches no key that it was not given, as clusters and proxies demand."""
+        with client.monitor() as monitor:
+            lost = batch({"search": 1, "email": 1})
+            store.acquire(lost)
+            undo = Compensation("s", {"late": 1}, lost.attempt_id)
+            store.acquire(calls("other", 1, compensations=[undo]))
+            store.reset(["search"])
+            store.peek(["search", "email"])
+            client.echo("end")
+            given: list[str] = []
+            touched = 0
+            for heard in monitor.listen():
+                words = heard["command"].split(" ")
+                if heard["client_type"] == "lua" and words[0] != "TIME":
+                    touched += 1
+                    assert words[1] in given
+                elif words[0] == "EVALSHA":
+                    given = words[3 : 3 + int(words[2])]
+                elif words[0] == "ECHO":
+                    break
+        assert touched > 20
+
+    def test_largest_numbers(self, store: RedisStore) -> None:
+        """Counts are exact up to 2^53 - 1; what is larger is refused, not rounded."""
+        most = 2**53 - 1
+        asked = batch(
+            *({"search": 2}, {"search": 2}, {"search": 1}),
+            limits={"search": most},
+            used={"search": most - 3},
+        )
+        result = store.acquire(asked)
+        assert (result.used, result.admitted) == ({"search": most - 3}, (True, False, True))
+        assert store.acquire(asked).used == {"search": most - 3}
+        assert used(store, "search") == [most]
+        for larger in (
+            batch({"email": 1}, used={"email": most + 1}),
+            batch({"email": most + 1}),
+            compensating(Compensation("s", {"email": -most - 1})),
+            compensating(Compensation("s", {"email": 1}, starts={"email": most + 1})),
+        ):
+            with pytest.raises(QuotaStoreError, match="9007199254740991"):
+                store.acquire(larger)
+        assert used(store, "email") == [None]
+
+    def test_many_holds(self, store: RedisStore, client: Any) -> None:
+        """Thousands that are over at the same moment are given back in one step.
+
+        So they are shown by a server that is full, and takes no more writes.
+        """
+        running = batch({"search": 7}, leases={"search": 3600})
+        now = int(time.time())
+        with time_from("now"):
+            client.set("now", now)
+            for _ in range(2000):
+                store.acquire(batch({"search": 1}, leases={"search": 60}))
+            store.acquire(running)
+            client.set("now", now + 60)
+            assert used(store, "search") == [2007]
+            client.set("now", now + 61)
+            client.config_set("maxmemory", 1)
+            try:
+                assert used(store, "search") == [7]
+                with pytest.raises(QuotaStoreError, match="used memory > 'maxmemory'"):
+                    store.acquire(calls("email", 1))
+            finally:
+                client.config_set("maxmemory", 0)
+            assert store.acquire(calls("search", 1)).used == {"search": 7}
+            fields = client.hkeys(name_of(store))
+        assert sum(each.startswith(b"held:") for each in fields) == 1
+        store.acquire(compensating(settlement(running, {"search": 2})))
+        assert used(store, "search") == [3]
+
+
+class TestSecrets:
+    """Credentials appear nowhere."""
+
+    @pytest.fixture
+    def locked(self, own_redis: RedisServer) -> RedisServer:
+        """A server that lets in a user with the least rights, and nobody else."""
+        words = "evalsha eval hget hgetall hmget hset hdel get set del exists expireat time scan"
+        allowed = [f"+{each}" for each in words.split()]
+        keys = "~{langchain_quota}:*"
+        with own_redis.client() as client:
+            rights = ("worker", "on", f">{SECRET}", keys, *allowed)
+            client.execute_command("ACL", "SETUSER", *rights)
+            client.execute_command("ACL", "SETUSER", "default", "-@all", "+ping")
+        return own_redis
+
+    def test_user_with_least_rights(self, locked: RedisServer) -> None:
+        """The prefix's keys and the script's commands are enough, as is the server's own clock."""
+        with closing(RedisStore(self._url(locked), timeout=LONG)) as store:
+            for acquire in (in_thread, in_loop):
+                lost = calls("search", 1)
+                assert not acquire(store, lost).replayed
+                undo = Compensation(lost.attempt_id, attempt_id=lost.attempt_id)
+                acquire(store, compensating(undo))
+            over, running = (batch({"search": 2}, leases={"search": lease}) for lease in (1, 60))
+            store.acquire(over)
+            store.acquire(running)
+            eventually(lambda: used(store, "search") == [2])
+            store.acquire(compensating(settlement(running, {"search": 1})))
+            assert used(store, "search") == [1]
+            store.reset(["search"])
+            assert [use.used for use in store.usages()] == [0]
+
+    def test_in_no_error(
+        self, locked: RedisServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    ) -> None:
+        """No repr, error, traceback or log has the password, whatever goes wrong."""
+        caplog.set_level(logging.DEBUG)
+        told = []
+        quoted = quote(SECRET, safe="")
+        # As Redis does it with a command that it does not know.
+        quoting = replaced(f"-ERR unknown command, with args {SECRET} {quoted}\r\n".encode())
+        with proxy(locked.port) as way:
+            way.fail(quoting)
+            sources: list[Any] = [
+                self._url(locked),
+                self._url(locked, password=SECRET + "x"),
+                self._url(locked, port=free_port()),
+                self._url(locked, port=way.port),
+                f"unix://worker:{quoted}@{tmp_path}/absent.sock",
+                f"redis://127.0.0.1:{way.port}/0?username=worker&password={quoted}",
+            ]
+            for source in sources:
+                for prefix in ("langchain_quota", "not_allowed"):
+                    with closing(RedisStore(source, prefix=prefix, timeout=LONG)) as store:
+                        told.append(repr(store))
+                        for acquire in (in_thread, in_loop):
+                            try:
+                                acquire(store, calls("search", 1))
+                            except QuotaStoreError as error:
+                                told += [repr(error), *traceback.format_exception(error)]
+            with redis.Redis(port=way.port, username="worker", password=SECRET) as client:
+                with pytest.raises(QuotaStoreError) as failed:
+                    RedisStore(client).acquire(calls("search", 1))
+                told += traceback.format_exception(failed.value)
+        told += [record.getMessage() for record in caplog.records]
+        text = "\n".join(told)
+        for expected in ("no permissions", "username-password", "refused", "No such file", "***"):
+            assert expected in text
+        assert SECRET not in text
+        assert quoted not in text
+
+    def _url(self, server: RedisServer, *, password: str = SECRET, port: int | None = None) -> str:
+        address = f"127.0.0.1:{port or server.port}"
+        return f"redis://worker:{quote(password, safe='')}@{address}/0"
+
+
+ODD_REPLIES = {
+    "nil": b"$-1\r\n",
+    "no integer": b":x\r\n",
+    "status": b"+OK\r\n",
+    "no list of ours": b"*2\r\n$8\r\nacquired\r\n*1\r\n:0\r\n",
+    "keys for nothing": b"*2\r\n$5\r\nagain\r\n$1\r\nk\r\n",
+    "nested": b"*1\r\n" * 3000,
+    "a line": b"x" * 100_000 + b"\r\n",
+    "web page": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "moved": b"-MOVED 1 127.0.0.1:1\r\n",
+    "asking": b"-ASK 1 127.0.0.1:1\r\n",
+    "loading": b"-LOADING Redis is loading the dataset in memory\r\n",
+    "read-only": b"-READONLY You can't write against a read only replica.\r\n",
+}
+HITS = b"1,0 most user_id 50%20%25 run,1 trial a"
+ODD_RESULTS = [
+    *(b"", b"\xff\xfe", b"acquired", b"acquainted 0 0\n1 2\n" + HITS),
+    *(b"acquired " + flags + b"\n1 2\n" + HITS for flags in (b"2 0", b"0", b"0 0 0")),
+    *(
+        b"acquired 0 0\n" + counts + b"\n" + HITS
+        for counts in (b"", b"1", b"1 2 3", b"1 -2", b"1 2.5", b"1  2")
+    ),
+    b"acquired 0 0\n1 2",
+    *(
+        b"acquired 0 0\n1 2\n" + hits
+        for hits in (b"", b"1,1", b"1,1,1,1", b",1,1", b"3,1,1", b"0 most,1,1", b"0 most \xff,1,1")
+    ),
+    *(b"acquired 0 0\n1 2\n1,1,1\n" + end for end in (b"0", b"0 0\n0", b"0 0\n0 0\n0 0")),
+]
+
+
+class TestOddReplies:
+    """A server, or a proxy before it, with an answer that the script never gives."""
+
+    @pytest.mark.parametrize("what", ODD_REPLIES)
+    async def test_is_an_error_of_the_store(self, redis_server: RedisServer, what: str) -> None:
+        """Each operation fails with a QuotaStoreError of bounded length, and the next one works."""
+        with proxy(redis_server.port) as way, opened(redis_server, way.url) as store:
+            operations: list[Callable[[], Awaitable[object]]] = [
+                lambda: asyncio.to_thread(store.acquire, calls("search", 1)),
+                lambda: asyncio.to_thread(store.peek, ["search"]),
+                lambda: asyncio.to_thread(store.reset, ["search"]),
+                lambda: store.aacquire(calls("search", 1)),
+                lambda: store.apeek(["search"]),
+                lambda: store.areset(["search"]),
+                lambda: asyncio.to_thread(store.usages),
+            ]
+            for operation in operations:
+                await operation()
+                way.fail(replaced(ODD_REPLIES[what]))
+                with pytest.raises(QuotaStoreError, match="RedisStore") as failed:
+                    await operation()
+                assert not failed.value.timed_out
+                assert len(str(failed.value)) < 1000
+                way.heal()
+            assert used(store, "search") == [0]
+            await store.aclose()
+
+    def test_what_the_script_cannot_have_said(self, redis_server: RedisServer) -> None:
+        """A text that is nearly a result is none, nor are numbers that are nearly counts."""
+        asked = batch({"a": 1}, {"a": 1}, {"a": 1, "b": 1})
+        with proxy(redis_server.port) as way, opened(redis_server, way.url) as store:
+            store.peek(["a"])
+            for text in ODD_RESULTS:
+                way.fail(replaced(b"$%d\r\n%b\r\n" % (len(text), text)))
+                with pytest.raises(QuotaStoreError, match=r"an unreadable reply|another form"):
+                    print(store.acquire(asked))  # noqa: T201 - shown if it is taken for a result
+            for numbers in (
+                b"*0\r\n",
+                b"*2\r\n:5\r\n:9\r\n",
+                b"*4\r\n:5\r\n:9\r\n:-1\r\n$1\r\n0\r\n",
+            ):
+                way.fail(replaced(numbers))
+                with pytest.raises(QuotaStoreError, match="an unreadable reply"):
+                    print(store.peek(["a"]))  # noqa: T201 - the same
+            way.fail(replaced(b"*1\r\n:1\r\n"))
+            with pytest.raises(QuotaStoreError, match="an unreadable reply"):
+                store.reset(["a"])
+
+
+async def test_a_lost_answer_to_a_grant_is_logged(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The audit log has what may be given or ended, with its id; asked again, it is given once."""
+    key = "search:user_id:ada"
+    caplog.set_level("INFO", "langchain_quota")
+    with proxy(redis_server.port) as way, opened(redis_server, way.url) as store:
+        # A new connection would fail before anything is asked.
+        assert store.revoke(key, "none") is await store.arevoke(key, "none") is None
+        way.fail(connection_reset)
+        with pytest.raises(QuotaStoreError):
+            store.grant(key, 3, reason="ticket 4711")
+        [lost] = [vars(each) for each in caplog.records]
+        assert (lost["quota_event"], lost["quota_amount"]) == ("grant_unconfirmed", 3)
+        assert (lost["quota_key"], lost["quota_reason"]) == (key, "ticket 4711")
+        name = lost["quota_grant"]
+        way.heal()
+        assert store.grant(key, 3, reason="ticket 4711", id=name).amount == 3
+        way.fail(connection_reset)
+        with pytest.raises(QuotaStoreError):
+            await store.arevoke(key, name)
+        way.heal()
+        assert store.grants() == []
+        ended = vars(caplog.records[-1])
+        assert (ended["quota_event"], ended["quota_grant"]) == ("revoke_unconfirmed", name)
+        await store.aclose()
