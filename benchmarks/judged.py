@@ -79,7 +79,7 @@ def judge(
     counts: dict[str, int] = dict(kept or {})
     for each in resolved.limits:
         used = usage.get(each.limit.counter, Used())
-        rows = resolved.rows(each)
+        rows = each.checks
         numbers = (used.thread, used.run, *used.quotas, *[0] * len(rows))
         # A quota may be a further threshold over a count that is there already.
         for row, number in zip(rows, numbers, strict=False):

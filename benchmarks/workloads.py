@@ -19,12 +19,11 @@ from benchmarks import scenes
 from benchmarks.judged import Used, judge, request_of
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.admission import AcquireRequest, admit
-from langchain_quota.batches import hits_of
 from langchain_quota.decide import decide
 from langchain_quota.decision import Call, Decision
 from langchain_quota.limits import ToolCallLimit
 from langchain_quota.middleware._store import StoreClient
-from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
+from langchain_quota.resolved import ResolvedLimit, ResolvedLimits, hits_of
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.metrics import DECISION_BUCKETS
 

@@ -19,12 +19,11 @@ from langchain_quota.decision import (
     Reason,
     Scope,
 )
-from langchain_quota.resolved import Asked, ResolvedLimit, ResolvedLimits, Row
+from langchain_quota.resolved import Asked, Check, ResolvedLimit, ResolvedLimits
 
 
 def status(  # noqa: PLR0913 - keyword-only, with defaults
     limit: ResolvedLimit,
-    rows: Sequence[Row],
     counts: Mapping[str, int],
     amount: int,
     *,
@@ -32,10 +31,9 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     charging: bool = True,
     refusal_does: Exit | None = None,
     spent: int | None = None,
-    needs: int = 0,
 ) -> LimitStatus:
     """The status of a limit at one call."""
-    of_thread, of_run, *of_quotas = rows
+    of_thread, of_run, *of_quotas = limit.checks
     thread, run = counts[of_thread.counter], counts[of_run.counter]
     runs = amount > 0
     if limit.is_budget:
@@ -52,10 +50,10 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         exit_behavior=exit_behavior,
         thread_before=thread,
         thread_used=thread + amount,
-        thread_limit=limit.thread_limit,
+        thread_limit=of_thread.most,
         run_before=run,
         run_used=run + amount,
-        run_limit=limit.run_limit,
+        run_limit=of_run.most,
         reason=reason,
         scope=None if reason == "store" else refused_at,
         charged=charging and runs and reason is None,
@@ -63,25 +61,24 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         enforced=limit.limit.enforce,
         near=limit.limit.near,
         alert=limit.limit.alert,
-        computed=limit.computed,
+        computed=tuple(each.scope for each in limit.checks if each.computed),
         quotas=tuple(
             QuotaStatus(
-                row.quota.scope,
-                row.quota.subject,
-                counts[row.counter],
-                counts[row.counter] + amount,
-                row.quota.limit,
-                row.quota.resets_at,
-                row.quota.per,
+                each.scope,
+                each.subject,
+                counts[each.counter],
+                counts[each.counter] + amount,
+                each.most or 0,
+                each.resets_at,
+                each.per,
             )
-            for row in of_quotas
-            if row.quota is not None
+            for each in of_quotas
         )
         if of_quotas
         else (),
         shared=limit.shared,
         unit=limit.limit.unit,
-        needs=needs if reason == "exhausted" else 0,
+        needs=of_run.hit if limit.is_budget and reason == "exhausted" else 0,
     )
 
 
@@ -106,15 +103,13 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
         statuses = tuple(
             status(
                 limit,
-                rows,
                 counts,
                 amount,
                 refused_at=refused.get(limit.limit.name),
                 charging=charging,
                 refusal_does=exits.get(limit.limit.name),
-                needs=rows[0].hold if limit.is_budget else 0,
             )
-            for limit, rows in limits
+            for limit in limits
         )
         for count in hits.amounts if amount else ():
             counts[count] += amount
@@ -166,22 +161,24 @@ def breaches(
     found = []
     for each in limits.limits:
         refused: dict[int, tuple[Decision, LimitStatus]] = {}
-        rows: Sequence[Row] = ()
+        checks: Sequence[Check] = ()
         amounts: Counts[str] = Counts()
         for decision, (matching, _, _), index in zip(decisions, asked, index_of, strict=True):
-            for how, (limit, counted) in zip(decision.limits, matching, strict=True):
-                if limit is each:
+            for how, matched in zip(decision.limits, matching, strict=True):
+                if matched.limit is each.limit:
                     if not each.is_budget:
-                        amounts.update({row.counter: decision.call.amount for row in counted})
+                        amounts.update(
+                            {one.counter: decision.call.amount for one in matched.checks}
+                        )
                     if how.refused and how.enforced:
                         # Which counts a limit has may depend on the call.
-                        rows = rows or counted
+                        checks = checks or matched.checks
                         refused.setdefault(index, (decision, how))
         if not refused:
             continue
         decision, first = next(iter(refused.values()))
-        needs = rows[0].hold if each.is_budget else 0
-        counts = [(row, result.used[row.counter] + amounts[row.counter]) for row in rows]
+        needs = checks[0].hit if each.is_budget else 0
+        counts = [(one, result.used[one.counter] + amounts[one.counter]) for one in checks]
         found.append(
             Breach(
                 each,
@@ -192,15 +189,9 @@ def breaches(
                 counts[0][1],
                 counts[1][1],
                 tuple(
-                    Exceeded(
-                        row.scope,
-                        count,
-                        row.most,
-                        row.quota.resets_at if row.quota else None,
-                        needs,
-                    )
-                    for row, count in counts
-                    if row.most is not None and count + needs > row.most - row.kept
+                    Exceeded(one.scope, count, one.most, one.resets_at, needs)
+                    for one, count in counts
+                    if one.most is not None and count + needs > one.most - one.kept
                 ),
             )
         )

@@ -87,7 +87,7 @@ class Traffic:
             store=MemoryStore(),
             telemetry=Telemetry(tracer_provider=provider, near=NEAR),
         )
-        most = {limit.name: ResolvedLimit.of(limit).thread_limit or 0 for limit in LIMITS}
+        most = {limit.name: ResolvedLimit.of(limit).checks[0].most or 0 for limit in LIMITS}
         names = [f"customer-{number + 1}" for number in range(options.threads)]
         self._rows = {name: Row(name, dict.fromkeys(most, 0), {**most}) for name in names}
         self.rows = [*self._rows.values()]

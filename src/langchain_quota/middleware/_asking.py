@@ -22,7 +22,6 @@ from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._context import call_context
 from langchain_quota.middleware._form import Form, ask
 from langchain_quota.money import as_dollars
-from langchain_quota.raised import raised
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import ledger
 from langchain_quota.stores import QuotaStore
@@ -81,7 +80,7 @@ class Questions:
             raise QuotaStoreError(KEPT) from error
         # A store that has charged the request once answers the same when the run is resumed again.
         more = {each.counter: each.amount for each in granted if each.key is None}
-        again = request_for(raised(limits, more))
+        again = request_for(limits.raised(more))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
         again.answer = answer
         if more:
@@ -145,9 +144,7 @@ class Question:
         in_state = ledger(request.state).get("granted") or {}
         for resolved in request.limits.limits if needs else ():
             limit = resolved.limit
-            rows = [
-                row for row in request.limits.rows(resolved) if (limit.name, row.scope) in needs
-            ]
+            rows = [each for each in resolved.checks if (limit.name, each.scope) in needs]
             if not rows:
                 continue
             grant = getattr(limit, "grant", None)

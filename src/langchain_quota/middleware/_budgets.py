@@ -10,7 +10,6 @@ can be written, as in a loop written by hand.
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -138,21 +137,20 @@ class Budgets:
         # A run may stop before it makes the call: then only the least amount was held in vain.
         if not self.bounds_calls:
             return limits
-        return ResolvedLimits(replace(each, hold=1) for each in limits.limits)
+        return ResolvedLimits(each.with_checks(hit=1) for each in limits.limits)
 
     def bounded(self, request: ModelRequest[Any], limits: ResolvedLimits, *, task: str) -> Request:
         """The request of the next model call to budgets, for all that it can use."""
         if request.model is not None:
             # The bound is priced before anything is called.
             self._admits(request)(asked_of(request.model, request.model_settings))
-        budgets = [each for each in limits.limits if each.is_budget]
         bounds: dict[str, int] = {}
-        for each in budgets:
+        for each in limits.budgets:
             reserve = getattr(each.limit, "reserve", None)
             if callable(reserve):
                 bounds[each.limit.name] = self.charging.most(each.limit, reserve(request))
         state = _state(request)
-        late, limits = self._late.of(state), ResolvedLimits(budgets)
+        late, limits = self._late.of(state), ResolvedLimits(limits.budgets)
         asked = pending(state, request.runtime, limits, task=task, late=late)
         return bounded(asked, bounds)
 

@@ -1,7 +1,7 @@
 """What a hook judges, and what follows from it: the same for tool calls and model calls."""
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -15,13 +15,11 @@ from langchain_quota.admission import (
     Hits,
     admit,
 )
-from langchain_quota.batches import hits_of
 from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import ROOT_RUN, Answer, Call, Decision, Exit, Refund
 from langchain_quota.middleware._context import CallContext
 from langchain_quota.middleware._root_run import root_run
-from langchain_quota.raised import asked_again, raised
-from langchain_quota.resolved import Asked, Outage, ResolvedLimits
+from langchain_quota.resolved import Asked, Check, Outage, ResolvedLimits, hits_of
 from langchain_quota.state import Amounts, Ledger
 
 Update = dict[str, Any]
@@ -136,7 +134,7 @@ class Request:
                 for refund, amounts in self.refunds_due().items()
             ),
         )
-        if self.limits.has_budgets and any(each.lease for each in counters.values()):
+        if self.limits.budgets and any(each.lease for each in counters.values()):
             self.holds = self.sent.idempotency_key
             held = self.known.get("held")
             if held is not None and held["keys"]:
@@ -169,12 +167,11 @@ class Request:
         if run is None or run.subject is None:
             return
         charged = result.charged(self.hits)
-        rows = (row for asked in self.asked for _, rows in asked.limits for row in rows)
         run.learn_used(
             {
-                row.counter: result.used[row.counter] + charged[row.counter]
-                for row in rows
-                if row.quota is not None and row.quota.per == ROOT_RUN and row.lease is None
+                each.counter: result.used[each.counter] + charged[each.counter]
+                for each in checks_of(self.asked)
+                if each.per == ROOT_RUN and each.lease is None
             }
         )
 
@@ -187,9 +184,9 @@ class Request:
 
     def raise_limits(self, granted: Mapping[str, int]) -> None:
         """Raise the limits by what a store has granted."""
-        limits = raised(self.limits, granted)
+        limits = self.limits.raised(granted)
         if limits is not self.limits:
-            self.asked = asked_again(self.asked, self.limits, limits)
+            self.asked = [each.raised(granted) for each in self.asked]
             self.limits = limits
             self.hits, self.index_of = hits_of(self.calls, self.asked)
 
@@ -217,21 +214,24 @@ class Request:
 def counters_of(asked: Iterable[Asked], used: Mapping[str, int]) -> dict[str, Counter]:
     """The counters that calls would hit, by name."""
     counters: dict[str, Counter] = {}
-    for limits, _, _ in asked:
-        for row in (row for _, rows in limits for row in rows):
-            known = counters.get(row.counter)
-            if known is None:
-                ends = row.quota.resets_at if row.quota else None
-                counters[row.counter] = Counter(
-                    row.key,
-                    used.get(row.counter, 0),
-                    None if ends is None else ends.timestamp(),
-                    row.mirrored,
-                    row.lease,
-                )
-            elif known.key is None and row.key is not None:
-                counters[row.counter] = replace(known, key=row.key)
+    for each in checks_of(asked):
+        known = counters.get(each.counter)
+        if known is None:
+            counters[each.counter] = Counter(
+                each.key,
+                used.get(each.counter, 0),
+                None if each.resets_at is None else each.resets_at.timestamp(),
+                each.mirrored,
+                each.lease,
+            )
+        elif known.key is None and each.key is not None:
+            counters[each.counter] = replace(known, key=each.key)
     return counters
+
+
+def checks_of(asked: Iterable[Asked]) -> Iterator[Check]:
+    """What calls are checked by."""
+    return (check for each in asked for limit in each.limits for check in limit.checks)
 
 
 def _given_back(request: str, keys: Iterable[str]) -> Compensation:

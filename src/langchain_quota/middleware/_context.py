@@ -15,7 +15,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware._form import Form
 from langchain_quota.middleware._form import now as done
 from langchain_quota.repeats import RepeatLimit
-from langchain_quota.resolved import ResolvedLimit, ResolvedQuota, stored_as
+from langchain_quota.resolved import Check, ResolvedLimit, stored_as, thread_counter
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey, check_prefix
 from langchain_quota.telemetry.recorder import Recorder
@@ -252,14 +252,20 @@ def _resolved(  # noqa: PLR0913 - what a hook knows
                 subject = subject_of(what, str(quota.per), runtime, caller)
         key = CountKey.at(counter, quota.dimension, subject, quota.window, now, prefix=prefix)
         quotas.append(
-            ResolvedQuota(
-                scope=quota.name,
-                limit=number,
-                subject=subject,
-                key=str(key),
-                resets_at=key.resets_at,
-                per=quota.dimension,
+            Check(
+                quota.name,
+                # A thread's use in all is one count, for every limit.
+                thread_counter(limit)
+                if quota.dimension == THREAD and key.resets_at is None
+                else str(key),
+                number,
+                str(key),
+                # The handler of the root run has its count, too.
+                mirrored=quota.per == ROOT_RUN,
                 computed=callable(quota.limit),
+                per=quota.dimension,
+                subject=subject,
+                resets_at=key.resets_at,
             )
         )
     of_thread = None if thread is None else CountKey(counter, THREAD, str(thread), prefix=prefix)

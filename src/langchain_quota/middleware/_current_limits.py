@@ -9,7 +9,6 @@ from langchain_quota.middleware._context import aresolve, store_prefix
 from langchain_quota.middleware._form import Form
 from langchain_quota.middleware._root_subject import root_subject
 from langchain_quota.middleware._store import StoreClient
-from langchain_quota.raised import raised
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
 from langchain_quota.state import ledger
 from langchain_quota.telemetry.recorder import Recorder
@@ -50,7 +49,7 @@ class CurrentLimits:
     ) -> ResolvedLimits:
         """The limits at a moment."""
         if self._fixed:
-            return _raised(self._fixed[kind], state)
+            return self._fixed[kind].raised(ledger(state).get("granted") or {})
         prefix, store = store_prefix(self._prefix, state, runtime), self._numbers_root_runs
         found = await aresolve(
             self.of_kind[kind],
@@ -62,9 +61,5 @@ class CurrentLimits:
             root_run=await root_subject(form, state, runtime, store, prefix, self._recorder),
             prefix=prefix,
         )
-        return _raised(ResolvedLimits(found), state)
-
-
-def _raised(limits: ResolvedLimits, state: Any) -> ResolvedLimits:
-    """Limits, raised by what people have granted in the thread's state."""
-    return raised(limits, ledger(state).get("granted") or {})
+        # People may have granted more in the thread's state.
+        return ResolvedLimits(found).raised(ledger(state).get("granted") or {})

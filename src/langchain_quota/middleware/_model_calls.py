@@ -79,7 +79,7 @@ def pending(
     used = model_counts(state)
     context = _context(state, runtime, used)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
-    if limits.has_budgets:
+    if limits.budgets:
         used |= budget_counts(state, late)
     return Request(
         state=state,
@@ -149,7 +149,7 @@ def conclude(request: Request, result: AcquireResult, *, charging: bool = True) 
         written["thread_model"] = thread_model(request.state) + 1
         written["run_model"] = request.used[_RUN] + 1
     written["final"] = _final(request, result.used, after)
-    if request.limits.has_budgets:
+    if request.limits.budgets:
         written["held"] = held_for(request)
     return Conclusion(decisions, update)
 
@@ -158,14 +158,14 @@ def _final(request: Request, before: Mapping[str, int], after: Mapping[str, int]
     """The run's final text if this is its budget's last call and answers nothing; else empty."""
     (asked,) = request.asked
     finalizing = {
-        each.limit.name for each, _ in asked.limits if each.limit.exit_behavior == "finalize"
+        each.limit.name for each in asked.limits if each.limit.exit_behavior == "finalize"
     }
     if not finalizing:
         return ""
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
     next_call = replace(request, asked=[asked.keeping()])
-    budgets = {row.counter for each, rows in asked.limits if each.is_budget for row in rows}
+    budgets = {check.counter for each in asked.limits if each.is_budget for check in each.checks}
     counts = {name: before[name] if name in budgets else after[name] for name in after}
     result = admit(next_call.hits, counts, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
@@ -198,10 +198,10 @@ def admitted(request: Request, conclusion: Conclusion, *, decided: bool) -> Admi
         request.known.get("trace"),
         request.follows_refusal,
         {
-            row.key: 1
-            for limit, rows in request.asked[0].limits
-            for row in rows
-            if not limit.is_budget and row.key is not None
+            check.key: 1
+            for each in request.asked[0].limits
+            for check in each.checks
+            if not each.is_budget and check.key is not None
         },
     )
 
@@ -209,10 +209,10 @@ def admitted(request: Request, conclusion: Conclusion, *, decided: bool) -> Admi
 def held_for(request: Request) -> Held:
     """What a store holds of budgets for the call, for its settlement; without a store, its name."""
     keys = {
-        row.key: limit.limit.counter
-        for limit, rows in request.asked[0].limits
-        for row in rows
-        if limit.is_budget and row.key is not None
+        check.key: each.limit.counter
+        for each in request.asked[0].limits
+        for check in each.checks
+        if each.is_budget and check.key is not None
     }
     if not keys or not request.answered:
         return Held(request=uuid4().hex, keys={})
@@ -222,9 +222,9 @@ def held_for(request: Request) -> Held:
 def held_amounts(asked: Asked) -> dict[str, int]:
     """What a call holds of budgets, by the model's counter."""
     found: dict[str, int] = {}
-    for each, rows in asked.limits:
+    for each in asked.limits:
         if each.is_budget:
-            amounts = [asked.hits.amounts[row.counter] for row in rows]
+            amounts = [asked.hits.amounts[check.counter] for check in each.checks]
             counter = each.limit.counter
             found[counter] = max(found.get(counter, 0), *amounts)
     return found
@@ -238,8 +238,8 @@ def _exceeded(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:
     return ModelCallLimitExceededError(
         thread_count=breach.thread_count - calls,
         run_count=breach.run_count - calls,
-        thread_limit=breach.limit.thread_limit,
-        run_limit=breach.limit.run_limit,
+        thread_limit=breach.limit.checks[0].most,
+        run_limit=breach.limit.checks[1].most,
         message=" ".join(map(messages.reached, breaches)),
         decision=breach.decision,
     )

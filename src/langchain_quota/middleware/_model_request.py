@@ -64,7 +64,7 @@ def counts_now(
     # What is held of budgets for the next call is not counted as used.
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
-    if limits.has_budgets:
+    if limits.budgets:
         counts |= budget_counts(state, None)
     if limits.repeats:
         most = repeats(state)
@@ -78,10 +78,10 @@ def counts_now(
             counts[run_counter(each.limit)] = run.get(counter, 0)
     own = _held(state, limits)
     for each in limits.limits:
-        for row in limits.rows(each):
-            counts[row.counter] = counts.get(row.counter, 0)
-            if row.key is not None and row.key in kept:
-                counts[row.counter] = max(0, kept[row.key] - own.get(row.key, 0))
+        for check in each.checks:
+            counts[check.counter] = counts.get(check.counter, 0)
+            if check.key is not None and check.key in kept:
+                counts[check.counter] = max(0, kept[check.key] - own.get(check.key, 0))
     return counts
 
 
@@ -92,10 +92,10 @@ def _held(state: Mapping[str, Any], limits: ResolvedLimits) -> dict[str, int]:
         return {}
     asked = limits.asked(Call("model"))
     return {
-        row.key: asked.hits.amounts[row.counter]
-        for _, rows in asked.limits
-        for row in rows
-        if row.key is not None and row.key in held["keys"]
+        check.key: asked.hits.amounts[check.counter]
+        for each in asked.limits
+        for check in each.checks
+        if check.key is not None and check.key in held["keys"]
     }
 
 
@@ -131,7 +131,7 @@ def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float)
     parts = []
     for each in limits.limits:
         numbers = [
-            (counts[row.counter], row.most) for row in limits.rows(each) if row.most is not None
+            (counts[check.counter], check.most) for check in each.checks if check.most is not None
         ]
         if not each.limit.enforce or not numbers:
             continue

@@ -7,7 +7,7 @@ from typing import Any
 from langchain_core.messages import AnyMessage
 
 from langchain_quota.admission import Hits, Threshold
-from langchain_quota.decision import RUN, THREAD, Call
+from langchain_quota.decision import RUN, THREAD, Call, Reason
 from langchain_quota.middleware._history import PendingCalls
 from langchain_quota.repeat_records import NOTHING, Record, calls_made
 from langchain_quota.repeats import (
@@ -20,7 +20,7 @@ from langchain_quota.repeats import (
     repeated,
     tool_digest,
 )
-from langchain_quota.resolved import Asked, ResolvedLimit, Row
+from langchain_quota.resolved import Asked, Check, ResolvedLimit
 from langchain_quota.state import ledger
 
 
@@ -88,47 +88,41 @@ class Repeats:
         return [self._ask(index, each) for index, each in enumerate(asked)]
 
     def _ask(self, index: int, asked: Asked) -> Asked:
-        limits: list[tuple[ResolvedLimit, tuple[Row, ...]]] = []
+        limits: list[ResolvedLimit] = []
         amounts, thresholds = dict(asked.hits.amounts), list(asked.hits.thresholds)
-        for each, rows in asked.limits:
+        for each in asked.limits:
             limit = each.limit
             if not isinstance(limit, RepeatLimit):
-                limits.append((each, rows))
+                limits.append(each)
                 continue
-            for row in rows:
-                amounts.pop(row.counter, None)
-            own = self._row(limit, index)
+            for check in each.checks:
+                amounts.pop(check.counter, None)
+            own = self._check(limit, index)
             if own is None:
                 continue
             # A thread has no count of its own.
-            limits.append((each, (own._replace(scope=THREAD, most=None), own)))
+            limits.append(each._replace(checks=(own._replace(scope=THREAD, most=None), own)))
             amounts[own.counter] = 1
             assert own.most is not None  # noqa: S101 - for the type checker
             thresholds.append(Threshold(limit.name, RUN, own.counter, own.most, limit.enforce))
         return Asked(tuple(limits), Hits(amounts, tuple(thresholds)), asked.shared)
 
-    def _row(self, limit: RepeatLimit, index: int) -> Row | None:
+    def _check(self, limit: RepeatLimit, index: int) -> Check | None:
         """What a limit counts of a call; `None` if it does not count the call."""
         known = self._known[limit.name]
         asked = known.asked[index]
         if asked is None:
             return None
         tool, key = asked
+        reason: Reason = "exhausted"
         made, failed = known.repeated.calls.get(key, 0), known.repeated.failures.get(tool, 0)
         if failed >= limit.most_failures and made < limit.run_limit:
-            row = Row(
-                RUN,
-                f"{limit.counter}/{tool}",
-                limit.most_failures,
-                None,
-                mirrored=True,
-                reason="failing",
-            )
-            self.used[row.counter] = failed
+            counter, most, reason = f"{limit.counter}/{tool}", limit.most_failures, "failing"
+            self.used[counter] = failed
         else:
-            row = Row(RUN, f"{limit.counter}/{key}", limit.run_limit, None, mirrored=True)
-            self.used[row.counter] = made
-        return row
+            counter, most = f"{limit.counter}/{key}", limit.run_limit
+            self.used[counter] = made
+        return Check(RUN, counter, most, mirrored=True, reason=reason)
 
     def noted(self, let_through: Sequence[bool]) -> dict[str, dict[str, Record]]:
         """What is remembered when these calls are judged."""

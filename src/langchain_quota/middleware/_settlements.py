@@ -77,18 +77,17 @@ def _kept(
     limits: ResolvedLimits, counts: Mapping[str, int]
 ) -> tuple[dict[str, str], dict[str, int]]:
     """The model's counter of each of the store's keys, and the count from which the key starts."""
-    rows = [
-        (each.limit.counter, row)
-        for each in limits.limits
-        if each.is_budget
-        for row in limits.rows(each)
-        if row.key is not None
+    checks = [
+        (each.limit.counter, check.key, check.counter)
+        for each in limits.budgets
+        for check in each.checks
+        if check.key is not None
     ]
     run = root_run()
     if run is not None:
         counts = {**counts, **run.used}
-    keys = {str(row.key): counter for counter, row in rows}
-    return keys, {str(row.key): counts.get(row.counter, 0) for _, row in rows}
+    keys = {key: counter for counter, key, _ in checks}
+    return keys, {key: counts.get(count, 0) for _, key, count in checks}
 
 
 def _by_key(
@@ -108,6 +107,6 @@ def mirror_root_run(limits: ResolvedLimits, answer: AcquireResult | None) -> Non
     if run is None or run.subject is None or answer is None:
         return
     counts = answer.used
-    rows = (row for each in limits.limits if each.is_budget for row in limits.rows(each))
-    keys = {row.key for row in rows if row.quota is not None and row.quota.per == ROOT_RUN}
+    checks = (check for each in limits.budgets for check in each.checks)
+    keys = {check.key for check in checks if check.per == ROOT_RUN}
     run.learn_used({key: counts[key] for key in counts.keys() & keys})

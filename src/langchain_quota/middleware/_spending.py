@@ -6,7 +6,6 @@ from langchain_quota.admission import AcquireResult
 from langchain_quota.decide import status
 from langchain_quota.decision import Call
 from langchain_quota.model_runs import ModelRun
-from langchain_quota.raised import newly_raised, raised
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -20,9 +19,7 @@ def record_run(
 ) -> None:
     """Count what a model run has spent."""
     spent = [
-        (each.limit.name, each.limit.unit, amounts[each.limit.counter])
-        for each in limits.limits
-        if each.is_budget
+        (each.limit.name, each.limit.unit, amounts[each.limit.counter]) for each in limits.budgets
     ]
     recorder.record_spent(
         call.agent,
@@ -47,17 +44,14 @@ def record_standing(  # noqa: PLR0913 - all of one charge
     counts: Mapping[str, int] = {}
     if answer is not None:
         counts = answer.used
-        recorder.record_granted(call.agent, newly_raised(limits, answer.newly_granted))
-        limits = raised(limits, answer.granted)
-    for each in limits.limits:
-        if each.is_budget:
-            amount = spent.get(each.limit.counter, 0)
-            rows = limits.rows(each)
-            known = {**before}
-            for row in rows:
-                after = counts.get(row.key or "")
-                if after is not None:
-                    known[row.counter] = max(0, after - amount)
-                known.setdefault(row.counter, 0)
-            charged = status(each, rows, known, 1, spent=amount)
-            recorder.record_charge(call, charged, is_call=is_call)
+        recorder.record_granted(call.agent, limits.newly_raised(answer.newly_granted))
+        limits = limits.raised(answer.granted)
+    for each in limits.budgets:
+        amount = spent.get(each.limit.counter, 0)
+        known = {**before}
+        for check in each.checks:
+            after = counts.get(check.key or "")
+            if after is not None:
+                known[check.counter] = max(0, after - amount)
+            known.setdefault(check.counter, 0)
+        recorder.record_charge(call, status(each, known, 1, spent=amount), is_call=is_call)

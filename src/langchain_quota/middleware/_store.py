@@ -24,7 +24,6 @@ from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations, send_later
 from langchain_quota.middleware._form import Form, ask, forms
-from langchain_quota.raised import newly_raised
 from langchain_quota.resolved import Outage
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.memory import MemoryStore
@@ -121,7 +120,7 @@ class StoreClient:
         if result is not None:
             request.answered = True
             request.raise_limits(sent.keyed(result.granted))
-            new = newly_raised(request.limits, sent.keyed(result.newly_granted))
+            new = request.limits.newly_raised(sent.keyed(result.newly_granted))
             self._recorder.record_granted(request.context.agent, new)
             request.mirror_root_run(result)
             return result

@@ -96,10 +96,10 @@ def pending(  # noqa: PLR0913 - what a hook knows
     matched = {str(call.id) for call, asked in asks if asked.limits}
     used: dict[str, int] = {} if repeats is None else dict(repeats.used)
     for _, asked in judged:
-        for each, (thread, run, *_) in asked.limits:
+        for each in asked.limits:
+            thread, run, *_ = each.checks
             if thread.counter not in used:
-                own = counts.used(each.limit.counter, matched)
-                used[thread.counter], used[run.counter] = own
+                used[thread.counter], used[run.counter] = counts.used(each.limit.counter, matched)
     if final:
         judged = []
     # With the structured response the run ends anyway.
@@ -154,7 +154,7 @@ def _renewed(
 ) -> dict[str, Amounts]:
     """What a store charged for these calls before, by the refund's name."""
     # The name is the same if the request is made again, so that no refund is made twice.
-    keys = {key for each in limits.limits for key in each.keys}
+    keys = limits.keys()
     found = {call_id: counts.renew(call_id, middleware, keys) for call_id in sorted(matched)}
     return {f"{step}/{call_id}": amounts for call_id, amounts in found.items() if amounts}
 
@@ -239,8 +239,8 @@ def _error(
         return ToolCallLimitExceededError(
             thread_count=breach.thread_count,
             run_count=breach.run_count,
-            thread_limit=breach.limit.thread_limit,
-            run_limit=breach.limit.run_limit,
+            thread_limit=breach.limit.checks[0].most,
+            run_limit=breach.limit.checks[1].most,
             tool_name=", ".join(breach.limit.limit.tools) or None,
             message=" ".join(map(messages.reached, breaches)),
             decision=breach.decision,
@@ -290,11 +290,12 @@ def _mirror(request: BatchRequest, result: AcquireResult) -> None:
     assert sent is not None  # noqa: S101 - for the type checker
     if request.answered:
         charged = result.charged(request.hits)
-        for limit, (thread, run, *_) in (each for asked in request.asked for each in asked.limits):
+        for limit in (each for asked in request.asked for each in asked.limits):
+            thread, run, *_ = limit.checks
             if limit.counts_thread:
                 used = result.used[thread.counter] + charged[thread.counter]
                 counts.thread[limit.limit.counter] = used
-            if limit.run_key is not None:
+            if run.key is not None:
                 used = result.used[run.counter] + charged[run.counter]
                 counts.run[limit.limit.counter] = used
     for call, index in zip(request.calls, request.index_of, strict=True):
@@ -311,7 +312,7 @@ def _update(
     counts, known = request.counts, request.known
     attempted = dict(request.state.get(RUN_TOOLS) or {})
     for asked in request.asked:
-        matching = (each.limit for each, _ in asked.limits)
+        matching = (each.limit for each in asked.limits)
         for counter in {each.counter for each in matching if not isinstance(each, RepeatLimit)}:
             counts.thread.setdefault(counter, 0)
             attempted[counter] = attempted.get(counter, 0) + 1

@@ -309,8 +309,8 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count(self, state: Mapping[str, Any], runtime: Any, name: str | None) -> Update:
         context = call_context(runtime, model_name=name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
-        ((limit, rows),) = self._resolved.asked(call).limits
-        charged = status(limit, rows, model_counts(state), call.amount)
+        (limit,) = self._resolved.asked(call).limits
+        charged = status(limit, model_counts(state), call.amount)
         # Two limiters count one call in one task.
         self._recorder.record_charge(call, charged, task_id=context.task(self.name))
         written = Ledger(run_model=charged.run_used, model_counted=True)

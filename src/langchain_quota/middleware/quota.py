@@ -31,7 +31,6 @@ from langchain_quota.middleware._observers import Observer, Observers
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.middleware._unlimited_models import leave_out_before_model
 from langchain_quota.prices import Price, Prices, UnknownPrice
-from langchain_quota.raised import raised
 from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.state import LEDGER, QuotaState
 from langchain_quota.stores import QuotaStore, QuotaUsage, check_store
@@ -354,7 +353,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             kept = await ask(form, self._store, "peek", limits.keys())
         near = self._recorder.near if self._tell_model else None
         uses = kept or {}
-        limits = raised(limits, {key: each.granted for key, each in uses.items()})
+        limits = limits.raised({key: each.granted for key, each in uses.items()})
         counts = None if kept is None else {key: each.used for key, each in uses.items()}
         known = self._before_request(limits)
         return shaped(request, known, counts, near=near, hides=self._hide_exhausted)
