@@ -10,7 +10,7 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from pydantic import SecretStr
 
-from langchain_quota.prices import listed_price
+from langchain_quota.features.budgets.prices import listed_price
 from tests.provider import Answer
 
 openai = pytest.importorskip("langchain_openai")

@@ -7,7 +7,6 @@ from langchain_quota._version import __version__
 if TYPE_CHECKING:
     from langchain_quota.budgets import CostLimit, TokenLimit
     from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, QuotaStatus
-    from langchain_quota.deep_agents import with_limits
     from langchain_quota.errors import (
         EventLoopBlockedError,
         ModelCallLimitExceededError,
@@ -16,9 +15,11 @@ if TYPE_CHECKING:
         ToolCallLimitExceededError,
         UnknownPriceError,
     )
-    from langchain_quota.estimates import usage_bound
     from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
-    from langchain_quota.graph import GraphQuota
+    from langchain_quota.features.budgets.estimates import usage_bound
+    from langchain_quota.features.budgets.prices import Price
+    from langchain_quota.features.deep_agents.with_limits import with_limits
+    from langchain_quota.features.graph import GraphQuota
     from langchain_quota.levels import Level
     from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
     from langchain_quota.middleware.drop_ins import (
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from langchain_quota.middleware.inline import InlineQuotaMiddleware
     from langchain_quota.middleware.quota import QuotaMiddleware
     from langchain_quota.model_usage import ModelUsage
-    from langchain_quota.prices import Price
     from langchain_quota.quotas import Quota
     from langchain_quota.repeats import RepeatLimit
     from langchain_quota.state import (
@@ -51,7 +51,7 @@ else:
     _HOMES = {
         "budgets": ("CostLimit", "TokenLimit"),
         "decision": ("Answer", "Call", "Decision", "LimitStatus", "Outcome", "QuotaStatus"),
-        "deep_agents": ("with_limits",),
+        "features.deep_agents.with_limits": ("with_limits",),
         "errors": (
             "EventLoopBlockedError",
             "ModelCallLimitExceededError",
@@ -60,16 +60,16 @@ else:
             "ToolCallLimitExceededError",
             "UnknownPriceError",
         ),
-        "estimates": ("usage_bound",),
+        "features.budgets.estimates": ("usage_bound",),
         "exposition": ("MetricsServer", "metrics_app", "start_metrics_server"),
-        "graph": ("GraphQuota",),
+        "features.graph": ("GraphQuota",),
         "levels": ("Level",),
         "limits": ("ExitBehavior", "Limit", "ModelCallLimit", "ToolCallLimit"),
         "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
         "middleware.inline": ("InlineQuotaMiddleware",),
         "middleware.quota": ("QuotaMiddleware",),
         "model_usage": ("ModelUsage",),
-        "prices": ("Price",),
+        "features.budgets.prices": ("Price",),
         "quotas": ("Quota",),
         "repeats": ("RepeatLimit",),
         "state": (

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from langchain_quota import ModelUsage, Price
-from langchain_quota.prices import cost, highest_cost, listed_price, resolve_prices
+from langchain_quota.features.budgets.prices import cost, highest_cost, listed_price, resolve_prices
 from tests.examples import examples
 
 genai_prices = pytest.importorskip("genai_prices")

@@ -15,6 +15,11 @@ from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
 from langchain_quota.decision import ROOT_RUN, THREAD, Call
+from langchain_quota.features.deep_agents.interpreters import unseen_calls
+from langchain_quota.features.deep_agents.sub_agents import starters, unlimited_sub_agents
+from langchain_quota.features.root_run.run import root_run, watch_root_runs
+from langchain_quota.features.telling.offered_tools import OfferedTools
+from langchain_quota.features.unjudged import count_unjudged_calls, mark_judged
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._abandoned import abandoned_calls, take_back
 from langchain_quota.middleware._calls import Conclusion, Request, Update
@@ -24,12 +29,7 @@ from langchain_quota.middleware._history import (
     dangling_calls,
     since,
 )
-from langchain_quota.middleware._interpreters import unseen_calls
-from langchain_quota.middleware._offered_tools import OfferedTools
-from langchain_quota.middleware._root_run import root_run, watch_root_runs
-from langchain_quota.middleware._sub_agents import starters, unlimited_sub_agents
 from langchain_quota.middleware._tool_counts import ToolCounts
-from langchain_quota.middleware._unjudged import count_unjudged_calls, mark_judged
 from langchain_quota.middleware._wiring import REMEDY, Wiring
 from langchain_quota.state import (
     LEDGER,

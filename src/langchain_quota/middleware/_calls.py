@@ -17,8 +17,8 @@ from langchain_quota.admission import (
 )
 from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import ROOT_RUN, Answer, Call, Decision, Exit, Refund
+from langchain_quota.features.root_run.run import root_run
 from langchain_quota.middleware._context import CallContext
-from langchain_quota.middleware._root_run import root_run
 from langchain_quota.resolved import Asked, Check, Outage, ResolvedLimits, hits_of
 from langchain_quota.state import Amounts, Ledger
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from langchain_quota.decision import Kind
+from langchain_quota.features.root_run.subject import root_subject
 from langchain_quota.limits import Limit, counts_calls, is_dynamic
 from langchain_quota.middleware._context import aresolve, store_prefix
 from langchain_quota.middleware._form import Form
-from langchain_quota.middleware._root_subject import root_subject
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
 from langchain_quota.state import ledger

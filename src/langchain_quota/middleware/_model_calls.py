@@ -18,11 +18,11 @@ from langchain_quota.admission import AcquireResult, admit
 from langchain_quota.decide import Breach
 from langchain_quota.decision import RUN, THREAD, Call, Decision, Outcome
 from langchain_quota.errors import ModelCallLimitExceededError
+from langchain_quota.features.budgets.let_through import Admitted
 from langchain_quota.limit_options import BUDGETS, MODEL
 from langchain_quota.middleware._calls import Conclusion, Late, Request, Update
 from langchain_quota.middleware._context import CallContext, call_context
 from langchain_quota.middleware._history import newest_name
-from langchain_quota.middleware._let_through import Admitted
 from langchain_quota.resolved import Asked, ResolvedLimits
 from langchain_quota.state import (
     LEDGER,

@@ -19,8 +19,8 @@ from typing import Self
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter, Hits
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.features.ask.answers import KEPT, is_answered
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.middleware._answers import KEPT, is_answered
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._corrections import MAX_PENDING, PendingCompensations, send_later
 from langchain_quota.middleware._form import Form, ask, forms

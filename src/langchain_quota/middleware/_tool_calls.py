@@ -17,10 +17,10 @@ from langchain_quota.admission import AcquireResult
 from langchain_quota.decide import Breach
 from langchain_quota.decision import Call, Decision, Exit, Outcome, Refund
 from langchain_quota.errors import ToolCallLimitExceededError
+from langchain_quota.features.repeats import Repeats
 from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._context import call_context
 from langchain_quota.middleware._history import PendingCalls, answer_of_refused, pending_calls
-from langchain_quota.middleware._repeats import Repeats
 from langchain_quota.middleware._tool_counts import ToolCounts
 from langchain_quota.repeats import RepeatLimit
 from langchain_quota.resolved import Asked, ResolvedLimits

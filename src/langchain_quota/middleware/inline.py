@@ -19,19 +19,19 @@ from langgraph.types import Command
 
 from langchain_quota.arguments import one_list
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.features.budgets.agent_budgets import late_use
+from langchain_quota.features.budgets.budgeted_call import BudgetedCall
+from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
+from langchain_quota.features.telling.model_request import with_state
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._agent_budgets import late_use
 from langchain_quota.middleware._base import ContextT
-from langchain_quota.middleware._budgeted_call import BudgetedCall
 from langchain_quota.middleware._calls import Late, Request, Update
 from langchain_quota.middleware._form import Form, in_sync, now
 from langchain_quota.middleware._history import identified, overruled, since
-from langchain_quota.middleware._model_request import with_state
 from langchain_quota.middleware._observers import Observer
 from langchain_quota.middleware.quota import QuotaMiddleware
-from langchain_quota.prices import Price, Prices, UnknownPrice
 from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.state import (
     LEDGER,

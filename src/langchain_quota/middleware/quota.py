@@ -11,26 +11,26 @@ from langgraph.runtime import Runtime
 from langchain_quota.admission import AcquireResult
 from langchain_quota.arguments import check_choice, check_switch, one_list
 from langchain_quota.decision import Kind
+from langchain_quota.features.ask.questions import questions_of
+from langchain_quota.features.at_once.at_once import caps_of
+from langchain_quota.features.budgets.agent_budgets import budgets_of, late_use
+from langchain_quota.features.budgets.budgeted_call import BudgetedCall
+from langchain_quota.features.budgets.budgets import Budgets
+from langchain_quota.features.budgets.charged_response import ChargedResponse, has_ended
+from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
+from langchain_quota.features.budgets.unlimited_models import leave_out_before_model
+from langchain_quota.features.grants import Grantable
+from langchain_quota.features.telling.model_request import shaped
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._agent_budgets import budgets_of, late_use
-from langchain_quota.middleware._asking import questions_of
-from langchain_quota.middleware._at_once import caps_of
 from langchain_quota.middleware._base import ContextT, effect
-from langchain_quota.middleware._budgeted_call import BudgetedCall
-from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Conclusion, Request, Update
-from langchain_quota.middleware._charged_response import ChargedResponse, has_ended
 from langchain_quota.middleware._context import CallContext
 from langchain_quota.middleware._current_limits import CurrentLimits
 from langchain_quota.middleware._form import Form, ask, in_sync, now
-from langchain_quota.middleware._grantable import Grantable
-from langchain_quota.middleware._model_request import shaped
 from langchain_quota.middleware._observers import Observer, Observers
 from langchain_quota.middleware._store import StoreClient
-from langchain_quota.middleware._unlimited_models import leave_out_before_model
-from langchain_quota.prices import Price, Prices, UnknownPrice
 from langchain_quota.resolved import Outage, ResolvedLimits
 from langchain_quota.state import LEDGER, QuotaState
 from langchain_quota.stores import QuotaStore, QuotaUsage, check_store

@@ -6,9 +6,9 @@ from typing import Any
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest
 
+from langchain_quota.features.budgets.charged_response import ChargedResponse
 from langchain_quota.middleware import _model_calls as model_calls
 from langchain_quota.middleware._calls import Update
-from langchain_quota.middleware._charged_response import ChargedResponse
 from langchain_quota.middleware._form import now
 
 

@@ -13,7 +13,8 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel
 
 from langchain_quota.arguments import one_list
-from langchain_quota.graph._loop import (
+from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
+from langchain_quota.features.graph.loop import (
     Loop,
     State,
     Tools,
@@ -21,13 +22,12 @@ from langchain_quota.graph._loop import (
     merged,
     open_calls,
 )
-from langchain_quota.graph._nodes import Nodes, check_model
-from langchain_quota.graph._react import ReactHooks, ReactModel, ReactState
+from langchain_quota.features.graph.nodes import Nodes, check_model
+from langchain_quota.features.graph.react import ReactHooks, ReactModel, ReactState
+from langchain_quota.features.root_run.run import watch_root_runs
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._form import now
 from langchain_quota.middleware._observers import Observer
-from langchain_quota.middleware._root_run import watch_root_runs
-from langchain_quota.prices import Price, Prices, UnknownPrice
 from langchain_quota.resolved import Outage
 from langchain_quota.state import RUN_MODEL, RUN_TOOLS
 from langchain_quota.stores import QuotaStore

@@ -17,16 +17,16 @@ from langsmith.utils import tracing_is_enabled
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, Compensation, Counter
 from langchain_quota.decision import Decision, Outcome, Refund
+from langchain_quota.features.at_once.leases import Lease, pauses
+from langchain_quota.features.at_once.semaphores import Slot, semaphores_of
+from langchain_quota.features.at_once.turn import Turn, turn_of
+from langchain_quota.features.root_run.run import in_tool
 from langchain_quota.limits import ToolCallLimit
 from langchain_quota.middleware._form import Form, ask, now
 from langchain_quota.middleware._history import answer, answer_of_refused
-from langchain_quota.middleware._leases import Lease, pauses
 from langchain_quota.middleware._observers import Observers
-from langchain_quota.middleware._root_run import in_tool
-from langchain_quota.middleware._semaphores import Slot, semaphores_of
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.middleware._tool_counts import charged_for
-from langchain_quota.middleware._turn import Turn, turn_of
 from langchain_quota.resolved import Outage
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder

@@ -14,9 +14,9 @@ from langchain_core.messages import AIMessage
 from langgraph.errors import GraphInterrupt
 
 from langchain_quota.decision import Kind
+from langchain_quota.features.budgets.model_runs import DECISION
+from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
 from langchain_quota.middleware._context import graph_of, running_agent, running_config
-from langchain_quota.middleware._root_run import RootRun, root_run, watch_root_runs
-from langchain_quota.model_runs import DECISION
 from langchain_quota.telemetry.unjudged import UnjudgedCalls
 
 MOST_CALLS = 10_000

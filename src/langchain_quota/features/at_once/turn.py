@@ -12,9 +12,9 @@ from langchain_core.messages import AIMessage
 
 from langchain_quota.admission import AcquireResult
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.features.at_once.semaphores import Slot
 from langchain_quota.limits import ToolCallLimit
 from langchain_quota.middleware._context import call_context, running_runtime
-from langchain_quota.middleware._semaphores import Slot
 from langchain_quota.resolved import Outage, stored_as
 from langchain_quota.state import Batch, ledger
 

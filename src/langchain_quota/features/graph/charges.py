@@ -16,15 +16,15 @@ from langchain_core.messages import AIMessage
 
 from langchain_quota.admission import AcquireResult
 from langchain_quota.decision import Call
+from langchain_quota.features.budgets.budgets import Budgets, Paid
+from langchain_quota.features.budgets.model_runs import ModelRun, collect_answer, model_runs_so_far
+from langchain_quota.features.budgets.prices import Prices, cost
+from langchain_quota.features.budgets.settlements import given_back
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._budgets import Budgets, Paid
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._context import running_config
 from langchain_quota.middleware._form import Form
 from langchain_quota.middleware._model_calls import held_amounts, spending
-from langchain_quota.middleware._settlements import given_back
-from langchain_quota.model_runs import ModelRun, collect_answer, model_runs_so_far
-from langchain_quota.prices import Prices, cost
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import LEDGER, Held, Ledger, ledger, merge_ledgers
 

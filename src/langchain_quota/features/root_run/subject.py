@@ -10,9 +10,9 @@ from uuid import uuid4
 
 from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.decision import ROOT_RUN
+from langchain_quota.features.root_run.run import RootRun, log_lost, root_run
 from langchain_quota.middleware._context import CallContext, call_context
 from langchain_quota.middleware._form import Form, ask
-from langchain_quota.middleware._root_run import RootRun, log_lost, root_run
 from langchain_quota.middleware._store import StoreClient
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey

@@ -7,8 +7,8 @@ from typing import Any
 from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.types import Command
 
-from langchain_quota.graph._charges import joined
-from langchain_quota.graph._loop import CALLED, Loop, State
+from langchain_quota.features.graph.charges import joined
+from langchain_quota.features.graph.loop import CALLED, Loop, State
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._form import Form, ask, now
 

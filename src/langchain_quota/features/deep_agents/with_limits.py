@@ -10,8 +10,13 @@ from langchain_core.tools import BaseTool
 from langgraph.prebuilt import ToolNode
 
 from langchain_quota.arguments import check_type
-from langchain_quota.middleware._interpreters import unseen_calls
-from langchain_quota.middleware._sub_agents import graphs_of, has_limits, starters, sub_agents
+from langchain_quota.features.deep_agents.interpreters import unseen_calls
+from langchain_quota.features.deep_agents.sub_agents import (
+    graphs_of,
+    has_limits,
+    starters,
+    sub_agents,
+)
 from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
 

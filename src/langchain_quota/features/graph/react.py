@@ -10,8 +10,8 @@ from langgraph.constants import END
 from langgraph.managed import RemainingSteps
 from langgraph.types import Command
 
-from langchain_quota.graph._charges import joined
-from langchain_quota.graph._loop import Loop, State, Tools, merged
+from langchain_quota.features.graph.charges import joined
+from langchain_quota.features.graph.loop import Loop, State, Tools, merged
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._context import running_config, running_runtime, runs_tools
 from langchain_quota.middleware._form import Form, forms, now

@@ -15,9 +15,17 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel
 from langgraph.types import Command, Send
 
-from langchain_quota.graph._charges import joined
-from langchain_quota.graph._loop import CALLED, Loop, Prompt, State, Tools, merged, open_calls
-from langchain_quota.graph._own_node import ChargedNode
+from langchain_quota.features.graph.charges import joined
+from langchain_quota.features.graph.loop import (
+    CALLED,
+    Loop,
+    Prompt,
+    State,
+    Tools,
+    merged,
+    open_calls,
+)
+from langchain_quota.features.graph.own_node import ChargedNode
 from langchain_quota.middleware._calls import Update
 from langchain_quota.middleware._context import running_config
 from langchain_quota.middleware._form import Form, forms, now

@@ -7,6 +7,8 @@ from langchain.agents.middleware.types import ModelRequest
 
 from langchain_quota.budgets import CostLimit
 from langchain_quota.errors import UnknownPriceError
+from langchain_quota.features.budgets.model_runs import ModelRun
+from langchain_quota.features.budgets.prices import Prices, cost, highest_cost, priced
 from langchain_quota.limit_options import (
     BUDGETS,
     INPUT_TOKENS,
@@ -17,9 +19,7 @@ from langchain_quota.limit_options import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._model_calls import made
-from langchain_quota.model_runs import ModelRun
 from langchain_quota.model_usage import ModelUsage, TokenKind, charged_tokens
-from langchain_quota.prices import Prices, cost, highest_cost, priced
 from langchain_quota.telemetry.recorder import Recorder
 
 _TOKENS: Mapping[str, TokenKind] = {

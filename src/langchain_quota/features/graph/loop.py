@@ -15,13 +15,13 @@ from langchain_core.tools import tool as as_tool
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode
 
-from langchain_quota.graph._charges import LoopBudgets, joined
+from langchain_quota.features.budgets.charged_response import ChargedResponse
+from langchain_quota.features.graph.charges import LoopBudgets, joined
+from langchain_quota.features.root_run.run import root_run
 from langchain_quota.middleware._calls import Update
-from langchain_quota.middleware._charged_response import ChargedResponse
 from langchain_quota.middleware._context import CallContext, running_config, running_runtime
 from langchain_quota.middleware._form import Form, ask
 from langchain_quota.middleware._history import pending_calls, since
-from langchain_quota.middleware._root_run import root_run
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers
 

@@ -19,13 +19,22 @@ from langchain.agents.middleware.types import (
 )
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.estimates import asked_of
+from langchain_quota.features.budgets.charging import Charging, agent_of
+from langchain_quota.features.budgets.estimates import asked_of
+from langchain_quota.features.budgets.late_use import LateUse, added
+from langchain_quota.features.budgets.let_through import LetThrough
+from langchain_quota.features.budgets.model_runs import (
+    ModelRun,
+    ModelRunCollector,
+    collect_model_runs,
+)
+from langchain_quota.features.budgets.other_runs import OtherRuns, forget_refused, root_models
+from langchain_quota.features.budgets.prices import Prices
+from langchain_quota.features.budgets.settlements import mirror_root_run, settlements
+from langchain_quota.features.budgets.spending import record_run, record_standing
 from langchain_quota.limits import Limit
 from langchain_quota.middleware._calls import Late, Request, Update
-from langchain_quota.middleware._charging import Charging, agent_of
 from langchain_quota.middleware._form import Form, ask
-from langchain_quota.middleware._late_use import LateUse, added
-from langchain_quota.middleware._let_through import LetThrough
 from langchain_quota.middleware._model_calls import (
     bounded,
     budget_counts,
@@ -33,13 +42,8 @@ from langchain_quota.middleware._model_calls import (
     pending,
     spending,
 )
-from langchain_quota.middleware._other_runs import OtherRuns, forget_refused, root_models
-from langchain_quota.middleware._settlements import mirror_root_run, settlements
-from langchain_quota.middleware._spending import record_run, record_standing
 from langchain_quota.middleware._store import StoreClient
-from langchain_quota.model_runs import ModelRun, ModelRunCollector, collect_model_runs
 from langchain_quota.model_usage import ModelUsage
-from langchain_quota.prices import Prices
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import LEDGER, NOTHING_SPENT, Ledger
 from langchain_quota.telemetry.recorder import Recorder

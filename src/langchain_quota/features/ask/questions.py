@@ -15,9 +15,9 @@ from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, Hits, admit
 from langchain_quota.decision import STORE, Answer, Scope, Unit
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.features.ask.answers import ACTION, KEPT, read_answer
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._answers import ACTION, KEPT, read_answer
 from langchain_quota.middleware._calls import Request
 from langchain_quota.middleware._context import call_context
 from langchain_quota.middleware._form import Form, ask

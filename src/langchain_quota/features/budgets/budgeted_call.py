@@ -18,14 +18,14 @@ from langchain.agents.middleware.types import ModelRequest, ModelResponse
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.decision import STORE, Call, Decision, Outcome
-from langchain_quota.middleware._budgets import Budgets
+from langchain_quota.features.budgets.budgets import Budgets
+from langchain_quota.features.budgets.let_through import Admitted
+from langchain_quota.features.budgets.settlements import given_back
+from langchain_quota.features.telling.model_request import last_call, with_state
 from langchain_quota.middleware._calls import Conclusion, Request, Update
 from langchain_quota.middleware._form import Form, ask
-from langchain_quota.middleware._let_through import Admitted
 from langchain_quota.middleware._model_calls import conclude, held_amounts, held_for, uncounted
-from langchain_quota.middleware._model_request import last_call, with_state
 from langchain_quota.middleware._observers import Observers
-from langchain_quota.middleware._settlements import given_back
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers
 

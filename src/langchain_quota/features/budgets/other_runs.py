@@ -20,15 +20,15 @@ from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.decision import Call
+from langchain_quota.features.budgets.late_use import LateUse, added
+from langchain_quota.features.budgets.model_runs import DECISION, ModelRun, ModelRunCollector
+from langchain_quota.features.budgets.settlements import charge_by_key, joined, mirror_root_run
+from langchain_quota.features.budgets.spending import record_run, record_standing
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware._context import running_config
 from langchain_quota.middleware._form import Form, ask
-from langchain_quota.middleware._late_use import LateUse, added
 from langchain_quota.middleware._model_calls import budget_counts, made
-from langchain_quota.middleware._settlements import charge_by_key, joined, mirror_root_run
-from langchain_quota.middleware._spending import record_run, record_standing
 from langchain_quota.middleware._store import StoreClient
-from langchain_quota.model_runs import DECISION, ModelRun, ModelRunCollector
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.state import LEDGER, ledger
 from langchain_quota.telemetry.recorder import Recorder

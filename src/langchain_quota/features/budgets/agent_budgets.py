@@ -4,12 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_quota.arguments import check_choice, check_switch
+from langchain_quota.features.budgets.budgets import Budgets
+from langchain_quota.features.budgets.prices import (
+    Price,
+    Prices,
+    UnknownPrice,
+    check_prices,
+    resolve_prices,
+)
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._budgets import Budgets
 from langchain_quota.middleware._calls import Late
 from langchain_quota.middleware._form import Form
 from langchain_quota.middleware._store import StoreClient
-from langchain_quota.prices import Price, Prices, UnknownPrice, check_prices, resolve_prices
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.telemetry.recorder import Recorder
 

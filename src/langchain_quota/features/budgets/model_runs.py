@@ -16,8 +16,8 @@ from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
-from langchain_quota.estimates import asked_in, estimated_usage
-from langchain_quota.model_errors import http_status, is_cut_off
+from langchain_quota.features.budgets.estimates import asked_in, estimated_usage
+from langchain_quota.features.budgets.model_errors import http_status, is_cut_off
 from langchain_quota.model_usage import ModelUsage, reported_usage
 
 logger = logging.getLogger("langchain_quota")

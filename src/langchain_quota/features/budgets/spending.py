@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from langchain_quota.admission import AcquireResult
 from langchain_quota.decide import status
 from langchain_quota.decision import Call
-from langchain_quota.model_runs import ModelRun
+from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.resolved import ResolvedLimits
 from langchain_quota.telemetry.recorder import Recorder
 

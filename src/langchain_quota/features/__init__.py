@@ -1,0 +1,1 @@
+"""What limits can do besides counting calls: each feature in its place."""

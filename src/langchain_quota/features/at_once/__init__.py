@@ -1,0 +1,1 @@
+"""Calls that run at the same time."""

@@ -1,0 +1,1 @@
+"""Budgets of tokens and money."""

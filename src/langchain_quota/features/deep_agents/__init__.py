@@ -1,0 +1,1 @@
+"""Limits of deepagents and their sub-agents."""

@@ -1,0 +1,1 @@
+"""Quotas per root run."""

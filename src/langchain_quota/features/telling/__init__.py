@@ -1,0 +1,1 @@
+"""What the model is told, and which tools it is offered."""
