@@ -224,8 +224,10 @@ def _place_below(*headers: tuple[str, str]) -> Place:
 
 def exemplar(span: trace.Span | None) -> dict[str, str] | None:
     """The exemplar of a span, if it is sampled; without one, of the active span."""
-    span = trace.get_current_span() if span is None else span
-    context = span.get_span_context()
+    context = trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()
+    if not context.is_valid:
+        # Without an SDK, older versions of OpenTelemetry make a span that belongs nowhere.
+        context = trace.get_current_span().get_span_context()
     if not (context.trace_flags.sampled and context.is_valid):
         return None
     return {
