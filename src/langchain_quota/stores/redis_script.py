@@ -108,7 +108,7 @@ class ScriptCall:
         """The call that gives a grant."""
         call = cls(names, "grant", idle)
         call._values["grant"] = [
-            call._count(grant.key, window_end(grant.key), 0),
+            *call._count(grant.key, window_end(grant.key), 0),
             _digest(grant.id)[:32],
             _exact(grant.amount),
             _exact(grant.ends or 0),
@@ -198,7 +198,7 @@ class ScriptCall:
             "attempt": self._marker("attempt", compensation.attempt_id),
             "result": self._marker("result", compensation.idempotency_key),
             "amounts": [
-                [self._count(key, window_end(key), starts.get(key, 0)), _exact(amount)]
+                [*self._count(key, window_end(key), starts.get(key, 0)), _exact(amount)]
                 for key, amount in compensation.amounts.items()
             ],
             **settling,
