@@ -1,5 +1,6 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -13,7 +14,6 @@ from langchain_quota.arguments import check_type
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
 from langchain_quota.stores import IDLE_TTL, QuotaUsage, check_keys, check_request, idle_seconds
 from langchain_quota.stores import redis_script as script
-from langchain_quota.stores.deadline import Deadline
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import check_prefix, prefix_of
 from langchain_quota.stores.redis_clients import (
@@ -24,12 +24,12 @@ from langchain_quota.stores.redis_clients import (
     Cluster,
     NoScriptError,
     SyncClient,
+    Together,
     clients,
     remedies,
     scrub,
 )
 from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, ScriptCall
-from langchain_quota.stores.redis_together import Together
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
@@ -38,6 +38,9 @@ _AT_ONCE = 500
 """How many keys a listing asks for at once."""
 _SHOWN = 200
 """How many bytes of a name are logged: others may have written it."""
+
+_TICKS = 16
+"""The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
 
 _REASON = 300
 """How much of a client's error text is shown: it may quote a whole reply."""
@@ -271,27 +274,18 @@ class RedisStore(Granting):
             return cast("T", over.value)
 
     async def _in_loop(self, operation: _Operation[T]) -> T:
-        deadline = None
         try:
             call = next(operation)
             client = await self._clients.running()
-            deadline = Deadline(self._timeout)
-            deadline.begin()
-            while True:
-                call = operation.send(await _acall(client, call))
+            timeout = _Timeout(self._timeout)
+            try:
+                async with timeout:
+                    while True:
+                        call = operation.send(await _acall(client, call))
+            except FAILED as error:
+                raise self._failure(error, timeout.blocked) from error
         except StopIteration as over:
-            if deadline is not None:
-                deadline.end(None)
             return cast("T", over.value)
-        except BaseException as error:
-            if deadline is None:
-                raise
-            failed: BaseException = TimeoutError() if deadline.end(error) else error
-            if failed is not error:
-                failed.__cause__ = error
-            if isinstance(failed, FAILED):
-                raise self._failure(failed, deadline.blocked) from failed
-            raise
 
     def _of(self, keys: Sequence[str]) -> Names:
         """The names of keys that are used in one step."""
@@ -348,6 +342,41 @@ class RedisStore(Granting):
         else:
             reason = ": ".join([reason.rstrip(".: "), *remedies(error)])
         return failure(f"{self!r}: {reason}", timed_out=timed_out)
+
+
+class _Timeout:
+    """Like `asyncio.timeout`, but without the time in which the event loop was blocked."""
+
+    # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
+    # it is read. So this timeout counts ticks of the event loop. A late tick counts as one.
+
+    def __init__(self, seconds: float) -> None:
+        self.blocked = 0.0
+        self._tick = seconds / _TICKS
+        self._left = _TICKS
+        self._timeout = asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._next()
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._timer.cancel()
+        await self._timeout.__aexit__(*raised)
+
+    def _next(self) -> None:
+        self._due = self._loop.time() + self._tick
+        self._timer = self._loop.call_at(self._due, self._passed)
+
+    def _passed(self) -> None:
+        self.blocked += self._loop.time() - self._due
+        self._left -= 1
+        if self._left:
+            self._next()
+        else:
+            # It ends in the loop's next turn: a reply that is here already is read first.
+            self._timeout.reschedule(self._loop.time())
 
 
 def _call(client: SyncClient, call: ScriptCall) -> object:
