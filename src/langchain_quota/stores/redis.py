@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
@@ -361,9 +362,14 @@ class _Timeout:
         await self._timeout.__aenter__()
         self._next()
 
-    async def __aexit__(self, *raised: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         self._timer.cancel()
-        await self._timeout.__aexit__(*raised)
+        await self._timeout.__aexit__(kind, error, where)
 
     def _next(self) -> None:
         self._due = self._loop.time() + self._tick
