@@ -18,12 +18,10 @@ from prometheus_client import generate_latest
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
-from langchain_quota.cli.demo_traffic import Traffic
-from langchain_quota.cli.demo_view import View, table
-from langchain_quota.cli.top_figures import figures
-from langchain_quota.cli.top_sources import of_text
-from langchain_quota.cli.top_table import View as TopView
-from langchain_quota.cli.top_table import screen
+from langchain_quota.cli.demo import Traffic, View, table
+from langchain_quota.cli.metrics import figures, of_text
+from langchain_quota.cli.top import View as TopView
+from langchain_quota.cli.top import screen
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THREADS = 6
@@ -37,12 +35,13 @@ def drawn(seconds: int) -> dict[str, RenderableType]:
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
     options = argparse.Namespace(threads=THREADS, seconds=seconds, model=None)
     traffic = Traffic(options, None, TracerProvider())
+    threads = [*traffic.rows.values()]
     with TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
-        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", View(traffic.rows, "")))
+        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", View(threads, "")))
     known = figures([of_text(generate_latest().decode())])
     board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())
     return {
-        "demo": table(traffic.rows, board),
+        "demo": table(threads, board),
         "top": screen(known, TopView(), console=top, addresses=1, faults=(), now=time.time()),
     }
 

@@ -16,7 +16,7 @@ from blockbuster import blockbuster_ctx
 from rich.console import Console
 
 from langchain_quota.cli import main
-from langchain_quota.cli.demo_view import Row, gauge, table
+from langchain_quota.cli.demo import Row, gauge, table
 from tests.forked import COMMAND_LINE, run_python, without
 from tests.server.demo import running_demo
 from tests.server.otlp import running_receiver

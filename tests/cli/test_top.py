@@ -16,10 +16,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from langchain_quota import Level, start_metrics_server
-from langchain_quota.cli import main, top_sources
-from langchain_quota.cli.top_figures import Figures, Growth, Limit, Use
-from langchain_quota.cli.top_options import ORDERS, TOKEN_VARIABLE
-from langchain_quota.cli.top_table import View, compact, lasting, percent, press, screen
+from langchain_quota.cli import main, metrics
+from langchain_quota.cli.arguments import ORDERS, TOKEN_VARIABLE
+from langchain_quota.cli.metrics import Figures, Growth, Limit, Use
+from langchain_quota.cli.top import View, compact, lasting, percent, press, screen
 from tests.certificates import Certificate
 
 TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing
@@ -133,8 +133,8 @@ def test_faults(
 ) -> None:
     """What is wrong with an answer is one line with the address; no redirect is followed."""
     if path in {"silent", "drips"}:
-        monkeypatch.setattr(top_sources, "SILENCE" if path == "silent" else "LONGEST", 0.2)
-    monkeypatch.setattr(top_sources, "MOST_BYTES", 1 << 20)
+        monkeypatch.setattr(metrics, "SILENCE" if path == "silent" else "LONGEST", 0.2)
+    monkeypatch.setattr(metrics, "MOST_BYTES", 1 << 20)
     url = f"{serving.url}/{path}"
     assert fault(capsys, url).startswith(f"{url}: {ANSWERS[path][-1]}")
     assert serving.paths == [path]

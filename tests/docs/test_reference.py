@@ -34,10 +34,10 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
-    cli,
     hmac_label,
     testing,
 )
+from langchain_quota.cli import arguments
 from tests.scene import Scene, asking, delegate, tool_limiter
 from tests.telemetry import Signals, telling
 
@@ -406,7 +406,7 @@ def test_every_command_is_in_the_reference() -> None:
         for text in sections
         for option in ("", *re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
     ]
-    same(described, commands(cli._parser()))
+    same(described, commands(arguments.parser()))
 
 
 def test_docstrings_have_examples_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,54 +1,63 @@
 """The counts that a store keeps in Redis: show them, reset them, grant more."""
 
+import json
+import logging
 import re
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from getpass import getuser
+from uuid import uuid4
 
-from langchain_quota.cli import grants
-from langchain_quota.cli.command import (
-    CommandError,
-    complain,
-    escaped,
-    printable,
-    say,
-    say_table,
-    when,
-)
+from langchain_quota.cli.arguments import NO_WINDOW
+from langchain_quota.cli.printing import CommandError, complain, one_line, say, table
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limit_options import UNITS
-from langchain_quota.stores import QuotaUsage
+from langchain_quota.stores import QuotaUsage, window_end
+from langchain_quota.stores.grants import Grant, in_window, unit_of
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.units import shown
 
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
-_AT_ONCE = 500
 _TIMEOUT = 10.0
-_HEADINGS = ("counted", "per", "subject", "used", "of", "until")
-_DECLINED = 1
-_RUNS = (":run:", ":root_run:")
-"""The parts of a pattern that ask for the counts of runs."""
-_ODD = 1
-_NAMED = 20
-_SHOWN = 200
+_AT_ONCE = 500
+"""How many counts are reset in one step."""
+_DECLINED = _ODD = 1
+_NAMED, _SHOWN = 20, 200
+"""How many keys that hold no count are named, and how much of each name."""
 
 
 def run(arguments: Namespace) -> int:
     """Show what is kept, set it to 0, or give more of it."""
-    store = _store(arguments)
+    url, prefix = arguments.redis, arguments.prefix
+    if url is not None and _PASSWORD.search(url):
+        seen = "--redis has a password, which others on this machine can see"
+        raise CommandError(f"{seen}: set {URL_VARIABLE} instead")
     try:
+        store = RedisStore(url, prefix=PREFIX if prefix is None else prefix, timeout=_TIMEOUT)
         return _ACTIONS[arguments.action](store, arguments)
-    except QuotaStoreError as error:
-        raise CommandError(_line(error)) from error
+    except (QuotaStoreError, ValueError) as error:
+        raise CommandError(one_line(error)) from error
 
 
-def _show_or_reset(store: RedisStore, arguments: Namespace) -> int:
-    found, odd = _found(store, arguments.keys)
-    say_table(_HEADINGS, [*map(_row, found)], right={"used", "of"}, empty="no counts")
-    code = _name(odd)
+def _show(store: RedisStore, arguments: Namespace) -> int:
+    found, odd = _found(store, arguments.key)
+    headings = ("counted", "per", "subject", "used", "of", "until")
+    lines = table(headings, [*map(_row, found)], right={"used", "of"}) if found else ["no counts"]
+    for line in lines:
+        say(line)
+    for name in odd[:_NAMED]:
+        more = "..." if len(name) > _SHOWN else ""
+        complain("quotas", f"{name[:_SHOWN]!r}{more} holds no count, and is left as it is")
+    if len(odd) > _NAMED:
+        complain("quotas", f"{len(odd) - _NAMED} more hold no count, and are left as they are")
+    code = _ODD if odd else 0
     if arguments.action == "show" or not found:
         return code
     if not arguments.yes:
@@ -68,26 +77,6 @@ def _show_or_reset(store: RedisStore, arguments: Namespace) -> int:
     return code
 
 
-_ACTIONS: dict[str, Callable[[RedisStore, Namespace], int]] = {
-    "show": _show_or_reset,
-    "reset": _show_or_reset,
-    "grant": grants.grant,
-    "revoke": grants.revoke,
-    "grants": grants.show,
-}
-
-
-def _store(arguments: Namespace) -> RedisStore:
-    url, prefix = arguments.redis, arguments.prefix
-    if url is not None and _PASSWORD.search(url):
-        seen = "--redis has a password, which others on this machine can see"
-        raise CommandError(f"{seen}: set {URL_VARIABLE} instead")
-    try:
-        return RedisStore(url, prefix=PREFIX if prefix is None else prefix, timeout=_TIMEOUT)
-    except ValueError as error:
-        raise CommandError(_line(error)) from error
-
-
 def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage], list[bytes]]:
     """The counts, and the names of keys that hold no count."""
     uses: dict[str, QuotaUsage] = {}
@@ -95,7 +84,7 @@ def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage]
     for pattern in patterns or ("*",):
         found, others = store.listing(pattern)
         # Every run of the last day has counts. Their names are ids that tell a reader nothing.
-        asked = any(each in pattern for each in _RUNS)
+        asked = ":run:" in pattern or ":root_run:" in pattern
         uses |= {
             use.key: use
             for use in found
@@ -107,27 +96,164 @@ def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage]
     return [uses[key] for key in sorted(uses)], sorted(odd)
 
 
-def _name(odd: Sequence[bytes]) -> int:
-    """Print the names of keys that hold no count on stderr; the exit code."""
-    for name in odd[:_NAMED]:
-        more = "..." if len(name) > _SHOWN else ""
-        complain("quotas", f"{name[:_SHOWN]!r}{more} holds no count, and is left as it is")
-    if len(odd) > _NAMED:
-        complain("quotas", f"{len(odd) - _NAMED} more hold no count, and are left as they are")
-    return _ODD if odd else 0
-
-
 def _row(use: QuotaUsage) -> tuple[str, ...]:
     try:
         key = CountKey.parse(use.key)
-        names = (escaped(key.counter), escaped(key.dimension), repr(key.subject))
+        names = (_escaped(key.counter), _escaped(key.dimension), repr(key.subject))
     except ValueError:  # another program's key
-        names = (escaped(use.key), "-", "-")
+        names = (_escaped(use.key), "-", "-")
     unit = UNITS.get(names[0], "calls")
     limit = "-" if use.limit is None else shown(use.limit + use.granted, unit)
-    return (*names, shown(use.used, unit), limit, when(use.expires_at))
+    return (*names, shown(use.used, unit), limit, _when(use.expires_at))
 
 
-def _line(error: Exception) -> str:
-    """An error's text on one line; what would move a terminal's cursor is escaped."""
-    return printable(" ".join(str(error).split()))
+def _grant(store: RedisStore, arguments: Namespace) -> int:
+    key = _whole_key(store, arguments)
+    text, unit = arguments.amount, unit_of(key)
+    if unit != "microdollars" and not text.isdecimal():
+        raise CommandError(f"amount must be a whole number of {unit}, not {text!r}")
+    amount = text if unit == "microdollars" else int(text)
+    try:
+        until = arguments.for_time and datetime.now(UTC) + arguments.for_time
+    except OverflowError:
+        raise CommandError("--for must end before the year 10000") from None
+    name = uuid4().hex if arguments.id is None else arguments.id
+    by = arguments.by
+    if by is None:
+        with suppress(ImportError, KeyError, OSError):  # the system does not know who runs this
+            by = getuser()
+    try:
+        with _audit() as told:
+            given = store.grant(
+                key, amount, until=until, reason=arguments.reason, by=by or "", id=name
+            )
+    except QuotaStoreError as error:
+        again = f"to try again without granting twice add --id {name}"
+        raise QuotaStoreError(f"{error}; {again}") from error
+    event = "granted" if told else "was granted before:"
+    if (given.ends or 0) <= time.time():
+        event = "was granted before, and is over:"
+    say(f"{event} {_line(given)}")
+    return 0
+
+
+def _revoke(store: RedisStore, arguments: Namespace) -> int:
+    key = arguments.key
+    for each in store.grants(_glob(key) + "*"):
+        if each.id == arguments.id and key in {each.key, _base(each.key)}:
+            with _audit():
+                ended = store.revoke(each.key, each.id)
+            if ended is not None:
+                say(f"revoked {_line(ended)}")
+                return 0
+    raise CommandError(f"nothing is granted under {key!r} with the id {arguments.id!r}")
+
+
+def _grants(store: RedisStore, arguments: Namespace) -> int:
+    patterns = arguments.key or ("*",)
+    found = {(each.key, each.id): each for one in patterns for each in store.grants(one)}
+    rows = [
+        (
+            _escaped(each.key),
+            shown(each.amount, each.unit),
+            _when(each.ends),
+            *(repr(each.by), repr(each.reason), _escaped(each.id)),
+        )
+        for each in sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
+    ]
+    headings = ("key", "granted", "until", "by", "reason", "id")
+    for line in table(headings, rows, right={"granted"}) if rows else ["no grants"]:
+        say(line)
+    return 0
+
+
+_ACTIONS = {"show": _show, "reset": _show, "grant": _grant, "revoke": _revoke, "grants": _grants}
+
+
+def _whole_key(store: RedisStore, arguments: Namespace) -> str:
+    """The whole key of the count; if it has a window, the key for the present one."""
+    text: str = arguments.key
+    try:
+        key = CountKey.parse(text)
+    except ValueError:
+        raise CommandError(
+            f"--key must be the key of a count, such as email:user_id:ada, not {text!r}: "
+            "quotas show lists what is counted, per what, and for whom"
+        ) from None
+    if key.window is not None or ("window" in arguments and arguments.window is None):
+        return text
+    if "window" in arguments:
+        return in_window(text, arguments.window, time.time())
+    found = [
+        each.key
+        for each in store.usages(_glob(text) + "*")
+        if _base(each.key) == text and (window_end(each.key) or time.time() + 1) > time.time()
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        several = "several counts are meant: give one of them, --key"
+        raise CommandError(f"{several} {' or '.join(found)}")
+    raise CommandError(
+        f"nothing is counted under {text!r} now: add the window of the quota, such as --window 1d, "
+        f"or --window {NO_WINDOW}"
+    )
+
+
+def _base(text: str) -> str:
+    """A key's text without its window."""
+    with suppress(ValueError):
+        key = CountKey.parse(text)
+        if key.window is not None:
+            return text.removesuffix(f":{key.window}:{key.index}")
+    return text
+
+
+def _glob(text: str) -> str:
+    """A pattern that only the text itself matches."""
+    return re.sub(r"([*?[])", r"[\1]", text)
+
+
+def _line(grant: Grant) -> str:
+    amount = shown(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
+    key, name = _escaped(grant.key), _escaped(grant.id)
+    return f"{amount} under {key} until {_when(grant.ends)}, id {name}"
+
+
+def _escaped(text: str) -> str:
+    return repr(text)[1:-1]
+
+
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return "reset"
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OSError, OverflowError, ValueError):
+        return "the end of time"
+
+
+@contextmanager
+def _audit() -> Iterator[list[str]]:
+    """Print what is logged about grants on stderr, as JSON; gives the list of these lines."""
+    told: list[str] = []
+
+    class Audit(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            fields = {
+                name: value for name, value in vars(record).items() if name.startswith("quota_")
+            }
+            if fields:
+                at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+                told.append(json.dumps({"time": at, **fields}))
+                print(told[-1], file=sys.stderr, flush=True)  # noqa: T201 - a command's output
+
+    logger, handler = logging.getLogger("langchain_quota"), Audit()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

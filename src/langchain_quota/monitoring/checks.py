@@ -1,7 +1,9 @@
-"""Checks what users put into exported files: selector, address, data source, namespace."""
+"""Checks what users put into exported files, as types of arguments."""
 
 import re
 import warnings
+from argparse import ArgumentTypeError
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 OWN_LABELS = frozenset(
@@ -20,52 +22,53 @@ _UID = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
-def selector_fault(text: str) -> str | None:
-    """What is wrong with a selector: matchers, as PromQL has them between braces."""
-    fault = f'must be matchers such as job="agents",namespace="prod", not {text!r}'
-    if not text.isprintable():
-        return fault
-    end = 0
-    while True:
-        matcher = _MATCHER.match(text, end)
-        if matcher is None:
-            return fault
+def selector(text: str) -> str:
+    """A selector: matchers, as PromQL has them between braces."""
+    fault = ArgumentTypeError(
+        f'must be matchers such as job="agents",namespace="prod", not {text!r}'
+    )
+    end = -1
+    while end < len(text):
+        matcher = _MATCHER.match(text, end + 1)
+        if matcher is None or not text.isprintable() or text[matcher.end() :][:1] not in ("", ","):
+            raise fault
+        end = matcher.end()
         name, operator, value = matcher.groups()
         if name in OWN_LABELS or name.startswith("__"):
-            return f"must name labels that the scrape adds, such as job, not {name!r}"
+            raise ArgumentTypeError(
+                f"must name labels that the scrape adds, such as job, not {name!r}"
+            )
         if operator in ("=~", "!~"):
             try:
                 with warnings.catch_warnings(action="ignore"):  # RE2 reads some differently
                     re.compile(value.replace(r"\\", "\\"))
             except re.error:
-                return f"must have valid regular expressions, not {value!r}"
-        end = matcher.end()
-        if end == len(text):
-            return None
-        if text[end] != ",":
-            return fault
-        end += 1
+                wrong = f"must have valid regular expressions, not {value!r}"
+                raise ArgumentTypeError(wrong) from None
+    return text
 
 
-def url_fault(text: str) -> str | None:
-    """What is wrong with an address that links begin with."""
-    fault = f"must be an http or https address without query, fragment or user, not {text!r}"
-    try:
+def url(text: str) -> str:
+    """An address that links begin with."""
+    with suppress(ValueError):  # a port that is no number, a broken IPv6 address
         parts = urlsplit(text)
-        valid = _URL.fullmatch(text) and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number, a broken IPv6 address
-        return fault
-    return None if valid else fault
-
-
-def datasource_fault(text: str) -> str | None:
-    """What is wrong with the UID of a data source in Grafana."""
-    return (
-        None if _UID.fullmatch(text) else f"must be 1 to 40 letters, digits, - and _, not {text!r}"
+        if _URL.fullmatch(text) and parts.hostname and parts.port != 0:
+            return text
+    raise ArgumentTypeError(
+        f"must be an http or https address without query, fragment or user, not {text!r}"
     )
 
 
-def namespace_fault(text: str) -> str | None:
-    """What is wrong with the name of a namespace in Kubernetes."""
+def datasource(text: str) -> str:
+    """The UID of a data source in Grafana."""
+    if _UID.fullmatch(text):
+        return text
+    raise ArgumentTypeError(f"must be 1 to 40 letters, digits, - and _, not {text!r}")
+
+
+def namespace(text: str) -> str:
+    """The name of a namespace in Kubernetes."""
+    if _NAMESPACE.fullmatch(text):
+        return text
     fault = f"must be 1 to 63 lower-case letters, digits and - between them, not {text!r}"
-    return None if _NAMESPACE.fullmatch(text) else fault
+    raise ArgumentTypeError(fault)

@@ -1,0 +1,197 @@
+"""The arguments of all commands, read without the packages that the commands need."""
+
+import re
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from langchain_quota._version import __version__
+from langchain_quota.monitoring import checks, exports
+
+TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
+DEFAULT = "http://127.0.0.1:9464/metrics"
+"""Where `start_metrics_server` serves by default."""
+INTERVAL = 2.0
+ORDERS = {
+    "threads": ("share", "refused", "name"),
+    "quotas": ("share", "name"),
+    "limits": ("refused", "share", "name"),
+}
+"""The views of `top`, and the orders that each has."""
+NO_WINDOW = "none"
+"""The value of `--window` for a count without a window."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
+
+
+def parser() -> ArgumentParser:
+    """The parser of the command line."""
+    made = ArgumentParser(
+        prog="langchain-quota",
+        description="Limits for LangChain agents: try, monitor and manage them.",
+    )
+    made.add_argument("--version", action="version", version=f"langchain-quota {__version__}")
+    commands = made.add_subparsers(dest="command", required=True)
+    add = commands.add_parser
+    _add_demo(add("demo", help="watch agents reach their limits"))
+    text = "write dashboards, alert rules and an example for Alertmanager"
+    _add_export(add("export", help=text))
+    _add_quotas(add("quotas", help="see what is used of shared quotas, reset it, grant more"))
+    _add_top(add("top", help="watch who is near a limit, and who is refused"))
+    return made
+
+
+def _add_demo(demo: ArgumentParser) -> None:
+    add, default = demo.add_argument, "(default: %(default)s)"
+    text = f"conversations at the same time {default}"
+    add("--threads", type=_whole(1, 100), default=6, help=text)
+    add("--seconds", type=_whole(1, 3600), default=20, help=f"how long the traffic lasts {default}")
+    text = f"where /metrics is served; 0 takes a free port {default}"
+    add("--port", type=_whole(0, 65_535), default=9464, help=text)
+    add("--serve", action="store_true", help="go on serving /metrics afterwards, until Ctrl-C")
+    text = "keep the threads in this SQLite file: a second run goes on with their counts"
+    add("--db", type=Path, metavar="FILE", help=text)
+    text = "a real chat model, such as openai:gpt-5.5, instead of the scripted one"
+    add("--model", metavar="PROVIDER:NAME", help=text)
+
+
+def _add_export(export: ArgumentParser) -> None:
+    """Add to each subcommand only the options that apply to it; what is not given has no value."""
+    files = ArgumentParser(add_help=False)
+    text = "the directory to write to"
+    files.add_argument("--to", type=_directory, required=True, metavar="DIR", help=text)
+    files.add_argument("--force", action="store_true", help="overwrite files that exist")
+    boards = ArgumentParser(add_help=False, argument_default=SUPPRESS, parents=[files])
+    text = "matchers for every query, such as 'job=\"agents\"'"
+    boards.add_argument("--selector", type=checks.selector, metavar="MATCHERS", help=text)
+    text = "where your runbooks are; the alert's name is appended (default: the project's own)"
+    boards.add_argument("--runbooks", type=checks.url, metavar="URL", help=text)
+    alerts = ArgumentParser(add_help=False, argument_default=SUPPRESS, parents=[boards])
+    text = f"where Grafana is, for the alerts' links (default: {exports.GRAFANA_URL})"
+    alerts.add_argument("--grafana-url", type=checks.url, metavar="URL", help=text)
+    text = "add alerts about single threads that are near their limits"
+    alerts.add_argument("--per-thread-alerts", dest="per_thread", action="store_true", help=text)
+
+    options: Any = {"argument_default": SUPPRESS}
+    whats = export.add_subparsers(dest="what", required=True)
+    grafana = whats.add_parser("grafana", parents=[boards], help="dashboards", **options)
+    text = "the Prometheus data source that the dashboards open with"
+    grafana.add_argument("--datasource", type=checks.datasource, metavar="UID", help=text)
+    text = "recording and alert rules"
+    prometheus = whats.add_parser("prometheus", parents=[alerts], help=text, **options)
+    text = "a rule file, or the object for the Prometheus Operator (default: rules)"
+    prometheus.add_argument("--format", choices=exports.RULES_FILES, help=text)
+    text = "scraping, rules and dashboards for kustomize"
+    kubernetes = whats.add_parser("kubernetes", parents=[alerts], help=text, **options)
+    text = "the namespace of the objects (default: kubectl's own)"
+    kubernetes.add_argument("--namespace", type=checks.namespace, metavar="NAME", help=text)
+    whats.add_parser("alertmanager", parents=[files], help="an example of a route")
+
+
+def _add_quotas(quotas: ArgumentParser) -> None:
+    server = ArgumentParser(add_help=False)
+    text = "the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)"
+    server.add_argument("--redis", metavar="URL", help=text)
+    server.add_argument("--prefix", help="the store's prefix, if it is not the default")
+    several = ArgumentParser(add_help=False, parents=[server])
+    text = (
+        "only counts whose key matches, such as 'search:user_id:ada*' (default: all); counts of "
+        "runs match only a pattern with ':run:' in it"
+    )
+    add = several.add_argument
+    add("--key", action="extend", nargs="+", default=[], metavar="PATTERN", help=text)
+    one = ArgumentParser(add_help=False, parents=[server])
+    one.add_argument("--key", required=True, help="the count's key, such as 'email:user_id:ada'")
+
+    actions = quotas.add_subparsers(dest="action", required=True)
+    text = "print what is used, of which limit, and until when"
+    actions.add_parser("show", parents=[several], help=text)
+    reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
+    reset.add_argument("--yes", action="store_true", help="do not ask")
+    add = actions.add_parser(
+        "grant", parents=[one], help="raise the limits over a count"
+    ).add_argument
+    add("amount", help="how much more: calls, tokens or dollars, as the key counts")
+    text = (
+        "for how long at most, such as 30m, 12h, 1d or 2w (default: to the end of the window; "
+        "without one, a year)"
+    )
+    add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
+    add("--reason", required=True, help="why, for the list and the log")
+    add("--by", metavar="NAME", help="who grants it (default: the system's user)")
+    add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
+    text = (
+        f"the quota's window, such as 1d, or {NO_WINDOW}: needed if no call has been counted in "
+        "it yet"
+    )
+    add("--window", type=_window, default=SUPPRESS, metavar="TIME", help=text)
+    revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
+    revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
+    actions.add_parser("grants", parents=[several], help="print what is granted, and why")
+
+
+def _add_top(top: ArgumentParser) -> None:
+    add = top.add_argument
+    text = f"the /metrics of each process, such as host:9464 (default: {DEFAULT})"
+    add("addresses", nargs="*", type=_address, metavar="ADDRESS", help=text)
+    text = f"the token to send (default: the one in {TOKEN_VARIABLE})"
+    add("--token-file", type=Path, metavar="FILE", help=text)
+    add("--once", action="store_true", help="print everything once, as plain text")
+    text = (
+        f"seconds between two updates (default: {INTERVAL:g}); without a terminal: print again "
+        "after this time"
+    )
+    add("--interval", type=_seconds, metavar="SECONDS", help=text)
+    add("--view", choices=ORDERS, help="the first view; in plain text, the only one")
+    orders = dict.fromkeys(order for each in ORDERS.values() for order in each)
+    add("--sort", choices=orders, help="the order of the rows")
+    add("--filter", default="", metavar="TEXT", help="only rows with this text in a name")
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        with suppress(ValueError):
+            if least <= int(text) <= most:
+                return int(text)
+        raise ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text!r}")
+
+    return whole
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0.1 <= float(text) <= 3600:  # noqa: PLR2004 - said in the message
+            return float(text)
+    raise ArgumentTypeError(f"must be from 0.1 to 3600 seconds, not {text!r}")
+
+
+def _directory(text: str) -> Path:
+    if not text:  # Path would take it for the current directory
+        raise ArgumentTypeError("must be a directory, not ''")
+    return Path(text)
+
+
+def _duration(text: str) -> timedelta:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ArgumentTypeError(f"must be a time such as 30m, 12h, 1d or 2w, not {text!r}")
+    return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
+
+
+def _window(text: str) -> timedelta | None:
+    return None if text == NO_WINDOW else _duration(text)
+
+
+def _address(text: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    try:
+        checks.url(url)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(str(error).replace(repr(url), repr(text))) from None
+    url = url.rstrip("/")
+    return url if urlsplit(url).path else f"{url}/metrics"

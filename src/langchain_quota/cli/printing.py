@@ -1,0 +1,63 @@
+"""What the commands have in common: how they fail, and what they print."""
+
+import sys
+from collections.abc import Collection, Sequence
+
+from langchain_quota.levels import Level
+
+STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
+"""The terminal's own colors, so that they fit a dark and a light background."""
+
+
+class CommandError(Exception):
+    """A command cannot do what was asked; the message says why, in one line."""
+
+
+def printable(text: str) -> str:
+    """The text without characters that could move the cursor or forge a line: they are escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def one_line(error: Exception) -> str:
+    """An error's text on one line, without characters that could move the cursor."""
+    return printable(" ".join(str(error).split()))
+
+
+def say(text: str = "") -> None:
+    """Print a line; characters that the terminal's encoding lacks are escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)  # noqa: T201 - a command's output
+
+
+def complain(command: str, text: str) -> None:
+    """Print a line on stderr, with the command's name."""
+    print(f"langchain-quota {command}: {text}", file=sys.stderr)  # noqa: T201 - the same
+
+
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]
+) -> list[str]:
+    """The lines of a table; the columns with the headings in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    aligns = [str.rjust if heading in right else str.ljust for heading in headings]
+    lines = []
+    for row in (headings, *rows):
+        cells = zip(aligns, row, widths, strict=True)
+        lines.append("  ".join(align(cell, width) for align, cell, width in cells).rstrip())
+    return lines
+
+
+def is_utf(encoding: str | None) -> bool:
+    """Whether an encoding has every character."""
+    return (encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def bar(share: float, width: int, characters: str) -> str:
+    """A bar of full and empty characters; it is empty only at 0, and full only from 1 on."""
+    filled = min(width, max(int(width * min(share, 1.0)), 1 if share > 0 else 0))
+    return characters[0] * filled + characters[1] * (width - filled)
+
+
+def bar_characters(encoding: str | None) -> str:
+    """The characters of a bar: the full one, and the empty one."""
+    return "▇_" if is_utf(encoding) else "#_"
