@@ -176,15 +176,10 @@ class ScriptedChatModel(BaseChatModel):
         return AIMessage(content="", tool_calls=[self._tool_call(request) for request in turn])
 
     def _tool_call(self, request: ToolRequest) -> ToolCall:
-        if isinstance(request, str):
-            return ToolCall(name=request, args={}, id=self._new_id(), type="tool_call")
-        if isinstance(request, tuple):
-            name, args = request
-            return ToolCall(name=name, args=args, id=self._new_id(), type="tool_call")
-        return request
-
-    def _new_id(self) -> str:
-        return f"call_{next(self._ids)}"
+        if isinstance(request, dict):
+            return request
+        name, args = (request, {}) if isinstance(request, str) else request
+        return ToolCall(name=name, args=args, id=f"call_{next(self._ids)}", type="tool_call")
 
 
 @contextmanager

@@ -59,6 +59,7 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 
 AGENT = "support"
 NEAR = 0.8
+_SEARCH_SECONDS = 0.2
 
 SEARCH = ToolCallLimit("search", thread_limit=8, run_limit=3)
 MODEL = ModelCallLimit(thread_limit=20, run_limit=6)
@@ -207,14 +208,10 @@ def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
         for series in [each for each in samples if each.startswith(shown)][:1]:
             say(f"  {series.removesuffix('.0')}")
     say()
-    if traffic.carried_over:
-        say(f"{traffic.carried_over} threads went on with what they had used in an earlier run.")
     worst = max(traffic.rows.values(), key=lambda row: row.blocked)
     calls = "1 call" if worst.blocked == 1 else f"{worst.blocked} calls"
-    if worst.blocked:
-        say(f"{worst.thread} asked for {calls} over its limits; none ran.")
-    else:
-        say("No thread asked for a call over its limits.")
+    prevented = f"{worst.thread} asked for {calls} over its limits; none ran."
+    say(prevented if worst.blocked else "No thread asked for a call over its limits.")
     say()
     command = "langchain-quota"
     if shutil.which(command) is None and Path(sys.argv[0]).name == command:
@@ -226,6 +223,22 @@ def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
         address = f" {url.removeprefix('http://').removesuffix('/metrics')}"
     say(f"2. Watch it live: {watch} {command} top{address}")
     say(f"3. Get dashboards: {command} export grafana --to grafana")
+
+
+async def search(query: str) -> str:
+    """Search the catalogue of the timber yard."""
+    await asyncio.sleep(_SEARCH_SECONDS)
+    return f"12 boards of {query}, from 40 EUR"
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"sunny in {city}"
+
+
+def convert(amount: float) -> str:
+    """Convert an amount of EUR to NOK."""
+    return f"{amount * 11.5:.2f} NOK"
 
 
 class Traffic:
@@ -248,44 +261,23 @@ class Traffic:
         most: dict[str, Any] = {limit.name: limit.thread_limit for limit in LIMITS}
         threads = [f"customer-{number + 1}" for number in range(options.threads)]
         self.rows = {name: Row(name, dict.fromkeys(most, 0), {**most}) for name in threads}
-        self.carried_over = 0
-        """How many threads began with what they had used in an earlier run."""
 
     async def run(self, file: Path, view: "View") -> None:
         """Hold the conversations, kept in a file, and show them."""
         async with AsyncSqliteSaver.from_conn_string(str(file)) as saver:
             agent = create_agent(
                 self._real_model or ScriptedChatModel(script=_next_turn, keep_calls=0),
-                tools=self._tools(),
+                tools=[search, weather, convert],
                 name=AGENT,
                 checkpointer=saver,
                 system_prompt="You help the customers of a timber yard. Use the tools. Be brief.",
                 middleware=[self._quota],
             )
             await self._take_states(agent)
-            self.carried_over = sum(any(row.used.values()) for row in self.rows.values())
             with captured_decisions() as decisions:
                 await self._converse(agent, decisions, view)
             await self._take_states(agent)
             await asyncio.to_thread(view.show)
-
-    def _tools(self) -> list[Any]:
-        seconds = min(0.5, self._options.seconds / _TURNS / 10)
-
-        async def search(query: str) -> str:
-            """Search the catalogue of the timber yard."""
-            await asyncio.sleep(seconds)
-            return f"12 boards of {query}, from 40 EUR"
-
-        def weather(city: str) -> str:
-            """The weather in a city."""
-            return f"sunny in {city}"
-
-        def convert(amount: float) -> str:
-            """Convert an amount of EUR to NOK."""
-            return f"{amount * 11.5:.2f} NOK"
-
-        return [search, weather, convert]
 
     async def _converse(self, agent: Any, decisions: list[Decision], view: "View") -> None:
         end = time.monotonic() + self._options.seconds

@@ -7,7 +7,8 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Thread
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -348,3 +349,47 @@ def _limits(sums: Rates, rates: Rates | None, subjects: Rates) -> tuple[Limit, .
         )
         for key, of in found.items()
     )
+
+
+class Watch:
+    """Asks addresses, each in a thread: a slow one holds up neither keys nor the others."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = sources
+        self.figures: Figures | None = None
+        self._growth = Growth()
+        self._taken: dict[Source, Scrape] = {}
+
+    def ask_all(self) -> None:
+        """Ask each once, and wait for the answers."""
+        # Nobody waits for a daemon thread at the end of the process.
+        asking = [Thread(target=each.poll, daemon=True) for each in self.sources]
+        # Who takes too long says so itself.
+        end = time.monotonic() + LONGEST + 2 * SILENCE
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join(max(0.0, end - time.monotonic()))
+        self.gather()
+
+    def start(self, interval: float) -> None:
+        """Ask each again and again, as long as the process lasts."""
+        for each in self.sources:
+            Thread(target=_ask_often, args=(each, interval), daemon=True).start()
+
+    def gather(self) -> None:
+        """Make figures of their latest answers, if there is a new one."""
+        now = {each: each.scrape for each in self.sources if each.scrape is not None}
+        news = [each for each, scrape in now.items() if scrape is not self._taken.get(each)]
+        for each in news:
+            self._growth.take(each.name, now[each], each.answered_at)
+        self._taken = now
+        if news or (self.figures is None and any(each.failure != UNASKED for each in self.sources)):
+            self.figures = figures(now.values(), self._growth.rates(time.monotonic()))
+
+
+def _ask_often(source: Source, interval: float) -> None:
+    while True:
+        asked_at = time.monotonic()
+        source.poll()
+        time.sleep(max(0.0, asked_at + interval - time.monotonic()))

@@ -47,17 +47,12 @@ def table(
     return lines
 
 
-def is_utf(encoding: str | None) -> bool:
-    """Whether an encoding has every character."""
-    return (encoding or "").lower().replace("-", "").startswith("utf")
-
-
 def bar(share: float, width: int, characters: str) -> str:
     """A bar of full and empty characters; it is empty only at 0, and full only from 1 on."""
     filled = min(width, max(int(width * min(share, 1.0)), 1 if share > 0 else 0))
     return characters[0] * filled + characters[1] * (width - filled)
 
 
-def bar_characters(encoding: str | None) -> str:
-    """The characters of a bar: the full one, and the empty one."""
-    return "▇_" if is_utf(encoding) else "#_"
+def bar_characters(encoding: str) -> str:
+    """The characters of a bar in an encoding: the full one, and the empty one."""
+    return "▇_" if encoding.startswith("utf") else "#_"

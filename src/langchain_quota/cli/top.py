@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from threading import Thread
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,24 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from langchain_quota.cli.arguments import INTERVAL, ORDERS
-from langchain_quota.cli.metrics import (
-    LONGEST,
-    UNASKED,
-    Figures,
-    Growth,
-    Limit,
-    Scrape,
-    Source,
-    Use,
-    figures,
-    sources,
-)
+from langchain_quota.cli.metrics import Figures, Limit, Use, Watch, sources
 from langchain_quota.cli.printing import (
     STYLES,
     bar,
     bar_characters,
     complain,
-    is_utf,
     printable,
     say,
     table,
@@ -126,49 +113,6 @@ def run(arguments: Namespace) -> int:
         return _show(watch, view, console)
     names = [view.name] if arguments.view else [*ORDERS]
     return _print(watch, view, names, None if arguments.once else arguments.interval)
-
-
-class Watch:
-    """Asks addresses, each in a thread: a slow one holds up neither keys nor the others."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = sources
-        self.figures: Figures | None = None
-        self._growth = Growth()
-        self._taken: dict[Source, Scrape] = {}
-
-    def ask_all(self) -> None:
-        """Ask each once, and wait for the answers."""
-        # Nobody waits for a daemon thread at the end of the process.
-        asking = [Thread(target=each.poll, daemon=True) for each in self.sources]
-        end = time.monotonic() + LONGEST
-        for thread in asking:
-            thread.start()
-        for thread in asking:
-            thread.join(max(0.0, end - time.monotonic()))
-        self.gather()
-
-    def start(self, interval: float) -> None:
-        """Ask each again and again, as long as the process lasts."""
-        for each in self.sources:
-            Thread(target=_ask_often, args=(each, interval), daemon=True).start()
-
-    def gather(self) -> None:
-        """Make figures of their latest answers, if there is a new one."""
-        now = {each: each.scrape for each in self.sources if each.scrape is not None}
-        news = [each for each, scrape in now.items() if scrape is not self._taken.get(each)]
-        for each in news:
-            self._growth.take(each.name, now[each], each.answered_at)
-        self._taken = now
-        if news or (self.figures is None and any(each.failure != UNASKED for each in self.sources)):
-            self.figures = figures(now.values(), self._growth.rates(time.monotonic()))
-
-
-def _ask_often(source: Source, interval: float) -> None:
-    while True:
-        asked_at = time.monotonic()
-        source.poll()
-        time.sleep(max(0.0, asked_at + interval - time.monotonic()))
 
 
 def _print(watch: Watch, view: View, names: Sequence[str], interval: float | None) -> int:
@@ -385,7 +329,7 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
     wide = console.width >= _WIDE
     columns = [each for each in _COLUMNS[name] if wide or each not in _ONLY_WIDE[name]]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    overflow: Any = "ellipsis" if is_utf(console.encoding) else "crop"
+    overflow: Any = "ellipsis" if console.encoding.startswith("utf") else "crop"
     for column in columns:
         heading = Text(column, no_wrap=True, overflow=overflow)
         justify: Any = "left" if column in (*_NAMES, "state") else "right"
