@@ -21,8 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector, RestrictedRegistry
 
 from langchain_quota.arguments import check_type
-from langchain_quota.telemetry.instruments import usage_of
-from langchain_quota.telemetry.multiprocess import multiprocess_directory, unusable
+from langchain_quota.telemetry.instruments import multiprocess_directory, unusable, usage_of
 from langchain_quota.telemetry.usage_reader import UsageReader, families
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"

@@ -17,7 +17,7 @@ from langchain_quota.decision import Kind
 from langchain_quota.features.budgets.model_runs import DECISION
 from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
 from langchain_quota.middleware._context import graph_of, running_agent, running_config
-from langchain_quota.telemetry.unjudged import UnjudgedCalls
+from langchain_quota.telemetry.recorder import UnjudgedCalls
 
 MOST_CALLS = 10_000
 """A root run with more calls is not looked at: something is kept of each until the run ends."""

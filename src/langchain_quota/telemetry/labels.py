@@ -4,10 +4,12 @@ import hashlib
 import hmac
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 from langchain_quota.locks import fork_safe_lock
 
@@ -23,7 +25,8 @@ _DIGITS = 12
 Label = Callable[[object], str]
 """Makes the label of a thread or of a subject."""
 
-_TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""The names of tools that providers accept."""
 
 UNNAMED = "unnamed"
 """The label of an agent without a name, and of a model without one."""
@@ -31,6 +34,16 @@ NONE = "none"
 """The label if there is no value."""
 OTHER = "_other"
 """The label of tools and models that are out of bounds, or beyond the bounded number of names."""
+
+
+class Who(NamedTuple):
+    """The labels of the agent and, if there is one, the thread that make a call."""
+
+    agent: str
+    """In metrics, where the number of names is bounded."""
+    name: str
+    """In logs and spans, where it has no bound."""
+    thread: str | None
 
 
 def label(value: object) -> str:
@@ -48,7 +61,7 @@ def label(value: object) -> str:
 
 
 limit_label = lru_cache(maxsize=1024)(label)
-"""`label` of a limit's name, cached: there are few names, and every call needs them."""
+"""`label` of a limit's or an agent's name, cached: there are few, and every call needs them."""
 
 
 def described(error: BaseException) -> str:
@@ -108,48 +121,39 @@ def hmac_label(key: str | bytes) -> Label:
     return _HmacLabel(secret)
 
 
-def agent_name(name: str | None) -> str:
-    """The name of an agent in logs and spans, where the number of names has no bound."""
-    return label(name) if name else UNNAMED
+class BoundedLabels(dict[tuple[str, str | None], str]):
+    """The labels of names by group, such as an agent's tools, and at most so many of each group."""
 
-
-class BoundedLabels:
-    """The labels of a bounded number of names: models and callers invent names all the time.
-
-    Names may be in groups, such as the tools of an agent; the bound is for each group.
-    """
+    # Models and callers invent names all the time. A name that is known costs one look into a dict.
 
     def __init__(
         self, most: int, *, nameless: str = UNNAMED, allowed: re.Pattern[str] | None = None
     ) -> None:
+        super().__init__()
         self._most = most
         self._nameless = nameless
         self._allowed = allowed
-        self._kept: dict[str, str] = {}
-        self._seen: dict[str, dict[str, str]] = {}
+        self._kept: set[str] = set()
+        self._sizes = Counter[str]()
         self._lock = fork_safe_lock()
 
     def keep(self, names: Iterable[str]) -> None:
         """Always label these names by themselves, beside the bound."""
         with self._lock:
-            self._kept.update((name, label(name)) for name in names)
+            self._kept.update(names)
 
-    def label(self, name: str | None, group: str = "") -> str:
-        """The label of a name."""
+    def __missing__(self, key: tuple[str, str | None]) -> str:
+        group, name = key
         if not name and (name is None or self._allowed is None):
-            return self._nameless
-        found = self._kept.get(name) or self._seen.get(group, {}).get(name)
-        if found is not None:
-            return found
-        if self._allowed is not None and not self._allowed.fullmatch(name):
-            return OTHER
+            return self.setdefault(key, self._nameless)
         with self._lock:
-            seen = self._seen.setdefault(group, {})
-            if name not in seen and len(seen) < self._most:
-                seen[name] = label(name)
-            return seen.get(name, OTHER)
-
-
-def tool_labels(most: int) -> BoundedLabels:
-    """The labels of tools, by agent, beside those that limits name."""
-    return BoundedLabels(most, nameless=NONE, allowed=_TOOL)
+            # Another thread may have met the name in the meantime.
+            if key not in self:
+                if name not in self._kept:
+                    if self._allowed is not None and not self._allowed.fullmatch(name):
+                        return OTHER
+                    if self._sizes[group] >= self._most:
+                        return OTHER
+                    self._sizes[group] += 1
+                self[key] = label(name)
+            return self[key]

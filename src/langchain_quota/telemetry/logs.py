@@ -1,52 +1,56 @@
-"""The log lines about a limit."""
+"""The log lines."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from langchain_quota.decision import AT_ONCE, STORE, Answer, LimitStatus, Scope
 from langchain_quota.levels import Level
+from langchain_quota.stores import Occupancy
+from langchain_quota.telemetry.labels import Who
 from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
 
+NEARLY_FULL = 0.8
+"""From this share on a store is logged as nearly full: the share that cannot be freed."""
 
-def log_refusal(status: LimitStatus, scope: Scope, agent: str, thread: str | None) -> None:
+
+def log_refusal(who: Who, status: LimitStatus, scope: Scope) -> None:
     """Log that a limit refuses a call."""
     event = "refused" if status.enforced else "would refuse"
     resets = status.resets_at
     when = None if resets is None else resets.isoformat()
-    _log(logging.DEBUG, event, status, scope, agent, thread, quota_resets_at=when)
+    _log(logging.DEBUG, event, who, status, scope, quota_resets_at=when)
 
 
-def log_crossing(
-    status: LimitStatus, scope: Scope, reached: Level, agent: str, thread: str | None
-) -> None:
+def log_crossing(who: Who, status: LimitStatus, scope: Scope, reached: Level) -> None:
     """Log that a charge has crossed a threshold."""
     severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
-    _log(severity, reached, status, scope, agent, thread)
+    _log(severity, reached, who, status, scope)
 
 
-def log_question(agent: str, limits: Sequence[str]) -> None:
+def log_question(who: Who, limits: Sequence[str]) -> None:
     """Log that a person is asked at limits."""
     logger.info(
         "agent %r asks a person whether it may go on at %s",
-        agent,
+        who.name,
         ", ".join(map(repr, limits)),
-        extra={"quota_event": "asked", "quota_agent": agent, "quota_limits": [*limits]},
+        extra={"quota_event": "asked", "quota_agent": who.name, "quota_limits": [*limits]},
     )
 
 
-def log_answer(agent: str, limits: Sequence[str], answer: Answer) -> None:
+def log_answer(who: Who, limits: Sequence[str], answer: Answer) -> None:
     """Log what a person has answered at limits."""
     logger.info(
         "agent %r was answered %r at %s, by %r",
-        agent,
+        who.name,
         answer.type,
         ", ".join(map(repr, limits)),
         answer.by,
         extra={
             "quota_event": "answered",
-            "quota_agent": agent,
+            "quota_agent": who.name,
             "quota_limits": [*limits],
             "quota_answer": answer.type,
             "quota_by": answer.by,
@@ -54,14 +58,33 @@ def log_answer(agent: str, limits: Sequence[str], answer: Answer) -> None:
     )
 
 
-def _log(  # noqa: PLR0913, PLR0917 - what a line says
-    severity: int,
-    event: str,
-    status: LimitStatus,
-    scope: Scope,
-    agent: str,
-    thread: str | None,
-    **more: str | None,
+def log_misspelt(who: Who, meant: Mapping[str, str]) -> None:
+    """Log the tools that limits name and the agent does not have, each with one like it."""
+    hints = (f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
+    logger.warning("limits name tools that agent %r does not have: %s", who.name, ", ".join(hints))
+
+
+def log_recovery(component: str) -> None:
+    """Log that a component which failed works again."""
+    # A warning, so that it is seen where the failure was.
+    logger.warning("%s of langchain-quota works again", component)
+
+
+def log_nearly_full(store: Any) -> bool:
+    """Log that a store is nearly full, if it is; whether it is."""
+    occupancy = Occupancy(*store.occupancy)
+    is_full = occupancy.share >= NEARLY_FULL
+    if is_full:
+        logger.warning(
+            "the store is nearly full: %d counts of at most %d make no room for others",
+            occupancy.keys - occupancy.droppable,
+            occupancy.max_keys,
+        )
+    return is_full
+
+
+def _log(
+    severity: int, event: str, who: Who, status: LimitStatus, scope: Scope, **more: str | None
 ) -> None:
     # If the store could not be asked, there is no count.
     used = None if scope == STORE else status.used(scope)
@@ -78,15 +101,15 @@ def _log(  # noqa: PLR0913, PLR0917 - what a line says
         "limit %r %s: agent %r, thread %r, %s",
         status.limit,
         event,
-        agent,
-        thread,
+        who.name,
+        who.thread,
         "store unavailable" if scope == STORE else amounts,
         extra={
             "quota_event": str(event),
             "quota_limit": status.limit,
             "quota_scope": scope,
-            "quota_agent": agent,
-            "quota_thread": thread,
+            "quota_agent": who.name,
+            "quota_thread": who.thread,
             "quota_used": None if used is None else in_base_unit(used, unit),
             "quota_threshold": None if threshold is None else in_base_unit(threshold, unit),
             "quota_unit": UNIT_LABELS[unit],

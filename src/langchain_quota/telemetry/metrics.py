@@ -1,7 +1,7 @@
 """The Prometheus counters, gauges and histogram of decisions, made once per registry."""
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -12,14 +12,17 @@ from langchain_quota.decision import (
     Decision,
     LimitStatus,
     Outcome,
+    Refund,
     Scope,
     Unit,
 )
 from langchain_quota.levels import Level
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import names
-from langchain_quota.telemetry.labels import NONE, limit_label
+from langchain_quota.telemetry.labels import NONE, Who, limit_label
 from langchain_quota.telemetry.names import MetricSpec
+from langchain_quota.telemetry.tracing import Exemplar, Judged
+from langchain_quota.telemetry.usage_rows import Spent
 from langchain_quota.units import in_base_unit
 
 _REFUNDED = "refunded"
@@ -35,47 +38,30 @@ DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01
 WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """The bounds of `langchain_quota_wait_seconds`, in seconds; the first has calls without a wait."""
 
-Exemplar = dict[str, str] | None
 _Metric = TypeVar("_Metric", Counter, Histogram)
+_Configured = tuple[object, ...]
+"""The settings that a limit's series depend on; not the subjects of quotas."""
 
 
-class _Siblings(dict[tuple[str, ...], dict[str, _Metric]]):
-    """The series of a metric, by all labels but the last; siblings begin together, at 0."""
+class Series(dict[tuple[str, ...], _Metric]):
+    """The series of a metric by labels; those that differ in the last one begin together, at 0."""
 
     # So `increase()` sees the first increment of every series.
 
-    def __init__(self, metric: _Metric, values: Iterable[str]) -> None:
+    def __init__(self, metric: _Metric, *last: str) -> None:
+        super().__init__()
         self._metric: _Metric = metric
-        self._values = tuple(values)
+        self._last = last
 
-    def __missing__(self, labels: tuple[str, ...]) -> dict[str, _Metric]:
-        made = {value: self._metric.labels(*labels, value) for value in self._values}
-        self[labels] = made
-        return made
-
-
-class _Met(NamedTuple):
-    """A limit of an agent, with the settings of its last call."""
-
-    label: str
-    configured: tuple[object, ...]
-    charged: Counter
-
-
-def _configured(status: LimitStatus) -> tuple[object, ...]:
-    """The settings that a limit's series depend on; not the subjects of quotas."""
-    options = (status.shared, status.near, status.alert, status.enforced, status.unit)
-    if status.computed or status.quotas:
-        numbers = [
-            (scope, None if scope in status.computed else status.threshold(scope))
-            for scope in status.scopes
-        ]
-        return options, *numbers
-    return options, status.thread_limit, status.run_limit
+    def __missing__(self, labels: tuple[str, ...]) -> _Metric:
+        for value in self._last or labels[-1:]:
+            each = (*labels[:-1], value)
+            self[each] = self._metric.labels(*each)
+        return self[labels]
 
 
 class Metrics:
-    """The metrics of one registry."""
+    """The sink that counts: the metrics of one registry."""
 
     # The methods take labels of agents and tools, and render them unchanged.
 
@@ -91,217 +77,172 @@ class Metrics:
                 spec.name, spec.help, spec.labels, registry=registry, multiprocess_mode=mode
             )
 
-        self.calls = counter(names.CALLS)
-        self.limit_decisions = counter(names.LIMIT_DECISIONS)
-        self.near = counter(names.NEAR)
-        self.exhausted = counter(names.EXHAUSTED)
-        self.errors = counter(names.ERRORS)
-        self.store_fallbacks = counter(names.STORE_FALLBACKS)
-        self.calls_after_refusal = counter(names.CALLS_AFTER_REFUSAL)
-        self.unjudged_calls = counter(names.UNJUDGED_CALLS)
-        self.lost_root_runs = counter(names.LOST_ROOT_RUNS)
-        self.granted = {unit: counter(spec) for unit, spec in names.GRANTED.items()}
-        self.spent = {unit: counter(spec) for unit, spec in names.SPENT.items()}
-        self.questions = counter(names.QUESTIONS)
-        self.answers = counter(names.ANSWERS)
-        self.model_runs = counter(names.MODEL_RUNS)
-        self.unknown_prices = counter(names.UNKNOWN_PRICES)
-        self.runs = counter(names.RUNS)
-        self.runs_ended = counter(names.RUNS_ENDED)
-        self.limit = {unit: gauge(spec, "mostrecent") for unit, spec in names.LIMIT.items()}
-        self.limit_near = gauge(names.LIMIT_NEAR, "mostrecent")
-        self.limit_alert = gauge(names.LIMIT_ALERT, "mostrecent")
-        self._near = near
+        refusals = (Outcome.BLOCKED, Outcome.WOULD_BLOCK)
+        self._calls = Series(counter(names.CALLS), *Outcome)
+        decisions = counter(names.LIMIT_DECISIONS)
+        self._charges = Series(decisions, Outcome.ALLOWED, _REFUNDED)
+        self._refusals = Series(decisions, *refusals)
+        self._near = Series(counter(names.NEAR))
+        self._exhausted = Series(counter(names.EXHAUSTED))
+        self.errors = Series(counter(names.ERRORS))
+        self.fallbacks = Series(counter(names.STORE_FALLBACKS), "deny", "allow")
+        self._after_refusal = Series(counter(names.CALLS_AFTER_REFUSAL), *Outcome)
+        self.unjudged = Series(counter(names.UNJUDGED_CALLS))
+        self.lost_root_runs = Series(counter(names.LOST_ROOT_RUNS))
+        self._granted = {unit: Series(counter(spec)) for unit, spec in names.GRANTED.items()}
+        self._spent = {unit: Series(counter(spec)) for unit, spec in names.SPENT.items()}
+        self.questions = Series(counter(names.QUESTIONS))
+        self.answers = Series(counter(names.ANSWERS))
+        self._model_runs = Series(counter(names.MODEL_RUNS), _REPORTED, _ESTIMATED)
+        self.unknown_prices = Series(counter(names.UNKNOWN_PRICES))
+        self.runs = Series(counter(names.RUNS))
+        self._runs_ended = Series(counter(names.RUNS_ENDED))
+        self._limit = {unit: gauge(spec, "mostrecent") for unit, spec in names.LIMIT.items()}
+        self._limit_near = gauge(names.LIMIT_NEAR, "mostrecent")
+        self._limit_alert = gauge(names.LIMIT_ALERT, "mostrecent")
         gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
-        self.store_seconds = histogram(names.STORE_SECONDS, STORE_BUCKETS)
-        self.decision_seconds = histogram(names.DECISION_SECONDS, DECISION_BUCKETS)
-        self.wait_seconds = histogram(names.WAIT_SECONDS, WAIT_BUCKETS)
-        self._wait_seconds = _Siblings(
-            self.wait_seconds,
-            (Outcome.ALLOWED, Outcome.BLOCKED, Outcome.WOULD_BLOCK, CANCELLED),
-        )
-        self._calls = _Siblings(self.calls, Outcome)
-        self._calls_after_refusal = _Siblings(self.calls_after_refusal, Outcome)
-        self._decision_seconds = _Siblings(self.decision_seconds, ("state", "store"))
-        self._charges = _Siblings(self.limit_decisions, (Outcome.ALLOWED, _REFUNDED))
-        self._refusals = _Siblings(self.limit_decisions, (Outcome.BLOCKED, Outcome.WOULD_BLOCK))
-        self._store_seconds = _Siblings(self.store_seconds, ("ok", "error", "timeout"))
-        self._fallbacks = _Siblings(self.store_fallbacks, ("deny", "allow"))
-        self._model_runs = _Siblings(self.model_runs, (_REPORTED, _ESTIMATED))
-        self._spent: dict[tuple[str, str, Unit, str], Counter] = {}
-        self._limits: dict[tuple[str, str], _Met] = {}
+        store_seconds = histogram(names.STORE_SECONDS, STORE_BUCKETS)
+        self._store_seconds = Series(store_seconds, "ok", "error", "timeout")
+        decision_seconds = histogram(names.DECISION_SECONDS, DECISION_BUCKETS)
+        self._decision_seconds = Series(decision_seconds, "state", "store")
+        wait_seconds = histogram(names.WAIT_SECONDS, WAIT_BUCKETS)
+        self._wait_seconds = Series(wait_seconds, Outcome.ALLOWED, *refusals, CANCELLED)
+        self._near_share = near
+        self._limits: dict[tuple[str, str], tuple[_Configured, Counter]] = {}
         # While a fork holds it, no thread is inside prometheus_client: otherwise the child would
         # find that package's own locks held.
         self._lock = fork_safe_lock()
 
-    def record(
-        self,
-        decision: Decision,
-        agent: str,
-        tool: str,
-        exemplar: Exemplar,
-        *,
-        after_refusal: bool = False,
-    ) -> None:
-        """Count a decision for the call and for each limit that matches it."""
-        call = decision.call
+    def add(self, series: Series[Counter], *labels: str, amount: float = 1) -> None:
+        """Count something."""
         with self._lock:
-            self._calls[agent, call.kind, tool][decision.outcome].inc(exemplar=exemplar)
-            if after_refusal:
-                self._calls_after_refusal[agent, call.kind][decision.outcome].inc()
-            for status in decision.limits:
-                limit = self._meet(agent, status)
-                on_trial = status.deferred and not status.enforced and not status.refused
-                if status.charged or on_trial:
-                    limit.charged.inc(call.amount, exemplar)
-                elif status.refusal_scope is not None:
-                    outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
-                    self._refusals[agent, limit.label, status.refusal_scope][outcome].inc(
-                        exemplar=exemplar
-                    )
-
-    def charged(self, agent: str, status: LimitStatus, amount: int, exemplar: Exemplar) -> None:
-        """Count a charge."""
-        with self._lock:
-            self._meet(agent, status).charged.inc(amount, exemplar)
-
-    def spend(self, agent: str, limit: str, unit: Unit, model: str, amount: int) -> None:
-        """Count what a model run has spent of a limit."""
-        with self._lock:
-            # Agents, limits and models are bounded, so these series are, too.
-            series = self._spent.get((agent, limit, unit, model))
-            if series is None:
-                series = self.spent[unit].labels(agent, limit_label(limit), model)
-                self._spent[agent, limit, unit, model] = series
-            series.inc(in_base_unit(amount, unit))
-
-    def grant(self, agent: str, limit: str, scope: Scope, unit: Unit, amount: int) -> None:
-        """Count what was granted on top of a limit."""
-        with self._lock:
-            series = self.granted[unit].labels(agent, limit_label(limit), scope)
-            series.inc(in_base_unit(amount, unit))
-
-    def asked(self, agent: str, limits: Iterable[str]) -> None:
-        """Count a question to a person."""
-        with self._lock:
-            for limit in limits:
-                self.questions.labels(agent, limit_label(limit)).inc()
-
-    def answered(self, agent: str, limits: Iterable[str], answer: str) -> None:
-        """Count a person's answer."""
-        with self._lock:
-            for limit in limits:
-                self.answers.labels(agent, limit_label(limit), answer).inc()
-
-    def model_run(self, agent: str, model: str, *, estimated: bool) -> None:
-        """Count a model run that limits were charged for."""
-        with self._lock:
-            self._model_runs[agent, model][_ESTIMATED if estimated else _REPORTED].inc()
-
-    def unknown_price(self, agent: str, model: str) -> None:
-        """Count a model call that has no price."""
-        with self._lock:
-            self.unknown_prices.labels(agent, model).inc()
-
-    def judged(self, kind: str, seconds: float, *, shared: bool) -> None:
-        """Time how long judging the calls of a step took."""
-        with self._lock:
-            self._decision_seconds[kind,]["store" if shared else "state"].observe(seconds)
-
-    def unjudged(self, agent: str, kind: str, count: int) -> None:
-        """Count calls that no limit judged."""
-        with self._lock:
-            self.unjudged_calls.labels(agent, kind).inc(count)
-
-    def lost_root_run(self, agent: str, cause: str) -> None:
-        """Count a run that may belong to another root run."""
-        with self._lock:
-            self.lost_root_runs.labels(agent, cause).inc()
-
-    def run_begun(self, agent: str) -> None:
-        """Count a run."""
-        with self._lock:
-            self.runs.labels(agent).inc()
-
-    def run_ended(self, agent: str, limit: str) -> None:
-        """Count a run that a limit has ended."""
-        with self._lock:
-            self.runs_ended.labels(agent, limit_label(limit)).inc()
-
-    def crossed(self, agent: str, limit: str, scope: str, reached: Level) -> None:
-        """Count a crossing of a limit's threshold."""
-        threshold_events = self.near if reached is Level.NEAR else self.exhausted
-        with self._lock:
-            threshold_events.labels(agent, limit_label(limit), scope).inc()
-
-    def refunded(self, agent: str, limit: str, amount: int) -> None:
-        """Count a charge taken back."""
-        with self._lock:
-            self._charges[agent, limit_label(limit), NONE][_REFUNDED].inc(amount)
-
-    def failed(self, component: str, error_type: str) -> None:
-        """Count a failure."""
-        with self._lock:
-            self.errors.labels(component, error_type).inc()
+            series[labels].inc(amount)
 
     def observe_store(self, operation: str, outcome: str, seconds: float) -> None:
         """Time a request to the shared store."""
         with self._lock:
-            self._store_seconds[operation,][outcome].observe(seconds)
+            self._store_seconds[operation, outcome].observe(seconds)
 
-    def waited(self, agent: str, limit: str, decision: str, seconds: float) -> None:
+    def judged(self, told: Judged) -> None:
+        """Count a decision for the call and for each limit that matches it."""
+        call, outcome = told.decision.call, told.decision.outcome
+        agent, exemplar = told.who.agent, told.exemplar
+        with self._lock:
+            self._calls[agent, call.kind, told.tool, outcome].inc(exemplar=exemplar)
+            if told.after_refusal:
+                self._after_refusal[agent, call.kind, outcome].inc()
+            for status in told.decision.limits:
+                charged = self._meet(agent, status)
+                on_trial = status.deferred and not status.enforced and not status.refused
+                if status.charged or on_trial:
+                    charged.inc(call.amount, exemplar)
+                elif status.refusal_scope is not None:
+                    self._refuse(agent, status, status.refusal_scope, exemplar)
+
+    def batch(self, who: Who, decisions: Sequence[Decision], took: int) -> None:
+        """Time how long judging took, in nanoseconds, and count a run that is ended by it."""
+        shared = refused = False
+        for decision in decisions:
+            for status in decision.limits:
+                shared = shared or status.shared
+                refused = refused or status.reason is not None
+        # The system's clock may have been set back since.
+        seconds = took / 1e9 if took > 0 else 0.0
+        limit = ended_by(decisions) if refused else None
+        with self._lock:
+            source = "store" if shared else "state"
+            self._decision_seconds[decisions[0].call.kind, source].observe(seconds)
+            if limit is not None:
+                self._runs_ended[who.agent, limit_label(limit)].inc()
+
+    def charged(self, who: Who, status: LimitStatus, amount: int, exemplar: Exemplar) -> None:
+        """Count a charge that is no part of a decision."""
+        with self._lock:
+            self._meet(who.agent, status).inc(amount, exemplar)
+
+    def crossed(self, who: Who, status: LimitStatus, scope: Scope, reached: Level) -> None:
+        """Count a crossing of a limit's threshold."""
+        self.add(
+            self._near if reached is Level.NEAR else self._exhausted,
+            *(who.agent, limit_label(status.limit), scope),
+        )
+
+    def refunded(self, who: Who, refund: Refund) -> None:
+        """Count a charge taken back."""
+        labels = (who.agent, limit_label(refund.limit), NONE, _REFUNDED)
+        self.add(self._charges, *labels, amount=refund.call.amount)
+
+    def spend(self, who: Who, model: str, spent: Sequence[Spent], estimated: bool) -> None:  # noqa: FBT001
+        """Count a model run that limits were charged for, and what it has spent of them."""
+        with self._lock:
+            self._model_runs[who.agent, model, _ESTIMATED if estimated else _REPORTED].inc()
+            for limit, unit, amount in spent:
+                # Agents, limits and models are bounded, so these series are, too.
+                series = self._spent[unit][who.agent, limit_label(limit), model]
+                series.inc(in_base_unit(amount, unit))
+
+    def grant(self, who: Who, limit: str, scope: Scope, unit: Unit, amount: int) -> None:
+        """Count what was granted on top of a limit."""
+        with self._lock:
+            series = self._granted[unit][who.agent, limit_label(limit), scope]
+            series.inc(in_base_unit(amount, unit))
+
+    def waited(self, who: Who, limit: str, decision: str, seconds: float) -> None:
         """Time how long a call has waited for others to end."""
         name = limit_label(limit)
         with self._lock:
-            self._wait_seconds[agent, name][decision].observe(seconds)
+            self._wait_seconds[who.agent, name, decision].observe(seconds)
             # The first refusal is then seen as such.
-            _ = self._refusals[agent, name, AT_ONCE]
+            _ = self._refusals[who.agent, name, AT_ONCE, Outcome.BLOCKED]
 
-    def refused_at_once(self, agent: str, status: LimitStatus, exemplar: Exemplar) -> None:
+    def refused_at_once(self, who: Who, status: LimitStatus, exemplar: Exemplar) -> None:
         """Count a refusal at the cap on calls at once, or because its count is unknown."""
+        with self._lock:
+            self._refuse(who.agent, status, status.refusal_scope or NONE, exemplar)
+
+    def _refuse(self, agent: str, status: LimitStatus, scope: Scope, exemplar: Exemplar) -> None:
         outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
-        scope = status.refusal_scope or NONE
-        with self._lock:
-            series = self._refusals[agent, limit_label(status.limit), scope]
-            series[outcome].inc(exemplar=exemplar)
+        self._refusals[agent, limit_label(status.limit), scope, outcome].inc(exemplar=exemplar)
 
-    def fallback(self, agent: str, action: str, calls: int) -> None:
-        """Count decisions that were taken without the shared store."""
-        with self._lock:
-            self._fallbacks[agent,][action].inc(calls)
-
-    def _meet(self, agent: str, status: LimitStatus) -> _Met:
-        """What is known of a limit; its first call makes its series, and so do new settings."""
-        configured = _configured(status)
+    def _meet(self, agent: str, status: LimitStatus) -> Counter:
+        """Where the charges of a limit are counted; a first call and new settings make series."""
+        configured: _Configured = (
+            *(status.shared, status.near, status.alert, status.enforced, status.unit),
+            *(status.thread_limit, status.run_limit),
+        )
+        if status.computed or status.quotas:
+            configured = configured[:5] + tuple(
+                (scope, None if scope in status.computed else status.threshold(scope))
+                for scope in status.scopes
+            )
         known = self._limits.get((agent, status.limit))
-        if known is not None and known.configured == configured:
-            return known
+        if known is not None and known[0] == configured:
+            return known[1]
         limit = limit_label(status.limit)
-        charged = self._charges[agent, limit, NONE][Outcome.ALLOWED]
+        charged = self._charges[agent, limit, NONE, Outcome.ALLOWED]
         # A store that cannot be asked also refuses, but it has no level.
         for scope in (*status.scopes, *((STORE,) if status.shared else ())):
-            _ = self._refusals[agent, limit, scope]
+            _ = self._refusals[agent, limit, scope, Outcome.BLOCKED]
         for scope in status.scopes:
-            self.near.labels(agent, limit, scope)
-            self.exhausted.labels(agent, limit, scope)
-        self.runs_ended.labels(agent, limit)
+            _ = self._near[agent, limit, scope], self._exhausted[agent, limit, scope]
+        _ = self._runs_ended[agent, limit]
         if status.enforced and status.exit_behavior == "ask":
-            self.questions.labels(agent, limit)
+            _ = self.questions[agent, limit]
             for answer in ("approve", "reject"):
-                self.answers.labels(agent, limit, answer)
+                _ = self.answers[agent, limit, answer]
         for kind in ("model", "tool"):
-            _ = self._calls_after_refusal[agent, kind]
-        met = self._limits[agent, status.limit] = _Met(limit, configured, charged)
+            _ = self._after_refusal[agent, kind, Outcome.ALLOWED]
+        self._limits[agent, status.limit] = configured, charged
         # A limit on trial refuses nothing, so nobody is near it.
         if status.enforced:
-            near = self._near if status.near is None else status.near
-            self.limit_near.labels(agent, limit).set(near)
-        self.limit_alert.labels(agent, limit).set(status.alert and status.enforced)
+            near = self._near_share if status.near is None else status.near
+            self._limit_near.labels(agent, limit).set(near)
+        self._limit_alert.labels(agent, limit).set(status.alert and status.enforced)
         for scope in status.scopes:
             if scope not in status.computed:
                 most = in_base_unit(status.threshold(scope) or 0, status.unit)
-                self.limit[status.unit].labels(agent, limit, scope).set(most)
-        return met
+                self._limit[status.unit].labels(agent, limit, scope).set(most)
+        return charged
 
 
 def ended_by(decisions: Sequence[Decision]) -> str | None:

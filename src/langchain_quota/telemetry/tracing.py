@@ -1,8 +1,9 @@
 """The OpenTelemetry span of a judged call."""
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from collections.abc import ItemsView, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
 
 from opentelemetry import trace
 from opentelemetry.context import Context, get_current
@@ -11,7 +12,7 @@ from opentelemetry.util.types import AttributeValue
 
 from langchain_quota._version import __version__
 from langchain_quota.decision import STORE, Answer, Decision, LimitStatus, Outcome
-from langchain_quota.telemetry.labels import agent_name, described, label, limit_label
+from langchain_quota.telemetry.labels import Who, described, label, limit_label
 from langchain_quota.units import UNIT_LABELS, in_base_unit
 
 Spans = Literal["all", "refused", "off"]
@@ -45,114 +46,38 @@ THREAD_LABEL = "langchain_quota.thread.id"
 
 Attributes = dict[str, AttributeValue]
 
-Carrier = dict[str, str]
-"""A span as the W3C's trace context headers name it."""
+Exemplar = dict[str, str] | None
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
+@dataclass(slots=True)
+class Judged:
+    """A decision, with what its signals share."""
+
+    decision: Decision
+    who: Who
+    tool: str
+    started: int
+    """When judging began, in nanoseconds since the Unix epoch."""
+    error: BaseException | None
+    """What the decision raises into the agent."""
+    after_refusal: bool
+    trace: Mapping[str, str] | None
+    """The span that begins the run's trace: known before, or that of this decision."""
+    exemplar: Exemplar = None
+
+
+@dataclass(eq=False)
 class LazyAttributes(Mapping[str, AttributeValue]):
     """Attributes built when first read: a sampler sees all, an unrecorded span costs none."""
 
-    __slots__ = ("_arguments", "_build", "_built")
+    told: Judged
+    thread_key: str
 
-    def __init__(self, build: Callable[..., Attributes], *arguments: object) -> None:
-        self._build = build
-        self._arguments = arguments
-        self._built: Attributes = {}
-
-    def _now(self) -> Attributes:
-        self._built = self._build(*self._arguments)
-        return self._built
-
-    def __getitem__(self, key: str) -> AttributeValue:
-        return (self._built or self._now())[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._built or self._now())
-
-    def __len__(self) -> int:
-        return len(self._built or self._now())
-
-    def items(self) -> ItemsView[str, AttributeValue]:
-        """All of them at once, as the SDK takes them."""
-        return (self._built or self._now()).items()
-
-    def copy(self) -> Attributes:
-        """A plain copy, as samplers that add attributes take one."""
-        return dict(self._built or self._now())
-
-
-class Place(NamedTuple):
-    """Where spans of a run belong."""
-
-    parent: Context | None
-    is_root: bool
-
-
-_ROOT = Place(None, is_root=True)
-NOWHERE = Place(None, is_root=False)
-"""The place below the active span, if there is one."""
-
-
-class Tracing:
-    """Spans for decisions."""
-
-    def __init__(
-        self, provider: trace.TracerProvider | None, spans: Spans, *, hashed_threads: bool
-    ) -> None:
-        self._tracer = trace.get_tracer("langchain_quota", __version__, provider)
-        self._spans = spans
-        self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
-
-    def place(self, carrier: Mapping[str, str] | None) -> Place:
-        """Where the spans of a run belong."""
-        current = get_current()
-        if not current:
-            return _place_below(*carrier.items()) if carrier else _ROOT
-        active = trace.get_current_span(current).get_span_context()
-        if active.is_valid or not carrier:
-            return NOWHERE if active.is_valid else _ROOT
-        below = _place_below(*carrier.items())
-        return Place(trace.set_span_in_context(trace.get_current_span(below.parent)), is_root=False)
-
-    def record(  # noqa: PLR0913 - keyword-only, all needed
-        self,
-        decision: Decision,
-        *,
-        tool: str,
-        thread: str | None,
-        started: int,
-        error: BaseException | None,
-        place: Place,
-    ) -> trace.Span | None:
-        """Make the span; `None` if the decision gets none."""
-        if self._spans == "off" or (
-            self._spans == "refused" and decision.outcome is Outcome.ALLOWED
-        ):
-            return None
-        kind = decision.call.kind
-        if error is not None and decision.outcome is not Outcome.BLOCKED:
-            error = None
-        description = None if error is None else described(error)
-        span = self._tracer.start_span(
-            f"check_quota tool {tool}" if kind == "tool" else "check_quota model",
-            context=place.parent,
-            attributes=LazyAttributes(self._attributes, decision, tool, thread, error),
-            start_time=started,
-        )
-        if error is not None:
-            span.set_status(trace.StatusCode.ERROR, description)
-        span.end()
-        return span
-
-    def _attributes(
-        self,
-        decision: Decision,
-        tool: str,
-        thread: str | None,
-        raised: BaseException | None,
-    ) -> Attributes:
+    @cached_property
+    def _built(self) -> Attributes:
+        told, decision = self.told, self.told.decision
         call, leading, answer = decision.call, decision.leading, decision.answer
         attributes: Attributes = {
             DECISION: str(decision.outcome),
@@ -160,11 +85,11 @@ class Tracing:
             LIMITS: tuple(limit_label(status.limit) for status in decision.limits),
         }
         if call.agent:
-            attributes[AGENT_NAME] = agent_name(call.agent)
-        if thread is not None:
-            attributes[self._thread_key] = thread
+            attributes[AGENT_NAME] = told.who.name
+        if told.who.thread is not None:
+            attributes[self.thread_key] = told.who.thread
         if call.kind == "tool":
-            attributes[TOOL_NAME] = tool
+            attributes[TOOL_NAME] = told.tool
             if call.id is not None:
                 attributes[TOOL_CALL_ID] = label(call.id)
         if leading is not None:
@@ -173,9 +98,76 @@ class Tracing:
             _add_answer(attributes, answer, leading)
         if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
             attributes[RESETS_AT] = decision.resets_at.isoformat()
-        if raised is not None:
-            attributes[ERROR_TYPE] = label(type(raised).__qualname__)
+        if told.error is not None:
+            attributes[ERROR_TYPE] = label(type(told.error).__qualname__)
         return attributes
+
+    def __getitem__(self, key: str) -> AttributeValue:
+        return self._built[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._built)
+
+    def __len__(self) -> int:
+        return len(self._built)
+
+    def items(self) -> ItemsView[str, AttributeValue]:
+        """All of them at once, as the SDK takes them."""
+        return self._built.items()
+
+    def copy(self) -> Attributes:
+        """A plain copy, as samplers that add attributes take one."""
+        return dict(self._built)
+
+
+class Tracing:
+    """The sink that makes spans."""
+
+    def __init__(
+        self, provider: trace.TracerProvider | None, spans: Spans, *, hashed_threads: bool
+    ) -> None:
+        self._tracer = trace.get_tracer("langchain_quota", __version__, provider)
+        self._spans = spans
+        self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
+
+    def judged(self, told: Judged) -> None:
+        """Make the span of a decision, if it gets one, and its exemplar."""
+        decision, span = told.decision, None
+        is_wanted = self._spans == "all" or (
+            self._spans == "refused" and decision.outcome is not Outcome.ALLOWED
+        )
+        try:
+            if is_wanted:
+                span = self._span(told)
+        finally:
+            told.exemplar = exemplar(span)
+
+    def _span(self, told: Judged) -> trace.Span:
+        """Make the span: below the active one, else in the run's trace, which it may begin."""
+        parent, context = None, get_current()
+        is_root = not (context and trace.get_current_span(context).get_span_context().is_valid)
+        if is_root and told.trace:
+            is_root, parent = False, _below(*told.trace.items())
+            if context:
+                # What else is in it, such as baggage, stays.
+                parent = trace.set_span_in_context(trace.get_current_span(parent))
+        description = None if told.error is None else described(told.error)
+        is_tool = told.decision.call.kind == "tool"
+        span = self._tracer.start_span(
+            f"check_quota tool {told.tool}" if is_tool else "check_quota model",
+            context=parent,
+            attributes=LazyAttributes(told, self._thread_key),
+            start_time=told.started,
+        )
+        if told.error is not None:
+            span.set_status(trace.StatusCode.ERROR, description)
+        span.end()
+        if is_root:
+            # The run's later spans become its children if no span is active.
+            begun: dict[str, str] = {}
+            _PROPAGATOR.inject(begun, trace.set_span_in_context(span))
+            told.trace = begun or told.trace
+        return span
 
 
 def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
@@ -209,20 +201,13 @@ def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | No
         attributes[GRANTED] = in_base_unit(granted, status.unit)
 
 
-def carried(span: trace.Span) -> Carrier:
-    """The headers that name a span."""
-    carrier: Carrier = {}
-    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
-    return carrier
-
-
 @lru_cache(maxsize=1024)
-def _place_below(*headers: tuple[str, str]) -> Place:
-    """Below the span that the headers name, with nothing else in the context."""
-    return Place(_PROPAGATOR.extract(dict(headers), Context()), is_root=False)
+def _below(*headers: tuple[str, str]) -> Context:
+    """The context with the span that the headers name, and nothing else."""
+    return _PROPAGATOR.extract(dict(headers), Context())
 
 
-def exemplar(span: trace.Span | None) -> dict[str, str] | None:
+def exemplar(span: trace.Span | None) -> Exemplar:
     """The exemplar of a span, if it is sampled; without one, of the active span."""
     context = trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()
     if not context.is_valid:

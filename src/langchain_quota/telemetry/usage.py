@@ -13,26 +13,27 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Timer
+from typing import Any
 from weakref import WeakSet
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.decision import ROOT_RUN, THREAD, Decision, LimitStatus, Unit
+from langchain_quota.decision import (
+    ROOT_RUN,
+    STORE,
+    THREAD,
+    Decision,
+    LimitStatus,
+    QuotaStatus,
+    Refund,
+)
 from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry import usage_files
-from langchain_quota.telemetry.usage_reader import OnError, UsageReader, families
-from langchain_quota.telemetry.usage_rows import (
-    Key,
-    Snapshot,
-    Subject,
-    Use,
-    decided,
-    merged,
-    near_of,
-    number_of,
-)
+from langchain_quota.telemetry import usage_rows
+from langchain_quota.telemetry.labels import Who
+from langchain_quota.telemetry.usage_reader import OnError, UsageReader, families, fullest
+from langchain_quota.telemetry.usage_rows import Bounds, Key, Number, Snapshot, Spent, Subject, Use
 
 MAX_TRACKED = 100_000
 """The most threads, and the most other subjects, that are remembered; the longest idle go first."""
@@ -46,34 +47,32 @@ SubjectLabel = Callable[[str, str], str | None]
 _BOUNDED = ("agent", "global")
 """The `per` of quotas with at most one subject for each agent, which always has series."""
 
+_NOTHING = Use()
+
 _Subjects = OrderedDict[Key, Subject]
 """The subjects, those without a call for longest first."""
 
 
 class UsageTable(Collector):
-    """What subjects have used of their limits, from the newest decisions."""
+    """The sink that keeps what subjects have used of their limits, from the newest decisions."""
 
-    def __init__(  # noqa: PLR0913 - keyword-only settings
+    # A call without a thread changes nothing of threads.
+
+    def __init__(
         self,
-        *,
         near: float,
-        max_exported: int,
-        ttl: float,
+        bounds: Bounds,
+        subject_label: SubjectLabel,
         on_error: OnError,
-        subject_label: SubjectLabel = lambda _quota, _subject: None,
-        max_subjects: int = 0,
-        directory: Path | None = None,
-        fullest_store: Callable[[], Occupancy | None] = lambda: None,
-        max_tracked: int = MAX_TRACKED,
+        directory: Path | None,
     ) -> None:
         self._near = near
-        self._bounds = (max_exported, max_subjects, ttl)
-        self._ttl = ttl
-        self._on_error = on_error
+        self._bounds = bounds
         self._subject_label = subject_label
+        self._on_error = on_error
         self._directory = directory
-        self._fullest_store = fullest_store
-        self._max_tracked = max_tracked
+        # A store that is no longer used leaves by itself.
+        self._stores = WeakSet[Any]()
         self._started = time.time()
         self._lock = fork_safe_lock()
         # Held while the file is written; the other one is taken under it.
@@ -92,58 +91,75 @@ class UsageTable(Collector):
         self._written = 0.0
         self._path: Path | None = None
         if self._directory is not None:
-            name = f"{usage_files.PREFIX}{secrets.token_hex(8)}{usage_files.SUFFIX}"
+            name = f"{usage_rows.PREFIX}{secrets.token_hex(8)}{usage_rows.SUFFIX}"
             self._path = self._directory / name
         self._reader = UsageReader(self._directory, self._path, self._on_error)
 
-    def record(self, agent: str, thread: str | None, decisions: Sequence[Decision]) -> None:
-        """Add the decisions about calls of one thread, in order; `agent`, `thread` are labels."""
+    def watch(self, store: object) -> bool:
+        """Show how full a store is, if it says that; whether it does."""
+        if not hasattr(store, "occupancy"):
+            return False
+        with self._lock:
+            self._stores.add(store)
+        return True
+
+    def record(self, who: Who, decisions: Sequence[Decision], *_: object) -> None:
+        """Add the decisions about calls of one agent and thread, in order."""
         now = time.time()
         statuses = [status for decision in decisions for status in decision.limits]
         others = [each for each in statuses if each.quotas]
-        quotas = list(self._quotas(agent, others, now)) if others else ()
+        quotas = list(self._quotas(who.agent, others, now)) if others else ()
         with self._lock:
-            if thread is not None:
-                uses = self._subject(self._threads, (agent, THREAD, thread), now).uses
+            if who.thread is not None:
+                uses = self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
                 for status in statuses:
-                    uses[status.limit] = decided(uses.get(status.limit), status, now, self._near)
+                    uses[status.limit] = _decided(uses.get(status.limit), status, now, self._near)
             for key, label, limit, use in quotas:
                 self._subject(self._others, key, now, label).uses[limit] = use
-        self._write_soon()
+        if self._path is not None:
+            self._write_soon()
 
-    def refund(self, agent: str, thread: str, limit: str, amount: int) -> None:
+    def refund(self, who: Who, refund: Refund) -> None:
         """Subtract calls from what a thread has used of a limit; other amounts are settled."""
-        key, now = (agent, THREAD, thread), time.time()
+        if who.thread is None:
+            return
+        key, now = (who.agent, THREAD, who.thread), time.time()
         with self._lock:
             known = self._threads.get(key)
-            if known is None or limit not in known.uses:
+            if known is None or refund.limit not in known.uses:
                 return
             uses = self._subject(self._threads, key, now).uses
-            use = uses.get(limit)
+            use = uses.get(refund.limit)
             if use is not None and use.unit == "calls":
                 numbers = tuple(
-                    (max(0, used - amount), cap, ends) for used, cap, ends in use.numbers
+                    (max(0, used - refund.call.amount), cap, ends)
+                    for used, cap, ends in use.numbers
                 )
-                uses[limit] = use._replace(numbers=numbers)
+                uses[refund.limit] = use._replace(numbers=numbers)
         self._write_soon()
 
-    def spend(self, agent: str, thread: str, spent: Sequence[tuple[str, Unit, int]]) -> None:
+    def spend(self, who: Who, spent: Sequence[Spent]) -> None:
         """Add what a model call of a thread has spent, by limit."""
+        if who.thread is None:
+            return
+        key = (who.agent, THREAD, who.thread)
         with self._lock:
-            uses = self._subject(self._threads, (agent, THREAD, thread), time.time()).uses
+            uses = self._subject(self._threads, key, time.time()).uses
             for limit, unit, amount in spent:
                 use = uses.get(limit)
                 if use is None or use.unit != unit:
-                    use = (use or Use())._replace(unit=unit, numbers=(), spent=0)
+                    use = (use or _NOTHING)._replace(unit=unit, numbers=(), spent=0)
                 uses[limit] = use._replace(spent=use.spent + amount)
         self._write_soon()
 
-    def reset(self, agent: str, thread: str, limits: Sequence[LimitStatus]) -> None:
+    def reset(self, who: Who, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
+        if who.thread is None:
+            return
         now = time.time()
         with self._lock:
-            uses = self._subject(self._threads, (agent, THREAD, thread), now).uses
-            new = {each.limit: decided(None, each, now, self._near) for each in limits}
+            uses = self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
+            new = {each.limit: _decided(None, each, now, self._near) for each in limits}
             for limit, use in (new | uses).items():
                 numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
                 uses[limit] = use._replace(decided=now, numbers=numbers, since=None, reset=now)
@@ -161,13 +177,14 @@ class UsageTable(Collector):
                 changed, self._changed = self._changed, {}
             try:
                 for key, each in changed.items():
-                    self._lines[key] = usage_files.line_of(each)
+                    self._lines[key] = usage_rows.line_of(each)
                 known = (self._threads, self._others)
                 forgotten = [key for key in self._lines if key not in known[key[1] != THREAD]]
                 for key in forgotten:
                     del self._lines[key]
-                told = self._snapshot([], None if is_end else self._store())
-                usage_files.write(self._path, told, self._lines.values())
+                store = None if is_end else self._fullest_store()
+                told = Snapshot(self._started, self._bounds, store, [])
+                usage_rows.write(self._path, told, self._lines.values())
             except Exception as error:
                 self._on_error(error)
 
@@ -186,8 +203,9 @@ class UsageTable(Collector):
         with self._lock:
             # Of equals the ones with the latest calls come first.
             known = [*reversed(self._threads.values()), *reversed(self._others.values())]
-        snapshots = [self._snapshot(known, self._store()), *self._reader.others()]
-        subjects = merged(snapshots)
+        own = Snapshot(self._started, self._bounds, self._fullest_store(), known)
+        snapshots = [own, *self._reader.others()]
+        subjects = usage_rows.merged(snapshots)
         if len(snapshots) > 1:
             self._keep(subjects)
         return self._reader.rendered(snapshots, subjects, now)
@@ -195,20 +213,19 @@ class UsageTable(Collector):
     def _subject(self, known: _Subjects, key: Key, now: float, label: str | None = None) -> Subject:
         """The subject of a key, with a call now; forgets those that are idle or too many."""
         found = known.get(key)
-        if found is None or now - found.last > self._ttl:
+        if found is None or now - found.last > self._bounds.ttl:
             # Its label was made when it was new.
             label = label if found is None else found.label
             found = known[key] = Subject(key, label, now, {})
-            while len(known) > self._max_tracked or self._is_idle(known, now):
+            oldest = next(iter(known.values()))
+            while len(known) > MAX_TRACKED or now - oldest.last > self._bounds.ttl:
                 known.popitem(last=False)
+                oldest = next(iter(known.values()))
         known.move_to_end(key)
         found.last = now
         if self._path is not None:
             self._changed[key] = found
         return found
-
-    def _is_idle(self, known: _Subjects, now: float) -> bool:
-        return now - next(iter(known.values())).last > self._ttl
 
     def _keep(self, subjects: Iterable[Subject]) -> None:
         """Remember what is still called in other processes: its refusals here still count."""
@@ -241,23 +258,19 @@ class UsageTable(Collector):
                     label = self._subject_label(quota.scope, quota.subject)
                 # As with threads, only enforced limits above 0 say how much is used.
                 says = status.enforced and quota.limit
-                numbers = (number_of(status, quota),) if says else ()
-                yield (
-                    key,
-                    label,
-                    status.limit,
-                    Use(now, status.unit, near_of(status, self._near), numbers),
-                )
+                numbers = (_number(status, quota),) if says else ()
+                near = _near_share(status, self._near)
+                yield key, label, status.limit, Use(now, status.unit, near, numbers)
 
-    def _store(self) -> Occupancy | None:
+    def _fullest_store(self) -> Occupancy | None:
+        """How full the store with the least room left is; `None` without a store."""
+        with self._lock:
+            stores = list(self._stores)
         try:
-            return self._fullest_store()
+            return fullest(Occupancy(*store.occupancy) for store in stores)
         except Exception as error:
             self._on_error(error)
             return None
-
-    def _snapshot(self, subjects: list[Subject], store: Occupancy | None) -> Snapshot:
-        return Snapshot(self._started, *self._bounds, store, subjects)
 
     def _write_soon(self) -> None:
         """Write a second after the last time, in a thread that ends with it: no loop waits."""
@@ -275,6 +288,48 @@ class UsageTable(Collector):
             # No thread can be started: the next decision tries again.
             self._is_due = False
             raise
+
+
+def _decided(old: Use | None, status: LimitStatus, now: float, near: float) -> Use:
+    """What a thread has used of a limit after a decision."""
+    old = _NOTHING if old is None else old
+    told, unit, numbers, spent = old.decided, old.unit, old.numbers, old.spent
+    # The call ran in an outage: no quota has an answer, and the state has no count. With a run
+    # limit alone, a store has no count of the thread.
+    is_silent = status.shared and not status.quotas and status.thread_limit is None
+    is_unknown = is_silent and (status.run_limit is None or len(old.numbers) > 1)
+    if status.reason != STORE and not is_unknown:
+        told = now
+        if unit != status.unit:
+            # Two limits with different units may have had the same name.
+            unit, spent = status.unit, 0
+        count = status.thread_before if status.deferred else status.thread_used
+        numbers = ((count, status.thread_limit or 0, None),)
+        if status.quotas:
+            quotas = [each for each in status.quotas if each.per == THREAD and each.limit]
+            numbers += tuple(_number(status, each) for each in quotas)
+    blocked, refused, since = old.blocked, old.refused, old.since
+    if status.reason is not None and status.enforced:
+        blocked += 1
+        if status.reason != STORE:
+            if refused is None or since is None or now - refused > usage_rows.APART:
+                since = now
+            refused = now
+    share = _near_share(status, near)
+    return Use(told, unit, share, numbers, blocked, refused, since, old.reset, spent)
+
+
+def _near_share(status: LimitStatus, near: float) -> float | None:
+    """The share from which a limit is near; `None` if it is not enforced."""
+    if not status.enforced:
+        return None
+    return near if status.near is None else status.near
+
+
+def _number(status: LimitStatus, quota: QuotaStatus) -> Number:
+    """What is used of a quota."""
+    ends = None if quota.resets_at is None else quota.resets_at.timestamp()
+    return quota.before if status.deferred else quota.used, quota.limit, ends
 
 
 def _digest(subject: str) -> str:

@@ -4,19 +4,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import nlargest
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from langchain_quota.decision import THREAD
 from langchain_quota.levels import Level, near_threshold
-from langchain_quota.telemetry import names, usage_files
+from langchain_quota.stores import Occupancy
+from langchain_quota.telemetry import names, usage_rows
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.telemetry.stores import fullest
 from langchain_quota.telemetry.usage_rows import Number, Snapshot, Subject, Use, merged
 from langchain_quota.units import in_base_unit
 
@@ -62,7 +62,15 @@ class _Rated(NamedTuple):
     place: tuple[int, float, float]
 
 
-class UsageReader(Collector):
+_by_place = attrgetter("place")
+
+
+def fullest(found: Iterable[Occupancy]) -> Occupancy | None:
+    """The one with the least room left, by share; `None` without one."""
+    return max(found, key=lambda each: each.share, default=None)
+
+
+class UsageReader:
     """Reads and renders what subjects have used."""
 
     def __init__(self, directory: Path | None, own: Path | None, on_error: OnError) -> None:
@@ -73,7 +81,7 @@ class UsageReader(Collector):
         self._series: dict[_Series, None] = {}
         # Most lines are those of the last scrape: to make all anew takes long, and as long the
         # garbage collector would stop all threads.
-        self._lines: dict[Path, usage_files.Lines] = {}
+        self._lines: dict[Path, usage_rows.Lines] = {}
 
     def others(self) -> list[Snapshot]:
         """What the other processes have written."""
@@ -81,14 +89,14 @@ class UsageReader(Collector):
         paths: list[Path] = []
         if self._directory is not None:
             try:
-                paths += self._directory.glob(f"{usage_files.PREFIX}*{usage_files.SUFFIX}")
+                paths += self._directory.glob(f"{usage_rows.PREFIX}*{usage_rows.SUFFIX}")
             except Exception as error:
                 self._on_error(error)
-        read: dict[Path, usage_files.Lines] = {}
+        read: dict[Path, usage_rows.Lines] = {}
         for path in paths:
             if path != self._own:
                 try:
-                    snapshot, read[path] = usage_files.read(path, self._lines.get(path, {}))
+                    snapshot, read[path] = usage_rows.read(path, self._lines.get(path, {}))
                 except Exception as error:
                     self._on_error(error)
                 else:
@@ -105,28 +113,43 @@ class UsageReader(Collector):
         self, snapshots: Sequence[Snapshot], subjects: Iterable[Subject], now: float
     ) -> Iterator[Metric]:
         """Render subjects by the settings of the first snapshot, which bound their number."""
-        found, settings = families(), snapshots[0]
+        found, bounds = families(), snapshots[0].bounds
         counts: Counter[tuple[_Series, int]] = Counter()
         levels: Counter[int] = Counter()
         others: list[_Rated] = []
-        threads = self._threads(subjects, settings.ttl, counts, levels, others, now)
-        # One after the other: a list of many would make the garbage collector stop all threads.
-        shown = nlargest(settings.max_exported, threads, key=lambda each: each.place)
+
+        def threads() -> Iterator[_Rated]:
+            # One after the other: a list of many would make the garbage collector stop all threads.
+            for each in subjects:
+                if now - each.last > bounds.ttl:
+                    continue
+                try:
+                    rated = _rated(each, counts, now)
+                except Exception as error:
+                    self._on_error(error)
+                    continue
+                if each.key[1] == THREAD:
+                    levels[rated.level] += 1
+                    yield rated
+                elif each.label is not None:
+                    others.append(rated)
+
+        all_threads = threads()
+        shown = nlargest(bounds.max_exported, all_threads, key=_by_place)
         # If none is to be exported, none was taken.
-        deque(threads, maxlen=0)
+        deque(all_threads, maxlen=0)
         for chosen in shown:
             _add_thread(found, chosen.subject, now)
-        _add_subjects(found, [each.subject for each in others if each.subject.label == ""], now)
         labelled = [each for each in others if each.subject.label]
-        labelled = nlargest(settings.max_subjects, labelled, key=lambda each: each.place)
-        _add_subjects(found, [each.subject for each in labelled], now)
+        bounded = [each for each in others if not each.subject.label]
+        _add_subjects(found, bounded, now)
+        _add_subjects(found, nlargest(bounds.max_subjects, labelled, key=_by_place), now)
         self._series |= dict.fromkeys(series for series, _ in counts)
         # A copy: another scrape may add to it meanwhile.
         for agent, limit, scope in list(self._series):
             for number, state in enumerate(_LEVELS):
-                labels = [agent, limit_label(limit), scope, state]
                 count = counts[(agent, limit, scope), number]
-                found[names.SUBJECTS].add_metric(labels, count)
+                found[names.SUBJECTS].add_metric([agent, limit_label(limit), scope, state], count)
         hidden = levels - Counter(each.level for each in shown)
         for number, state in enumerate(_LEVELS):
             found[names.THREADS_HIDDEN].add_metric([state], hidden[number])
@@ -138,54 +161,31 @@ class UsageReader(Collector):
         found[names.START_TIME].add_metric([], min(each.started for each in snapshots))
         return iter(found.values())
 
-    def _threads(  # noqa: PLR0913, PLR0917 - what is found on the way
-        self,
-        subjects: Iterable[Subject],
-        ttl: float,
-        counts: Counter[tuple[_Series, int]],
-        levels: Counter[int],
-        others: list[_Rated],
-        now: float,
-    ) -> Iterator[_Rated]:
-        """The threads; their levels are counted, and other subjects with labels are noted."""
-        for each in subjects:
-            if now - each.last > ttl:
-                continue
-            try:
-                rated = self._rated(each, counts, now)
-            except Exception as error:
-                self._on_error(error)
-                continue
-            if each.key[1] == THREAD:
-                levels[rated.level] += 1
-                yield rated
-            elif each.label is not None:
-                others.append(rated)
 
-    def _rated(self, subject: Subject, counts: Counter[tuple[_Series, int]], now: float) -> _Rated:
-        """The subject with its level, which is counted for each limit."""
-        agent, scope, _ = subject.key
-        highest, share, refused, fell = _OK, 0.0, 0.0, False
-        for limit, use in _uses(subject):
-            if use.refused is not None and use.refused > refused:
-                refused = use.refused
-            near = use.near
-            if near is None:
-                continue
-            numbers = _numbers(use, scope, now)
-            if numbers is not use.numbers:
-                fell = fell or any(_has_fallen(each, near, now) for each in use.numbers)
-            if numbers:
-                rated = max([_level(used, cap, near) for used, cap, _ in numbers])
-                counts[(agent, limit, scope), rated] += 1
-                highest = max(highest, rated)
-                share = max(share, *[used / cap for used, cap, _ in numbers])
-        if highest == _NEAR:
-            return _Rated(subject, highest, (2, share, subject.last))
-        if highest == _EXHAUSTED:
-            return _Rated(subject, highest, (1, refused, subject.last))
-        # One whose level falls without a call comes after those with a call.
-        return _Rated(subject, highest, (0, 0.0 if fell else subject.last, subject.last))
+def _rated(subject: Subject, counts: Counter[tuple[_Series, int]], now: float) -> _Rated:
+    """The subject with its level, which is counted for each limit."""
+    agent, scope, _ = subject.key
+    highest, share, refused, fell = _OK, 0.0, 0.0, False
+    for limit, use in _uses(subject):
+        if use.refused is not None and use.refused > refused:
+            refused = use.refused
+        near = use.near
+        if near is None:
+            continue
+        numbers = _numbers(use, scope, now)
+        if numbers is not use.numbers:
+            fell = fell or any(_has_fallen(each, near, now) for each in use.numbers)
+        if numbers:
+            rated = max([_level(used, cap, near) for used, cap, _ in numbers])
+            counts[(agent, limit, scope), rated] += 1
+            highest = max(highest, rated)
+            share = max(share, *[used / cap for used, cap, _ in numbers])
+    if highest == _NEAR:
+        return _Rated(subject, highest, (2, share, subject.last))
+    if highest == _EXHAUSTED:
+        return _Rated(subject, highest, (1, refused, subject.last))
+    # One whose level falls without a call comes after those with a call.
+    return _Rated(subject, highest, (0, 0.0 if fell else subject.last, subject.last))
 
 
 def _level(used: int, cap: int, near: float) -> int:
@@ -243,10 +243,10 @@ def _add_thread(found: Families, subject: Subject, now: float) -> None:
             found[names.THREAD_REFUSED_SINCE].add_metric(labels, use.since)
 
 
-def _add_subjects(found: Families, subjects: Iterable[Subject], now: float) -> None:
+def _add_subjects(found: Families, several: Iterable[_Rated], now: float) -> None:
     """Add what is exported of subjects with labels, near ones first."""
     shown = set()
-    for subject in subjects:
+    for subject, *_ in several:
         agent, scope, _ = subject.key
         for limit, use in _uses(subject):
             labels = (agent, limit_label(limit), scope, subject.label or "")

@@ -1,11 +1,15 @@
-"""What a subject has used of its limits, as one process knows it, and as several do together."""
+"""What subjects have used, as rows: of one process, in the files of several, and joined."""
 
+import json
+import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import NamedTuple
 
-from langchain_quota.decision import STORE, THREAD, LimitStatus, QuotaStatus, Unit
+from langchain_quota.decision import Unit
 from langchain_quota.stores import Occupancy
 
 Key = tuple[str, str, str]
@@ -14,8 +18,16 @@ Key = tuple[str, str, str]
 Number = tuple[int, int, float | None]
 """What is used, of how much (0 for no limit), and when its window ends."""
 
-_APART = 600
+Spent = tuple[str, Unit, int]
+"""The name of a limit, its unit, and how much a model run has spent of it, from 0."""
+
+APART = 600
 """After so many seconds without a refusal, the next one begins a new row of refusals."""
+
+PREFIX = "langchain_quota.usage-1."
+"""How names of files begin; the number is that of their form. prometheus_client's are `*.db`."""
+
+SUFFIX = ".json"
 
 
 class Use(NamedTuple):
@@ -32,9 +44,6 @@ class Use(NamedTuple):
     spent: int = 0
 
 
-_NOTHING = Use()
-
-
 @dataclass(slots=True)
 class Subject:
     """A thread, or the subject of a quota."""
@@ -45,54 +54,67 @@ class Subject:
     uses: dict[str, Use]
 
 
+Lines = dict[str, Subject]
+"""The lines of a file, with what they say."""
+
+
+class Bounds(NamedTuple):
+    """How many threads and other subjects have series, and for how many seconds without a call."""
+
+    max_exported: int
+    max_subjects: int
+    ttl: float
+
+
 @dataclass(slots=True)
 class Snapshot:
     """What a process knows."""
 
     started: float
-    max_exported: int
-    max_subjects: int
-    ttl: float
+    bounds: Bounds
     store: Occupancy | None
     subjects: list[Subject]
 
 
-def decided(old: Use | None, status: LimitStatus, now: float, near: float) -> Use:
-    """What a thread has used of a limit after a decision."""
-    old = _NOTHING if old is None else old
-    told, unit, numbers, spent = old.decided, old.unit, old.numbers, old.spent
-    if not _is_unknown(status, old):
-        told = now
-        if unit != status.unit:
-            # Two limits with different units may have had the same name.
-            unit, spent = status.unit, 0
-        count = status.thread_before if status.deferred else status.thread_used
-        numbers = ((count, status.thread_limit or 0, None),)
-        if status.quotas:
-            quotas = [each for each in status.quotas if each.per == THREAD and each.limit]
-            numbers += tuple(number_of(status, each) for each in quotas)
-    blocked, refused, since = old.blocked, old.refused, old.since
-    if status.reason is not None and status.enforced:
-        blocked += 1
-        if status.reason != STORE:
-            if refused is None or since is None or now - refused > _APART:
-                since = now
-            refused = now
-    share = near_of(status, near)
-    return Use(told, unit, share, numbers, blocked, refused, since, old.reset, spent)
+def line_of(subject: Subject) -> str:
+    """A subject as a line of the file."""
+    return json.dumps([subject.key, subject.label, subject.last, dict(subject.uses)])
 
 
-def near_of(status: LimitStatus, near: float) -> float | None:
-    """The share from which a limit is near; `None` if it is not enforced."""
-    if not status.enforced:
-        return None
-    return near if status.near is None else status.near
+def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
+    """Write the whole file in place of the one before, so that nobody reads half of it."""
+    head = json.dumps([snapshot.started, *snapshot.bounds, snapshot.store])
+    unfinished = path.with_suffix(".new")
+    try:
+        # Only the owner may read it: it has the ids of threads.
+        number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(number, "w", encoding="ascii") as file:  # noqa: PTH123 - no path
+            file.write("\n".join((head, *lines)))
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
-def number_of(status: LimitStatus, quota: QuotaStatus) -> Number:
-    """What is used of a quota."""
-    ends = None if quota.resets_at is None else quota.resets_at.timestamp()
-    return quota.before if status.deferred else quota.used, quota.limit, ends
+def read(path: Path, known: Lines) -> tuple[Snapshot, Lines]:
+    """What a process has written, and its lines; no subjects if they were forgotten since."""
+    lines: Lines = {}
+    with path.open(encoding="ascii") as file:
+        started, *bounds, store = json.loads(next(file))
+        snapshot = Snapshot(started, Bounds(*bounds), None, [])
+        if time.time() - os.fstat(file.fileno()).st_mtime > snapshot.bounds.ttl:
+            return snapshot, lines
+        if store is not None:
+            snapshot.store = Occupancy(*store)
+        for line in file:
+            subject = lines[line] = known.get(line) or _subject_of(line)
+            snapshot.subjects.append(subject)
+    return snapshot, lines
+
+
+def _subject_of(line: str) -> Subject:
+    key, label, last, uses = json.loads(line)
+    return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()})
 
 
 def merged(snapshots: Sequence[Snapshot]) -> Iterable[Subject]:
@@ -127,7 +149,7 @@ def _joined_use(one: Use, other: Use) -> Use:
         if each.refused is not None and each.since is not None and each.refused > reset
     )
     since = rows[-1][1] if rows else None
-    if since is not None and since - rows[0][0] <= _APART:
+    if since is not None and since - rows[0][0] <= APART:
         since = min(since, rows[0][1])
     return newest._replace(
         blocked=one.blocked + other.blocked,
@@ -136,13 +158,3 @@ def _joined_use(one: Use, other: Use) -> Use:
         reset=reset,
         spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
     )
-
-
-def _is_unknown(status: LimitStatus, old: Use) -> bool:
-    """Whether the thread's count is not known, because the shared store could not be asked."""
-    if status.reason == STORE:
-        return True
-    # The call ran in an outage: no quota has an answer, and the state has no count.
-    is_silent = status.shared and not status.quotas and status.thread_limit is None
-    # With a run limit alone, a store has no count of the thread.
-    return is_silent and (status.run_limit is None or len(old.numbers) > 1)
