@@ -16,7 +16,7 @@ NEARLY_FULL = 0.8
 """From this share on a store is logged as nearly full: the share that cannot be freed."""
 
 
-def log_refusal(who: Who, status: LimitStatus, scope: Scope) -> None:
+def refusal(who: Who, status: LimitStatus, scope: Scope) -> None:
     """Log that a limit refuses a call."""
     event = "refused" if status.enforced else "would refuse"
     resets = status.resets_at
@@ -24,13 +24,13 @@ def log_refusal(who: Who, status: LimitStatus, scope: Scope) -> None:
     _log(logging.DEBUG, event, who, status, scope, quota_resets_at=when)
 
 
-def log_crossing(who: Who, status: LimitStatus, scope: Scope, reached: Level) -> None:
+def crossing(who: Who, status: LimitStatus, scope: Scope, reached: Level) -> None:
     """Log that a charge has crossed a threshold."""
     severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
     _log(severity, reached, who, status, scope)
 
 
-def log_question(who: Who, limits: Sequence[str]) -> None:
+def question(who: Who, limits: Sequence[str]) -> None:
     """Log that a person is asked at limits."""
     logger.info(
         "agent %r asks a person whether it may go on at %s",
@@ -40,7 +40,7 @@ def log_question(who: Who, limits: Sequence[str]) -> None:
     )
 
 
-def log_answer(who: Who, limits: Sequence[str], answer: Answer) -> None:
+def answer(who: Who, limits: Sequence[str], answer: Answer) -> None:
     """Log what a person has answered at limits."""
     logger.info(
         "agent %r was answered %r at %s, by %r",
@@ -58,19 +58,19 @@ def log_answer(who: Who, limits: Sequence[str], answer: Answer) -> None:
     )
 
 
-def log_misspelt(who: Who, meant: Mapping[str, str]) -> None:
+def misspelt(who: Who, meant: Mapping[str, str]) -> None:
     """Log the tools that limits name and the agent does not have, each with one like it."""
     hints = (f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
     logger.warning("limits name tools that agent %r does not have: %s", who.name, ", ".join(hints))
 
 
-def log_recovery(component: str) -> None:
+def recovery(component: str) -> None:
     """Log that a component which failed works again."""
     # A warning, so that it is seen where the failure was.
     logger.warning("%s of langchain-quota works again", component)
 
 
-def log_nearly_full(store: Any) -> bool:
+def nearly_full(store: Any) -> bool:
     """Log that a store is nearly full, if it is; whether it is."""
     occupancy = Occupancy(*store.occupancy)
     is_full = occupancy.share >= NEARLY_FULL

@@ -205,7 +205,7 @@ class Metrics:
         self._refusals[agent, limit_label(status.limit), scope, outcome].inc(exemplar=exemplar)
 
     def _meet(self, agent: str, status: LimitStatus) -> Counter:
-        """Where the charges of a limit are counted; a first call and new settings make series."""
+        """Where charges of a limit are counted; its first call and new settings make its series."""
         configured: _Configured = (
             *(status.shared, status.near, status.alert, status.enforced, status.unit),
             *(status.thread_limit, status.run_limit),
@@ -216,10 +216,14 @@ class Metrics:
                 for scope in status.scopes
             )
         known = self._limits.get((agent, status.limit))
-        if known is not None and known[0] == configured:
-            return known[1]
-        limit = limit_label(status.limit)
-        charged = self._charges[agent, limit, NONE, Outcome.ALLOWED]
+        if known is None or known[0] != configured:
+            charged = self._charges[agent, limit_label(status.limit), NONE, Outcome.ALLOWED]
+            known = self._limits[agent, status.limit] = configured, charged
+            self._begin(agent, limit_label(status.limit), status)
+        return known[1]
+
+    def _begin(self, agent: str, limit: str, status: LimitStatus) -> None:
+        """Make the series of a limit, and show its settings."""
         # A store that cannot be asked also refuses, but it has no level.
         for scope in (*status.scopes, *((STORE,) if status.shared else ())):
             _ = self._refusals[agent, limit, scope, Outcome.BLOCKED]
@@ -232,7 +236,6 @@ class Metrics:
                 _ = self.answers[agent, limit, answer]
         for kind in ("model", "tool"):
             _ = self._after_refusal[agent, kind, Outcome.ALLOWED]
-        self._limits[agent, status.limit] = configured, charged
         # A limit on trial refuses nothing, so nobody is near it.
         if status.enforced:
             near = self._near_share if status.near is None else status.near
@@ -242,7 +245,6 @@ class Metrics:
             if scope not in status.computed:
                 most = in_base_unit(status.threshold(scope) or 0, status.unit)
                 self._limit[status.unit].labels(agent, limit, scope).set(most)
-        return charged
 
 
 def ended_by(decisions: Sequence[Decision]) -> str | None:

@@ -27,18 +27,10 @@ from langchain_quota.decision import (
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit, named_tools
 from langchain_quota.locks import fork_safe_lock
+from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import UNNAMED, Who, label, limit_label, own_label
-from langchain_quota.telemetry.logs import (
-    log_answer,
-    log_crossing,
-    log_misspelt,
-    log_nearly_full,
-    log_question,
-    log_recovery,
-    log_refusal,
-    logger,
-)
+from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.metrics import Series
 from langchain_quota.telemetry.tracing import Judged, Tracing, exemplar
 from langchain_quota.telemetry.usage_rows import Spent
@@ -188,7 +180,7 @@ class Recorder:
 
     def store_nearly_full(self, store: Any) -> bool:
         """Log that a watched store is nearly full, if it is; whether nothing is left to log."""
-        return self._tell(store, threads=log_nearly_full) is not False
+        return self._tell(store, threads=logs.nearly_full) is not False
 
     def learn_tools(self, agent: str | None, names: Iterable[str]) -> None:
         """Learn an agent's tools: they get labels before names that its model invents."""
@@ -307,7 +299,7 @@ class Recorder:
 
     def record_recovery(self, component: str) -> None:
         """Log that a component which failed works again."""
-        self._tell(component, observer=log_recovery)
+        self._tell(component, observer=logs.recovery)
 
     def observe_store(self, operation: str, outcome: str, seconds: float) -> None:
         """Time a request to the shared store."""
@@ -339,7 +331,7 @@ class Recorder:
 
     def warn_misspelt(self, agent: str | None, meant: Mapping[str, str]) -> None:
         """Log the tools that limits name and the agent does not have, each with one like it."""
-        self._tell(self._who(agent), meant, observer=log_misspelt)
+        self._tell(self._who(agent), meant, observer=logs.misspelt)
 
     def record_question(
         self,
@@ -353,7 +345,7 @@ class Recorder:
             return
         for limit in limits:
             self._count(self._metrics.questions, agent, limit_label(limit))
-        self._tell(self._who(agent), limits, observer=log_question)
+        self._tell(self._who(agent), limits, observer=logs.question)
 
     def record_answer(
         self, agent: str | None, limits: Sequence[str], answer: Answer, task_id: str | None
@@ -363,7 +355,7 @@ class Recorder:
             return False
         for limit in limits:
             self._count(self._metrics.answers, agent, limit_label(limit), answer.type)
-        self._tell(self._who(agent), limits, answer, observer=log_answer)
+        self._tell(self._who(agent), limits, answer, observer=logs.answer)
         return True
 
     def record_reset(
@@ -401,7 +393,7 @@ class Recorder:
     def _notice(self, who: Who, status: LimitStatus) -> None:
         """Log a refusal; count and log the thresholds that a charge has crossed."""
         if status.reason is not None and status.refusal_scope is not None:
-            self._tell(who, status, status.refusal_scope, observer=log_refusal)
+            self._tell(who, status, status.refusal_scope, observer=logs.refusal)
         for scope, reached in self._tell(self.near, metrics=status.threshold_events) or ():
             crossing = who, status, scope, reached
-            self._tell(*crossing, metrics=self._metrics.crossed, observer=log_crossing)
+            self._tell(*crossing, metrics=self._metrics.crossed, observer=logs.crossing)

@@ -132,42 +132,29 @@ class Tracing:
 
     def judged(self, told: Judged) -> None:
         """Make the span of a decision, if it gets one, and its exemplar."""
-        decision, span = told.decision, None
-        is_wanted = self._spans == "all" or (
-            self._spans == "refused" and decision.outcome is not Outcome.ALLOWED
-        )
+        call, outcome, span = told.decision.call, told.decision.outcome, None
         try:
-            if is_wanted:
-                span = self._span(told)
+            if self._spans == "all" or (
+                self._spans == "refused" and outcome is not Outcome.ALLOWED
+            ):
+                description = None if told.error is None else described(told.error)
+                parent, is_root = _parent(told.trace)
+                span = self._tracer.start_span(
+                    f"check_quota tool {told.tool}" if call.kind == "tool" else "check_quota model",
+                    context=parent,
+                    attributes=LazyAttributes(told, self._thread_key),
+                    start_time=told.started,
+                )
+                if told.error is not None:
+                    span.set_status(trace.StatusCode.ERROR, description)
+                span.end()
+                if is_root:
+                    # The run's later spans become its children if no span is active.
+                    begun: dict[str, str] = {}
+                    _PROPAGATOR.inject(begun, trace.set_span_in_context(span))
+                    told.trace = begun or told.trace
         finally:
             told.exemplar = exemplar(span)
-
-    def _span(self, told: Judged) -> trace.Span:
-        """Make the span: below the active one, else in the run's trace, which it may begin."""
-        parent, context = None, get_current()
-        is_root = not (context and trace.get_current_span(context).get_span_context().is_valid)
-        if is_root and told.trace:
-            is_root, parent = False, _below(*told.trace.items())
-            if context:
-                # What else is in it, such as baggage, stays.
-                parent = trace.set_span_in_context(trace.get_current_span(parent))
-        description = None if told.error is None else described(told.error)
-        is_tool = told.decision.call.kind == "tool"
-        span = self._tracer.start_span(
-            f"check_quota tool {told.tool}" if is_tool else "check_quota model",
-            context=parent,
-            attributes=LazyAttributes(told, self._thread_key),
-            start_time=told.started,
-        )
-        if told.error is not None:
-            span.set_status(trace.StatusCode.ERROR, description)
-        span.end()
-        if is_root:
-            # The run's later spans become its children if no span is active.
-            begun: dict[str, str] = {}
-            _PROPAGATOR.inject(begun, trace.set_span_in_context(span))
-            told.trace = begun or told.trace
-        return span
 
 
 def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
@@ -201,9 +188,22 @@ def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | No
         attributes[GRANTED] = in_base_unit(granted, status.unit)
 
 
+def _parent(headers: Mapping[str, str] | None) -> tuple[Context | None, bool]:
+    """The context of a span, below the active one or in the run's trace; whether it begins one."""
+    context = get_current()
+    if context and trace.get_current_span(context).get_span_context().is_valid:
+        return None, False
+    if not headers:
+        return None, True
+    below = _below(*headers.items())
+    # What else is in the context, such as baggage, stays.
+    rest = trace.set_span_in_context(trace.get_current_span(below)) if context else below
+    return rest, False
+
+
 @lru_cache(maxsize=1024)
 def _below(*headers: tuple[str, str]) -> Context:
-    """The context with the span that the headers name, and nothing else."""
+    """The context of the span that the headers name, with nothing else."""
     return _PROPAGATOR.extract(dict(headers), Context())
 
 

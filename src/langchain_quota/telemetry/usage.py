@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -121,14 +122,10 @@ class UsageTable(Collector):
 
     def refund(self, who: Who, refund: Refund) -> None:
         """Subtract calls from what a thread has used of a limit; other amounts are settled."""
-        if who.thread is None:
+        known = self._threads.get((who.agent, THREAD, who.thread or ""))
+        if known is None or refund.limit not in known.uses:
             return
-        key, now = (who.agent, THREAD, who.thread), time.time()
-        with self._lock:
-            known = self._threads.get(key)
-            if known is None or refund.limit not in known.uses:
-                return
-            uses = self._subject(self._threads, key, now).uses
+        with self._changing(who, time.time()) as uses:
             use = uses.get(refund.limit)
             if use is not None and use.unit == "calls":
                 numbers = tuple(
@@ -136,33 +133,33 @@ class UsageTable(Collector):
                     for used, cap, ends in use.numbers
                 )
                 uses[refund.limit] = use._replace(numbers=numbers)
-        self._write_soon()
 
     def spend(self, who: Who, spent: Sequence[Spent]) -> None:
         """Add what a model call of a thread has spent, by limit."""
-        if who.thread is None:
-            return
-        key = (who.agent, THREAD, who.thread)
-        with self._lock:
-            uses = self._subject(self._threads, key, time.time()).uses
+        with self._changing(who, time.time()) as uses:
             for limit, unit, amount in spent:
                 use = uses.get(limit)
                 if use is None or use.unit != unit:
                     use = (use or _NOTHING)._replace(unit=unit, numbers=(), spent=0)
                 uses[limit] = use._replace(spent=use.spent + amount)
-        self._write_soon()
 
     def reset(self, who: Who, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
-        if who.thread is None:
-            return
         now = time.time()
-        with self._lock:
-            uses = self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
+        with self._changing(who, now) as uses:
             new = {each.limit: _decided(None, each, now, self._near) for each in limits}
             for limit, use in (new | uses).items():
                 numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
                 uses[limit] = use._replace(decided=now, numbers=numbers, since=None, reset=now)
+
+    @contextmanager
+    def _changing(self, who: Who, now: float) -> Iterator[dict[str, Use]]:
+        """What a thread has used, to be changed; without a thread, what nobody sees."""
+        if who.thread is None:
+            yield {}
+            return
+        with self._lock:
+            yield self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
         self._write_soon()
 
     def write(self, *, is_end: bool = False) -> None:
@@ -259,7 +256,7 @@ class UsageTable(Collector):
                 # As with threads, only enforced limits above 0 say how much is used.
                 says = status.enforced and quota.limit
                 numbers = (_number(status, quota),) if says else ()
-                near = _near_share(status, self._near)
+                near = self._near if status.near is None else status.near
                 yield key, label, status.limit, Use(now, status.unit, near, numbers)
 
     def _fullest_store(self) -> Occupancy | None:
@@ -315,15 +312,9 @@ def _decided(old: Use | None, status: LimitStatus, now: float, near: float) -> U
             if refused is None or since is None or now - refused > usage_rows.APART:
                 since = now
             refused = now
-    share = _near_share(status, near)
+    # A limit on trial refuses nothing, so nobody is near it.
+    share = (near if status.near is None else status.near) if status.enforced else None
     return Use(told, unit, share, numbers, blocked, refused, since, old.reset, spent)
-
-
-def _near_share(status: LimitStatus, near: float) -> float | None:
-    """The share from which a limit is near; `None` if it is not enforced."""
-    if not status.enforced:
-        return None
-    return near if status.near is None else status.near
 
 
 def _number(status: LimitStatus, quota: QuotaStatus) -> Number:

@@ -120,19 +120,12 @@ class UsageReader:
 
         def threads() -> Iterator[_Rated]:
             # One after the other: a list of many would make the garbage collector stop all threads.
-            for each in subjects:
-                if now - each.last > bounds.ttl:
-                    continue
-                try:
-                    rated = _rated(each, counts, now)
-                except Exception as error:
-                    self._on_error(error)
-                    continue
-                if each.key[1] == THREAD:
-                    levels[rated.level] += 1
-                    yield rated
-                elif each.label is not None:
-                    others.append(rated)
+            for each in self._known(subjects, bounds.ttl, counts, now):
+                if each.subject.key[1] == THREAD:
+                    levels[each.level] += 1
+                    yield each
+                elif each.subject.label is not None:
+                    others.append(each)
 
         all_threads = threads()
         shown = nlargest(bounds.max_exported, all_threads, key=_by_place)
@@ -153,13 +146,23 @@ class UsageReader:
         hidden = levels - Counter(each.level for each in shown)
         for number, state in enumerate(_LEVELS):
             found[names.THREADS_HIDDEN].add_metric([state], hidden[number])
-        store = fullest(each.store for each in snapshots if each.store is not None)
-        if store is not None:
-            found[names.STORE_KEYS].add_metric(["true"], store.droppable)
-            found[names.STORE_KEYS].add_metric(["false"], store.keys - store.droppable)
-            found[names.STORE_MAX_KEYS].add_metric([], store.max_keys)
-        found[names.START_TIME].add_metric([], min(each.started for each in snapshots))
+        _add_processes(found, snapshots)
         return iter(found.values())
+
+    def _known(
+        self,
+        subjects: Iterable[Subject],
+        ttl: float,
+        counts: Counter[tuple[_Series, int]],
+        now: float,
+    ) -> Iterator[_Rated]:
+        """The subjects with calls not too long ago; their levels are counted for each limit."""
+        for each in subjects:
+            if now - each.last <= ttl:
+                try:
+                    yield _rated(each, counts, now)
+                except Exception as error:
+                    self._on_error(error)
 
 
 def _rated(subject: Subject, counts: Counter[tuple[_Series, int]], now: float) -> _Rated:
@@ -261,3 +264,13 @@ def _add_subjects(found: Families, several: Iterable[_Rated], now: float) -> Non
             found[names.SUBJECT_DECIDED].add_metric(labels, use.decided)
             if ends is not None:
                 found[names.SUBJECT_RESETS].add_metric(labels, ends)
+
+
+def _add_processes(found: Families, snapshots: Sequence[Snapshot]) -> None:
+    """Add how full the fullest store is, and when the first process began."""
+    store = fullest(each.store for each in snapshots if each.store is not None)
+    if store is not None:
+        found[names.STORE_KEYS].add_metric(["true"], store.droppable)
+        found[names.STORE_KEYS].add_metric(["false"], store.keys - store.droppable)
+        found[names.STORE_MAX_KEYS].add_metric([], store.max_keys)
+    found[names.START_TIME].add_metric([], min(each.started for each in snapshots))
