@@ -16,6 +16,16 @@ NEARLY_FULL = 0.8
 """From this share on a store is logged as nearly full: the share that cannot be freed."""
 
 
+REPORT_IT = (
+    "ChatOpenAI with a base_url, or with an HTTP client of your own, reports it while it streams "
+    "with stream_usage=True"
+)
+_PRICE_IT = (
+    "name the model with model=, or give its price with prices=. Others are only counted, "
+    "in langchain_quota_unknown_prices_total"
+)
+
+
 def refusal(who: Who, status: LimitStatus, scope: Scope) -> None:
     """Log that a limit refuses a call."""
     event = "refused" if status.enforced else "would refuse"
@@ -62,6 +72,16 @@ def misspelt(who: Who, meant: Mapping[str, str]) -> None:
     """Log the tools that limits name and the agent does not have, each with one like it."""
     hints = (f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
     logger.warning("limits name tools that agent %r does not have: %s", who.name, ", ".join(hints))
+
+
+def no_price(who: Who, model: str) -> None:
+    """Log that a model has no price."""
+    logger.warning("model %r in agent %r has no price: %s", model, who.name, _PRICE_IT)
+
+
+def estimated(model: str) -> None:
+    """Log that a model's tokens are estimated."""
+    logger.warning("model %r reports no usage: its tokens are estimated. %s", model, REPORT_IT)
 
 
 def recovery(component: str) -> None:

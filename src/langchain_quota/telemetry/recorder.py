@@ -39,14 +39,6 @@ from langchain_quota.user_line import UserLine
 Granted = tuple[str, Scope, Unit, int]
 """The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
 
-_REPORT_IT = (
-    "ChatOpenAI with a base_url, or with an HTTP client of your own, reports it while it streams "
-    "with stream_usage=True"
-)
-_PRICE_IT = (
-    "name the model with model=, or give its price with prices=. Others are only counted, "
-    "in langchain_quota_unknown_prices_total"
-)
 _JUDGE_IT = (
     "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
     "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).react_hooks()). Others of "
@@ -271,8 +263,7 @@ class Recorder:
         who, shown = self._who(agent), self._model(model)
         self._count(self._metrics.unknown_prices, agent, shown)
         if self._is_first("price", who.agent, shown):
-            text = "model %r in agent %r has no price: %s"
-            self._tell(text, shown, who.name, _PRICE_IT, observer=logger.warning)
+            self._tell(who, shown, observer=logs.no_price)
 
     def warn_of_estimate(self, model: str, made_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""
@@ -282,11 +273,10 @@ class Recorder:
         if self._is_first("usage", "", shown):
             try:
                 made_at.warn(
-                    f"model {shown!r} reports no usage: its tokens are estimated. {_REPORT_IT}"
+                    f"model {shown!r} reports no usage: its tokens are estimated. {logs.REPORT_IT}"
                 )
             except QuotaWarning:
-                text = "model %r reports no usage: its tokens are estimated. %s"
-                self._tell(text, shown, _REPORT_IT, observer=logger.warning)
+                self._tell(shown, observer=logs.estimated)
 
     def record_run(self, agent: str | None, task_id: str | None) -> None:
         """Count a run of an agent that begins in a task."""
