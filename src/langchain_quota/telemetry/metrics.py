@@ -50,13 +50,13 @@ class Series(dict[tuple[str, ...], _Metric]):
 
     def __init__(self, metric: _Metric, *last: str) -> None:
         super().__init__()
-        self._metric: _Metric = metric
+        self.metric: _Metric = metric
         self._last = last
 
     def __missing__(self, labels: tuple[str, ...]) -> _Metric:
         for value in self._last or labels[-1:]:
             each = (*labels[:-1], value)
-            self[each] = self._metric.labels(*each)
+            self[each] = self.metric.labels(*each)
         return self[labels]
 
 
@@ -66,11 +66,12 @@ class Metrics:
     # The methods take labels of agents and tools, and render them unchanged.
 
     def __init__(self, registry: CollectorRegistry, near: float) -> None:
-        def histogram(spec: MetricSpec, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(spec.name, spec.help, spec.labels, registry=registry, buckets=buckets)
+        def counted(spec: MetricSpec, *last: str) -> Series[Counter]:
+            return Series(Counter(spec.name, spec.help, spec.labels, registry=registry), *last)
 
-        def counter(spec: MetricSpec) -> Counter:
-            return Counter(spec.name, spec.help, spec.labels, registry=registry)
+        def timed(spec: MetricSpec, bounds: tuple[float, ...], *last: str) -> Series[Histogram]:
+            metric = Histogram(spec.name, spec.help, spec.labels, registry=registry, buckets=bounds)
+            return Series(metric, *last)
 
         def gauge(spec: MetricSpec, mode: Literal["max", "mostrecent"]) -> Gauge:
             return Gauge(
@@ -78,35 +79,33 @@ class Metrics:
             )
 
         refusals = (Outcome.BLOCKED, Outcome.WOULD_BLOCK)
-        self._calls = Series(counter(names.CALLS), *Outcome)
-        decisions = counter(names.LIMIT_DECISIONS)
-        self._charges = Series(decisions, Outcome.ALLOWED, _REFUNDED)
-        self._refusals = Series(decisions, *refusals)
-        self._near = Series(counter(names.NEAR))
-        self._exhausted = Series(counter(names.EXHAUSTED))
-        self.errors = Series(counter(names.ERRORS))
-        self.fallbacks = Series(counter(names.STORE_FALLBACKS), "deny", "allow")
-        self._after_refusal = Series(counter(names.CALLS_AFTER_REFUSAL), *Outcome)
-        self.unjudged = Series(counter(names.UNJUDGED_CALLS))
-        self.lost_root_runs = Series(counter(names.LOST_ROOT_RUNS))
-        self._granted = {unit: Series(counter(spec)) for unit, spec in names.GRANTED.items()}
-        self._spent = {unit: Series(counter(spec)) for unit, spec in names.SPENT.items()}
-        self.questions = Series(counter(names.QUESTIONS))
-        self.answers = Series(counter(names.ANSWERS))
-        self._model_runs = Series(counter(names.MODEL_RUNS), _REPORTED, _ESTIMATED)
-        self.unknown_prices = Series(counter(names.UNKNOWN_PRICES))
-        self.runs = Series(counter(names.RUNS))
-        self._runs_ended = Series(counter(names.RUNS_ENDED))
+        self._calls = counted(names.CALLS, *Outcome)
+        self._charges = counted(names.LIMIT_DECISIONS, Outcome.ALLOWED, _REFUNDED)
+        self._refusals = Series(self._charges.metric, *refusals)
+        self._near = counted(names.NEAR)
+        self._exhausted = counted(names.EXHAUSTED)
+        self.errors = counted(names.ERRORS)
+        self.fallbacks = counted(names.STORE_FALLBACKS, "deny", "allow")
+        self._after_refusal = counted(names.CALLS_AFTER_REFUSAL, *Outcome)
+        self.unjudged = counted(names.UNJUDGED_CALLS)
+        self.lost_root_runs = counted(names.LOST_ROOT_RUNS)
+        self._granted = {unit: counted(spec) for unit, spec in names.GRANTED.items()}
+        self._spent = {unit: counted(spec) for unit, spec in names.SPENT.items()}
+        self.questions = counted(names.QUESTIONS)
+        self.answers = counted(names.ANSWERS)
+        self._model_runs = counted(names.MODEL_RUNS, _REPORTED, _ESTIMATED)
+        self.unknown_prices = counted(names.UNKNOWN_PRICES)
+        self.runs = counted(names.RUNS)
+        self._runs_ended = counted(names.RUNS_ENDED)
         self._limit = {unit: gauge(spec, "mostrecent") for unit, spec in names.LIMIT.items()}
         self._limit_near = gauge(names.LIMIT_NEAR, "mostrecent")
         self._limit_alert = gauge(names.LIMIT_ALERT, "mostrecent")
         gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
-        store_seconds = histogram(names.STORE_SECONDS, STORE_BUCKETS)
-        self._store_seconds = Series(store_seconds, "ok", "error", "timeout")
-        decision_seconds = histogram(names.DECISION_SECONDS, DECISION_BUCKETS)
-        self._decision_seconds = Series(decision_seconds, "state", "store")
-        wait_seconds = histogram(names.WAIT_SECONDS, WAIT_BUCKETS)
-        self._wait_seconds = Series(wait_seconds, Outcome.ALLOWED, *refusals, CANCELLED)
+        self._store_seconds = timed(names.STORE_SECONDS, STORE_BUCKETS, "ok", "error", "timeout")
+        self._decision_seconds = timed(names.DECISION_SECONDS, DECISION_BUCKETS, "state", "store")
+        self._wait_seconds = timed(
+            names.WAIT_SECONDS, WAIT_BUCKETS, Outcome.ALLOWED, *refusals, CANCELLED
+        )
         self._near_share = near
         self._limits: dict[tuple[str, str], tuple[_Configured, Counter]] = {}
         # While a fork holds it, no thread is inside prometheus_client: otherwise the child would

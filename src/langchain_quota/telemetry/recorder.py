@@ -87,6 +87,7 @@ class _RecentTasks:
             if known is not None and known[0] == what:
                 return True
             self._known[task_id] = what, None if known is None else known[1]
+            self._known.move_to_end(task_id)
             if len(self._known) > self.MOST:
                 self._known.popitem(last=False)
         return False
