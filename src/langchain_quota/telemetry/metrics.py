@@ -54,10 +54,10 @@ class Series(dict[tuple[str, ...], _Metric]):
         self._last = last
 
     def __missing__(self, labels: tuple[str, ...]) -> _Metric:
-        for value in self._last or labels[-1:]:
-            each = (*labels[:-1], value)
-            self[each] = self.metric.labels(*each)
-        return self[labels]
+        siblings = [(*labels[:-1], value) for value in self._last or labels[-1:]]
+        made = {each: self.metric.labels(*each) for each in siblings}
+        self.update(made)
+        return made[labels]
 
 
 class Metrics:
