@@ -16,16 +16,18 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import MessagesState, StateGraph
-from langgraph.prebuilt import create_react_agent
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import create_react_agent, tools_condition
 from langgraph.types import Command
 from pydantic import BaseModel
 
 from langchain_quota import (
     GraphQuota,
     InlineQuotaMiddleware,
+    MemoryStore,
     ModelCallLimitMiddleware,
     QuotaMiddleware,
     ToolCallLimitMiddleware,
@@ -151,7 +153,7 @@ class Scene:
         context: The context of the runs from now on.
         thread_id: The thread of the runs from now on; `None` for none.
         state: The graph's state.
-        loop: Further arguments of `add_to`; a function gets the scene.
+        loop: Adds the edges behind the model, in place of `tools_condition`.
         create: What makes the agent, instead of `create_agent`.
         **options: Options of `create_agent` or `compile`, and of the quota.
     """
@@ -171,7 +173,7 @@ class Scene:
         context: Any = None,
         thread_id: object = "thread-1",
         state: Any = MessagesState,
-        loop: dict[str, Any] | Callable[["Scene"], dict[str, Any]] | None = None,
+        loop: Callable[[Any], None] | None = None,
         create: Callable[..., Any] = create_agent,
         **options: Any,
     ) -> None:
@@ -194,6 +196,7 @@ class Scene:
         self.limits = [*limits, *theirs]
         self.agent: Any
         if kind in ("graph", "react"):
+            given.setdefault("store", MemoryStore())
             self.quota = GraphQuota(limits, **given)
             self.agent = self._graph(made, state, loop) if kind == "graph" else self._react(made)
             return
@@ -206,13 +209,29 @@ class Scene:
         self.agent = create(self.model, tools=self.tools, middleware=middleware, **made)
 
     def _graph(self, made: dict[str, Any], state: Any, loop: Any) -> Any:
+        """A loop of model and tools, as it is written by hand."""
+        limited = self.quota.model(self.model, self.tools)
+
+        def node(state: Any) -> dict[str, Any]:
+            return {"messages": [limited.invoke(_messages_of(state))]}
+
+        async def anode(state: Any) -> dict[str, Any]:
+            return {"messages": [await limited.ainvoke(_messages_of(state))]}
+
         self.graph: Any = StateGraph(state)
-        given = loop(self) if callable(loop) else loop or {}
-        self.quota.add_to(self.graph, **{"model": self.model, "tools": self.tools, **given})
+        self.graph.add_node("model", RunnableLambda(node, anode))
+        self.graph.add_node("tools", self.quota.tools(self.tools))
+        self.graph.add_edge(START, "model")
+        self.graph.add_edge("tools", "model")
+        if loop is None:
+            self.graph.add_conditional_edges("model", tools_condition)
+        else:
+            loop(self.graph)
         return self.graph.compile(**made)
 
     def _react(self, made: dict[str, Any]) -> Any:
-        return create_react_agent(**self.quota.react_hooks(self.model, self.tools), **made)
+        model, tools = self.quota.model(self.model, self.tools), self.quota.tools(self.tools)
+        return create_react_agent(model, tools, **made)
 
     async def play(self, text: str = "hi", **who: Any) -> dict[str, Any]:
         """A new run; `context` and `thread_id` hold from now on."""
@@ -270,12 +289,18 @@ class Scene:
         return self.signals.value("langchain_quota_limit_decisions_total", **labels) or 0
 
     def used(self, limit: Limit) -> tuple[int, int]:
-        """What the thread and the run have used of a limit, in the state."""
+        """What the thread and the run have used of a limit, in the state or the graph's store."""
+        if isinstance(self.quota, GraphQuota):
+            thread = self._stored(f"{limit.counter}:thread:{self.thread_id}")
+            return sum(thread), max(self._stored(f"{limit.counter}:run:*"), default=0)
         state = self.state()
         if limit.kind == "model":
             return state["thread_model_call_count"], state["langchain_quota"]["run_model"]
         thread = state.get("thread_tool_call_count", {}).get(limit.counter, 0)
         return thread, state["langchain_quota"]["run_tools"].get(limit.counter, 0)
+
+    def _stored(self, pattern: str) -> list[int]:
+        return [each.used for each in self.quota.store.usages(pattern)]
 
     def calls(self, decision: str, tool: str | None = None) -> float:
         """The calls of a tool, or else of the model, that were decided so."""
@@ -347,6 +372,10 @@ class Scene:
         """Assert that whatever the model was sent is a valid history."""
         for call in self.model.calls:
             check_history(call.messages)
+
+
+def _messages_of(state: Any) -> Any:
+    return state["messages"] if isinstance(state, Mapping) else state.messages
 
 
 async def cancel_at(event: asyncio.Event, run: Coroutine[Any, Any, Any]) -> None:

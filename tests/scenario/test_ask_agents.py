@@ -3,11 +3,8 @@
 from typing import Any
 
 import pytest
-from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import GraphQuota
-from langchain_quota.testing import ScriptedChatModel
-from tests.scenario.test_ask import APPROVE, MODEL, SEARCH, answer
+from tests.scenario.test_ask import APPROVE, SEARCH, answer
 from tests.scene import CONFIG, Scene, asking, check_history, delegate
 from tests.telemetry import Signals
 
@@ -41,41 +38,3 @@ async def test_two_sub_agents_in_parallel(signals: Signals) -> None:
     texts = [each.content for each in parent.state()["messages"] if each.type == "tool"]
     assert sorted(texts) == ["Not you.", "found"]
     check_history(parent.state()["messages"])
-
-
-@react
-@pytest.mark.parametrize("kind", ["approve", "reject"])
-async def test_a_supervisor(signals: Signals, kind: str) -> None:
-    """Its own hooks ask, and so do the agents below it."""
-    supervisor = pytest.importorskip("langgraph_supervisor")
-    child = child_of(signals, "one")
-    hooks = GraphQuota([MODEL], telemetry=signals.telemetry).react_hooks()
-    model = ScriptedChatModel(script=[["transfer_to_one"], "done"])
-    parent = Scene(signals, [])
-    parent.agent = supervisor.create_supervisor([child.agent], model=model, **hooks).compile(
-        checkpointer=InMemorySaver()
-    )
-    await parent.play()
-    assert offers(parent.agent) == [{"tool:search": 1}]
-    await parent.resume(APPROVE)
-    assert child.ran == ["search"] * 2
-    assert offers(parent.agent) == [{"model": 1}]
-    result = await parent.resume(answer(kind, message="No more."))
-    assert result["messages"][-1].content == {"approve": "done", "reject": "No more."}[kind]
-    check_history(result["messages"])
-
-
-@react
-@pytest.mark.parametrize("kind", ["graph", "react"])
-@pytest.mark.parametrize("limit", [SEARCH, MODEL], ids=["tool", "model"])
-async def test_graphs_rejected(signals: Signals, kind: Any, limit: Any) -> None:
-    """A loop that is rejected is left, and one that could not wait does not begin."""
-    scene = Scene(signals, [["search"] * 2], [limit], kind=kind)
-    await scene.play()
-    result = await scene.resume(answer("reject", message="No."))
-    assert result["messages"][-1].content == "No."
-    assert len(scene.model.calls) == 1
-    assert scene.ran == ([] if limit is SEARCH else ["search"] * 2)
-    scene = Scene(signals, ["done"], [limit], kind=kind, checkpointer=None)
-    with pytest.raises(RuntimeError, match="needs a checkpointer"):
-        await scene.play()

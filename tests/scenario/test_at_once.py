@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.tools import BaseTool, StructuredTool
-from langgraph.graph import MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode
 
 from langchain_quota import (
     Decision,
-    GraphQuota,
     MemoryStore,
     Outcome,
     Quota,
@@ -276,15 +273,11 @@ async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int)
 @pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 @pytest.mark.parametrize("kind", ["graph", "react"])
 async def test_graphs(signals: Signals, kind: Kind) -> None:
-    """The tools of a `GraphQuota` wait, too; a node that would not is refused."""
+    """The tools of a `GraphQuota` wait, too."""
     browser, limit = Browser(), ToolCallLimit("browser", at_once=2)
     scene = Scene(signals, asking(*["browser"] * 6), [limit], kind=kind, tools=[browser.tool])
     assert texts(await scene.play()) == ["seen"] * 6
     assert (browser.most, browser.ran) == (2, 6)
-    with pytest.raises(ValueError, match=r"quota\.tool_node\(tools\)"):
-        GraphQuota([limit], telemetry=signals.telemetry).add_to(
-            StateGraph(MessagesState), model=scene.model, tools=ToolNode([browser.tool])
-        )
 
 
 class SyncTool(BaseTool):

@@ -287,7 +287,7 @@ async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None
 
 @pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 async def test_a_supervisor(signals: Signals) -> None:
-    """The supervisor, which has hooks alone, and its agents are charged, each call once."""
+    """The supervisor, whose model is limited, and its agents are charged, each call once."""
     supervisors = pytest.importorskip("langgraph_supervisor")
     store, limits = MemoryStore(), [TokenLimit(quotas=[Quota(MANY, per="root_run")])]
     models = [says(7, 7), says(11, 11)]
@@ -298,9 +298,9 @@ async def test_a_supervisor(signals: Signals) -> None:
     ]
     hand_offs: Any = ["transfer_to_one"], ["transfer_to_two"], []
     script = [answer(100 * run, *each) for run in (1, 2) for each in hand_offs]
-    quota = GraphQuota(limits, telemetry=signals.telemetry, store=store)
+    quota = GraphQuota(limits, name="boss", telemetry=signals.telemetry, store=store)
     graph = supervisors.create_supervisor(
-        agents, model=ScriptedChatModel(script=script), **quota.react_hooks(name="boss")
+        agents, model=quota.model(ScriptedChatModel(script=script))
     ).compile(checkpointer=InMemorySaver())
 
     for _ in range(2):

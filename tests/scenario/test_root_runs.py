@@ -117,14 +117,13 @@ async def test_an_interrupt_in_a_node_that_handles_errors(signals: Signals) -> N
     """A tool that asks a human interrupts the run, though its node turns errors into answers."""
     tools = [StructuredTool.from_function(human)]
 
-    def loop(scene: Scene) -> dict[str, Any]:
-        return {"tools": scene.quota.tool_node(tools, handle_tool_errors=True)}
+    limits = GraphQuota([SEARCHES], store=MemoryStore(), telemetry=signals.telemetry)
+    model = limits.model(ScriptedChatModel(script=[["human"], "done"]))
+    node = limits.tools(tools, handle_tool_errors=True)
+    graph = create_react_agent(model, node, checkpointer=InMemorySaver())
 
-    given: dict[str, Any] = {"kind": "graph", "store": MemoryStore(), "loop": loop}
-    scene = Scene(signals, [["human"], "done"], [SEARCHES], **given)
-
-    assert (await scene.play())["__interrupt__"]
-    result = await scene.resume("yes")
+    assert (await graph.ainvoke(ASKED, config()))["__interrupt__"]
+    result = await graph.ainvoke(Command(resume="yes"), config())
 
     assert result["messages"][-2].text == "human: yes"
 

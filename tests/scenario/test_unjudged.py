@@ -84,7 +84,7 @@ async def test_the_log(watched: Signals, caplog: pytest.LogCaptureFixture) -> No
     model_line, tool_line = caplog.records
     assert "model call of agent 'child'" in model_line.getMessage()
     assert "tool call of agent 'child'" in tool_line.getMessage()
-    for remedy in ("QuotaMiddleware", "with_limits(", ".react_hooks()", NAME):
+    for remedy in ("QuotaMiddleware", "with_limits(", "GraphQuota(…).model(…)", NAME):
         assert remedy in model_line.getMessage()
 
 

@@ -5,11 +5,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from langgraph.graph import MessagesState, StateGraph
 
 from langchain_quota import GraphQuota, QuotaMiddleware, QuotaWarning, TokenLimit, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Scene, recording
+from tests.scene import Scene
 from tests.telemetry import Signals
 
 FORGETFUL = ToolCallLimit("search", thread_limit=9)
@@ -29,9 +28,7 @@ async def test_of_a_middleware(make: Any, signals: Signals) -> None:
     limits = make(signals.telemetry)
     model = ScriptedChatModel(script=["A short answer."] * 3)
     if isinstance(limits, GraphQuota):
-        state: Any = StateGraph(MessagesState)
-        limits.add_to(state, model=model, tools=[recording("search", [])])
-        agent: Any = state.compile()
+        agent: Any = create_react_agent(limits.model(model), limits.tools([]))
     else:
         agent = Scene(signals, model, [limits], checkpointer=None).agent
 

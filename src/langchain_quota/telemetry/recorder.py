@@ -41,7 +41,7 @@ Granted = tuple[str, Scope, Unit, int]
 
 _JUDGE_IT = (
     "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
-    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).react_hooks()). Others of "
+    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
     "this kind are only counted, in langchain_quota_unjudged_calls_total"
 )
 
