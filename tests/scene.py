@@ -196,7 +196,8 @@ class Scene:
         self.limits = [*limits, *theirs]
         self.agent: Any
         if kind in ("graph", "react"):
-            given.setdefault("store", MemoryStore())
+            given["store"] = given.get("store") or MemoryStore()
+            given |= {"name": made.pop("name")} if "name" in made else {}
             self.quota = GraphQuota(limits, **given)
             self.agent = self._graph(made, state, loop) if kind == "graph" else self._react(made)
             return

@@ -253,8 +253,9 @@ async def test_random_agents(
         if expected.end:
             ending = " ".join(f"Out of {name}." for name in expected.end)
             assert result["messages"][-1].text == ending
+        # A graph has no state of ours: that its counts hold, its calls and notes show.
         used = scene.usage()
-        for what in {budget.what for budget in drawn}:
+        for what in {budget.what for budget in drawn} if kind != "graph" else ():
             assert used.spent.get(NAMES[what], 0) == expected.counts[what, "thread", thread]
             assert used.run_spent.get(NAMES[what], 0) == expected.counts[what, "run", ""]
 

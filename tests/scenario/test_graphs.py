@@ -1,64 +1,45 @@
-"""A loop of model and tools that is written by hand, held to limits by GraphQuota.
-
-`property/test_loops.py` plays random loops of every shape. Here is what it does not draw.
-"""
+"""Graphs without create_agent, held to limits by a limited model and limited tools."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import pytest
-from langchain_core.messages import AnyMessage, HumanMessage, ToolMessage
-from langchain_core.runnables import RunnableConfig, RunnableLambda
-from langchain_core.tools import StructuredTool
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.constants import END, START
-from langgraph.func import entrypoint, task
-from langgraph.graph import MessagesState, StateGraph, add_messages
-from langgraph.managed import RemainingSteps
-from langgraph.prebuilt import InjectedState, ToolNode
-from langgraph.runtime import Runtime
-from langgraph.types import interrupt
-from pydantic import BaseModel
+from langgraph.graph import MessagesState, StateGraph
+from langgraph.prebuilt import create_react_agent, tools_condition
+from langgraph.types import Send, interrupt
 
 from langchain_quota import (
     CostLimit,
     GraphQuota,
     MemoryStore,
     ModelCallLimit,
-    QuotaState,
+    ModelCallLimitExceededError,
+    QuotaWarning,
     TokenLimit,
     ToolCallLimit,
-    usage_bound,
+    ToolCallLimitExceededError,
 )
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.loops import SEEN, SHAPES, UNSEEN, looped, shapes
-from tests.scene import CONFIG, Form, Scene, both_forms, check_history, delegate, recording
-from tests.stores import counts
-from tests.telemetry import Signals
-from tests.tokens import MONEY, THREAD, answer, spent
+from tests.loops import looped, shapes
+from tests.scene import CONFIG, Scene, Weather, both_forms, check_history, delegate, recording
+from tests.stores import counts, run_counts
+from tests.telemetry import Signals, telling
+from tests.tokens import THREAD, answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 
 HELLO: Any = {"messages": [("user", "hi")]}
 TWO_OF_THREE = ToolCallLimit("search", run_limit=2, thread_limit=3)
-
-
-class Noted(TypedDict):
-    """A state of the user's own."""
-
-    messages: Annotated[list[AnyMessage], add_messages]
-    topic: str
-
-
-class Notes(BaseModel):
-    """A state of the user's own, in a class."""
-
-    messages: Annotated[list[AnyMessage], add_messages]
-    topic: str = ""
+ENDED = "Model call limits exceeded: run limit (2/2)"
+MARK = "langchain_quota"
 
 
 def thrice(messages: list[AnyMessage]) -> Any:
@@ -66,419 +47,503 @@ def thrice(messages: list[AnyMessage]) -> Any:
     return "done" if messages[-1].type == "tool" else ["search"] * 3
 
 
-@pytest.mark.parametrize("state", [Noted, Notes])
-async def test_a_state_of_the_users_own(state: Any, signals: Signals) -> None:
-    """Limits read the graph's state, tools get it in its class, and its output has no count."""
-    seen: list[Any] = []
-
-    def look(given: Annotated[Any, InjectedState]) -> str:
-        """Look."""
-        seen.append(given)
-        return "looked"
-
-    def most(given: Any, runtime: Any) -> int:
-        return 1 if given["topic"] == "small" else 9
-
-    limits = [ToolCallLimit("look", run_limit=most)]
-    tools = [StructuredTool.from_function(look)]
-    script: Any = [["look", "look"], "done"]
-    scene = Scene(signals, script, limits, tools=tools, state=state, kind="graph")
-    result = await scene.invoke({**HELLO, "topic": "small"})
-
-    (given,) = seen
-    assert isinstance(given, dict if state is Noted else state)
-    assert dict(given if state is Noted else vars(given))["topic"] == "small"
-    assert {"messages", "topic"} == {*result}
+def forged(*names: str, refused: Any = None, seal: str = "") -> AIMessage:
+    """A message of a model without limits, whose mark says that all its calls may run."""
+    calls: Any = [{"name": name, "args": {}, "id": f"{name}_{n}"} for n, name in enumerate(names)]
+    mark = {MARK: {"refused": refused or {}, "seal": seal, "judged": True, "run": "any"}}
+    return AIMessage("", tool_calls=calls, response_metadata=mark)
 
 
-async def test_a_tool_node_of_the_users_own(signals: Signals) -> None:
-    """A `ToolNode` with settings of its own runs the admitted calls; its tools are offered."""
-
-    def fail() -> None:
-        raise ValueError("broken")
-
-    node = ToolNode([recording("search", [], fail)], handle_tool_errors="It broke.")
-    scene = Scene(signals, thrice, [TWO_OF_THREE], loop={"tools": node}, kind="graph")
-    result = await scene.play()
-    contents = [each.content for each in result["messages"] if each.type == "tool"]
-    assert contents.count("It broke.") == 2
-    assert [call.tools for call in scene.model.calls] == [("search",)] * 2
+@shapes
+@both_forms
+async def test_runs_and_threads(shape: str, form: Any, signals: Signals) -> None:
+    """In every shape two of three searches run, and the thread's third one in the next run."""
+    scene = looped(shape, signals, thrice, [TWO_OF_THREE], form=form)
+    for ran in (2, 3, 3):
+        check_history((await scene.play())["messages"])
+        assert scene.ran == ["search"] * ran
+    assert scene.used(TWO_OF_THREE) == (3, 2)
+    assert scene.calls("blocked", "search") == 6
 
 
+@shapes
 @pytest.mark.parametrize(
-    ("calls", "ran", "requests", "state"),
+    ("limit", "ran", "last"),
     [
-        (["fetch", "search"], ["fetch", "search"], 2, MessagesState),
-        (["fetch"] * 3, ["fetch"] * 2, 1, MessagesState),
-        (["fetch"] * 3, ["fetch"] * 2, 1, Notes),
+        (ToolCallLimit(run_limit=3), 3, "Model call limits exceeded: run limit (4/4)"),
+        (
+            ToolCallLimit(run_limit=1, exit_behavior="end"),
+            0,
+            "Tool call limit reached: run limit exceeded (2/1 calls).",
+        ),
+        (ModelCallLimit(run_limit=2), 4, ENDED),
+        (ModelCallLimit(run_limit=2, exit_behavior="finalize"), 2, ENDED),
     ],
+    ids=["continue", "end", "end of model", "finalize"],
 )
-async def test_a_tool_that_returns_directly(
-    calls: list[str], ran: list[str], requests: int, state: Any, signals: Signals
+async def test_exits(
+    shape: str, limit: Limit, ran: int, last: str | None, signals: Signals
 ) -> None:
-    """Its answer ends the loop if all calls of the batch are of such tools, as in create_agent."""
-    names: list[str] = []
-    tools = [recording("fetch", names), recording("search", names)]
-    tools[0].return_direct = True
-    limits = [ToolCallLimit("fetch", run_limit=2)]
-    given: dict[str, Any] = {"tools": tools, "ran": names, "state": state, "kind": "graph"}
-    scene = Scene(signals, [calls, "done"], limits, **given)
+    """However a limit ends a run, what has run is within it, and the history is valid."""
+    stop = [] if limit.kind == "model" else [ModelCallLimit(run_limit=4)]
+    scene = looped(shape, signals, lambda _: ["search"] * 2, [limit, *stop])
     result = await scene.play()
-    assert (sorted(scene.ran), len(scene.model.calls)) == (ran, requests)
+    check_history(result["messages"])
+    assert len(scene.ran) == ran
+    assert result["messages"][-1].text == last
+    assert not result["messages"][-1].tool_calls
+
+
+@shapes
+async def test_an_error_leaves_the_next_run_valid(shape: str, signals: Signals) -> None:
+    """An exception of a limit ends the run, and the next run is sent a valid history."""
+    limit = ToolCallLimit(run_limit=1, exit_behavior="error")
+    scene = looped(shape, signals, [["search"], ["search"], "hello"], [limit])
+    with pytest.raises(ToolCallLimitExceededError, match="run limit"):
+        await scene.play()
+    assert scene.ran == ["search"]
+    assert (await scene.play())["messages"][-1].text == "hello"
+    scene.check_requests()
+
+
+@pytest.mark.parametrize("kind", ["graph", "react"])
+async def test_notes_and_hidden_tools(kind: Any, signals: Signals) -> None:
+    """The model reads what is left, and is not offered what it may not call."""
+    limits = [ToolCallLimit("search", run_limit=1)]
+    given: Any = {"kind": kind, "tell_model": True, "hide_exhausted": True}
+    scene = Scene(signals, [["search"], "done"], limits, **given)
+    await scene.play()
+    assert [each.tools for each in scene.model.calls] == [("search", "calc"), ("calc",)]
+    assert "search" in scene.model.calls[1].messages[-1].text
+
+
+class Reviewed(MessagesState):
+    reviews: int
+
+
+def by_a_review(graph: Any) -> None:
+    """A loop back to the model, nine times, whatever it has answered."""
+
+    def review(state: Reviewed) -> dict[str, Any]:
+        return {"messages": [("user", "Better!")], "reviews": state.get("reviews", 0) + 1}
+
+    graph.add_node("review", review)
+    graph.add_edge("review", "model")
+    graph.add_conditional_edges(
+        "model",
+        lambda state: (
+            "tools"
+            if state["messages"][-1].tool_calls
+            else END
+            if state.get("reviews", 0) == 9
+            else "review"
+        ),
+    )
+
+
+def by_a_second_edge(graph: Any) -> None:
+    """Nodes beside the model lead to it, too, one after the other."""
+    for number in range(9):
+        graph.add_node(f"beside{number}", lambda state: {"messages": [("user", "And this?")]})
+        graph.add_edge(f"beside{number - 1}" if number else START, f"beside{number}")
+        graph.add_edge(f"beside{number}", "model")
+    graph.add_conditional_edges("model", tools_condition)
+
+
+def by_sends(graph: Any) -> None:
+    """Nine model calls at the same time."""
+    graph.add_node("many", lambda _: {})
+    graph.add_edge(START, "many")
+    graph.add_conditional_edges("many", lambda state: [Send("model", state)] * 9, ["model"])
+
+
+@both_forms
+@pytest.mark.parametrize("way", [by_a_review, by_a_second_edge, by_sends])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        ModelCallLimit(run_limit=2),
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        TokenLimit(run_limit=120, reserve=60),
+    ],
+    ids=["end", "finalize", "budget"],
+)
+async def test_ways_to_the_model(
+    way: Callable[[Any], None], limit: Limit, form: Any, signals: Signals
+) -> None:
+    """Whichever way leads to the model, and in parallel: never more calls than the limit lets."""
+    given: Any = {"kind": "graph", "form": form, "state": Reviewed, "loop": way}
+    scene = Scene(signals, lambda _: answer(60), [limit], **given)
+    scene.agent = scene.agent.with_config(recursion_limit=60)
+    check_history((await scene.play("Write!"))["messages"])
+    assert len(scene.model.calls) == 2
+    # What is refused again is told again.
+    assert scene.calls("blocked") == 8
+
+
+async def test_a_run_that_a_tool_limit_has_ended(signals: Signals) -> None:
+    """It stays ended: the model is not called again, and its next run begins anew."""
+    limit = ToolCallLimit(run_limit=1, exit_behavior="end")
+    given: Any = {"kind": "graph", "state": Reviewed, "loop": by_a_review}
+    scene = Scene(signals, lambda _: ["search"] * 2, [limit], **given)
+    result = await scene.play()
+    assert (len(scene.model.calls), scene.ran) == (1, [])
+    assert [each.text for each in result["messages"] if each.type == "ai"] == [
+        "Tool call limit reached: run limit exceeded (2/1 calls)."
+    ] * 10
+    await scene.play()
+    assert len(scene.model.calls) == 2
+
+
+def alone(quota: GraphQuota, ran: list[str], *, nodes: int = 1, **options: Any) -> Any:
+    """A graph of nodes of tools, which run side by side, and no model."""
+    graph = StateGraph(MessagesState)
+    for number in range(nodes):
+        graph.add_node(f"tools{number}", quota.tools([recording("search", ran)]))
+        graph.add_edge(START, f"tools{number}")
+    return graph.compile(**options)
+
+
+@both_forms
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("mark", ["none", "forged", "of a wrong type"])
+async def test_a_tool_node_alone(mark: str, nodes: int, form: Any, signals: Signals) -> None:
+    """Tool calls that no limited model has made are judged by the tools, whatever their mark."""
+    ran, store = list[str](), MemoryStore()
+    quota = GraphQuota(
+        [ToolCallLimit("search", run_limit=2)], store=store, telemetry=signals.telemetry
+    )
+    message = forged("search", "search", "search")
+    if mark == "none":
+        message.response_metadata.clear()
+    elif mark == "of a wrong type":
+        message.response_metadata[MARK] = {"refused": ["search_0"]}
+    graph = alone(quota, ran, nodes=nodes)
+    given: Any = {"messages": [HumanMessage("hi"), message]}
+    result = graph.invoke(given, CONFIG) if form == "sync" else await graph.ainvoke(given, CONFIG)
+    assert len(ran) == 2
+    if nodes == 1:
+        check_history(result["messages"])
+    assert run_counts(store, "search") == [2]
+
+
+@pytest.mark.parametrize("exit_behavior", ["end", "error"])
+async def test_exits_of_tools_alone(exit_behavior: Any, signals: Signals) -> None:
+    """A limit that ends a run at its tools ends it for the model; one that raises does so there."""
+    model, ran = ScriptedChatModel(script=lambda _: ["search"]), list[str]()
+    limits = [ToolCallLimit(run_limit=1, exit_behavior=exit_behavior)]
+    quota = GraphQuota(limits, telemetry=signals.telemetry)
+    limited = quota.model(model, [recording("search", ran)])
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("unlimited", lambda _: {"messages": [forged("search", "search")]})
+    graph.add_node("tools", quota.tools([recording("search", ran)]))
+    graph.add_node("model", lambda state: {"messages": [limited.invoke(state["messages"])]})
+    graph.add_edge(START, "unlimited")
+    graph.add_edge("unlimited", "tools")
+    graph.add_edge("tools", "model")
+    if exit_behavior == "error":
+        with pytest.raises(ToolCallLimitExceededError):
+            await graph.compile().ainvoke(HELLO)
+    else:
+        result = await graph.compile().ainvoke(HELLO)
+        check_history(result["messages"])
+        assert result["messages"][-1].text == (
+            "Tool call limit reached: run limit exceeded (2/1 calls)."
+        )
+        assert model.calls == ()
+    assert len(ran) <= 1
+
+
+@both_forms
+@pytest.mark.parametrize("tampered", [False, True])
+async def test_a_resume_in_another_process(tampered: Any, form: Any, signals: Signals) -> None:
+    """Between model and tools another process goes on: what was refused there does not run here.
+
+    If the message has another mark by then, its calls are judged anew, and count in addition.
+    """
+    store, saver = MemoryStore(), InMemorySaver()
+    limits: list[Limit] = [ToolCallLimit("search", run_limit=2), ModelCallLimit(run_limit=2)]
+
+    def worker(*script: Any, **options: Any) -> Scene:
+        given: Any = {"kind": "graph", "form": form, "store": store, "checkpointer": saver}
+        return Scene(signals, [*script], limits, **given, **options)
+
+    first = worker(["search"] * 3, interrupt_before=["tools"])
+    await first.play()
+    if tampered:
+        message = first.state()["messages"][-1]
+        message.response_metadata[MARK] = {"refused": {}}
+        first.agent.update_state(CONFIG, {"messages": [message]}, as_node="model")
+    second = worker(["search"], "done")
+    result = await second.go_on()
+
+    assert (first.ran, second.ran) == ([], [] if tampered else ["search"] * 2)
+    assert len(second.model.calls) == 1
+    assert result["messages"][-1].text == ENDED
+    check_history(result["messages"])
+    assert run_counts(store, "search") == [2]
+    # A new run has a budget of its own.
+    third = worker(["search"] * 3, "done")
+    await third.play()
+    assert third.ran == ["search"] * 2
+
+
+async def test_an_interrupt_in_a_tool(signals: Signals) -> None:
+    """A run that waits goes on with what is left, and its calls are charged once."""
+    ran: list[str] = []
+    tools = [recording("search", ran), recording("ask", [], lambda: interrupt("Sure?"))]
+    limit = ToolCallLimit(run_limit=2)
+    scene = Scene(
+        signals, [["search", "ask"], ["search"], "done"], [limit], kind="react", tools=tools
+    )
+    await scene.play()
+    result = await scene.resume("yes")
+    assert result["messages"][-1].text == "done"
+    assert scene.used(limit)[1] == 2
     check_history(result["messages"])
 
 
+async def test_a_node_that_calls_its_model_twice(signals: Signals) -> None:
+    """Each is a call of its own, also where the node runs again after an interrupt."""
+    model = ScriptedChatModel(script=lambda _: "hm")
+    limited = GraphQuota([ModelCallLimit(run_limit=3)], telemetry=signals.telemetry).model(model)
+    graph: Any = StateGraph(MessagesState)
+
+    def node(state: Any) -> Any:
+        said = [limited.invoke(state["messages"]) for _ in range(2)]
+        interrupt("Sure?")
+        return {"messages": said[-1:]}
+
+    graph.add_node("model", node)
+    graph.add_edge(START, "model")
+    app = graph.compile(checkpointer=InMemorySaver())
+    app.invoke(HELLO, CONFIG)
+    for _ in range(3):
+        app.invoke(None, CONFIG)
+    assert len(model.calls) == 3
+
+
+async def test_structured_output(signals: Signals) -> None:
+    """Its call counts; the tool that gives the answer its form does not, and a refusal is None."""
+    script = [["search"], "mild", [("Weather", {"degrees": 20})]]
+    for most, found in ((3, Weather(degrees=20)), (2, None)):
+        limits: list[Limit] = [ModelCallLimit(run_limit=most), ToolCallLimit(run_limit=1)]
+        given: Any = {"kind": "react", "response_format": Weather}
+        scene = Scene(signals, script, limits, **given)
+        result = await scene.play()
+        assert result["structured_response"] == found
+        assert len(scene.model.calls) == most
+        assert scene.calls("blocked", "Weather") == 0
+
+
 async def test_streaming(signals: Signals) -> None:
-    """Updates come from the nodes by their names, and the model's words one by one."""
-    script: Any = [["search"], "All is done.", "All is done."]
-    scene = Scene(signals, script, [TWO_OF_THREE], kind="graph")
-    names = [name for update in await scene.updates(HELLO) for name in update]
-    loop = ["quota.before_model", "model", "quota.after_model"]
-    assert names == ["quota.before_agent", *loop, "tools", *loop]
+    """A graph streams the model's words one by one; the limited model itself answers at once."""
+    scene = Scene(signals, ["All is done.", "All is done."], [TWO_OF_THREE], kind="graph")
     stream = scene.agent.astream(HELLO, CONFIG, stream_mode="messages")
     words = [chunk.content async for chunk, _ in stream if chunk.content]
     assert words == ["All", " is", " done."]
 
-
-def critic(scene: Scene) -> dict[str, Any]:
-    """The loop is between nodes of the graph, which enter it three times in each run."""
-
-    def again(state: MessagesState) -> str:
-        return "ask again" if sum(each.type == "human" for each in state["messages"]) % 3 else END
-
-    scene.graph.add_node("ask again", lambda state: {"messages": [HumanMessage("again")]})
-    scene.graph.add_node("judge", lambda state: {})
-    scene.graph.add_conditional_edges("judge", again, ["ask again", END])
-    scene.graph.add_edge("ask again", "quota.before_agent")
-    return {"end": "judge"}
+    limited = scene.quota.model(scene.model)
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("model", lambda state: {"messages": [*limited.stream(state["messages"])]})
+    graph.add_edge(START, "model")
+    assert graph.compile().invoke(HELLO, CONFIG)["messages"][-1].text == "All is done."
 
 
-async def test_a_loop_that_is_entered_again(signals: Signals) -> None:
-    """A run is one invocation of the graph with its resumes, however often it enters the loop."""
-    script: Any = [["search", "ask"], "done", *[["search"] * 3, "done"] * 5]
-    ran: list[str] = []
-    tools = [recording("search", ran), recording("ask", [], lambda: interrupt("Sure?"))]
-    limits = [ToolCallLimit("search", run_limit=4)]
-    scene = Scene(signals, script, limits, loop=critic, kind="graph", tools=tools)
+class AsyncModel(ScriptedChatModel):
+    """A model with an async form of its own."""
 
-    await scene.play()
-    await scene.resume("yes")
-    assert len(ran) == 4
-    await scene.play()
-    assert len(ran) == 8
-
-
-async def test_a_run_that_waits_before_the_loop(signals: Signals) -> None:
-    """A run whose resume is what enters the loop has a budget of its own."""
-
-    def loop(scene: Scene) -> dict[str, Any]:
-        scene.graph.add_node("confirm", lambda state: interrupt("Sure?") and None)
-        scene.graph.add_edge(START, "confirm")
-        return {"start": "confirm"}
-
-    scene = Scene(signals, lambda _: "done", [ModelCallLimit(run_limit=1)], loop=loop, kind="graph")
-    for turn in (1, 2, 3):
-        await scene.play()
-        result = await scene.resume("yes")
-        assert (len(scene.model.calls), result["messages"][-1].content) == (turn, "done")
+    async def _agenerate(self, *given: Any, **more: Any) -> Any:
+        return self._generate(*given, **more)
 
 
 async def test_an_async_graph_needs_no_threads(signals: Signals) -> None:
     """All that judges runs on the event loop."""
-
-    async def node(state: MessagesState) -> dict[str, Any]:
-        is_new = state["messages"][-1].type == "human"
-        return {"messages": [answer(5, *["search"][: int(is_new)])]}
-
     limits: list[Limit] = [TWO_OF_THREE, ModelCallLimit(run_limit=2)]
-    scene = Scene(signals, [], limits, loop={"model": node}, kind="graph")
-    # It takes no work.
+    scene = Scene(signals, AsyncModel(script=thrice), limits, kind="graph")
     executor = ThreadPoolExecutor()
     executor.shutdown()
     asyncio.get_running_loop().set_default_executor(executor)
-    await scene.play()
-    assert scene.ran == ["search"]
+    limited = scene.quota.model(scene.model)
+    graph: Any = StateGraph(MessagesState)
+
+    async def node(state: Any) -> Any:
+        return {"messages": [await limited.ainvoke(state["messages"])]}
+
+    graph.add_node("model", node)
+    graph.add_node("tools", scene.quota.tools(scene.tools))
+    graph.add_edge(START, "model")
+    graph.add_edge("model", "tools")
+    await graph.compile().ainvoke(HELLO, CONFIG)
+    assert scene.ran == ["search"] * 2
 
 
-async def test_two_loops_in_a_graph(signals: Signals) -> None:
-    """Each has its name in telemetry and its prompt; both draw on the budget of the run."""
-    ran, models = list[str](), list[ScriptedChatModel]()
-    graph = StateGraph(MessagesState)
-    quota = GraphQuota([ToolCallLimit("search", run_limit=4)], telemetry=signals.telemetry)
-    graph.add_node("hand over", lambda state: {"messages": [HumanMessage("go on")]})
-    for name, edge in (("planner", {"end": "hand over"}), ("writer", {"start": "hand over"})):
-        model = ScriptedChatModel(script=thrice)
-        tools = [recording("search", ran)]
-        quota.add_to(graph, model=model, tools=tools, prompt="Be short.", name=name, **edge)
-        models.append(model)
+async def test_names(signals: Signals) -> None:
+    """A name is the agent's name in telemetry; a graph in a tool has runs of its own."""
+    once, twice = [ToolCallLimit(run_limit=1)], [ToolCallLimit(run_limit=2)]
+    given: Any = {"kind": "graph", "checkpointer": None}
+    inner = Scene(signals, [["search"] * 2, "done"] * 2, once, name="inner", **given)
+    given |= {"tools": [delegate(inner.agent)], "name": "outer"}
     with captured_decisions() as decisions:
-        result = await graph.compile().ainvoke(HELLO)
-    admitted = [each.call.agent for each in decisions if each.outcome == "allowed"]
-    assert (admitted.count("planner"), admitted.count("writer")) == (3 + 2, 1 + 2)
-    assert len(ran) == 4
-    assert {each.name for each in result["messages"] if each.type == "ai"} == {"planner", "writer"}
-    assert {call.messages[0].content for each in models for call in each.calls} == {"Be short."}
-    check_history(result["messages"])
-
-
-@pytest.mark.parametrize(("form", "name"), [("sync", None), ("async", "planner")])
-async def test_reset(form: Form, name: str | None, signals: Signals) -> None:
-    """A thread's use is set back to nothing, also of a loop with a name."""
-    limit = ToolCallLimit("search", thread_limit=3)
-    scene = Scene(signals, thrice, [limit], form=form, loop={"name": name}, kind="graph")
-    await scene.play()
-    await scene.play()
-    assert len(scene.ran) == 3
-    await scene.reset()
-    assert scene.agent.get_state(CONFIG).next == ()
-    await scene.play()
-    assert len(scene.ran) == 6
-
-
-async def test_a_loop_inside_a_tool(signals: Signals) -> None:
-    """A name tells its calls from those of the loop around it."""
-    limits = [ToolCallLimit(run_limit=1)]
-    given: dict[str, Any] = {"kind": "graph", "checkpointer": None, "loop": {"name": "inner"}}
-    inner = Scene(signals, [["search", "search"], "done"], limits, **given)
-
-    given |= {"tools": [delegate(inner.agent)], "loop": {"name": "outer"}}
-    with captured_decisions() as decisions:
-        await Scene(signals, [["delegate"], "done"], limits, **given).play()
-
+        await Scene(signals, [["delegate"], ["delegate"], "done"], twice, **given).play()
     found = [(each.call.agent, str(each.outcome)) for each in decisions if each.call.tool]
-    assert found == [("outer", "allowed"), ("inner", "allowed"), ("inner", "blocked")]
-
-
-async def test_a_loop_that_runs_what_was_refused(signals: Signals) -> None:
-    """A loop that does not ask for the open calls, but runs all, is an error at its next step."""
-    quota = GraphQuota([ToolCallLimit(run_limit=1)], telemetry=signals.telemetry)
-    model = ScriptedChatModel(script=[["search", "search"], "done"])
-    before, after = task(quota.abefore_model), task(quota.aafter_model)
-
-    @entrypoint()
-    async def agent(new: Any) -> Any:
-        state = await before(await quota.abegin({"messages": new}))
-        answer = await model.ainvoke(state["messages"])
-        state = await after({**state, "messages": [*state["messages"], answer]})
-        ran = [
-            ToolMessage("ran", tool_call_id=each["id"], name=each["name"])
-            for each in answer.tool_calls
-        ]
-        return await before({**state, "messages": [*state["messages"], *ran]})
-
-    with pytest.raises(RuntimeError, match="the tool 'search' ran"):
-        await agent.ainvoke([HumanMessage("hi")])
-
-
-def test_outside_of_a_graph(signals: Signals) -> None:
-    """The methods work in a plain loop, too: the state is all that they need."""
-    quota = GraphQuota([ToolCallLimit(run_limit=1)], telemetry=signals.telemetry)
-    model = ScriptedChatModel(script=[["search", "search"], "done"])
-    given = {"messages": [HumanMessage("hi")], "own": 3}
-    state = quota.before_model(quota.begin(given))
-    answer = quota.call_model(model, state, [recording("search", [])])
-    state = quota.after_model({**state, "messages": [*state["messages"], answer]})
-    assert (state["jump_to"], state["own"]) == ("tools", 3)
-    assert len(quota.open_calls(state)) == 1
-    assert given.keys() == {"messages", "own"}
-
-
-async def test_a_functional_loop_asks(signals: Signals) -> None:
-    """Several questions in one entrypoint are answered one by one, and nothing runs twice."""
-    limits: list[Limit] = [
-        ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
-        ModelCallLimit(run_limit=1, exit_behavior="ask"),
-    ]
-    scene = looped("functional", signals, [["search"] * 2, ["search"], "done"], limits)
-    asked, result = [], await scene.play()
-    while waiting := result.get("__interrupt__"):
-        asked.append(waiting[0].value["action_requests"][0]["args"])
-        result = await scene.resume({"decisions": [{"type": "approve"}]})
-    assert asked == [{"tool:search": 1}, {"model": 1}] * 2
-    assert (scene.ran, len(scene.model.calls)) == (["search"] * 3, 3)
-
-
-FORMS = [(shape, "async") for shape in SHAPES] + [("own calls", "sync"), (UNSEEN[0], "sync")]
-
-
-@pytest.mark.parametrize(("shape", "form"), FORMS)
-async def test_a_loop_is_charged(shape: str, form: Form, signals: Signals) -> None:
-    """However it is built, each call is charged once, though each step is another process's."""
-    store, saver = MemoryStore(), InMemorySaver()
-
-    def worker(*script: Any) -> Scene:
-        limits = [TokenLimit(run_limit=100, thread_limit=202)]
-        tools = [recording("ask", [], lambda: interrupt("Sure?"))]
-        given: dict[str, Any] = {"form": form, "store": store, "checkpointer": saver}
-        return looped(shape, signals, script, limits, tools=tools, **given)
-
-    await worker(answer(60, "ask")).play()
-    await worker(answer(45, "ask")).resume("yes")
-    await (scene := worker()).resume("yes")
-    assert spent(scene) == (105, 105)
-    assert scene.last_text() == "Token limits exceeded: run limit (105/100 tokens)"
-
-    await worker(answer(97)).play()
-    assert spent(scene) == (202, 97)
-    await (scene := worker()).play()
-    assert spent(scene) == (202, 0)
-    assert scene.last_text() == "Token limits exceeded: thread limit (202/202 tokens)"
-    assert counts(store)[THREAD] == 202
+    assert found == [("outer", "allowed"), ("inner", "allowed"), ("inner", "blocked")] * 2
 
 
 @shapes
 async def test_a_reserve_is_never_exceeded(signals: Signals, shape: str) -> None:
-    """A call that could exceed the budget is not made; what is held for one is given back.
-
-    A function says what a call can use, where the library sees its request and tools.
-    """
+    """A call that could exceed the budget is not made; what is held for one is given back."""
     store, seen = MemoryStore(), list[int]()
 
     def reserve(request: Any) -> int:
         seen.append(len(request.tools))
         return 50
 
-    limit = TokenLimit(thread_limit=100, reserve=reserve if shape in SEEN else 50)
+    limit = TokenLimit(thread_limit=100, reserve=reserve)
     script = [answer(30, "search"), answer(21, "search"), answer(50)]
     scene = looped(shape, signals, script, [limit], store=store)
-
     with captured_decisions() as decisions:
         await scene.play()
-
-    assert len(scene.model.calls) == 2
-    assert seen == ([2] * 3 if shape in SEEN else [])
-    assert counts(store)[THREAD] == 51
+    assert (len(scene.model.calls), seen, counts(store)[THREAD]) == (2, [2] * 3, 51)
     assert scene.last_text().endswith("thread limit (51/100 tokens, the call may need 50)")
     assert [each.outcome for each in decisions if each.call.kind == "model"][-1] == "blocked"
 
 
-async def test_what_nobody_sees_is_an_error(signals: Signals) -> None:
-    """A function `reserve` needs the request: hooks alone are refused, a node's own call raises."""
-    limit = TokenLimit(run_limit=100, reserve=usage_bound, name="mine")
-    with pytest.raises(ValueError, match=r"limit 'mine' has a reserve .* react_hooks\(model"):
-        looped("hooks alone", signals, [], [limit])
-
-    scene = looped("own calls", signals, [answer(60, "search"), answer(1)], [limit])
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"quota\.call_model"):
-            await scene.play()
-    assert spent(scene) == (60, 0)
-
-
-@pytest.mark.parametrize("shape", ["own calls", *UNSEEN])
-async def test_a_budget_on_trial_counts_each_call_once(signals: Signals, shape: str) -> None:
-    """A call beyond a budget on trial is `would_block`, once."""
-    script = [answer(60, "search"), answer(45, "search"), answer(7, "search"), answer(9)]
-    scene = looped(shape, signals, script, [TokenLimit(run_limit=100, enforce=False)])
-
-    await scene.play()
-
-    assert spent(scene) == (121, 121)
-    assert scene.metric("tokens", "allowed") == 2
-    assert scene.metric("tokens", "would_block", scope="run") == 2
-
-
-@pytest.mark.parametrize("shape", ["chat model", "own calls", "hooks alone"])
+@shapes
 async def test_money(signals: Signals, shape: str) -> None:
-    """Costs are charged by the prices given; a call without one is an error, before it if seen."""
+    """Costs are charged by the prices given; a call without one is an error, before it."""
     prices = {60: Decimal("0.0000001"), 40: Decimal("0.5")}
     script = [answer(60, "search"), answer(40, "search")]
-    given: dict[str, Any] = {"prices": lambda used: prices.get(used.total_tokens, Decimal(0))}
+    given: Any = {"prices": lambda used: prices.get(used.total_tokens, Decimal(0))}
     scene = looped(shape, signals, script, [CostLimit(run_limit="0.50")], **given)
     await scene.play()
-    assert spent(scene, MONEY) == (500_001, 500_001)
     assert scene.last_text() == "Cost limits exceeded: run limit ($0.500001/$0.50)"
 
     given = {"prices": lambda _: None}
     scene = looped(shape, signals, [answer(9)], [CostLimit(run_limit=1)], **given)
     with pytest.raises(UnknownPriceError):
         await scene.play()
-    assert len(scene.model.calls) == (1 if shape in UNSEEN else 0)
+    assert scene.model.calls == ()
 
 
-class Stepping(MessagesState):
-    remaining_steps: RemainingSteps
+async def test_tools_that_nothing_limits(signals: Signals) -> None:
+    """A refused call that nothing would answer is an error, which says what to do."""
+    quota = GraphQuota([ToolCallLimit(run_limit=0)], telemetry=signals.telemetry)
+    limited = quota.model(ScriptedChatModel(script=[["search"]]))
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("model", lambda state: {"messages": [limited.invoke(state["messages"])]})
+    graph.add_edge(START, "model")
+    with pytest.raises(RuntimeError, match=r"limits\.tools"):
+        graph.compile().invoke(HELLO)
 
 
+def test_outside_of_a_run(signals: Signals) -> None:
+    """A limited model that no graph calls is an error, which says where to call it."""
+    limited = GraphQuota([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
+    with pytest.raises(RuntimeError, match="call it in a node, a task or an entrypoint"):
+        limited.model(ScriptedChatModel(script=["hi"])).invoke("hi")
+
+
+def test_arguments(signals: Signals) -> None:
+    """A limit that asks is refused, a bound model too; a thread limit without a store warns."""
+    with pytest.raises(ValueError, match="exit_behavior='ask', which GraphQuota cannot do"):
+        GraphQuota([ToolCallLimit(run_limit=1, exit_behavior="ask")])
+    quota = GraphQuota([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
+    bound: Any = ScriptedChatModel(script=[]).bind_tools([])
+    wrong: list[Any] = [bound, 3]
+    for each in wrong:
+        with pytest.raises(TypeError, match="without tools bound"):
+            quota.model(each)
+    with pytest.warns(QuotaWarning, match="ends with this process"):
+        GraphQuota([TWO_OF_THREE], telemetry=signals.telemetry)
+    GraphQuota([TWO_OF_THREE], store=MemoryStore(), telemetry=signals.telemetry)
+
+
+async def test_a_model_without_limits_is_unjudged() -> None:
+    """Its calls are counted as unjudged, though the tools judge the calls that it makes."""
+    signals = telling(count_unjudged_calls=True)
+    quota = GraphQuota([ToolCallLimit(run_limit=5)], telemetry=signals.telemetry)
+    model = ScriptedChatModel(script=[["search", "search"], "done"])
+    graph: Any = create_react_agent(model, quota.tools([recording("search", [])]))
+    await graph.ainvoke(HELLO)
+    assert signals.samples("langchain_quota_unjudged_calls_total") == {("unnamed", "model"): 2}
+
+    limited = create_react_agent(
+        quota.model(ScriptedChatModel(script=[["search"], "done"])),
+        quota.tools([recording("search", [])]),
+    )
+    await limited.ainvoke(HELLO)
+    assert signals.samples("langchain_quota_unjudged_calls_total") == {("unnamed", "model"): 2}
+
+
+def teams(signals: Signals, limit: Limit, script: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """langgraph-supervisor's supervisor of a worker, its model and the worker's model."""
+    supervisors = pytest.importorskip("langgraph_supervisor")
+    worked, model = ScriptedChatModel(script=lambda _: "worked"), ScriptedChatModel(script=script)
+    quota = GraphQuota([limit], name="boss", store=MemoryStore(), telemetry=signals.telemetry)
+    hand_off = supervisors.create_handoff_tool(agent_name="worker")
+    graph = supervisors.create_supervisor(
+        [create_react_agent(worked, [], name="worker")],
+        model=quota.model(model),
+        tools=quota.tools([hand_off]),
+        **options,
+    )
+    return graph.compile(checkpointer=InMemorySaver()), model, worked
+
+
+@pytest.mark.parametrize("output_mode", ["last_message", "full_history"])
 @pytest.mark.parametrize(
-    ("asks", "state"), [("class", Notes), ("class", MessagesState), ("managed", Stepping)]
+    ("limit", "workers"),
+    [
+        (ModelCallLimit(run_limit=2, thread_limit=5), [2, 2, 1]),
+        (ToolCallLimit("transfer_to_worker", thread_limit=3), [3, 0, 0]),
+    ],
+    ids=["model calls", "hand-overs"],
 )
-async def test_a_node_of_the_users_own(signals: Signals, asks: str, state: Any) -> None:
-    """The user's node gets the state that it asks for, and its calls are charged once."""
+async def test_a_supervisor(
+    limit: Limit, workers: list[int], output_mode: str, signals: Signals
+) -> None:
+    """Its model calls and hand-overs are limited, over the whole run and from turn to turn."""
 
-    def loop(scene: Scene) -> dict[str, Any]:
-        def of_a_class(state: Notes) -> Any:
-            return {"messages": [scene.model.invoke(state.messages)]}
+    def script(messages: Any) -> Any:
+        refused = "limit exceeded" in str(messages[-1].content)
+        return "done" if refused else ["transfer_to_worker"]
 
-        def managed(state: Stepping, config: RunnableConfig, runtime: Runtime[Any]) -> Any:
-            assert runtime.execution_info is not None
-            assert state["remaining_steps"] > 0
-            return {"messages": scene.model.invoke(state["messages"], config)}
-
-        return {"model": of_a_class if asks == "class" else managed}
-
-    script = [answer(60, "search"), answer(45, "search")]
-    # The functions of a limit see the graph's state, whatever the node asks for.
-    limit = TokenLimit(run_limit=lambda state, _runtime: 100 if state["messages"] else 0)
-    scene = Scene(signals, script, [limit], loop=loop, kind="graph", state=state)
-
-    await scene.play()
-
-    assert spent(scene) == (105, 105)
-    assert len(scene.model.calls) == 2
+    graph, model, worked = teams(signals, limit, script, output_mode=output_mode)
+    for count in workers:
+        before = len(worked.calls)
+        result = await graph.ainvoke(HELLO, CONFIG)
+        assert len(worked.calls) - before == count
+        check_history(result["messages"])
+        assert result["messages"][-1].content != "worked"
+    for each in (*model.calls, *worked.calls):
+        check_history(each.messages)
 
 
-@both_forms
-async def test_a_node_that_calls_several_models(signals: Signals, form: Form) -> None:
-    """What it calls by `call_model` and what it calls by itself is charged, each once.
+async def test_a_swarm(signals: Signals) -> None:
+    """Agents that hand over to each other share the counts of the thread, and stop."""
+    swarms = pytest.importorskip("langgraph_swarm")
+    limits = [ModelCallLimit(run_limit=3, thread_limit=5)]
+    quota = GraphQuota(limits, store=MemoryStore(), telemetry=signals.telemetry)
 
-    So is what it has used before it fails, when the graph goes on.
-    """
-    summary = ScriptedChatModel(script=[*map(answer, (3, 4, 5, 6))])
-    chain: Any = RunnableLambda(summary.invoke)
-    failures = [ConnectionError("no route to the provider")]
+    def member(name: str, other: str) -> tuple[Any, Any]:
+        model = ScriptedChatModel(script=lambda _: [f"transfer_to_{other}"])
+        tools = quota.tools([swarms.create_handoff_tool(agent_name=other)])
+        return model, create_react_agent(quota.model(model), tools, name=name)
 
-    def loop(scene: Scene) -> dict[str, Any]:
-        def call(state: QuotaState[Any]) -> Any:
-            summary.invoke("Sum it up!")
-            chain.invoke("Sum it up!")
-            scene.quota.call_model(scene.model, state)
-            if failures:
-                raise failures.pop()
-            return {"messages": [scene.quota.call_model(scene.model, state)]}
+    (one, alice), (two, bob) = member("alice", "bob"), member("bob", "alice")
+    swarm = swarms.create_swarm([alice, bob], default_active_agent="alice")
+    graph = swarm.compile(checkpointer=InMemorySaver())
+    result = await graph.ainvoke(HELLO, {**CONFIG, "recursion_limit": 60})
+    assert len(one.calls) + len(two.calls) == 5
+    check_history(result["messages"])
 
-        return {"model": call}
 
-    store, limit = MemoryStore(), TokenLimit(thread_limit=1000, reserve=lambda _: 100)
-    options: dict[str, Any] = {"kind": "graph", "form": form, "loop": loop, "store": store}
-    scene = Scene(signals, [answer(60), answer(40), answer(20)], [limit], **options)
-
-    with pytest.raises(ConnectionError):
+async def test_an_error_of_the_model_limit(signals: Signals) -> None:
+    """`error` raises at every way to the model, and no call is made."""
+    limit = ModelCallLimit(run_limit=2, exit_behavior="error")
+    given: Any = {"kind": "graph", "state": Reviewed, "loop": by_a_review}
+    scene = Scene(signals, lambda _: "draft", [limit], **given)
+    with pytest.raises(ModelCallLimitExceededError):
         await scene.play()
-    await scene.go_on()
-
-    assert spent(scene) == (138, 138)
-    assert counts(store)[THREAD] == 138
-
-
-async def test_a_loop_in_a_node(signals: Signals) -> None:
-    """A graph within the node has runs of its own; the thread is charged once for both."""
-
-    def loop(scene: Scene) -> dict[str, Any]:
-        model = ScriptedChatModel(script=[answer(60, "search"), answer(45, "search")])
-        graph = scene.quota.add_to(StateGraph(MessagesState), model=model, tools=scene.tools)
-
-        def call(state: QuotaState[Any]) -> Any:
-            said = graph.compile().invoke(HELLO)["messages"][-1].text
-            assert said == "Token limits exceeded: run limit (105/100 tokens)"
-            return {"messages": [scene.model.invoke(state["messages"])]}
-
-        return {"model": call}
-
-    store, limit = MemoryStore(), TokenLimit(run_limit=100, thread_limit=1000, reserve=20)
-    scene = Scene(signals, [answer(7)], [limit], loop=loop, kind="graph", store=store)
-
-    await scene.play()
-
-    assert spent(scene) == (112, 112)
-    assert counts(store)[THREAD] == 112
+    assert len(scene.model.calls) == 2

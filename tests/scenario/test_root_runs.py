@@ -20,11 +20,12 @@ from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
 from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command, Send
 
-from langchain_quota import MemoryStore, Quota, ToolCallLimit
+from langchain_quota import GraphQuota, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.testing import captured_decisions
+from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scene import Kind, Scene
 from tests.stores import FickleStore
 from tests.telemetry import Signals

@@ -16,7 +16,7 @@ from langchain.chat_models import init_chat_model
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.runnables import Runnable, RunnableLambda, ensure_config
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, ensure_config
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as as_tool
@@ -39,6 +39,7 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.user_line import UserLine
 
 Tools = Sequence[BaseTool | Callable[..., Any] | dict[str, Any]]
+Config = RunnableConfig | None
 T = TypeVar("T")
 
 _MARK = "langchain_quota"  # in a message's `response_metadata`: which of its calls are refused
@@ -413,11 +414,11 @@ class _LimitedModel(BaseChatModel):
         answer: AIMessage = await self.ask(form, given, call, **asked)
         return answer
 
-    def invoke(self, input: Any, config: Any = None, **options: Any) -> AIMessage:  # noqa: A002
+    def invoke(self, input: Any, config: Config = None, **options: Any) -> AIMessage:  # noqa: A002
         """The answer of the model, or of the limits in its place."""
         return _now(self._asked("", input, config, options))
 
-    async def ainvoke(self, input: Any, config: Any = None, **options: Any) -> AIMessage:  # noqa: A002
+    async def ainvoke(self, input: Any, config: Config = None, **options: Any) -> AIMessage:  # noqa: A002
         """`invoke`, without blocking the event loop."""
         return await self._asked("a", input, config, options)
 
