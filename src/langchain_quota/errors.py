@@ -106,8 +106,8 @@ class QuotaWarning(UserWarning):
       a run begins.
     - Sub-agents of deepagents do not have the limits of their parent. You are warned once per
       agent, at its first model call.
-    - A graph that is wired by hand has a run limit, and no node of it calls `before_agent`. You
-      are warned once per middleware.
+    - A `GraphQuota` has a thread limit and no store: the count of a thread ends with the process.
+      You are warned when it is made.
     - A model under a limit of tokens or costs reports no usage, so its tokens are estimated. You
       are warned once per model and `Telemetry`. The answer is already paid then: where warnings
       are errors, this one is logged instead, and the answer is not lost.

@@ -54,8 +54,7 @@ class ToolCallLimit(ToolLimit):
         exit_behavior: What a call over the limit does. `"continue"` answers it with an error
             message and lets the agent go on, `"end"` ends the run, `"error"` raises
             `ToolCallLimitExceededError`. `"ask"` interrupts the run and asks a person, who grants
-            more or ends the run. It needs a `QuotaMiddleware` or a `GraphQuota`, and an agent with
-            a checkpointer.
+            more or ends the run. It needs a `QuotaMiddleware`, and an agent with a checkpointer.
         grant: With `"ask"`: how many more calls an approval grants, from 1; by default as many as
             the limit that is reached. If the refused calls need more, it grants what they need.
         message: What the model reads as the answer of a refused call (and, with `"end"`, the

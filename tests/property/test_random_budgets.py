@@ -26,8 +26,8 @@ NAMES: dict[What, str] = {
     "output": "model.output_tokens",
     "money": "model.microdollars",
 }
-WAYS: list[tuple[Kind, Form]] = [("quota", "sync"), ("quota", "async"), ("graph", "async")]
-WAYS += [("inline", "sync"), ("inline", "async")] if HAS_INLINE else []
+WAYS: list[tuple[Kind, Form]] = [("quota", "sync"), ("quota", "async")]
+WAYS += [("graph", "async"), ("inline", "sync"), ("inline", "async")] if HAS_INLINE else []
 Row = tuple[str, ...]
 """A count that a budget looks at."""
 

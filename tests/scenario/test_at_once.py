@@ -270,6 +270,7 @@ async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int)
     assert 0 < browser.most <= CAP
 
 
+@needs_inline
 @pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 @pytest.mark.parametrize("kind", ["graph", "react"])
 async def test_graphs(signals: Signals, kind: Kind) -> None:

@@ -28,7 +28,7 @@ from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scene import Kind, Scene
 from tests.stores import FickleStore
-from tests.telemetry import Signals
+from tests.telemetry import Signals, needs_inline
 from tests.trees import ASKED, LOST, Tree, ask, config, human, in_one_tool, inside, one_by_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
@@ -97,6 +97,7 @@ def without_context(function: Callable[..., Any], *args: Any, **more: Any) -> An
         return executor.submit(function, *args, **more).result()
 
 
+@needs_inline
 @pytest.mark.parametrize("kind", ["graph", "react"])
 def test_a_thread_with_the_config_in_a_graph(kind: Kind, signals: Signals) -> None:
     """A tool of a graph passes on its root run by its config alone, as a tool of an agent does."""
@@ -114,6 +115,7 @@ def test_a_thread_with_the_config_in_a_graph(kind: Kind, signals: Signals) -> No
     assert len(tree.ran) == 5
 
 
+@needs_inline
 async def test_an_interrupt_in_a_node_that_handles_errors(signals: Signals) -> None:
     """A tool that asks a human interrupts the run, though its node turns errors into answers."""
     tools = [StructuredTool.from_function(human)]

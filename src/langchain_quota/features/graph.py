@@ -70,16 +70,15 @@ class GraphQuota:
             together; see `QuotaMiddleware`.
 
     Examples:
-        >>> from langgraph.prebuilt import create_react_agent
+        >>> from langgraph.graph import START, MessagesState, StateGraph
         >>> from langchain_quota import GraphQuota, ModelCallLimit
         >>> from langchain_quota.testing import ScriptedChatModel
-        >>> def search() -> str:
-        ...     "Search the web."
-        ...     return "nothing found"
-        >>> model = ScriptedChatModel(script=lambda messages: ["search"])
         >>> limits = GraphQuota([ModelCallLimit(run_limit=2)])
-        >>> agent = create_react_agent(limits.model(model), limits.tools([search]))
-        >>> agent.invoke({"messages": [("user", "Find it!")]})["messages"][-1].text
+        >>> model = limits.model(ScriptedChatModel(script=["Hello.", "Hello again."]))
+        >>> def greet(state):
+        ...     return {"messages": [model.invoke(state["messages"]) for _ in range(3)]}
+        >>> graph = StateGraph(MessagesState).add_node(greet).add_edge(START, "greet").compile()
+        >>> graph.invoke({"messages": [("user", "Hi!")]})["messages"][-1].text
         'Model call limits exceeded: run limit (2/2)'
     """
 
