@@ -160,16 +160,19 @@ async def played(plan: Plan, shape: str) -> dict[str, Any]:
     return {
         "ran": sorted(ran),
         "errors": errors,
-        "offered": [call.tools for call in scene.model.calls],
         "requests": not ends
-        and [[each.content for each in call.messages] for call in scene.model.calls],
+        and [([each.content for each in call.messages], call.tools) for call in scene.model.calls],
         "counts": sorted(
             (each.key.split(":")[:2], each.used)
             for each in store.usages()
             if each.used and "root_run" not in each.key
         ),
         "decisions": [
-            (each.call.kind, each.call.tool, each.call.id, each.outcome, each.limits)
+            # A graph has no state that counts a thread where no limit does.
+            (
+                (each.call.kind, each.call.tool, each.call.id, each.outcome),
+                [(one.limit, one.run_before, one.run_used, one.scope) for one in each.limits],
+            )
             for each in decisions
         ],
         "metrics": {

@@ -230,6 +230,21 @@ async def test_a_tool_node_alone(mark: str, nodes: int, form: Any, signals: Sign
     assert run_counts(store, "search") == [2]
 
 
+async def test_a_message_for_two_nodes_of_tools(signals: Signals) -> None:
+    """Calls that a limited model has made run once: a second node of tools makes further calls."""
+    ran: list[str] = []
+    own = GraphQuota([ToolCallLimit(run_limit=2)], telemetry=signals.telemetry)
+    limited = own.model(ScriptedChatModel(script=[["search", "search"], "done"]))
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("model", lambda state: {"messages": [limited.invoke(state["messages"])]})
+    for name in ("tools", "more tools"):
+        graph.add_node(name, own.tools([recording("search", ran)]))
+        graph.add_edge("model", name)
+    graph.add_edge(START, "model")
+    graph.compile().invoke(HELLO)
+    assert ran == ["search"] * 2
+
+
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
 async def test_exits_of_tools_alone(exit_behavior: Any, signals: Signals) -> None:
     """A limit that ends a run at its tools ends it for the model; one that raises does so there."""
