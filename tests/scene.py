@@ -291,7 +291,7 @@ class Scene:
 
     def used(self, limit: Limit) -> tuple[int, int]:
         """What the thread and the run have used of a limit, in the state or the graph's store."""
-        if isinstance(self.quota, GraphQuota):
+        if isinstance(getattr(self, "quota", None), GraphQuota):
             thread = self._stored(f"{limit.counter}:thread:{self.thread_id}")
             return sum(thread), max(self._stored(f"{limit.counter}:run:*"), default=0)
         state = self.state()

@@ -82,11 +82,10 @@ class GraphQuota:
         'Model call limits exceeded: run limit (2/2)'
     """
 
-    @one_list
+    @one_list  # type: ignore[arg-type]  # because of the options
     def __init__(
         self,
         limits: Sequence[Limit],
-        /,
         *,
         name: str | None = None,
         store: QuotaStore | None = None,
