@@ -108,10 +108,6 @@ class Ledger(TypedDict, total=False):
     """The id of the message with which a limit ended this run."""
     begun_by: list[str]
     """The names of the middlewares that have begun the run."""
-    begun_in: str | None
-    """The invocation in which this run began or was resumed, for graphs that need it."""
-    in_graph: bool
-    """Whether an outer graph gave its ledger, which was empty."""
     abandoned: Abandoned | None
     trace: dict[str, str] | None
     """The first span of this run as W3C headers, if no span was active."""
@@ -123,10 +119,6 @@ class Ledger(TypedDict, total=False):
     """Names the newest call whose use these numbers include: this process may know later ones."""
     held: Held | None
     """What a store holds for the model call that is about to be made."""
-    uncharged: bool
-    """Whether this step's model call is still to be charged, in a graph of the user's own."""
-    admitted: str | None
-    """The model's node whose next call was admitted, in a graph of the user's own."""
     granted: dict[str, int]
     """What people have granted to the thread and to this run, if the state counts them."""
     pending_refunds: dict[str, Amounts]

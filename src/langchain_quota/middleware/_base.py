@@ -30,7 +30,6 @@ from langchain_quota.middleware._history import (
     since,
 )
 from langchain_quota.middleware._tool_counts import ToolCounts
-from langchain_quota.middleware._wiring import REMEDY, Wiring
 from langchain_quota.state import (
     LEDGER,
     NEW_RUN,
@@ -91,8 +90,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._model_mode: ModelMode | None = None
         # Whether a store counts threads; `None` where the middleware takes no store.
         self._has_store: bool | None = None
-        self._warned = self._warned_of_runs = False
-        self._wiring = Wiring()
+        self._warned = False
         self._offered = OfferedTools(limits, self._recorder)
         # The functions that start sub-agents and that have been checked already.
         self._looked_at: WeakSet[FunctionType] = WeakSet()
@@ -242,8 +240,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
         if recorded.is_new and conclusion.refunds:
             self._recorder.record_refunds(conclusion.refunds)
-        if not request.known and LEDGER in (conclusion.update or {}):
-            self._wiring.wrote(request.state)
         written = Ledger()
         if recorded.trace is not None and recorded.trace != known:
             # Later steps of the run belong to this trace.
@@ -260,17 +256,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     def _counts_last(self, context: CallContext) -> bool:
         """Whether the counts of threads outlive the run."""
         return context.remembers
-
-    def _check_wiring(self, state: Mapping[str, Any], runtime: Any) -> None:
-        """Check that the graph does what the hooks before this one said."""
-        if not self._wiring.check(state, runtime, middleware=self.name) or self._warned_of_runs:
-            return
-        if any(limit.run_limit is not None for limit in self.limits):
-            self._warned_of_runs = True
-            self._made_at.warn(
-                f"{self.name} has a run limit, and no node of this graph calls its before_agent: "
-                f"the run's counts are never set back to 0. {REMEDY}"
-            )
 
     def _warn_if_forgetful(self, context: CallContext) -> None:
         if self._warned or self._counts_last(context):

@@ -20,9 +20,6 @@ from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey, check_prefix
 from langchain_quota.telemetry.recorder import Recorder
 
-HOOKS = ("before_agent", "before_model", "after_model")
-"""The hooks that judge: the names of their nodes end with a dot and one of these."""
-
 _ARGUMENTS = ("thread_limit", "run_limit")
 
 _Values = dict[tuple[str, int], Any]
@@ -99,11 +96,6 @@ def runs_tools(namespace: str) -> bool:
 def graph_of(checkpoint_ns: str) -> str:
     """The namespace of the graph that a task belongs to."""
     return checkpoint_ns.rpartition("|")[0]
-
-
-def node_of(checkpoint_ns: str) -> str:
-    """The name of the node that a task runs."""
-    return checkpoint_ns.rpartition("|")[2].partition(":")[0]
 
 
 def running_agent() -> str | None:

@@ -144,7 +144,6 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         return self._judge(state, runtime)
 
     def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        self._check_wiring(state, runtime)
         self._mark_judged(state)
         request = tool_calls.pending(
             state, runtime, self._resolved, middleware=self.name, every_call=False
@@ -280,7 +279,6 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        self._check_wiring(state, runtime)
         request = model_calls.pending(state, runtime, self._resolved, task=self.name)
         conclusion = model_calls.conclude(request, request.by_state(), charging=False)
         update = effect(self._record(request, conclusion)) or {}
@@ -298,7 +296,6 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count_uncounted(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update:
-        self._check_wiring(state, runtime)
         self._mark_judged(state)
         if ledger(state).get("model_counted"):
             return {RUN_MODEL: run_model(state)}

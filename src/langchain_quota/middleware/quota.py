@@ -170,7 +170,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            RuntimeError: A limit's function or an observer is async, or a refused call was made.
+            RuntimeError: A limit's function or an observer is async.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
@@ -187,7 +187,6 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     async def _before_model(
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        self._check_wiring(state, runtime)
         if self._budgets is not None and has_ended(state):
             return {"jump_to": "end"}
         limits = await self._resolve(form, "model", state, runtime)
@@ -211,7 +210,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A limit's function or an observer is async, or a refused call was made.
+            RuntimeError: A limit's function or an observer is async.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
@@ -228,7 +227,6 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     async def _after_model(
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        self._check_wiring(state, runtime)
         self._mark_judged(state)
         if self._budgets is not None:
             self._budgets.learn_written(state)

@@ -1,14 +1,13 @@
 """Collects the model runs that a block starts, at any depth, and what each of them has used."""
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from typing import Any, Literal, cast
-from uuid import NAMESPACE_OID, UUID, uuid4, uuid5
+from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
@@ -29,10 +28,6 @@ DECISION = "llm"
 
 _SAID = ("text", "thinking", "reasoning", "summary")
 """Where a block of an answer has its text."""
-
-_UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_RUN_ID = re.compile(rf"(?:lc_run-|run-?)-(?P<run>{_UUID})(?:-\d+)?")
-"""The id of a message, which LangChain makes from the id of the model run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,24 +268,6 @@ def collect_model_runs(admit: Admit | None = None) -> Iterator[ModelRunCollector
         # A coroutine that outlives its event loop is closed in another context.
         with suppress(ValueError):
             _collector.reset(token)
-
-
-def model_runs_so_far() -> list[ModelRun]:
-    """The model runs that the innermost block has collected so far."""
-    collector = _collector.get()
-    return [] if collector is None else collector.runs()
-
-
-def collect_answer(prompt: Sequence[BaseMessage], answer: AIMessage) -> None:
-    """Add a model run that the innermost block has not seen, known only from its answer."""
-    collector = _collector.get()
-    if collector is not None:
-        made = _RUN_ID.fullmatch(answer.id or "")
-        run_id = UUID(made["run"]) if made else uuid5(NAMESPACE_OID, answer.id or uuid4().hex)
-        # The run is paid already: nothing is refused.
-        collector._start(run_id, prompt, None, {})  # noqa: SLF001 - of this module
-        generation = ChatGeneration(message=answer)
-        collector.on_llm_end(LLMResult(generations=[[generation]]), run_id=run_id)
 
 
 @cache
