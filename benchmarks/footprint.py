@@ -14,7 +14,7 @@ from benchmarks.sizes import Size
 from langchain_quota import MemoryStore, Telemetry, ToolCallLimit
 from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
 from langchain_quota.decision import Call
-from langchain_quota.resolved import ResolvedLimit
+from langchain_quota.middleware.context import fixed
 from langchain_quota.telemetry import recorder_of
 
 FEW, MANY = 1, 8
@@ -44,7 +44,7 @@ def tracked_bytes(threads: int, limits: int) -> int:
     """The bytes of the table of so many threads, each with so many limits."""
     recorder = recorder_of(Telemetry(registry=CollectorRegistry(), spans="off"))
     terms = [
-        ResolvedLimit.of(ToolCallLimit("search", thread_limit=UNREACHED, name=f"limit-{index}"))
+        fixed(ToolCallLimit("search", thread_limit=UNREACHED, name=f"limit-{index}"))
         for index in range(limits)
     ]
 

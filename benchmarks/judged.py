@@ -8,9 +8,9 @@ from langchain_quota.admission import AcquireResult
 from langchain_quota.decide import Breach
 from langchain_quota.decision import Call, Decision
 from langchain_quota.limits import Limit, ToolCallLimit
-from langchain_quota.middleware._calls import Request
-from langchain_quota.middleware._context import CallContext
-from langchain_quota.resolved import (
+from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.context import CallContext, fixed
+from langchain_quota.rule import (
     Outage,
     ResolvedLimit,
     ResolvedLimits,
@@ -38,7 +38,7 @@ class Judged:
 
     decisions: tuple[Decision, ...]
     breaches: list[Breach]
-    request: Request
+    request: Batch
     result: AcquireResult
 
     def used(self, limit: Limit) -> Used:
@@ -73,9 +73,10 @@ def judge(
         kept: Counts by their own names, which go before.
     """
     resolved = ResolvedLimits(
-        [each if isinstance(each, ResolvedLimit) else ResolvedLimit.of(each) for each in limits],
-        outage,
+        each if isinstance(each, ResolvedLimit) else fixed(each) for each in limits
     )
+    if outage is not None:
+        resolved = resolved.without_store(outage)
     counts: dict[str, int] = dict(kept or {})
     for each in resolved.limits:
         used = usage.get(each.limit.counter, Used())
@@ -84,7 +85,7 @@ def judge(
         # A quota may be a further threshold over a count that is there already.
         for row, number in zip(rows, numbers, strict=False):
             counts.setdefault(row.counter, number)
-    request = Request(
+    request = Batch(
         state={},
         known={},
         context=CallContext(),
@@ -94,6 +95,7 @@ def judge(
         asked=[resolved.asked(call) for call in calls],
         used=counts,
         stops=resolved.stops if stops else {},
+        remake=_never,
     )
     result = request.by_state()
     decisions, breaches = request.decided(result, charging=charging)
@@ -108,7 +110,7 @@ def request_of(
     calls: int = 1,
     refunds: dict[str, Amounts] | None = None,
     **arguments: Any,
-) -> Request:
+) -> Batch:
     """Searches of a thread, in a step of their own unless the task has a name.
 
     Args:
@@ -120,12 +122,13 @@ def request_of(
         **arguments: Further arguments of the limit.
     """
     limit = ToolCallLimit("search", thread_limit=most, **arguments)
-    limits = ResolvedLimits([ResolvedLimit.of(limit, thread_key=KEY)])
+    limits = ResolvedLimits([ResolvedLimit.of(limit, thread=most, run=None, thread_key=KEY)])
     searches = [Call("tool", "search", f"call-{index}") for index in range(calls)]
     asked = [limits.asked(call) for call in searches]
-    return Request(
+    return Batch(
         state={},
-        known=Ledger(pending_refunds=refunds or {}),
+        known=Ledger(),
+        refunds=refunds or {},
         context=CallContext(task_id=task),
         task="QuotaMiddleware",
         limits=limits,
@@ -133,4 +136,9 @@ def request_of(
         asked=asked,
         used={**dict.fromkeys(asked[0].hits.amounts, 0), thread_counter(limit): own},
         stops=limits.stops,
+        remake=_never,
     )
+
+
+def _never(_: ResolvedLimits) -> None:
+    """Nobody is asked, so nothing is judged under other limits."""

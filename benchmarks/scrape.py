@@ -15,7 +15,7 @@ from benchmarks.report import Ratio, Result, Table, divided, number
 from benchmarks.sizes import Size
 from langchain_quota import Telemetry, ToolCallLimit, metrics_app
 from langchain_quota.decision import Call
-from langchain_quota.resolved import ResolvedLimit
+from langchain_quota.middleware.context import fixed
 from langchain_quota.telemetry import recorder_of
 
 LIMIT = 100
@@ -50,8 +50,8 @@ def tracked(threads: int, *, first: int = 0, all_near: bool = False) -> Collecto
     registry = CollectorRegistry()
     recorder = recorder_of(Telemetry(registry=registry, spans="off"))
     terms = [
-        ResolvedLimit.of(ToolCallLimit("search", thread_limit=LIMIT)),
-        ResolvedLimit.of(ToolCallLimit(thread_limit=LIMIT * 10)),
+        fixed(ToolCallLimit("search", thread_limit=LIMIT)),
+        fixed(ToolCallLimit(thread_limit=LIMIT * 10)),
     ]
     for thread in range(first, first + threads):
         count = NEAR if all_near else used(thread)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, repeat
+from secrets import token_hex
 from typing import Literal
 
 from langgraph.checkpoint.memory import InMemorySaver
@@ -21,9 +22,11 @@ from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.admission import AcquireRequest, admit
 from langchain_quota.decide import decide
 from langchain_quota.decision import Call, Decision
+from langchain_quota.forms import now
 from langchain_quota.limits import ToolCallLimit
-from langchain_quota.middleware._store import StoreClient
-from langchain_quota.resolved import ResolvedLimit, ResolvedLimits, hits_of
+from langchain_quota.middleware.context import fixed
+from langchain_quota.rule import ResolvedLimit, ResolvedLimits, hits_of
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.metrics import DECISION_BUCKETS
 
@@ -183,13 +186,19 @@ def _judging(limits: int) -> Repeat:
 def _asking(whom: str) -> Callable[[], object]:
     store = MemoryStore()
     request = request_of(most=scenes.UNREACHED)
-    # Each request has a name of its own.
-    request.anew = True
     if whom == "state":
         return lambda: request.decided(request.by_state())
     if whom == "hooks":
-        client = StoreClient(store, "deny", recorder_of(scenes.telemetry("not sampled")))
-        return lambda: request.decided(client.acquire(request))
+        client = StoreClient(store, recorder_of(scenes.telemetry("not sampled")))
+
+        def hooked() -> None:
+            # Each request has a name of its own.
+            request.name = token_hex(16)
+            result = now(client.acquire("", request.to_store()))
+            assert result is not None
+            request.decided(result)
+
+        return hooked
     sent, names = request.to_store(), count()
 
     def asked() -> None:
@@ -252,7 +261,7 @@ def _repeating(once: Callable[[], object]) -> Repeat:
 
 def _limits(limits: int) -> list[ResolvedLimit]:
     return [
-        ResolvedLimit.of(
+        fixed(
             ToolCallLimit(
                 "search",
                 thread_limit=scenes.UNREACHED,

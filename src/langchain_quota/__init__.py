@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from langchain_quota.features.budgets.prices import Price
     from langchain_quota.features.deep_agents.with_limits import with_limits
     from langchain_quota.features.graph import GraphQuota
+    from langchain_quota.features.inline import InlineQuotaMiddleware
     from langchain_quota.levels import Level
     from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
     from langchain_quota.middleware.drop_ins import (
         ModelCallLimitMiddleware,
         ToolCallLimitMiddleware,
     )
-    from langchain_quota.middleware.inline import InlineQuotaMiddleware
     from langchain_quota.middleware.quota import QuotaMiddleware
     from langchain_quota.model_usage import ModelUsage
     from langchain_quota.quotas import Quota
@@ -66,7 +66,7 @@ else:
         "levels": ("Level",),
         "limits": ("ExitBehavior", "Limit", "ModelCallLimit", "ToolCallLimit"),
         "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
-        "middleware.inline": ("InlineQuotaMiddleware",),
+        "features.inline": ("InlineQuotaMiddleware",),
         "middleware.quota": ("QuotaMiddleware",),
         "model_usage": ("ModelUsage",),
         "features.budgets.prices": ("Price",),

@@ -88,6 +88,7 @@ class Compensation:
         settles: The idempotency key of a request that holds something under the keys of the
             amounts: what it still holds there is given back first. So the amounts, 0 included,
             replace what was held. They may exceed limits.
+        limits: The limits of keys, which a store shows beside their counts.
     """
 
     id: str
@@ -96,6 +97,7 @@ class Compensation:
     idempotency_key: str = ""
     starts: Mapping[str, int] = field(default_factory=dict)
     settles: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

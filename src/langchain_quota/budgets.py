@@ -55,7 +55,7 @@ class TokenLimit(ModelLimit):
         run_limit: Most tokens in one run (one invocation): as `thread_limit`.
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
             of the answer (`"output"`, with reasoning), or both (`"total"`).
-        reserve: How many tokens of the budget a call holds while it runs, from 1; `None` for one.
+        reserve: How many tokens of the budget a call holds while it runs, from 1; `None` for none.
             When the call is done, the tokens that it used replace them. A call is refused if its
             reserve is more than what is left. A number must not exceed any limit or quota, except
             those of 0. A function of the `ModelRequest`, such as `usage_bound`, gives a number, or
@@ -141,7 +141,7 @@ class CostLimit(ModelLimit):
         thread_limit: Most dollars over the life of a thread, an amount or a function; see
             `ToolCallLimit`.
         run_limit: Most dollars in one run (one invocation): as `thread_limit`.
-        reserve: How many dollars of the budget a call holds while it runs; `None` for a millionth.
+        reserve: How many dollars of the budget a call holds while it runs; `None` for none.
             A function of the `ModelRequest`, such as `usage_bound`, gives dollars, or a
             `ModelUsage` with the most that the call can use. The highest price of this usage is
             held. See `TokenLimit`.

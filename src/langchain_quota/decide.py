@@ -1,11 +1,9 @@
-"""Turns an answer into decisions about calls, and finds the limits whose refusals hold."""
+"""Decides about each call of a batch, and finds the limits whose refusals hold."""
 
 from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from types import MappingProxyType
-from typing import NamedTuple
 
 from langchain_quota.admission import AcquireResult
 from langchain_quota.decision import (
@@ -19,11 +17,11 @@ from langchain_quota.decision import (
     Reason,
     Scope,
 )
-from langchain_quota.resolved import Asked, Check, ResolvedLimit, ResolvedLimits
+from langchain_quota.rule import Asked, Check, ResolvedLimit, ResolvedLimits
 
 
 def status(  # noqa: PLR0913 - keyword-only, with defaults
-    limit: ResolvedLimit,
+    resolved: ResolvedLimit,
     counts: Mapping[str, int],
     amount: int,
     *,
@@ -33,20 +31,20 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     spent: int | None = None,
 ) -> LimitStatus:
     """The status of a limit at one call."""
-    of_thread, of_run, *of_quotas = limit.checks
+    limit, (of_thread, of_run, *of_quotas) = resolved.limit, resolved.checks
     thread, run = counts[of_thread.counter], counts[of_run.counter]
-    runs = amount > 0
-    if limit.is_budget:
+    is_budget, runs = limit.unit != "calls", amount > 0
+    if is_budget:
         # What a call uses is known when it has returned.
         amount, charging = spent or 0, spent is not None
     reason: Reason | None = None
-    exit_behavior: Exit = limit.limit.exit_behavior
+    exit_behavior: Exit = limit.exit_behavior
     if refusal_does and (refused_at is not None or exit_behavior != "ask"):
         exit_behavior = refusal_does
     if refused_at is not None:
         reason = "store" if refused_at == STORE else of_run.reason
     return LimitStatus(
-        limit=limit.limit.name,
+        limit=limit.name,
         exit_behavior=exit_behavior,
         thread_before=thread,
         thread_used=thread + amount,
@@ -58,10 +56,10 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         scope=None if reason == "store" else refused_at,
         charged=charging and runs and reason is None,
         deferred=runs and not charging,
-        enforced=limit.limit.enforce,
-        near=limit.limit.near,
-        alert=limit.limit.alert,
-        computed=tuple(each.scope for each in limit.checks if each.computed),
+        enforced=limit.enforce,
+        near=limit.near,
+        alert=limit.alert,
+        computed=tuple(each.scope for each in resolved.checks if each.computed),
         quotas=tuple(
             QuotaStatus(
                 each.scope,
@@ -76,9 +74,9 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         )
         if of_quotas
         else (),
-        shared=limit.shared,
-        unit=limit.limit.unit,
-        needs=of_run.hit if limit.is_budget and reason == "exhausted" else 0,
+        shared=resolved.shared,
+        unit=limit.unit,
+        needs=of_run.needs if is_budget and reason == "exhausted" else 0,
     )
 
 
@@ -97,21 +95,21 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     # refuses nothing: the call runs, and is counted.
     counts = dict(result.used)
     decisions = []
-    for call, (limits, hits, _), index in zip(calls, asked, index_of, strict=True):
+    for call, (limits, hits), index in zip(calls, asked, index_of, strict=True):
         refused, admitted = result.refused[index], result.admitted[index]
-        amount = call.amount if admitted and not result.stopped else 0
+        runs = admitted and not result.stopped
         statuses = tuple(
             status(
                 limit,
                 counts,
-                amount,
+                int(runs),
                 refused_at=refused.get(limit.limit.name),
                 charging=charging,
                 refusal_does=exits.get(limit.limit.name),
             )
             for limit in limits
         )
-        for count in hits.amounts if amount else ():
+        for count, amount in hits.amounts.items() if runs else ():
             counts[count] += amount
         if not admitted:
             outcome = Outcome.BLOCKED
@@ -126,16 +124,6 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     return decisions
 
 
-class Exceeded(NamedTuple):
-    """A threshold that refuses calls of a batch."""
-
-    scope: Scope
-    used: int
-    most: int
-    resets_at: datetime | None
-    needs: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Breach:
     """An enforced limit that refuses calls of this batch."""
@@ -145,9 +133,10 @@ class Breach:
     decision: Decision
     refusals: int
     unchecked: bool
+    # The thread's and the run's count as if the refused calls had run, and the checks that fail.
     thread_count: int
     run_count: int
-    exceeded: tuple[Exceeded, ...]
+    exceeded: tuple[tuple[Check, int], ...]
 
 
 def breaches(
@@ -162,14 +151,12 @@ def breaches(
     for each in limits.limits:
         refused: dict[int, tuple[Decision, LimitStatus]] = {}
         checks: Sequence[Check] = ()
-        amounts: Counts[str] = Counts()
-        for decision, (matching, _, _), index in zip(decisions, asked, index_of, strict=True):
-            for how, matched in zip(decision.limits, matching, strict=True):
+        more = Counts[str]()
+        for decision, one, index in zip(decisions, asked, index_of, strict=True):
+            for how, matched in zip(decision.limits, one.limits, strict=True):
                 if matched.limit is each.limit:
                     if not each.is_budget:
-                        amounts.update(
-                            {one.counter: decision.call.amount for one in matched.checks}
-                        )
+                        more.update({check.counter for check in matched.checks})
                     if how.refused and how.enforced:
                         # Which counts a limit has may depend on the call.
                         checks = checks or matched.checks
@@ -177,8 +164,8 @@ def breaches(
         if not refused:
             continue
         decision, first = next(iter(refused.values()))
-        needs = checks[0].hit if each.is_budget else 0
-        counts = [(one, result.used[one.counter] + amounts[one.counter]) for one in checks]
+        counts = [(one, result.used[one.counter] + more[one.counter]) for one in checks]
+        needs = checks[0].needs if each.is_budget else 0
         found.append(
             Breach(
                 each,
@@ -189,7 +176,7 @@ def breaches(
                 counts[0][1],
                 counts[1][1],
                 tuple(
-                    Exceeded(one.scope, count, one.most, one.resets_at, needs)
+                    (one, count)
                     for one, count in counts
                     if one.most is not None and count + needs > one.most - one.kept
                 ),

@@ -113,6 +113,8 @@ class ToolLimit(LimitOptions):
     """The kind of calls that are limited."""
     unit: ClassVar[Unit] = "calls"
     """What is counted."""
+    counted: ClassVar[bool] = True
+    """Whether the state and a store keep its counts; else they follow from the history."""
 
 
 class ModelLimit(LimitOptions):
@@ -124,6 +126,8 @@ class ModelLimit(LimitOptions):
     """The kind of calls that are limited."""
     tools: ClassVar[tuple[str, ...]] = ()
     """No tools."""
+    counted: ClassVar[bool] = True
+    """The state and a store keep its counts."""
     give_up_after: ClassVar[None] = None
     """Refusals of model calls are not counted: the first one ends the run."""
 

@@ -7,11 +7,12 @@ applications match on them.
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-from langchain_quota.decide import Breach, Exceeded
+from langchain_quota.decide import Breach
 from langchain_quota.decision import AT_ONCE, Decision, LimitStatus, Unit
 from langchain_quota.limits import Limit
 from langchain_quota.money import as_dollars
 from langchain_quota.repeats import RepeatLimit
+from langchain_quota.rule import Check
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -87,13 +88,13 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
         return f"{repeats}."
     if breach.limit.is_budget:
         parts = [
-            f"{each.scope} limit ({_of_budget(each, limit.unit, is_last=is_last)}"
+            f"{each.scope} limit ({_of_budget(each, used, limit.unit, is_last=is_last)}"
             f"{_resets(each.resets_at)})"
-            for each in breach.exceeded
+            for each, used in breach.exceeded
         ]
         return f"{_BUDGETS[limit.unit]} limits exceeded: {', '.join(parts)}"
     exceeded = [
-        (each.scope, each.used, each.most, _resets(each.resets_at)) for each in breach.exceeded
+        (each.scope, used, each.most, _resets(each.resets_at)) for each, used in breach.exceeded
     ]
     if limit.kind == "model":
         parts = [f"{scope} limit ({n - 1}/{most}{resets})" for scope, n, most, resets in exceeded]
@@ -173,16 +174,15 @@ def _unchecked(limit: Limit) -> str:
     )
 
 
-def _of_budget(exceeded: Exceeded, unit: Unit, *, is_last: bool) -> str:
+def _of_budget(check: Check, used: int, unit: Unit, *, is_last: bool) -> str:
     """What is used of a budget, and why that is too much if something is left."""
     # Such as `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
-    in_dollars = unit == "microdollars"
-    used, most, needs = (
-        as_dollars(each) if in_dollars else str(each)
-        for each in (exceeded.used, exceeded.most, exceeded.needs)
-    )
-    text = f"{used}/{most}" if in_dollars else f"{used}/{most} {unit}"
-    if exceeded.used >= exceeded.most:
+    most = check.most or 0
+    if unit == "microdollars":
+        text, needs = f"{as_dollars(used)}/{as_dollars(most)}", as_dollars(check.needs)
+    else:
+        text, needs = f"{used}/{most} {unit}", str(check.needs)
+    if used >= most:
         return text
     if is_last:
         return f"{text}, the rest was kept for the last answer"

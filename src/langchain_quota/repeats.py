@@ -123,6 +123,8 @@ class RepeatLimit(ToolLimit):
 
     thread_limit: ClassVar[None] = None
     """A new run may repeat what an earlier one did."""
+    counted: ClassVar[bool] = False
+    """The counts depend on the call, and on the answers of earlier calls."""
 
     run_limit: int
     _: KW_ONLY

@@ -27,50 +27,38 @@ THREAD_MODEL = "thread_model_call_count"
 RUN_MODEL = "run_model_call_count"
 
 
-Charges = dict[str, dict[str, dict[str, dict[str, int]]]]
-"""Tool call id -> counter -> middleware -> limit name -> amount.
-
-Limits with one counter share its count. Limits of two middlewares may have one name.
-"""
-
-
 Amounts = dict[str, int]
 """Numbers of calls, by a store's key."""
 
-Acquired = dict[str, dict[str, Amounts]]
-"""Tool call id -> middleware -> what a store charged for it."""
+
+class Charge(TypedDict):
+    """What is charged to one tool call, kept for refunds."""
+
+    counters: dict[str, int]
+    """By counter: limits with one counter share its count."""
+    limits: dict[str, dict[str, int]]
+    """By middleware and limit."""
+    keys: Amounts
+    """What a store charged."""
 
 
-class Batch(TypedDict):
-    """The charges for the tool calls of one AIMessage, kept for refunds."""
+class ToolBatch(TypedDict):
+    """The newest tool calls that were judged: those of one AIMessage."""
 
     message: str
-    charges: Charges
-    passed: list[str]
-    """The names of the middlewares that have let the batch pass."""
-    acquired: NotRequired[Acquired]
-    refused: NotRequired[list[str]]
-    """The ids of the calls that do not run."""
+    calls: dict[str, Charge]
+    """What each call that was let through is charged, by its id."""
+    waiting: list[str]
+    """The names of the middlewares of this run that have not judged them yet."""
 
 
-class Abandoned(TypedDict):
-    """Tool calls that an earlier run left without an answer, found when a new run begins."""
+class Admitted(TypedDict):
+    """A model call that is let through, and told when its request is known."""
 
-    calls: list[list[str]]
-    """Their `[name, id, name before a reviewer's edit]`, in order."""
-    charges: Charges
-    held_by: list[str]
-    """The names of the middlewares of that run that had not let the batch pass."""
-    acquired: NotRequired[Acquired]
-
-
-class Held(TypedDict):
-    """What a store holds of budgets until a model call is done."""
-
-    request: str
-    """The idempotency key of the request that holds it."""
-    keys: dict[str, str]
-    """The store's keys, each with the counter whose amounts it counts."""
+    used: dict[str, int]
+    """The counts before it, by counter."""
+    keys: Amounts
+    """What a store charged."""
 
 
 class Ledger(TypedDict, total=False):
@@ -92,8 +80,8 @@ class Ledger(TypedDict, total=False):
     """When this run's model calls are counted: when `"admitted"`, or when `"returned"`."""
     model_counted: bool
     """Whether the model call of this step is counted already."""
-    batch: Batch | None
-    """The current batch of tool calls."""
+    batch: ToolBatch | None
+    """The newest tool calls, and what is charged to them."""
     refusals: dict[str, dict[str, int]]
     """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
     repeats: dict[str, dict[str, Record]]
@@ -106,9 +94,10 @@ class Ledger(TypedDict, total=False):
     """The newest message when the run began: its id or, without one, how many there were."""
     ended: str | None
     """The id of the message with which a limit ended this run."""
+    error: list[Any] | None
+    """What is raised behind the model's step: the counts, the limits, and the text."""
     begun_by: list[str]
     """The names of the middlewares that have begun the run."""
-    abandoned: Abandoned | None
     trace: dict[str, str] | None
     """The first span of this run as W3C headers, if no span was active."""
     thread_spent: dict[str, int]
@@ -117,11 +106,11 @@ class Ledger(TypedDict, total=False):
     """What the model calls of this run have used of budgets, by counter."""
     spent_by: str | None
     """Names the newest call whose use these numbers include: this process may know later ones."""
-    held: Held | None
-    """What a store holds for the model call that is about to be made."""
+    admitted: Admitted | None
+    """The model call that is let through and not told yet."""
     granted: dict[str, int]
     """What people have granted to the thread and to this run, if the state counts them."""
-    pending_refunds: dict[str, Amounts]
+    owed: dict[str, Amounts]
     """What a store charged and is to take back with the next request, by the refund's name."""
 
 
@@ -202,7 +191,6 @@ NEW_RUN: Ledger = {
     "run_tools": {},
     "run_model": 0,
     "model_counted": False,
-    "batch": None,
     "refusals": {},
     "refused": None,
     "ended": None,
@@ -324,7 +312,7 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
     )
 
 
-NOTHING_SPENT: Ledger = {"run_spent": {}, "held": None}
+NOTHING_SPENT: Ledger = {"run_spent": {}, "admitted": None, "error": None}
 """What a run with budgets begins with, beside `NEW_RUN`."""
 
 UNUSED: Mapping[str, Any] = {
@@ -336,6 +324,7 @@ UNUSED: Mapping[str, Any] = {
         "thread_spent": {},
         "thread_model": 0,
         "repeats": {},
+        "batch": None,
     },
 }
 """The counts of a thread that has used nothing."""

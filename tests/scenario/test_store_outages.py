@@ -38,7 +38,7 @@ outages = pytest.mark.parametrize("outage", ["deny", "allow"])
 @pytest.fixture(autouse=True)
 def _only_calls_carry_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine, too, no correction is sent behind the calls of a test."""
-    monkeypatch.setattr("langchain_quota.middleware._corrections._FIRST", 3600.0)
+    monkeypatch.setattr("langchain_quota.stores.corrections._FIRST", 3600.0)
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.arguments import one_list
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.features.inline import InlineQuotaMiddleware
 from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.messages import ABANDONED, NOT_RUN
-from langchain_quota.middleware.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.stores import QuotaStore, check_store

@@ -6,9 +6,9 @@ from typing import Any
 
 from langchain_core.messages import AnyMessage
 
-from langchain_quota.admission import Hits, Threshold
-from langchain_quota.decision import RUN, THREAD, Call, Reason
-from langchain_quota.middleware._history import PendingCalls
+from langchain_quota.decision import RUN, THREAD, Call, Outcome, Reason
+from langchain_quota.middleware.calls import Batch, Conclusion
+from langchain_quota.middleware.feature import Feature
 from langchain_quota.repeat_records import NOTHING, Record, calls_made
 from langchain_quota.repeats import (
     MOST_KEPT,
@@ -20,8 +20,10 @@ from langchain_quota.repeats import (
     repeated,
     tool_digest,
 )
-from langchain_quota.resolved import Asked, Check, ResolvedLimit
-from langchain_quota.state import ledger
+from langchain_quota.rule import Asked, Check, ResolvedLimit
+from langchain_quota.state import Ledger, ledger
+
+_NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +38,53 @@ class _Known:
     asked: Sequence[tuple[str, str] | None]
 
 
-class Repeats:
+class Repeats(Feature):
+    """Refuses calls that repeat earlier ones."""
+
+    @classmethod
+    def of(cls, limiter: Any) -> "Repeats | None":
+        """The feature, if a limit is one on repeats."""
+        limits = [each for each in limiter.limits if isinstance(each, RepeatLimit)]
+        return cls(limits) if limits else None
+
+    def __init__(self, limits: Sequence[RepeatLimit]) -> None:
+        self._limits = limits
+
+    def begin(self, state: Any, written: Ledger) -> None:
+        """A new run may repeat what an earlier one did."""
+        if ledger(state).get("repeats"):
+            written["repeats"] = {}
+
+    def checks(self, batch: Batch) -> None:
+        """Ask of each call how often it, or its failure, came before."""
+        if batch.pending is None or not batch.calls:
+            return
+        known = _Message(self._limits, batch)
+        batch.ask(known.ask(batch.asked))
+        batch.used |= known.used
+        batch.own["repeats"] = known
+
+    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+        """Remember the calls."""
+        known: _Message | None = batch.own.get("repeats")
+        if known is not None and conclusion.error is None:
+            runs = [each.outcome not in _NOT_RUN for each in conclusion.decisions]
+            batch.written["repeats"] = known.noted(runs)
+        return conclusion
+
+
+class _Message:
     """What the repeat limits of a middleware know of the calls of one message."""
 
-    def __init__(
-        self,
-        limits: Sequence[RepeatLimit],
-        state: Mapping[str, Any],
-        pending: PendingCalls,
-        calls: Sequence[Call],
-        *,
-        middleware: str,
-    ) -> None:
-        self._middleware = middleware
+    def __init__(self, limits: Sequence[RepeatLimit], batch: Batch) -> None:
+        state, pending, calls = batch.state, batch.pending, batch.calls
+        assert pending is not None  # noqa: S101 - for the type checker
+        self._middleware = batch.middleware
         self._message = pending.message.id or ""
         self._calls = pending.calls
         self._records = ledger(state).get("repeats") or {}
         messages: Sequence[AnyMessage] = state.get("messages") or ()
-        own = self._records.get(middleware, {})
+        own = self._records.get(batch.middleware, {})
         self._known = {
             limit.name: self._know(limit, own.get(limit.name, NOTHING), messages, calls)
             for limit in limits
@@ -89,23 +120,16 @@ class Repeats:
 
     def _ask(self, index: int, asked: Asked) -> Asked:
         limits: list[ResolvedLimit] = []
-        amounts, thresholds = dict(asked.hits.amounts), list(asked.hits.thresholds)
         for each in asked.limits:
             limit = each.limit
             if not isinstance(limit, RepeatLimit):
                 limits.append(each)
                 continue
-            for check in each.checks:
-                amounts.pop(check.counter, None)
             own = self._check(limit, index)
-            if own is None:
-                continue
-            # A thread has no count of its own.
-            limits.append(each._replace(checks=(own._replace(scope=THREAD, most=None), own)))
-            amounts[own.counter] = 1
-            assert own.most is not None  # noqa: S101 - for the type checker
-            thresholds.append(Threshold(limit.name, RUN, own.counter, own.most, limit.enforce))
-        return Asked(tuple(limits), Hits(amounts, tuple(thresholds)), asked.shared)
+            if own is not None:
+                # A thread has no count of its own.
+                limits.append(each._replace(checks=(own._replace(scope=THREAD, most=None), own)))
+        return Asked.of(limits)
 
     def _check(self, limit: RepeatLimit, index: int) -> Check | None:
         """What a limit counts of a call; `None` if it does not count the call."""

@@ -1,6 +1,6 @@
 """A limiter whose threads can be reset."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from langchain.agents.middleware.types import ResponseT
@@ -11,12 +11,11 @@ from langgraph.types import PregelTask
 
 from langchain_quota.decision import THREAD, LimitStatus, QuotaStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.forms import Form, ask, now
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._base import ContextT, Limiter
-from langchain_quota.middleware._form import Form, ask, now
-from langchain_quota.middleware._store import StoreClient
-from langchain_quota.resolved import stored_as
+from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
+from langchain_quota.rule import stored_as
 from langchain_quota.state import UNUSED
 from langchain_quota.stores.keys import CountKey, check_prefix
 
@@ -25,9 +24,6 @@ _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededErro
 
 class Resettable(Limiter[Any, ContextT, ResponseT]):
     """A limiter that resets a thread, in its state and in the store."""
-
-    _store: StoreClient | None
-    _clock: Callable[[], float]
 
     def reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         """Set a thread's counts to 0, in its state and in the store.
@@ -69,8 +65,8 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
             )
         if self._store is not None:
             prefix = prefix_in(config, self._store.prefix)
-            keys = thread_keys(self.limits, config, self._clock(), prefix)
-            await ask(form, self._store, "reset", keys)
+            keys = thread_keys(self.limits, config, clock_of(self._store.store)(), prefix)
+            await self._store.reset(form, keys)
         await ask(form, agent, "update_state", config, dict(UNUSED), as_node=node)
         # The update has made nodes due that must not run.
         await ask(form, agent, "update_state", config, None, as_node=END)

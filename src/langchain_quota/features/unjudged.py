@@ -16,7 +16,8 @@ from langgraph.errors import GraphInterrupt
 from langchain_quota.decision import Kind
 from langchain_quota.features.budgets.model_runs import DECISION
 from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
-from langchain_quota.middleware._context import graph_of, running_agent, running_config
+from langchain_quota.middleware.context import graph_of, running_agent, running_config
+from langchain_quota.middleware.feature import Feature
 from langchain_quota.telemetry.recorder import UnjudgedCalls
 
 MOST_CALLS = 10_000
@@ -130,10 +131,25 @@ def count_unjudged_calls() -> None:
         watch_root_runs(CountingRootRun)
 
 
-def mark_judged(counter: UnjudgedCalls | None, state: Mapping[str, Any]) -> None:
-    """Note that a limiter judges the running agent's newest model call, and its tool calls."""
-    run = root_run() if _counting.is_set() else None
-    if isinstance(run, CountingRootRun):
-        run.counter = run.counter or counter
-        task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
-        run.judge(graph_of(task), running_agent(), state.get("messages") or ())
+class Unjudged(Feature):
+    """Notes which calls are judged."""
+
+    @classmethod
+    def of(cls, limiter: Any) -> "Unjudged | None":
+        """The feature, if the telemetry counts unjudged calls."""
+        counter = limiter._recorder.unjudged  # noqa: SLF001 - the kernel gives it
+        if counter is None:
+            return None
+        count_unjudged_calls()
+        return cls(counter)
+
+    def __init__(self, counter: UnjudgedCalls) -> None:
+        self._counter = counter
+
+    def after_model(self, state: Any, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
+        """Note that the running agent's newest model call is judged, and its tool calls."""
+        run = root_run()
+        if isinstance(run, CountingRootRun):
+            run.counter = run.counter or self._counter
+            task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
+            run.judge(graph_of(task), running_agent(), state.get("messages") or ())

@@ -1,6 +1,7 @@
 """Drop-ins for LangChain's two limiters, with exact counts and telemetry."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Generic, Literal
 
 from langchain.agents.middleware.types import (
@@ -16,15 +17,15 @@ from langgraph.types import Command
 from langchain_quota.arguments import check_choice
 from langchain_quota.decide import status
 from langchain_quota.decision import Call, Decision
+from langchain_quota.features.deep_agents.checks import DeepAgents
+from langchain_quota.features.unjudged import Unjudged
+from langchain_quota.forms import now
 from langchain_quota.limits import ExitBehavior, ModelCallLimit, ToolCallLimit
-from langchain_quota.middleware import _model_calls as model_calls
-from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._base import ContextT, Limiter, effect
-from langchain_quota.middleware._calls import Update
-from langchain_quota.middleware._context import call_context
-from langchain_quota.middleware._history import newest_name
-from langchain_quota.middleware._model_calls import model_counts
-from langchain_quota.resolved import ResolvedLimit, ResolvedLimits
+from langchain_quota.middleware.calls import Update, model_batch, model_counts, tool_batch
+from langchain_quota.middleware.conclude import conclude_model, conclude_tools
+from langchain_quota.middleware.context import call_context, fixed
+from langchain_quota.middleware.flow import ContextT, Limiter
+from langchain_quota.middleware.history import newest_name
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,
@@ -88,6 +89,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
     """
 
     state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
+    feature_kinds = (Unjudged,)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -117,7 +119,6 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
             name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
-        self._resolved = ResolvedLimits([ResolvedLimit.of(limit)])
         self.tool_name = tool_name
         self.thread_limit = thread_limit
         self.run_limit = run_limit
@@ -144,15 +145,14 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         return self._judge(state, runtime)
 
     def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        self._mark_judged(state)
-        request = tool_calls.pending(
-            state, runtime, self._resolved, middleware=self.name, every_call=False
-        )
-        if request is None:
+        for after_model in self._that("after_model"):
+            after_model(state, saved=True)
+        limits = now(self._limits_now("", "tool", state, runtime))
+        batch = tool_batch(state, runtime, limits, middleware=self.name, every_call=False)
+        if batch is None:
             return None
-        raises = self._on_pending == "raise"
-        conclusion = tool_calls.conclude(request, request.by_state(), pending_error=raises)
-        return effect(self._record(request, conclusion))
+        conclude = partial(conclude_tools, pending_error=self._on_pending == "raise")
+        return now(self._concluded("", batch, conclude))
 
 
 class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
@@ -197,6 +197,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     """
 
     state_schema: type[ModelCallLimitState[Any]] = ModelCallLimitState
+    feature_kinds = (DeepAgents, Unjudged)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -220,7 +221,6 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
             name="" if limit_name is None else limit_name,
         )
         super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
-        self._resolved = ResolvedLimits([ResolvedLimit.of(limit)])
         self._model_mode = "returned"
         self.thread_limit = thread_limit
         self.run_limit = run_limit
@@ -279,9 +279,9 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        request = model_calls.pending(state, runtime, self._resolved, task=self.name)
-        conclusion = model_calls.conclude(request, request.by_state(), charging=False)
-        update = effect(self._record(request, conclusion)) or {}
+        limits = now(self._limits_now("", "model", state, runtime))
+        batch = model_batch(state, runtime, limits, task=self.name)
+        update = now(self._concluded("", batch, partial(conclude_model, charging=False))) or {}
         if "jump_to" not in update and ledger(state).get("model_counted"):
             update[LEDGER] = {**update.get(LEDGER, {}), "model_counted": False}
         return update or None
@@ -296,7 +296,8 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count_uncounted(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update:
-        self._mark_judged(state)
+        for after_model in self._that("after_model"):
+            after_model(state, saved=True)
         if ledger(state).get("model_counted"):
             return {RUN_MODEL: run_model(state)}
         attempted = int(state.get("run_model_call_count") or 0) + 1
@@ -306,8 +307,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count(self, state: Mapping[str, Any], runtime: Any, name: str | None) -> Update:
         context = call_context(runtime, model_name=name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
-        (limit,) = self._resolved.asked(call).limits
-        charged = status(limit, model_counts(state), call.amount)
+        charged = status(fixed(self.limits[0]), model_counts(state), call.amount)
         # Two limiters count one call in one task.
         self._recorder.record_charge(call, charged, task_id=context.task(self.name))
         written = Ledger(run_model=charged.run_used, model_counted=True)

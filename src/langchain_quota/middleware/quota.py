@@ -1,39 +1,45 @@
 """QuotaMiddleware: many limits in one middleware, judged together."""
 
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
-from typing import Any, Generic
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, ClassVar, Generic, Self
 
-from langchain.agents.middleware.types import ModelRequest, ModelResponse, ResponseT, hook_config
+from langchain.agents.middleware.types import (
+    AgentMiddleware,
+    ExtendedModelResponse,
+    ModelRequest,
+    ModelResponse,
+    ResponseT,
+    ToolCallRequest,
+    hook_config,
+)
 from langgraph.runtime import Runtime
+from langgraph.types import Command
+from langsmith.utils import tracing_is_enabled
 
-from langchain_quota.admission import AcquireResult
 from langchain_quota.arguments import check_choice, check_switch, one_list
-from langchain_quota.decision import Kind
-from langchain_quota.features.ask.questions import questions_of
-from langchain_quota.features.at_once.at_once import caps_of
-from langchain_quota.features.budgets.agent_budgets import budgets_of, late_use
-from langchain_quota.features.budgets.budgeted_call import BudgetedCall
+from langchain_quota.decision import ROOT_RUN
+from langchain_quota.features.ask.questions import Questions
+from langchain_quota.features.at_once.at_once import Answer, AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
-from langchain_quota.features.budgets.charged_response import ChargedResponse, has_ended
 from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
-from langchain_quota.features.budgets.unlimited_models import leave_out_before_model
+from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.grants import Grantable
-from langchain_quota.features.telling.model_request import shaped
+from langchain_quota.features.repeats import Repeats
+from langchain_quota.features.root_run.run import in_tool
+from langchain_quota.features.root_run.subject import RootRuns
+from langchain_quota.features.telling.model_request import Telling
+from langchain_quota.features.telling.offered_tools import OfferedTools
+from langchain_quota.features.unjudged import Unjudged
+from langchain_quota.forms import Form, in_sync, now
 from langchain_quota.limits import Limit, check_together
-from langchain_quota.middleware import _model_calls as model_calls
-from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._base import ContextT, effect
-from langchain_quota.middleware._calls import Conclusion, Request, Update
-from langchain_quota.middleware._context import CallContext
-from langchain_quota.middleware._current_limits import CurrentLimits
-from langchain_quota.middleware._form import Form, ask, in_sync, now
-from langchain_quota.middleware._observers import Observer, Observers
-from langchain_quota.middleware._store import StoreClient
-from langchain_quota.resolved import Outage, ResolvedLimits
-from langchain_quota.state import LEDGER, QuotaState
-from langchain_quota.stores import QuotaStore, QuotaUsage, check_store
+from langchain_quota.middleware.calls import Update
+from langchain_quota.middleware.feature import Feature, Handler
+from langchain_quota.middleware.flow import ContextT
+from langchain_quota.middleware.observers import Observer
+from langchain_quota.rule import Outage
+from langchain_quota.state import QuotaState, ledger
+from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
 
 
@@ -112,7 +118,27 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     """
 
     state_schema: type[QuotaState[Any]] = QuotaState
-    _budgets_class: type[Budgets] = Budgets
+    feature_kinds: ClassVar[Sequence[type[Feature]]] = (
+        RootRuns,
+        Questions,
+        Repeats,
+        Budgets,
+        Telling,
+        DeepAgents,
+        OfferedTools,
+        Unjudged,
+    )
+    _takes_store = True
+
+    def __new__(cls, limits: Any = None, *_: Any, **__: Any) -> Self:
+        """Make an object of a class that has only the hooks which the limits need."""
+        # LangChain makes a node for each hook that the class overrides, and a wrapper around each
+        # tool call. A subclass of the user's own keeps all hooks.
+        if cls.__module__.startswith(f"{__name__.partition('.')[0]}."):
+            own: Any = cls
+            made: Self = super().__new__(_with_hooks(own, _unneeded(limits)))
+            return made
+        return super().__new__(cls)
 
     @one_list
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
@@ -134,33 +160,25 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         check_store(store, limits)
         for argument, value in (("tell_model", tell_model), ("hide_exhausted", hide_exhausted)):
             check_switch(argument, value)
-        super().__init__(tuple(limits), limit_name=None, telemetry=telemetry)
-        self._observers = Observers(on_decision, self._recorder)
-        self._has_store = store is not None
-        self._store = None if store is None else StoreClient(store, on_store_error, self._recorder)
-        self._budgets = budgets_of(
-            self._budgets_class,
-            limits,
-            prices=prices,
-            unknown_price=unknown_price,
-            store=self._store,
-            recorder=self._recorder,
-            charge_all_models=charge_all_models,
+        super().__init__(
+            tuple(limits),
+            telemetry=telemetry,
+            store=store,
+            on_store_error=on_store_error,
+            on_decision=on_decision,
+            options={
+                "tell_model": tell_model,
+                "hide_exhausted": hide_exhausted,
+                "prices": prices,
+                "unknown_price": unknown_price,
+                "charge_all_models": charge_all_models,
+            },
         )
-        self._asking = questions_of(limits, store, self._recorder)
-        self._clock = getattr(store, "clock", time.time)
-        self._tell_model = tell_model
-        self._hide_exhausted = hide_exhausted
-        self._shows_usage = tell_model or hide_exhausted
-        finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
-        self._shapes_requests = self._shows_usage or finalizes
-        self._current = CurrentLimits(
-            limits, self._store, self._recorder, counts_root_runs=self._counts_root_runs
-        )
-        self._model_mode = "admitted" if self._current.of_kind["model"] else None
-        if type(self) is QuotaMiddleware and self._model_mode is None:
-            leave_out_before_model(self)
-        self._at_once = caps_of(self, on_store_error)
+        self._model_mode = "admitted" if self._now.of_kind["model"] else None
+        self._at_once = AtOnce.of(self)
+        if not tracing_is_enabled():
+            # As with the hook around the model: without `async`, LangSmith adds no wrapper.
+            vars(self)["awrap_tool_call"] = partial(_tool_call, self)
 
     @hook_config(can_jump_to=["end"])
     def before_model(
@@ -170,7 +188,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
-            RuntimeError: A limit's function or an observer is async.
+            RuntimeError: A limit's function or an observer is async, or a refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
@@ -187,20 +205,10 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     async def _before_model(
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        if self._budgets is not None and has_ended(state):
+        if _has_ended(state):
             return {"jump_to": "end"}
-        limits = await self._resolve(form, "model", state, runtime)
-        late = await late_use(form, self._budgets, state, runtime, limits)
-        first = self._before_request(limits)
-        request_for = partial(model_calls.pending, state, runtime, task=self.name, late=late)
-        request = request_for(first)
-        result = await self._acquire(form, request)
-        if self._asking is not None and result.stopped:
-            acquire = partial(self._acquire, form)
-            request, result = await self._asking.put(
-                form, request, result, first, request_for, acquire
-            )
-        return await self._take_effect(form, request, self._let_through(request, result))
+        update: Update | None = await self._judge_model(form, state, runtime)
+        return update
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -210,7 +218,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A limit's function or an observer is async.
+            RuntimeError: A limit's function or an observer is async, or a refused call was made.
             TypeError: What a limit or a quota computes or reads from the context has the wrong
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
@@ -227,39 +235,16 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     async def _after_model(
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        self._mark_judged(state)
-        if self._budgets is not None:
-            self._budgets.learn_written(state)
-        limits = await self._resolve(form, "tool", state, runtime)
-        request_for = partial(
-            tool_calls.pending, state, runtime, middleware=self.name, every_call=True
-        )
-        request = request_for(limits)
-        if request is None:
-            return None
-        result = await self._acquire(form, request)
-        if self._asking is not None and result.stopped:
-            acquire = partial(self._acquire, form)
-            request, result = await self._asking.put(
-                form, request, result, limits, request_for, acquire
-            )
-        conclusion = tool_calls.conclude(request, result, has_caps=self._at_once is not None)
-        return await self._take_effect(form, request, conclusion)
+        for after_model in self._that("after_model"):
+            after_model(state, saved=True)
+        return await self._judge_tools(form, state, runtime)
 
     def wrap_model_call(
         self,
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ModelResponse[ResponseT]:
-        """Add what is left to the request, offer only usable tools, and charge what is used.
-
-        Raises:
-            RuntimeError: A limit's function is async.
-            TypeError: What a limit or a quota computes or reads from the context has the wrong
-                type, or the store does not serve sync calls.
-            ValueError: It is out of bounds or missing.
-            UnknownPriceError: There is a limit of costs, and no price for the model.
-        """
+        """Add what is left to the request, offer only usable tools, and charge what is used."""
         return now(self._wrap_model_call("", request, in_sync(handler)))
 
     async def awrap_model_call(
@@ -271,87 +256,112 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         return await self._wrap_model_call("a", request, handler)
 
     async def _wrap_model_call(
-        self,
-        form: Form,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+        self, form: Form, request: ModelRequest[Any], handler: Handler
     ) -> ModelResponse[ResponseT]:
         self._learn_tools(request)
-        given = await self._shape(form, request) if self._shapes_requests else request
-        if self._budgets is None:
-            return await handler(given)
-        limits = await self._resolve(form, "model", request.state, request.runtime)
-        call = BudgetedCall(self._budgets, given, limits, task=self.name)
-        made = call.make(form, handler, self._acquire, self._take_effect, self._observers)
-        return ChargedResponse.of(*await made)
+        written: Update = {}
+        if not self._now.of_kind["model"]:
+            # No node before the model makes the call visible.
+            written |= await self._judge_model(form, request.state, request.runtime) or {}
+        response = await self._call_model(form, request, handler, written)
+        if response is not None and not written:
+            return response
+        return WrittenResponse(response, written)
+
+    async def _call_model(
+        self, form: Form, request: ModelRequest[Any], handler: Handler, written: Update
+    ) -> ModelResponse[Any] | None:
+        """Make a model call that was let through; `None` if it is refused now."""
+        around: ModelResponse[Any] | None
+        for around_model in self._that("around_model"):
+            around = await around_model(form, request, handler, written)
+            return around
+        return await handler(await self._shape(form, request))
+
+    async def _shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        """The request as the model gets it."""
+        for shape in self._that("shape"):
+            request = await shape(form, request)
+        return request
+
+    def wrap_tool_call(
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Answer]
+    ) -> Answer:
+        """Make a tool call when it may run, and as a part of its root run."""
+        with in_tool(request):
+            if self._at_once is None:
+                return handler(request)
+            return now(self._at_once.make("", request, in_sync(handler)))
+
+    async def awrap_tool_call(
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
+    ) -> Answer:
+        """`wrap_tool_call`, without blocking the event loop."""
+        with in_tool(request):
+            if self._at_once is None:
+                return await handler(request)
+            return await self._at_once.make("a", request, handler)
 
     @property
     def name(self) -> str:
         """The middleware's name in the graph: the name of the class."""
         return type(self).__name__
 
-    def _resolve(
-        self, form: Form, kind: Kind | None, state: Any, runtime: Any
-    ) -> Coroutine[Any, Any, ResolvedLimits]:
-        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
-        return self._current.at(form, self._clock(), kind, state, runtime)
+    @property
+    def _caps_calls(self) -> bool:  # type: ignore[override]  # it is known later
+        """Whether it holds calls to a number that may run at the same time."""
+        return self._at_once is not None
 
-    def _before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
-        """The limits that judge a model call before its request is known."""
-        return limits if self._budgets is None else self._budgets.before_request(limits)
 
-    async def _acquire(self, form: Form, request: Request) -> AcquireResult:
-        """The answer: from the state's counts, or from the store's if it keeps any of them."""
-        if self._store is None or not request.shared:
-            return request.by_state()
-        # Fail before anything is charged.
-        self._observers.check(form)
-        answer: AcquireResult = await ask(form, self._store, "acquire", request)
-        return answer
+class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
+    """An answer, with what is written to the state. A subclass can use it as any response."""
 
-    def _let_through(self, request: Request, result: AcquireResult) -> Conclusion:
-        """What is decided about a model call; a call under budgets may be judged once more."""
-        conclusion = model_calls.conclude(request, result)
-        if self._budgets is None or not all(result.admitted):
-            return conclusion
-        decided = not self._budgets.bounds_calls
-        held: Any = (conclusion.update or {})[LEDGER]["held"]
-        call = model_calls.admitted(request, conclusion, decided=decided)
-        self._budgets.let_through.add(held["request"], call)
-        return conclusion if decided else conclusion._replace(decisions=())
+    def __init__(self, response: ModelResponse[Any] | None, update: Update) -> None:
+        written = {**update}
+        # Without an answer, the messages are the final ones of a refused call.
+        self.result = response.result if response else written.pop("messages", [])
+        self.structured_response = response.structured_response if response else None
+        self.command = Command(update=written)
 
-    async def _take_effect(
-        self, form: Form, request: Request, conclusion: Conclusion
-    ) -> Update | None:
-        """Make a conclusion visible, also to the observers, and then let it take effect."""
-        self._observers.check(form)
-        recorded = self._record(request, conclusion)
-        if self._observers.present:
-            await ask(form, self._observers, "notify", conclusion.decisions, request.task_id)
-        return effect(recorded)
+    @property
+    def model_response(self) -> ModelResponse[Any]:  # type: ignore[override]  # as it is now
+        """The answer alone."""
+        return ModelResponse(self.result, self.structured_response)
 
-    def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:
-        if self._asking is not None:
-            self._asking.check_can_wait(runtime)
-        update = super()._begin_run(state, runtime)
-        if self._budgets is not None:
-            update[LEDGER] |= self._budgets.begun(state)
-        return update
 
-    def _counts_last(self, context: CallContext) -> bool:
-        """Whether the counts of threads outlive the run."""
-        in_store = self._store is not None and context.run_thread_id is not None
-        return in_store or super()._counts_last(context)
+def _has_ended(state: Mapping[str, Any]) -> bool:
+    """Whether the newest message is that of a refused call, so the run has ended."""
+    # The graph may go on nevertheless: LangChain does so if it waits for a structured response.
+    newest = (state.get("messages") or (None,))[-1]
+    return newest is not None and newest.id is not None and newest.id == ledger(state).get("ended")
 
-    async def _shape(self, form: Form, request: ModelRequest[ContextT]) -> ModelRequest[ContextT]:
-        """The request as the model gets it: with what is left, and the tools that it may call."""
-        limits = await self._resolve(form, None, request.state, request.runtime)
-        kept: Mapping[str, QuotaUsage] | None = {}
-        if self._store is not None and self._shows_usage:
-            kept = await ask(form, self._store, "peek", limits.keys())
-        near = self._recorder.near if self._tell_model else None
-        uses = kept or {}
-        limits = limits.raised({key: each.granted for key, each in uses.items()})
-        counts = None if kept is None else {key: each.used for key, each in uses.items()}
-        known = self._before_request(limits)
-        return shaped(request, known, counts, near=near, hides=self._hide_exhausted)
+
+def _tool_call(
+    middleware: Any,
+    request: ToolCallRequest,
+    handler: Callable[[ToolCallRequest], Awaitable[Answer]],
+) -> Awaitable[Answer]:
+    made: Awaitable[Answer] = type(middleware).awrap_tool_call(middleware, request, handler)
+    return made
+
+
+def _unneeded(limits: Any) -> tuple[str, ...]:
+    """The hooks that limits do not need; none if these are no limits."""
+    if not isinstance(limits, Sequence) or not all(isinstance(each, Limit) for each in limits):
+        return ()
+    unneeded = []
+    if all(each.kind == "tool" for each in limits):
+        unneeded.append("before_model")
+    capped = any(getattr(each, "at_once", None) for each in limits)
+    if not capped and all(each.per != ROOT_RUN for limit in limits for each in limit.quotas):
+        unneeded.append("wrap_tool_call")
+    return tuple(unneeded)
+
+
+@cache
+def _with_hooks(cls: Any, unneeded: Any) -> Any:
+    """The same class without some hooks."""
+    both = [*unneeded, *(f"a{hook}" for hook in unneeded)]
+    own = {hook: vars(AgentMiddleware)[hook] for hook in both}
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), {**named, **own}) if unneeded else cls

@@ -2,7 +2,7 @@
 -- KEYS     Every key that is used. A key in ARGV is an index into it, 0 for none.
 -- ARGV[1]  "acquire", "peek", "reset", "grant", "revoke" or "grants"
 -- ARGV[2]  JSON, or an empty text. Numbers are whole, exact up to 2^53 - 1; -1 stands for none.
---   compensations    {marker, attempt, result, amounts = {{count ..., amount}}, hold}
+--   compensations    {marker, attempt, result, amounts = {{count ..., amount, limit}}, hold}
 --   hold             the field of what is held: by the request, or by the one that is settled
 --   counts           reset: the counts that become 0
 --   grant            {count ..., name, amount, end, details}; revoke: {key, name}
@@ -171,11 +171,11 @@ local function compensate(compensation)
   remember(compensation.marker, 1, compensation.hold and REMEMBERED or COMPENSATED)
   if remembered(compensation.result) then return end
   for _, part in ipairs(compensation.amounts) do
-    local index, ends, idle, start, amount = unpack(part)
-    local key = KEYS[index]
+    local index, ends, idle, start, amount, limit = unpack(part)
+    local key, shown = KEYS[index], limit and {'limit', digits(limit)} or {}
     if compensation.hold then lower(key, math.huge, compensation.hold) end
     if amount > 0 then
-      put(key, (get(key) or start) + amount, ends, idle)
+      put(key, (get(key) or start) + amount, ends, idle, unpack(shown))
     else
       lower(key, -amount)
     end

@@ -230,6 +230,9 @@ class MemoryStore(Granting):
                 if compensation.settles:
                     self._counts.give_back(key, compensation.settles, now)
                 self._add(key, amount, now, start=compensation.starts.get(key, 0))
+                count = self._counts.get(key, now)
+                if count is not None and amount > 0:
+                    count.limit = compensation.limits.get(key, count.limit)
 
     def _undo(self, attempt_id: str, now: float) -> None:
         made = self._attempts.get(attempt_id, now)

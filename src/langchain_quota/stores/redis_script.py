@@ -198,7 +198,11 @@ class ScriptCall:
             "attempt": self._marker("attempt", compensation.attempt_id),
             "result": self._marker("result", compensation.idempotency_key),
             "amounts": [
-                [*self._count(key, window_end(key), starts.get(key, 0)), _exact(amount)]
+                [
+                    *self._count(key, window_end(key), starts.get(key, 0)),
+                    _exact(amount),
+                    *([_clamped(compensation.limits[key])] if key in compensation.limits else ()),
+                ]
                 for key, amount in compensation.amounts.items()
             ],
             **settling,

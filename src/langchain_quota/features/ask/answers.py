@@ -7,7 +7,7 @@ from langgraph.types import interrupt
 
 from langchain_quota.decision import Answer, Unit
 from langchain_quota.limit_options import whole_amount
-from langchain_quota.middleware._context import running_config
+from langchain_quota.middleware.context import running_config
 from langchain_quota.stores.grants import MAX_AMOUNT
 
 ACTION = "raise_limits"

@@ -4,72 +4,94 @@ The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware
 interfaces show: one action, whose arguments say how much more each limit would grant.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
 from langgraph.errors import GraphInterrupt
 from langgraph.types import interrupt
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, Hits, admit
-from langchain_quota.decision import STORE, Answer, Scope, Unit
+from langchain_quota.decision import STORE, THREAD, Answer, Scope, Unit
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.features.ask.answers import ACTION, KEPT, read_answer
+from langchain_quota.features.ask.answers import ACTION, KEPT, is_answered, read_answer
+from langchain_quota.forms import Form, ask
 from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._calls import Request
-from langchain_quota.middleware._context import call_context
-from langchain_quota.middleware._form import Form, ask
+from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.context import call_context, running_runtime
+from langchain_quota.middleware.feature import Feature
 from langchain_quota.money import as_dollars
-from langchain_quota.resolved import ResolvedLimits
-from langchain_quota.state import ledger
-from langchain_quota.stores import QuotaStore
+from langchain_quota.rule import ResolvedLimits
+from langchain_quota.state import Ledger, ledger
 from langchain_quota.stores.grants import MAX_TEXT, Granting
 from langchain_quota.telemetry.recorder import Recorder
 
-RequestT = TypeVar("RequestT", bound=Request)
 _Needs = Mapping[tuple[str, Scope], int]
 """How much more calls need, by limit and scope."""
 
 
-class Questions:
-    """Asks people at the limits of a middleware, of which the first one that asks has a name."""
+class Questions(Feature):
+    """Asks people at the limits of a middleware."""
 
-    def __init__(self, limit: str, store: Granting | None, recorder: Recorder) -> None:
+    @classmethod
+    def of(cls, limiter: Any) -> "Questions | None":
+        """The feature, if a limit asks."""
+        asking = [
+            each.name for each in limiter.limits if each.enforce and each.exit_behavior == "ask"
+        ]
+        if not asking:
+            return None
+        client = limiter._store  # noqa: SLF001 - the kernel gives it
+        store = None if client is None else client.store
+        if store is not None and not isinstance(store, Granting):
+            raise TypeError(
+                "exit_behavior='ask' needs a store that can grant more, as MemoryStore and "
+                f"RedisStore can, not {store!r}"
+            )
+        return cls(asking[0], store, limiter)
+
+    def __init__(self, limit: str, store: Granting | None, limiter: Any) -> None:
+        # The first limit that asks.
         self._limit = limit
         # `None` where the state counts alone.
         self._store = store
-        self._recorder = recorder
+        self._limiter = limiter
+        self._recorder: Recorder = limiter._recorder  # noqa: SLF001 - the same
 
-    def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: a copy of the middleware asks the same store."""
-        return self
-
-    def check_can_wait(self, runtime: Any) -> None:
-        """Check that a run can wait for the answer of a person."""
-        context = call_context(runtime, model_name=None)
+    def begin(self, state: Any, written: Ledger) -> None:
+        """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
+        context = call_context(running_runtime(), model_name=None)
         if not (context.remembers or context.invocation):
             raise RuntimeError(
                 f"limit {self._limit!r} has exit_behavior='ask', and a run that waits for a person "
                 "needs a checkpointer: create_agent(…, checkpointer=…)"
             )
+        granted = ledger(state).get("granted") or {}
+        if granted:
+            of_thread = {name: n for name, n in granted.items() if name.endswith(f"/{THREAD}")}
+            written["granted"] = of_thread
 
-    async def put(  # noqa: PLR0913, PLR0917 - what a hook has at hand
-        self,
-        form: Form,
-        request: RequestT,
-        result: AcquireResult,
-        limits: ResolvedLimits,
-        request_for: Callable[[ResolvedLimits], RequestT | None],
-        acquire: Callable[[RequestT], Awaitable[AcquireResult]],
-    ) -> tuple[RequestT, AcquireResult]:
-        """Ask a person about refused calls, if that helps; the newest request, and its result."""
-        question = question_of(request, result)
+    def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+        """Raise limits by what people have granted in the thread's state."""
+        return limits.raised(ledger(state).get("granted") or {})
+
+    def unanswered(self, batch: Batch) -> None:
+        """Fail a run that is resumed with an answer; it can be resumed again."""
+        # Nothing is undone: a store that has received it answers the same when asked again.
+        if batch.answer is not None or (batch.limits.asking and is_answered()):
+            raise QuotaStoreError(KEPT)
+
+    async def refused(
+        self, form: Form, batch: Batch, result: AcquireResult
+    ) -> tuple[Batch, AcquireResult]:
+        """Ask a person about refused calls, if that helps; the newest batch, and its result."""
+        question = question_of(batch, result)
         answer = self._answered(question) if question.exhausted else None
-        request.answer = answer
+        batch.answer = answer
         if answer is not None and answer.type == "reject":
-            return request, result
+            return batch, result
         granted = question.granted(answer.granted if answer else {})
         try:
             for each in granted:
@@ -80,16 +102,19 @@ class Questions:
             raise QuotaStoreError(KEPT) from error
         # A store that has charged the request once answers the same when the run is resumed again.
         more = {each.counter: each.amount for each in granted if each.key is None}
-        again = request_for(limits.raised(more))
+        again = batch.remake(batch.given.raised(more))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
+        for checks in self._limiter._that("checks"):  # noqa: SLF001 - the kernel's
+            checks(again)
         again.answer = answer
         if more:
-            known = ledger(request.state).get("granted") or {}
-            again.granted = {**known, **{name: known.get(name, 0) + more[name] for name in more}}
+            known = ledger(batch.state).get("granted") or {}
+            more = {name: known.get(name, 0) + amount for name, amount in more.items()}
+            again.written["granted"] = {**known, **more}
         # Nobody is asked about what is refused now.
         asking = again.limits.asking
         again.stops = {name: n for name, n in again.stops.items() if name not in asking}
-        return again, await acquire(again)
+        return again, await self._limiter._acquire(form, again)  # noqa: SLF001 - the same
 
     def _answered(self, question: "Question") -> Answer:
         """What the person answers: LangGraph interrupts the run here, and resumes it with it."""
@@ -134,7 +159,7 @@ class Exhausted(NamedTuple):
 class Question:
     """The question to a person: may calls run that limits refuse?"""
 
-    def __init__(self, request: Request, result: AcquireResult, needs: _Needs) -> None:
+    def __init__(self, request: Batch, result: AcquireResult, needs: _Needs) -> None:
         self.request = request
         self._result = result
         # The thresholds to raise so that the calls run; empty if that would not help.
@@ -208,7 +233,7 @@ class Question:
         }
 
 
-def question_of(request: Request, result: AcquireResult) -> Question:
+def question_of(request: Batch, result: AcquireResult) -> Question:
     """The question whose answer can let calls run; it has nothing `exhausted` if no answer can."""
     needs: _Needs = {}
     while True:
@@ -223,7 +248,7 @@ def question_of(request: Request, result: AcquireResult) -> Question:
         needs = more
 
 
-def _needed(request: Request, result: AcquireResult, granted: Sequence[Exhausted]) -> _Needs | None:
+def _needed(request: Batch, result: AcquireResult, granted: Sequence[Exhausted]) -> _Needs | None:
     """How much more the calls need that no other limit refuses; `None` if they never run."""
     asking = request.limits.asking
     # The answer if all that these calls need were granted.
@@ -243,18 +268,3 @@ def _needed(request: Request, result: AcquireResult, granted: Sequence[Exhausted
             if each.limit in asking and lacking > 0:
                 needs[each.limit, each.scope] = lacking
     return needs
-
-
-def questions_of(
-    limits: Sequence[Limit], store: QuotaStore | None, recorder: Recorder
-) -> Questions | None:
-    """What asks people at limits; `None` if no limit asks."""
-    asking = [each.name for each in limits if each.enforce and each.exit_behavior == "ask"]
-    if not asking:
-        return None
-    if store is not None and not isinstance(store, Granting):
-        raise TypeError(
-            "exit_behavior='ask' needs a store that can grant more, as MemoryStore and RedisStore "
-            f"can, not {store!r}"
-        )
-    return Questions(asking[0], store, recorder)

@@ -4,36 +4,32 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
-from dataclasses import replace
-from functools import cache, partial, wraps
-from types import MethodType
+from functools import wraps
 from typing import Any, Self
 
-from langchain.agents.middleware.types import AgentMiddleware, ToolCallRequest
+from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
 from langgraph.types import Command
-from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, Compensation, Counter
-from langchain_quota.decision import Decision, Outcome, Refund
+from langchain_quota.decision import Decision, Outcome
 from langchain_quota.features.at_once.leases import Lease, pauses
 from langchain_quota.features.at_once.semaphores import Slot, semaphores_of
 from langchain_quota.features.at_once.turn import Turn, turn_of
-from langchain_quota.features.root_run.run import in_tool
+from langchain_quota.forms import Form, ask, now
 from langchain_quota.limits import ToolCallLimit
-from langchain_quota.middleware._form import Form, ask, now
-from langchain_quota.middleware._history import answer, answer_of_refused
-from langchain_quota.middleware._observers import Observers
-from langchain_quota.middleware._store import StoreClient
-from langchain_quota.middleware._tool_counts import charged_for
-from langchain_quota.resolved import Outage
+from langchain_quota.middleware.conclude import refunds_of
+from langchain_quota.middleware.counts import owed_for
+from langchain_quota.middleware.history import answer, answer_of_refused
+from langchain_quota.middleware.observers import Observers
+from langchain_quota.rule import Outage
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
 
 Answer = ToolMessage | Command[Any]
-Handler = Callable[[ToolCallRequest], Answer]
-AsyncHandler = Callable[[ToolCallRequest], Awaitable[Answer]]
+Handler = Callable[[ToolCallRequest], Awaitable[Answer]]
 
 _RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
 """The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
@@ -98,21 +94,21 @@ class Place:
 class AtOnce:
     """Holds tool calls to the number that may run at the same time, in this process or a store."""
 
-    def __init__(
-        self,
-        limits: Sequence[ToolCallLimit],
-        store: StoreClient | None,
-        outage: Outage,
-        recorder: Recorder,
-        observers: Observers,
-    ) -> None:
+    @classmethod
+    def of(cls, limiter: Any) -> "AtOnce | None":
+        """The caps of a middleware; `None` if it has none."""
+        capped = [each for each in limiter.limits if getattr(each, "at_once", None) is not None]
+        return cls(limiter, capped) if capped else None
+
+    def __init__(self, limiter: Any, limits: Sequence[ToolCallLimit]) -> None:
         self._limits = limits
-        self._store = store
+        self._store: StoreClient | None = limiter._store  # noqa: SLF001 - the kernel gives these
+        self._outage: Outage = limiter._outage  # noqa: SLF001
+        self._recorder: Recorder = limiter._recorder  # noqa: SLF001
+        self._observers: Observers = limiter._observers  # noqa: SLF001
         # The store that keeps the places; `None` if this process keeps them.
-        self._leases = None if store is None or isinstance(store.store, MemoryStore) else store
-        self._outage = outage
-        self._recorder = recorder
-        self._observers = observers
+        in_process = self._store is None or isinstance(self._store.store, MemoryStore)
+        self._leases = None if in_process else self._store
         # Before a store is asked, the calls of this process wait in line. So they keep their order,
         # and the store gets few questions.
         self._semaphores = semaphores_of(self._leases and self._leases.store)
@@ -121,34 +117,20 @@ class AtOnce:
         """Itself: copies of the middleware count their calls together."""
         return self
 
-    def make(self, request: ToolCallRequest, handler: Handler) -> Answer:
-        """Make a tool call when it may run; if its wait is over first, answer it instead."""
-        turn = turn_of(request, self._limits)
-        if turn is None:
-            return handler(request)
-        place = Place()
-        try:
-            answered = now(self._begin("", turn, place))
-            if answered is not None:
-                return answered
-            return handler(request)
-        finally:
-            now(place.end(""))
-
-    async def amake(self, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
+    async def make(self, form: Form, request: ToolCallRequest, handler: Handler) -> Answer:
         """Make a tool call when it may run; if its wait is over first, answer it instead."""
         turn = turn_of(request, self._limits)
         if turn is None:
             return await handler(request)
         place = Place()
         try:
-            answered = await self._begin("a", turn, place)
+            answered = await self._begin(form, turn, place)
             if answered is not None:
                 return answered
-            return await handler(place.watching(request))
+            return await handler(place.watching(request) if form else request)
         finally:
             if place.task_over():
-                await place.end("a")
+                await place.end(form)
 
     async def _begin(self, form: Form, turn: Turn, place: Place) -> ToolMessage | None:
         """Wait for a call's place, visibly; the answer to a call that may not run."""
@@ -176,7 +158,7 @@ class AtOnce:
             refund = self._refund(turn) if blocked else None
             await ask(form, self._observers, "notify", [decision], None)
             if refund is not None and self._store is not None:
-                await ask(form, self._store, "settle", refund)
+                await self._store.settle(form, refund)
             if blocked:
                 return self._answer(turn, decision)
         turn.runs()
@@ -219,17 +201,11 @@ class AtOnce:
         batch, call_id = turn.batch, str(turn.call.id)
         if batch is None or turn.tried:
             return None
-        charges = batch["charges"].get(call_id, {})
-        self._recorder.record_refunds(
-            [
-                Refund(replace(turn.call, amount=amount), name)
-                for by_middleware in charges.values()
-                for by_limit in by_middleware.values()
-                for name, amount in by_limit.items()
-                if name
-            ]
-        )
-        charged = charged_for(batch, call_id)
+        charge = batch["calls"].get(call_id)
+        taken = [] if charge is None else [*charge["limits"].values()]
+        names = [one for by_limit in taken for one in by_limit.items()]
+        self._recorder.record_refunds(refunds_of(turn.call, names))
+        charged = owed_for(batch["message"], call_id, charge)
         made = tuple(
             Compensation(refund, {key: -amount for key, amount in amounts.items()})
             for refund, amounts in charged.items()
@@ -244,62 +220,3 @@ class AtOnce:
         if turn.tried:
             return answer(call_id, tool, text)
         return answer_of_refused(call_id, tool, text, returned=turn.batch is not None)
-
-
-def caps_of(middleware: Any, outage: Outage) -> AtOnce | None:
-    """The caps of a middleware on calls at once; with caps or root runs it gets tool hooks."""
-    # LangChain looks for such hooks in the class. On `QuotaMiddleware` they would give every agent
-    # with limits a wrapper around each tool call, and an agent without tools a node for tools.
-    known = vars(middleware)
-    capped = [each for each in known["limits"] if getattr(each, "at_once", None) is not None]
-    if not capped and not known["_counts_root_runs"]:
-        return None
-    # `__new__` is too early: it does not see the limits that a subclass's `__init__` gives.
-    own: Any = type(middleware)
-    middleware.__class__ = _with_hooks(own)
-    if not tracing_is_enabled():
-        # As with the hook around the model: without `async`, LangSmith's wrapper is not added.
-        known["awrap_tool_call"] = MethodType(_untraced, middleware)
-    if not capped:
-        return None
-    return AtOnce(capped, known["_store"], outage, known["_recorder"], known["_observers"])
-
-
-def _untraced(
-    middleware: Any, request: ToolCallRequest, handler: AsyncHandler
-) -> Awaitable[Answer]:
-    made: Awaitable[Answer] = type(middleware).awrap_tool_call(middleware, request, handler)
-    return made
-
-
-@cache
-def _with_hooks(cls: Any) -> type:
-    """The same class with hooks around tool calls; those that it has run inside."""
-    hooks = {cls.wrap_tool_call, cls.awrap_tool_call}
-    has_own = hooks != {AgentMiddleware.wrap_tool_call, AgentMiddleware.awrap_tool_call}
-
-    def wrap_tool_call(self: Any, request: ToolCallRequest, handler: Handler) -> Answer:
-        inner = partial(cls.wrap_tool_call, self, handler=handler) if has_own else handler
-        caps = self._at_once
-        with in_tool(request):
-            made: Answer = inner(request) if caps is None else caps.make(request, inner)
-        return made
-
-    async def awrap_tool_call(self: Any, request: ToolCallRequest, handler: AsyncHandler) -> Answer:
-        inner = partial(cls.awrap_tool_call, self, handler=handler) if has_own else handler
-        caps = self._at_once
-        with in_tool(request):
-            made: Answer = await (inner(request) if caps is None else caps.amake(request, inner))
-        return made
-
-    own: dict[str, object] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        # An object can change its class only to one that is laid out like its own.
-        "__slots__": (),
-        "wrap_tool_call": wrap_tool_call,
-        "awrap_tool_call": awrap_tool_call,
-    }
-    made: type = type(cls)(cls.__name__, (cls,), own)
-    return made

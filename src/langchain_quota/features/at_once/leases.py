@@ -23,11 +23,11 @@ from langchain_quota.admission import (
     Threshold,
 )
 from langchain_quota.decision import AT_ONCE
+from langchain_quota.forms import Form, now
 from langchain_quota.limits import ToolCallLimit
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.middleware._form import Form, ask, now
-from langchain_quota.middleware._store import StoreClient
-from langchain_quota.resolved import stored_as
+from langchain_quota.rule import stored_as
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 
 SLOT_LEASE = 60
@@ -77,7 +77,7 @@ class Lease:
         request = AcquireRequest(
             name, uuid4().hex, self._counters, self._hits, compensations=settled
         )
-        result: AcquireResult | None = await ask(form, self._store, "ask", request)
+        result: AcquireResult | None = await self._store.ask(form, request)
         if result is not None:
             # What was held before is given back.
             self._open = [name] if all(result.admitted) else []
@@ -86,7 +86,7 @@ class Lease:
     async def give_back(self, form: Form) -> None:
         """Give the place back; what cannot be sent now is sent with the next request."""
         if self._open:
-            await ask(form, self._store, "settle", self._return())
+            await self._store.settle(form, self._return())
             self._open.clear()
 
     def give_back_later(self) -> None:

@@ -14,9 +14,9 @@ from langchain_quota.admission import AcquireResult
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.features.at_once.semaphores import Slot
 from langchain_quota.limits import ToolCallLimit
-from langchain_quota.middleware._context import call_context, running_runtime
-from langchain_quota.resolved import Outage, stored_as
-from langchain_quota.state import Batch, ledger
+from langchain_quota.middleware.context import call_context, running_runtime
+from langchain_quota.rule import Outage, stored_as
+from langchain_quota.state import ToolBatch, ledger
 
 _tried: WeakValueDictionary[int, object] = WeakValueDictionary()
 """The runtimes of the calls that have run, each by its `id`, as long as they are used."""
@@ -31,7 +31,7 @@ class Turn:
     # The same each time the call is tried.
     runtime: object
     # What the calls of its message were charged; `None` if the tool's state has none.
-    batch: Batch | None
+    batch: ToolBatch | None
     waited_for: str
     began: float = field(default_factory=time.monotonic)
     # How many are in each count, without this call.

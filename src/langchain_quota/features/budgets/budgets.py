@@ -1,252 +1,472 @@
-"""Budgets of tokens and money: what model calls have used is charged when they are done.
+"""Budgets of tokens and money: looked at before a model call, held around it, charged after it.
 
-A callback handler sees the model runs of a call: retries, fallbacks and second calls, too. Their
-use is added to the counts of the state and of the store, where it replaces what was held. The graph
-keeps no update of a call that fails: its use waits in this process for the next hook of the run, or
-for the next run of the thread. It also waits if another middleware drops the update, and if none
-can be written, as in a loop written by hand.
+A call is let through before its request is known, if anything is left. With a `reserve`, the call
+asks for all that it can use when its request is known. A callback handler sees the model runs of a
+call: retries, fallbacks and second calls, too. Their use is added to the counts of the state and of
+the store, where it replaces what was held.
 """
 
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from secrets import token_hex
+from typing import Any, NamedTuple
+from uuid import uuid4
 
-from langchain.agents.middleware.types import (
-    ModelRequest,
-    ModelResponse,
-)
+from langchain.agents.middleware.types import ModelRequest, ModelResponse
+from langchain_core.messages import AIMessage
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.features.budgets.charging import Charging, agent_of
+from langchain_quota import messages
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, admit
+from langchain_quota.arguments import check_choice, check_switch
+from langchain_quota.decision import STORE
+from langchain_quota.errors import ModelCallLimitExceededError
+from langchain_quota.features.budgets.charging import Charging
 from langchain_quota.features.budgets.estimates import asked_of
-from langchain_quota.features.budgets.late_use import LateUse, added
-from langchain_quota.features.budgets.let_through import LetThrough
+from langchain_quota.features.budgets.late_use import Late, LateUse, added, spending
 from langchain_quota.features.budgets.model_runs import (
     ModelRun,
     ModelRunCollector,
     collect_model_runs,
 )
 from langchain_quota.features.budgets.other_runs import OtherRuns, forget_refused, root_models
-from langchain_quota.features.budgets.prices import Prices
+from langchain_quota.features.budgets.prices import check_prices, resolve_prices
 from langchain_quota.features.budgets.settlements import mirror_root_run, settlements
 from langchain_quota.features.budgets.spending import record_run, record_standing
-from langchain_quota.limits import Limit
-from langchain_quota.middleware._calls import Late, Request, Update
-from langchain_quota.middleware._form import Form, ask
-from langchain_quota.middleware._model_calls import (
-    bounded,
+from langchain_quota.forms import Form
+from langchain_quota.middleware.calls import (
+    OF_RUN,
+    OF_THREAD,
+    Batch,
+    Conclusion,
+    Update,
     budget_counts,
-    made,
-    pending,
-    spending,
+    model_batch,
+    model_call,
+    model_context,
+    with_ledger,
 )
-from langchain_quota.middleware._store import StoreClient
+from langchain_quota.middleware.conclude import conclude_model
+from langchain_quota.middleware.feature import Feature, Handler
 from langchain_quota.model_usage import ModelUsage
-from langchain_quota.resolved import ResolvedLimits
-from langchain_quota.state import LEDGER, NOTHING_SPENT, Ledger
-from langchain_quota.telemetry.recorder import Recorder
-from langchain_quota.user_line import UserLine
+from langchain_quota.rule import Asked, ResolvedLimits
+from langchain_quota.state import (
+    LEDGER,
+    NOTHING_SPENT,
+    THREAD_MODEL,
+    Admitted,
+    Ledger,
+    ledger,
+    merge_ledgers,
+)
 
-_NOTHING = nullcontext()
+LEASE = 900
+"""How long a store holds an amount for a model call, in seconds. Then it is given back, for example
+because the process has died. A call that takes longer is charged nevertheless; others may have used
+its amount by then. Clients of providers give up after 600 seconds by default."""
+
+MOST_KNOWN = 10_000
+"""For how many tasks this process knows that their model call was made."""
 
 
-class _Used(NamedTuple):
+class Used(NamedTuple):
     """What one model run has used."""
 
     run: ModelRun
     amounts: Mapping[str, int]
 
 
-class Paid(NamedTuple):
-    """A call that is over, and what it has used."""
+class Hold(NamedTuple):
+    """What is held for a call."""
 
-    request: ModelRequest[Any]
-    limits: ResolvedLimits
-    used: Sequence[_Used]
-    before: Mapping[str, int]
-    late: Late
+    # By the model's counter.
+    amounts: Mapping[str, int]
+    # The request that holds it, and the store's keys, each with the model's counter.
+    request: str = ""
+    keys: Mapping[str, str] = {}
 
 
-class Budgets:
+class Budgets(Feature):
     """Charges the model calls of an agent to its budgets."""
 
-    def __init__(  # noqa: PLR0913 - keyword-only settings
-        self,
-        limits: Sequence[Limit],
-        *,
-        prices: Prices | None,
-        allow_unknown: bool,
-        store: StoreClient | None,
-        recorder: Recorder,
-        all_models: bool = False,
+    @classmethod
+    def of(cls, limiter: Any) -> "Budgets | None":
+        """The budgets among the limits; `None` if there are none."""
+        options = limiter._options  # noqa: SLF001 - the kernel gives them
+        units = {limit.unit for limit in limiter.limits}
+        prices, all_models = options["prices"], options["charge_all_models"]
+        check_choice("unknown_price", options["unknown_price"], ("error", "allow"))
+        check_switch("charge_all_models", all_models)
+        allows = options["unknown_price"] == "allow"
+        if "microdollars" not in units and (prices is not None or allows):
+            check_prices(prices)
+            in_vain = "unknown_price='allow'" if prices is None else "prices="
+            raise ValueError(
+                f"{in_vain} needs a limit of costs: add a CostLimit to the limits, or leave it out"
+            )
+        if units == {"calls"} and all_models:
+            raise ValueError(
+                "charge_all_models=True needs a budget to charge: add a TokenLimit or a CostLimit "
+                "to the limits"
+            )
+        return None if units == {"calls"} else cls(limiter, resolve_prices, prices, allows=allows)
+
+    def __init__(
+        self, limiter: Any, resolve: Callable[[Any], Any], prices: Any, *, allows: bool
     ) -> None:
-        self.charging = Charging(
-            limits, prices=prices, allow_unknown=allow_unknown, recorder=recorder
+        limits = limiter.limits
+        self._limiter = limiter
+        self._store, self._recorder = limiter._store, limiter._recorder  # noqa: SLF001 - the same
+        self._made_at = limiter._made_at  # noqa: SLF001 - the same
+        in_money = any(limit.unit == "microdollars" for limit in limits)
+        self._charging = Charging(
+            limits,
+            prices=resolve(prices) if in_money else None,
+            allow_unknown=allows,
+            recorder=self._recorder,
         )
-        """Computes what model runs are charged."""
-        self.let_through = LetThrough()
-        """The calls that may be made."""
-        self._store = store
-        self._made_at = UserLine.of_caller()
-        self.recorder = recorder
-        self.bounds_calls = any(getattr(limit, "reserve", None) is not None for limit in limits)
-        """Whether a call asks for its reserve when its request is known."""
+        # Whether a call asks for its reserve when its request is known.
+        self._reserves = any(getattr(limit, "reserve", None) is not None for limit in limits)
         self._late = LateUse()
-        self.others: OtherRuns | None = None
-        """Charges all model runs but those of the agent's own calls; `None` to charge none."""
-        if all_models:
-            self.others = OtherRuns(
-                amounts=lambda run, agent: self.charging.amounts(run, {}, lambda: agent),
+        # The tasks whose model call was made: made again, a call is judged again.
+        self._made: OrderedDict[str, None] = OrderedDict()
+        # By the id of the final message: what is raised behind the model's step.
+        self._errors: OrderedDict[str, Exception] = OrderedDict()
+        self._others: OtherRuns | None = None
+        if limiter._options["charge_all_models"]:  # noqa: SLF001 - the same
+            self._others = OtherRuns(
+                amounts=lambda run, agent: self._charging.amounts(run, {}, lambda: agent),
                 late=self._late,
-                store=store,
-                recorder=recorder,
+                store=self._store,
+                recorder=self._recorder,
             )
 
-    def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: a copy of the middleware charges the same counts."""
-        return self
+    def begin(self, state: Any, written: Ledger) -> None:
+        """A new run has used nothing; its thread has what calls of the last run have used."""
+        self._late.forget_written(state)
+        late = self._late.of(state)
+        written.update({**(spending(state, late) if late else {}), **NOTHING_SPENT})
 
-    async def call(
+    async def known(self, form: Form, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
+        """Charge what tools, sub-agents and other middlewares have used."""
+        if self._others is not None:
+            await self._others.settle(form, state, runtime, limits)
+
+    def checks(self, batch: Batch) -> None:
+        """Know what is used of the budgets."""
+        if batch.pending is None:
+            self._late.forget_written(batch.state)
+            late = self._late.of(batch.state)
+            batch.used |= budget_counts(batch.state, late.amounts if late else {})
+            if late is not None:
+                batch.written.update(spending(batch.state, late))
+
+    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+        """A call with a reserve is told when its request is known."""
+        if (
+            not self._reserves
+            or batch.pending is not None
+            or conclusion.update is None
+            or "jump_to" in conclusion.update
+        ):
+            return conclusion
+        keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
+        batch.written["admitted"] = Admitted(
+            used=dict(batch.counted), keys={key: amount for key, amount in keys.items() if amount}
+        )
+        return conclusion._replace(decisions=())
+
+    def after_model(self, state: Any, *, saved: bool) -> None:
+        """Learn what is written; raise what a refused call could not raise in the model's step."""
+        if saved and self._others is not None:
+            self._others.learn_state(state)
+        if saved:
+            self._late.forget_written(state)
+        known = ledger(state)
+        error = known.get("error")
+        if error is not None:
+            *numbers, text = error
+            raise self._errors.get(known.get("ended") or "") or ModelCallLimitExceededError(
+                *numbers, message=text
+            )
+
+    async def around_model(
+        self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
+    ) -> ModelResponse[Any] | None:
+        """Hold what the call can use, make it, and charge what it has used."""
+        limits: ResolvedLimits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
+            form, "model", _state(request), request.runtime
+        )
+        task = model_context(_state(request), request.runtime).task(self._limiter.name)
+        made_before = task is not None and task in self._made
+        hold = Hold({})
+        if self._reserves or made_before:
+            request, hold, refused = await self._hold(form, request, limits, made_before, written)
+            if refused is not None:
+                written.update(refused)
+                return None
+        else:
+            request = await self._limiter._shape(form, request)  # noqa: SLF001 - the same
+        if task is not None:
+            self._made[task] = None
+            if len(self._made) > MOST_KNOWN:
+                self._made.popitem(last=False)
+        return await self._call(form, request, call, limits, hold, written)
+
+    async def _hold(
         self,
         form: Form,
         request: ModelRequest[Any],
-        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
         limits: ResolvedLimits,
-        held: Mapping[str, int],
-    ) -> tuple[ModelResponse[Any], Update]:
-        """Call the model; its answer, and what is to be written to the state."""
-        admit = self._admits(request)
-        with collect_model_runs(admit) as collector, self._left_out(collector):
-            try:
-                response = await handler(request)
-            except BaseException as error:
-                paid = self._paid(request, limits, held, collector)
-                if form and not isinstance(error, Exception | CancelledError):
-                    # The event loop is closing: nothing can be awaited.
-                    answer = None
-                    self._settle_soon(paid)
-                else:
-                    answer = await self._settle(form, paid)
-                self._show(paid, answer)
-                raise
-        paid = self._paid(request, limits, held, collector)
-        self._show(paid, await self._settle(form, paid))
-        self._warn_of_estimates(paid)
-        return response, _written(paid)
+        made_before: bool,  # noqa: FBT001 - private
+        written: Update,
+    ) -> tuple[ModelRequest[Any], Hold, Update | None]:
+        """Hold all that the call can use, or ask for a last call; what is written if refused."""
+        limiter, last = self._limiter, bool(ledger(_state(request)).get("final"))
+        while True:
+            shaped = await limiter._shape(form, request)  # noqa: SLF001 - the kernel's
+            batch = self._holding(shaped, limits)
+            result = await limiter._acquire(form, batch)  # noqa: SLF001 - the kernel's
+            if last or all(result.admitted) or not _may_be_the_last(batch, result):
+                break
+            # Ask for a call without tools, the last one of its budget.
+            _, breaches = batch.decided(result)
+            final = messages.final(breaches, is_last=True)
+            last, request = True, with_ledger(request, Ledger(final=final))
+        known = batch.known
+        if not all(result.admitted):
+            conclusion = conclude_model(batch, result)
+            return shaped, Hold({}), await self._refuse(form, batch, conclusion, made_before)
+        amounts: dict[str, int] = {}
+        for each in batch.asked[0].limits:
+            held = max(batch.hits[0].amounts[check.counter] for check in each.checks)
+            amounts[each.limit.counter] = max(amounts.get(each.limit.counter, 0), held)
+        hold = Hold(amounts)
+        if batch.answered and batch.sent is not None:
+            keys = {
+                check.key: each.limit.counter
+                for each in batch.asked[0].limits
+                for check in each.checks
+                if check.key is not None
+            }
+            hold = Hold(amounts, batch.sent.idempotency_key, keys)
+        try:
+            if self._reserves and not made_before and known.get("admitted"):
+                told = self._told(batch, limits, result)
+                update = await limiter._tell(form, batch, told)  # noqa: SLF001 - the same
+                written.update(update or {})
+        except (Exception, CancelledError):
+            await self._charge(form, _given_back(hold))
+            raise
+        if last and known.get("final"):
+            own = merge_ledgers(written.get(LEDGER, {}), Ledger(final=known["final"]))
+            written[LEDGER] = own
+        return shaped, hold, None
 
-    def before_request(self, limits: ResolvedLimits) -> ResolvedLimits:
-        """The limits that judge a call before its request is known: they hold no reserve yet."""
-        # A run may stop before it makes the call: then only the least amount was held in vain.
-        if not self.bounds_calls:
-            return limits
-        return ResolvedLimits(each.with_checks(hit=1) for each in limits.limits)
-
-    def bounded(self, request: ModelRequest[Any], limits: ResolvedLimits, *, task: str) -> Request:
-        """The request of the next model call to budgets, for all that it can use."""
+    def _holding(self, request: ModelRequest[Any], limits: ResolvedLimits) -> Batch:
+        """What the call asks of the budgets, for all that it can use."""
         if request.model is not None:
-            # The bound is priced before anything is called.
+            # The reserve is priced before anything is called.
             self._admits(request)(asked_of(request.model, request.model_settings))
-        bounds: dict[str, int] = {}
+        holding = []
         for each in limits.budgets:
             reserve = getattr(each.limit, "reserve", None)
-            if callable(reserve):
-                bounds[each.limit.name] = self.charging.most(each.limit, reserve(request))
-        state = _state(request)
-        late, limits = self._late.of(state), ResolvedLimits(limits.budgets)
-        asked = pending(state, request.runtime, limits, task=task, late=late)
-        return bounded(asked, bounds)
+            amount = self._charging.most(
+                each.limit, reserve(request) if callable(reserve) else reserve or 0
+            )
+            lease = LEASE if self._reserves else None
+            holding.append(each.with_checks(hit=amount, lease=lease))
+        task = f"{self._limiter.name}.held"
+        batch = model_batch(_state(request), request.runtime, limits, task=task)
+        # Named anew: another attempt of the same task may hold something, too.
+        batch.name, batch.refunds = token_hex(16), {}
+        late = self._late.of(batch.state)
+        batch.used |= budget_counts(batch.state, late.amounts if late else {})
+        batch.limits = ResolvedLimits(holding)
+        batch.stops = batch.limits.stops
+        batch.ask([Asked.of(holding)])
+        return batch
 
-    def late(self, state: Mapping[str, Any]) -> Late | None:
-        """What calls have used that their run's state, as a hook gets it, does not have yet."""
-        self._late.forget_written(state)
-        return self._late.of(state)
+    def _told(self, batch: Batch, limits: ResolvedLimits, result: AcquireResult) -> Conclusion:
+        """What is decided about the call by all limits, those that judged it before included."""
+        admitted = batch.known.get("admitted")
+        used = {**(admitted["used"] if admitted else {}), **result.used}
+        others = [each for each in limits.limits if not each.is_budget]
+        # Without the store, no quota has judged it.
+        known = [
+            each._replace(checks=tuple(one for one in each.checks if one.counter in used))
+            for each in others
+        ]
+        by_name = {each.limit.name: each for each in (*known, *batch.limits.limits)}
+        both = ResolvedLimits(by_name[each.limit.name] for each in limits.limits)
+        every = replace(batch, limits=both, asked=[Asked.of(both.limits)], used=used)
+        decisions, _ = every.decided(admit(every.hits, used, {}))
+        return Conclusion(decisions)
 
-    def learn_written(self, state: Mapping[str, Any]) -> None:
-        """Learn from the state after a call what is written, and so no longer late."""
-        if self.others is not None:
-            self.others.learn_state(state)
-        self._late.forget_written(state)
+    async def _refuse(
+        self,
+        form: Form,
+        batch: Batch,
+        conclusion: Conclusion,
+        made_before: bool,  # noqa: FBT001 - private
+    ) -> Update:
+        """Write, and do not raise: an exception would lose the update, and others would retry."""
+        update: Update = {**(conclusion.update or {})}
+        error: Any = conclusion.error
+        if error is not None:
+            name = batch.context.own_name
+            message = AIMessage(content=str(error), name=name, id=str(uuid4()))
+            update = {"messages": [message]}
+            numbers = [
+                error.thread_count,
+                error.run_count,
+                error.thread_limit,
+                error.run_limit,
+            ]
+            written = Ledger(ended=message.id, error=[*numbers, str(error)])
+            update[LEDGER] = written
+            self._errors[str(message.id)] = error
+            if len(self._errors) > MOST_KNOWN:
+                self._errors.popitem(last=False)
+        update.pop("jump_to", None)
+        admitted = batch.known.get("admitted")
+        if not made_before:
+            # It was let through and counted before.
+            known: Ledger = update[LEDGER]
+            known["run_model"] = max(0, batch.used[OF_RUN] - 1)
+            of_thread = max(0, batch.used[OF_THREAD] - 1)
+            if any(not each.is_budget for each in batch.given.limits):
+                update[THREAD_MODEL] = of_thread
+            else:
+                known["thread_model"] = of_thread
+            if admitted and admitted["keys"]:
+                back = {key: -amount for key, amount in admitted["keys"].items()}
+                made = Compensation(uuid4().hex, back)
+                await self._charge(form, AcquireRequest("", "", compensations=(made,)))
+        late = self._late.of(batch.state)
+        if late is not None:
+            update[LEDGER] = merge_ledgers(update[LEDGER], spending(batch.state, late))
+        told = await self._limiter._tell(  # noqa: SLF001 - the kernel's
+            form, batch, conclusion._replace(update=update)
+        )
+        return told or update
 
-    def begun(self, state: Mapping[str, Any]) -> Ledger:
-        """What is written when a run begins, with what calls of the last run have used."""
-        late = self.late(state)
-        known = Ledger() if late is None else spending(state, late)
-        return Ledger(**{**known, **NOTHING_SPENT})
-
-    def _admits(self, request: ModelRequest[Any]) -> Callable[[ModelUsage], None]:
-        """A check that a model has a price, also if a middleware has chosen another model."""
-        return partial(self.charging.check_price, agent=partial(agent_of, request))
-
-    def _left_out(self, collector: ModelRunCollector) -> AbstractContextManager[None]:
-        """While the block runs, leave its model runs to the call that makes them."""
-        return _NOTHING if self.others is None else self.others.leave_out(collector)
+    async def _call(  # noqa: PLR0913, PLR0917 - all of one call
+        self,
+        form: Form,
+        request: ModelRequest[Any],
+        call: Handler,
+        limits: ResolvedLimits,
+        hold: Hold,
+        written: Update,
+    ) -> ModelResponse[Any]:
+        """Call the model, and charge what it has used in place of what is held."""
+        with collect_model_runs(self._admits(request)) as runs, self._left_out(runs):
+            try:
+                response = await call(request)
+            except BaseException as error:
+                used, before, late, sent = self._paid(request, limits, hold, runs)
+                if form and not isinstance(error, Exception | CancelledError):
+                    # The event loop is closing: nothing can be awaited.
+                    if self._store is not None and sent is not None:
+                        self._store.settle_soon(sent)
+                    answer = None
+                else:
+                    answer = await self._charge(form, sent)
+                self._show(request, limits, used, before, answer)
+                raise
+        used, before, late, sent = self._paid(request, limits, hold, runs)
+        answer = await self._charge(form, sent)
+        self._show(request, limits, used, before, answer)
+        for run, _ in used:
+            if run.usage.estimated and run.status == "success":
+                model = next(iter(run.usage.models), "")
+                self._recorder.warn_of_estimate(model, self._made_at)
+        own = Ledger(**spending(_state(request), late), admitted=None)
+        written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), own)
+        return response
 
     def _paid(
         self,
         request: ModelRequest[Any],
         limits: ResolvedLimits,
-        held: Mapping[str, int],
-        collector: ModelRunCollector,
-    ) -> Paid:
-        """What a finished call has used. This process keeps it, whatever happens next."""
-        forget_refused(collector)
+        hold: Hold,
+        runs: ModelRunCollector,
+    ) -> tuple[Sequence[Used], Mapping[str, int], Late, AcquireRequest | None]:
+        """What a finished call has used: this process keeps it, whatever happens next."""
+        forget_refused(runs)
         state = _state(request)
-        agent = partial(agent_of, request)
-        used = [_Used(run, self.charging.amounts(run, held, agent)) for run in collector.runs()]
-        before = budget_counts(state, self._late.of(state))
+        agent = partial(_agent_of, request)
+        used = [Used(run, self._charging.amounts(run, hold.amounts, agent)) for run in runs.runs()]
+        late = self._late.of(state)
+        before = budget_counts(state, late.amounts if late else {})
         late = self._late.keep(state, added(each.amounts for each in used))
-        return Paid(request, limits, used, before, late)
+        sent = settlements(
+            limits,
+            before,
+            [(each.run.id, each.amounts) for each in used],
+            held=hold.request,
+            held_keys=hold.keys,
+            seen_by_others=root_models()[0] is not None or any(each.run.shared for each in used),
+        )
+        return used, before, late, sent
 
-    async def charge(self, form: Form, sent: AcquireRequest | None) -> AcquireResult | None:
+    def _show(
+        self,
+        request: ModelRequest[Any],
+        limits: ResolvedLimits,
+        used: Sequence[Used],
+        before: Mapping[str, int],
+        answer: AcquireResult | None,
+    ) -> None:
+        """Make visible what a call was charged, and what the store has granted."""
+        mirror_root_run(limits, answer)
+        call = model_call(_state(request), request.runtime)
+        for run, amounts in used:
+            record_run(self._recorder, call, limits, run, amounts)
+        spent = added(each.amounts for each in used)
+        record_standing(self._recorder, call, limits, before=before, spent=spent, answer=answer)
+
+    async def _charge(self, form: Form, sent: AcquireRequest | None) -> AcquireResult | None:
         """Have the store make corrections; its answer by key, or `None` without one."""
         if sent is None or self._store is None:
             return None
-        answer: AcquireResult | None = await ask(form, self._store, "settle", sent)
+        answer: AcquireResult | None = await self._store.settle(form, sent)
         return answer
 
-    async def _settle(self, form: Form, paid: Paid) -> AcquireResult | None:
-        """Have the store charge what was used; its answer by key, or `None` without one."""
-        answer = await self.charge(form, _settlements(paid))
-        mirror_root_run(paid.limits, answer)
-        return answer
+    def _admits(self, request: ModelRequest[Any]) -> Callable[[ModelUsage], None]:
+        """A check that a model has a price, also if a middleware has chosen another model."""
+        return partial(self._charging.check_price, agent=partial(_agent_of, request))
 
-    def _settle_soon(self, paid: Paid) -> None:
-        """Have the store charge what was used, without waiting for it."""
-        sent = _settlements(paid)
-        if self._store is not None and sent is not None:
-            self._store.settle_soon(sent)
+    def _left_out(self, runs: ModelRunCollector) -> AbstractContextManager[None]:
+        """While the block runs, leave its model runs to the call that makes them."""
+        return nullcontext() if self._others is None else self._others.leave_out(runs)
 
-    def _warn_of_estimates(self, paid: Paid) -> None:
-        """Warn of models that report nothing."""
-        for run, _ in paid.used:
-            if run.usage.estimated and run.status == "success":
-                model = next(iter(run.usage.models), "")
-                self.recorder.warn_of_estimate(model, self._made_at)
 
-    def _show(self, paid: Paid, answer: AcquireResult | None) -> None:
-        """Make visible what a call was charged, and what the store has granted."""
-        request, limits, used, before, _ = paid
-        call = made(_state(request), request.runtime)
-        for run, amounts in used:
-            record_run(self.recorder, call, limits, run, amounts)
-        spent = added(each.amounts for each in used)
-        record_standing(self.recorder, call, limits, before=before, spent=spent, answer=answer)
+def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:
+    """Whether all limits that refuse a call would let it be the last one."""
+    if STORE in result.refused[0].values():
+        return False
+    by_name = batch.limits.by_name
+    refusing = [by_name[name] for name in result.refused[0] if by_name[name].enforce]
+    return all(limit.exit_behavior == "finalize" for limit in refusing)
+
+
+def _given_back(hold: Hold) -> AcquireRequest | None:
+    """A request that gives back what is held for a call that is not made; `None` for nothing."""
+    if not hold.keys:
+        return None
+    made = Compensation(uuid4().hex, dict.fromkeys(hold.keys, 0), settles=hold.request)
+    return AcquireRequest("", "", compensations=(made,))
+
+
+def _agent_of(request: ModelRequest[Any]) -> str | None:
+    """The name of the agent that makes a call."""
+    return model_call(_state(request), request.runtime).agent
 
 
 def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
     return request.state
-
-
-def _settlements(paid: Paid) -> AcquireRequest | None:
-    runs = [(each.run.id, each.amounts) for each in paid.used]
-    seen_by_others = root_models()[0] is not None or any(each.run.shared for each in paid.used)
-    state = _state(paid.request)
-    return settlements(state, paid.limits, paid.before, runs, seen_by_others=seen_by_others)
-
-
-def _written(paid: Paid) -> Update:
-    """What is written to the state when a call is over."""
-    state = _state(paid.request)
-    return {LEDGER: Ledger(**spending(state, paid.late), held=None)}

@@ -1,9 +1,6 @@
 """What model runs are charged: in the units of budgets, at the prices of their models."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from langchain.agents.middleware.types import ModelRequest
 
 from langchain_quota.budgets import CostLimit
 from langchain_quota.errors import UnknownPriceError
@@ -18,7 +15,6 @@ from langchain_quota.limit_options import (
     whole_amount,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._model_calls import made
 from langchain_quota.model_usage import ModelUsage, TokenKind, charged_tokens
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -144,9 +140,3 @@ def _priced_again(failed: ModelUsage, prices: Prices) -> None:
             f"prices failed for an earlier call that was paid ({type(error).__name__}: {error})"
         )
         raise UnknownPriceError(model, failed.provider, reason=reason) from error
-
-
-def agent_of(request: ModelRequest[Any]) -> str | None:
-    """The name of the agent that makes a call."""
-    state: Mapping[str, Any] = request.state
-    return made(state, request.runtime).agent

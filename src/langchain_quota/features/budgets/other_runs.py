@@ -24,13 +24,13 @@ from langchain_quota.features.budgets.late_use import LateUse, added
 from langchain_quota.features.budgets.model_runs import DECISION, ModelRun, ModelRunCollector
 from langchain_quota.features.budgets.settlements import charge_by_key, joined, mirror_root_run
 from langchain_quota.features.budgets.spending import record_run, record_standing
+from langchain_quota.forms import Form
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.middleware._context import running_config
-from langchain_quota.middleware._form import Form, ask
-from langchain_quota.middleware._model_calls import budget_counts, made
-from langchain_quota.middleware._store import StoreClient
-from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.middleware.calls import budget_counts, model_call
+from langchain_quota.middleware.context import running_config
+from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import LEDGER, ledger
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.recorder import Recorder
 
 MAX_ENDED = 10_000
@@ -220,7 +220,8 @@ class _AgentRun:
         amounts = others.amounts(run, self._step.call.agent)
         with self._lock:
             state, limits, call = self._step
-            counts = budget_counts(state, others.late.of(state))
+            late = others.late.of(state)
+            counts = budget_counts(state, late.amounts if late else {})
             # The state's newest use is only forgotten when the step has changed.
             others.late.keep(state, amounts)
             self._since_hook.append((amounts, charge_by_key(limits, counts, run.id, amounts)))
@@ -260,16 +261,17 @@ class OtherRuns:
         self, form: Form, state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits
     ) -> None:
         """Charge what the run has used, before its next model call is judged."""
-        step = _Step({LEDGER: ledger(state)}, limits, made(state, runtime))
+        step = _Step({LEDGER: ledger(state)}, limits, model_call(state, runtime))
         spent, sent = self._since_last_hook(step)
         if not spent:
             return
         answer: AcquireResult | None = None
         if self.store is not None and sent is not None:
-            answer = await ask(form, self.store, "settle", sent)
+            answer = await self.store.settle(form, sent)
         mirror_root_run(limits, answer)
         # With what was just charged.
-        known = budget_counts(step.state, self.late.of(step.state))
+        late = self.late.of(step.state)
+        known = budget_counts(step.state, late.amounts if late else {})
         before = {name: n - spent.get(name.rpartition("/")[0], 0) for name, n in known.items()}
         record_standing(
             self.recorder,

@@ -1,34 +1,30 @@
 """The requests with which a store charges what finished model calls have used of budgets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
 from uuid import uuid4
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.features.root_run.run import root_run
-from langchain_quota.resolved import ResolvedLimits
-from langchain_quota.state import Held, ledger
+from langchain_quota.rule import ResolvedLimits
 
 
-def settlements(
-    state: Mapping[str, Any],
+def settlements(  # noqa: PLR0913 - keyword-only, with defaults
     limits: ResolvedLimits,
     counts: Mapping[str, int],
     used: Sequence[tuple[str, Mapping[str, int]]],
     *,
+    held: str = "",
+    held_keys: Mapping[str, str] = MappingProxyType({}),
     seen_by_others: bool = False,
 ) -> AcquireRequest | None:
     """A request that charges what model runs have used; `None` where a store counts none of it."""
     keys, starts = _kept(limits, counts)
-    held = ledger(state).get("held")
-    if held is not None and not held["keys"]:
-        held = None
-    if held is not None:
-        # Also in a window that has ended meanwhile.
-        keys = held["keys"]
-    if not keys:
+    # What is held is settled where it is, also in a window that has ended meanwhile.
+    keys = {**(held_keys or keys)}
+    if not keys or not (used or held):
         return None
     starts = {key: start for key, start in starts.items() if key in keys}
     nothing = Compensation(uuid4().hex, dict.fromkeys(keys, 0), starts=starts)
@@ -39,11 +35,21 @@ def settlements(
             Compensation(run, {key: amounts[each] for key, each in keys.items()}, starts=starts)
             for run, amounts in used
         ] or [nothing]
-    if held is not None:
+    if held:
         # The first one gives back what was held.
-        made[0] = replace(made[0], settles=held["request"])
+        made[0] = replace(made[0], settles=held)
     counters = {key: Counter(key, starts.get(key, 0)) for key in keys}
-    return AcquireRequest("", "", counters, compensations=tuple(made))
+    shown = [replace(each, limits=_shown(limits, each.amounts)) for each in made]
+    return AcquireRequest("", "", counters, compensations=tuple(shown))
+
+
+def _shown(limits: ResolvedLimits, keys: Collection[str]) -> dict[str, int]:
+    """The least limit under each key."""
+    found: dict[str, int] = {}
+    for check in (check for each in limits.budgets for check in each.checks):
+        if check.key is not None and check.key in keys and check.most is not None:
+            found[check.key] = min(check.most, found.get(check.key, check.most))
+    return found
 
 
 def charge_by_key(
@@ -54,16 +60,6 @@ def charge_by_key(
     counters = {key: Counter(key, starts[key]) for key in keys}
     made = tuple(_by_key(run, amounts, keys, starts))
     return AcquireRequest("", "", counters, compensations=made)
-
-
-def given_back(several: Sequence[Held]) -> AcquireRequest | None:
-    """A request that gives back what is held for calls that are not made; `None` for nothing."""
-    made = tuple(
-        Compensation(uuid4().hex, dict.fromkeys(held["keys"], 0), settles=held["request"])
-        for held in several
-        if held["keys"]
-    )
-    return AcquireRequest("", "", compensations=made) if made else None
 
 
 def joined(several: Sequence[AcquireRequest]) -> AcquireRequest | None:

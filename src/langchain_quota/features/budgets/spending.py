@@ -6,7 +6,7 @@ from langchain_quota.admission import AcquireResult
 from langchain_quota.decide import status
 from langchain_quota.decision import Call
 from langchain_quota.features.budgets.model_runs import ModelRun
-from langchain_quota.resolved import ResolvedLimits
+from langchain_quota.rule import ResolvedLimits
 from langchain_quota.telemetry.recorder import Recorder
 
 

@@ -10,14 +10,14 @@ from langchain_core.tools import BaseTool
 from langgraph.prebuilt import ToolNode
 
 from langchain_quota.arguments import check_type
-from langchain_quota.features.deep_agents.interpreters import unseen_calls
+from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.deep_agents.sub_agents import (
     graphs_of,
     has_limits,
     starters,
     sub_agents,
 )
-from langchain_quota.middleware.inline import InlineQuotaMiddleware
+from langchain_quota.features.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
 
 Arguments = ParamSpec("Arguments")
@@ -111,7 +111,7 @@ def with_limits(
             if name in agents and name not in leave_out:
                 _check_interpreters(f"sub-agent {name!r}", _tools(agents[name]), own)
         # All sub-agents have limits, or are left out on purpose.
-        quota._looked_at.update(starts)  # noqa: SLF001 - of this package
+        _checks_of(quota).checked(starts)
         return agent
 
     return create_with_limits
@@ -181,9 +181,15 @@ def _check_interpreters(
     agent: str, tools: Sequence[BaseTool], quota: QuotaMiddleware[Any, Any]
 ) -> None:
     """Check that no code which an agent writes can call a tool past its limit."""
-    unseen = unseen_calls(quota._enforced, tools)  # noqa: SLF001 - of this package
+    unseen = _checks_of(quota).unseen(tools)
     if unseen is not None:
         raise ValueError(f"{agent}: {unseen}")
+
+
+def _checks_of(quota: QuotaMiddleware[Any, Any]) -> DeepAgents:
+    """What a quota checks of tools."""
+    features = quota._features  # noqa: SLF001 - of this package
+    return next(each for each in features if isinstance(each, DeepAgents))
 
 
 def _check(create: Any, quota: Any, leave_out: object) -> None:

@@ -8,39 +8,78 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.admission import AcquireRequest, Counter, Hits
+from langchain_quota.admission import AcquireRequest, AcquireResult, Counter, Hits
 from langchain_quota.decision import ROOT_RUN
-from langchain_quota.features.root_run.run import RootRun, log_lost, root_run
-from langchain_quota.middleware._context import CallContext, call_context
-from langchain_quota.middleware._form import Form, ask
-from langchain_quota.middleware._store import StoreClient
+from langchain_quota.features.root_run.run import RootRun, log_lost, root_run, watch_root_runs
+from langchain_quota.forms import Form
+from langchain_quota.middleware.calls import Batch, Conclusion
+from langchain_quota.middleware.context import CallContext
+from langchain_quota.middleware.feature import Feature
 from langchain_quota.state import ledger
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.recorder import Recorder
 
 
-async def root_subject(  # noqa: PLR0913, PLR0917 - what a hook knows
-    form: Form,
-    state: Mapping[str, Any],
-    runtime: Any,
-    store: StoreClient | None,
-    prefix: str,
-    recorder: Recorder,
-) -> str:
-    """Whose calls a store counts together with those of the running node."""
-    if store is None:
-        return ""
-    run, caller = root_run(), call_context(runtime, model_name=None)
-    subject = _known(run, state, caller, recorder)
-    if run is None or subject is not None:
-        return subject or caller.run()
-    thread, key = _numbered(run, caller, prefix)
-    found = (await ask(form, store, "peek", [key]) or {}).get(key) if run.resumes else None
-    number = None if found is None else found.used
-    if number is None:
-        answer = await ask(form, store, "ask", _addition(key, run.key))
-        number = None if answer is None else answer.used[key] + 1
-    return run.key if number is None else _count(run, f"{thread}@{number}", caller, recorder)
+class RootRuns(Feature):
+    """Counts calls per root run."""
+
+    @classmethod
+    def of(cls, limiter: Any) -> "RootRuns | None":
+        """The feature, if a quota is per root run."""
+        if not any(each.per == ROOT_RUN for limit in limiter.limits for each in limit.quotas):
+            return None
+        watch_root_runs()
+        return cls(limiter._store, limiter._recorder)  # noqa: SLF001 - the kernel gives them
+
+    def __init__(self, store: StoreClient, recorder: Recorder) -> None:
+        self._store = store
+        self._recorder = recorder
+
+    async def root_run(self, form: Form, state: Any, caller: CallContext, prefix: str) -> str:
+        """Whose calls a store counts together with those of the running node."""
+        run = root_run()
+        subject = _known(run, state, caller, self._recorder)
+        if run is None or subject is not None:
+            return subject or caller.run()
+        thread, key = _numbered(run, caller, prefix)
+        found = (await self._store.peek(form, [key]) or {}).get(key) if run.resumes else None
+        number = None if found is None else found.used
+        if number is None:
+            answer = await self._store.ask(form, _addition(key, run.key))
+            number = None if answer is None else answer.used[key] + 1
+        if number is None:
+            return run.key
+        return _count(run, f"{thread}@{number}", caller, self._recorder)
+
+    def checks(self, batch: Batch) -> None:
+        """Know what the root run has used."""
+        run = root_run()
+        if run is not None:
+            batch.used |= run.used
+
+    def answered(self, batch: Batch, result: AcquireResult) -> None:
+        """Keep what the store has counted of the root run."""
+        # What the store only holds is not counted yet: it is learned when it is settled.
+        run = root_run()
+        if run is None or run.subject is None:
+            return
+        charged = result.charged(batch.hits)
+        run.learn_used(
+            {
+                each.counter: result.used[each.counter] + charged[each.counter]
+                for asked in batch.asked
+                for each in asked.checks
+                if each.per == ROOT_RUN and each.lease is None
+            }
+        )
+
+    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+        """Write what a resumed run needs to go on with the same counts."""
+        run = root_run()
+        if run is not None:
+            batch.written.update(run.unsaved(batch.known))
+        return conclusion
 
 
 def _known(

@@ -1,7 +1,6 @@
 """What a model request says about the budget, and which tools it offers."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
@@ -10,6 +9,7 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMes
 
 from langchain_quota.admission import admit
 from langchain_quota.decision import Call
+from langchain_quota.forms import Form
 from langchain_quota.levels import Level, level
 from langchain_quota.limit_options import (
     INPUT_TOKENS,
@@ -18,11 +18,13 @@ from langchain_quota.limit_options import (
     TOTAL_TOKENS,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.middleware._model_calls import budget_counts, model_counts
+from langchain_quota.middleware.calls import budget_counts, model_counts
+from langchain_quota.middleware.feature import Feature
 from langchain_quota.money import as_dollars
 from langchain_quota.repeats import RepeatLimit
-from langchain_quota.resolved import ResolvedLimits, run_counter, thread_counter
+from langchain_quota.rule import ResolvedLimits, run_counter, thread_counter
 from langchain_quota.state import ledger, repeats, run_tools, thread_tools
+from langchain_quota.stores import QuotaUsage
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
@@ -48,55 +50,70 @@ _SPENT = {
 """The names of budgets in a note."""
 
 
-def with_state(request: ModelRequest[Any], state: Any) -> ModelRequest[Any]:
-    """The request with another state."""
-    # `ModelRequest.override` is slower, and switches warnings off for all threads while it works.
-    made = copy(request)
-    # An assignment to the attribute would warn.
-    vars(made)["state"] = state
-    return made
+class Telling(Feature):
+    """Tells the model what is left, offers only tools that it may call, asks for a last answer."""
+
+    @classmethod
+    def of(cls, limiter: Any) -> "Telling | None":
+        """The feature, if an option or a limit needs it."""
+        options = limiter._options  # noqa: SLF001 - the kernel gives them
+        finalizes = any(limit.exit_behavior == "finalize" for limit in limiter.limits)
+        if not (options["tell_model"] or options["hide_exhausted"] or finalizes):
+            return None
+        return cls(limiter, tells=options["tell_model"], hides=options["hide_exhausted"])
+
+    def __init__(self, limiter: Any, *, tells: bool, hides: bool) -> None:
+        self._limiter = limiter
+        self._tells = tells
+        self._hides = hides
+
+    async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        """The request as the model gets it: with what is left, and the tools that it may call."""
+        limiter = self._limiter
+        if ledger(_state(request)).get("final"):
+            return last_call(request)
+        if not (self._tells or self._hides):
+            return request
+        limits: ResolvedLimits = await limiter._limits_now(  # noqa: SLF001 - the kernel's
+            form, None, request.state, request.runtime
+        )
+        kept: Mapping[str, QuotaUsage] | None = {}
+        store = limiter._store  # noqa: SLF001 - the same
+        if store is not None:
+            kept = await store.peek(form, limits.keys())
+        uses = kept or {}
+        limits = limits.raised({key: each.granted for key, each in uses.items()})
+        counts = None if kept is None else {key: each.used for key, each in uses.items()}
+        near = limiter._recorder.near if self._tells else None  # noqa: SLF001 - the same
+        return shaped(request, limits, counts, near=near, hides=self._hides)
+
+
+def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
+    return request.state
 
 
 def counts_now(
     state: Mapping[str, Any], limits: ResolvedLimits, kept: Mapping[str, int]
 ) -> dict[str, int]:
     """The counts by the name of the counter: the store's, and the state's for all others."""
-    # What is held of budgets for the next call is not counted as used.
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
     if limits.budgets:
-        counts |= budget_counts(state, None)
-    if limits.repeats:
-        most = repeats(state)
-        for repeat in limits.repeats:
-            counter = run_counter(repeat)
-            counts[counter] = counts[thread_counter(repeat)] = most.get(repeat.name, 0)
+        counts |= budget_counts(state)
     for each in limits.limits:
-        if each.limit.kind == "tool" and not isinstance(each.limit, RepeatLimit):
+        if not each.limit.counted:
+            most = repeats(state).get(each.limit.name, 0)
+            counts[run_counter(each.limit)] = counts[thread_counter(each.limit)] = most
+        elif each.limit.kind == "tool":
             counter = each.limit.counter
             counts[thread_counter(each.limit)] = thread.get(counter, 0)
             counts[run_counter(each.limit)] = run.get(counter, 0)
-    own = _held(state, limits)
     for each in limits.limits:
         for check in each.checks:
             counts[check.counter] = counts.get(check.counter, 0)
             if check.key is not None and check.key in kept:
-                counts[check.counter] = max(0, kept[check.key] - own.get(check.key, 0))
+                counts[check.counter] = max(0, kept[check.key])
     return counts
-
-
-def _held(state: Mapping[str, Any], limits: ResolvedLimits) -> dict[str, int]:
-    """What the store holds of budgets for the call that is about to be made, by key."""
-    held = ledger(state).get("held")
-    if held is None:
-        return {}
-    asked = limits.asked(Call("model"))
-    return {
-        check.key: asked.hits.amounts[check.counter]
-        for each in asked.limits
-        for check in each.checks
-        if check.key is not None and check.key in held["keys"]
-    }
 
 
 def shaped(
@@ -108,13 +125,10 @@ def shaped(
     hides: bool,
 ) -> ModelRequest[Any]:
     """The request as the model gets it: with what is left, and the tools that it may call."""
-    state: Mapping[str, Any] = request.state
-    if ledger(state).get("final"):
-        return last_call(request)
     if kept is None:
         # The store did not answer: show what the state knows, and no quota.
         limits, kept = limits.without_store("allow"), {}
-    counts = counts_now(state, limits, kept)
+    counts = counts_now(_state(request), limits, kept)
     notes = []
     if near is not None:
         notes.append(remaining(limits, counts, near=near))

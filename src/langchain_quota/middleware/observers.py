@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from langchain_quota.arguments import check_function, is_async
 from langchain_quota.decision import Decision, Outcome
+from langchain_quota.forms import Form, forms
 from langchain_quota.locks import fork_safe_lock
-from langchain_quota.middleware._form import Form, forms
 from langchain_quota.telemetry.recorder import Recorder
 
 MAX_TASKS = 10_000

@@ -12,6 +12,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from langchain_quota.admission import AcquireRequest, Compensation
+from langchain_quota.forms import Form, now
 from langchain_quota.stores.keys import prefix_of
 
 MAX_PENDING = 10_000
@@ -122,11 +123,11 @@ class Corrections(Protocol):
 
     forms: Collection[str]
 
-    def waits(self) -> bool: ...
+    def waits(self) -> bool:
+        """Whether there is any."""
 
-    def send_waiting(self) -> None: ...
-
-    async def asend_waiting(self) -> None: ...
+    async def send_waiting(self, form: Form) -> None:
+        """Send them."""
 
 
 _at_exit: WeakSet[Corrections] = WeakSet()
@@ -154,10 +155,10 @@ async def _until_sent(corrections: Corrections) -> None:
         while corrections.waits():
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST)
-            await corrections.asend_waiting()
+            await corrections.send_waiting("a")
     except asyncio.CancelledError:
         # The event loop ends.
-        await corrections.asend_waiting()
+        await corrections.send_waiting("a")
         raise
 
 
@@ -166,4 +167,4 @@ def _finish() -> None:
     for each in list(_at_exit):
         # An async client has had a last try when its event loop ended.
         if each.waits() and "sync" in each.forms:
-            each.send_waiting()
+            now(each.send_waiting(""))

@@ -19,20 +19,16 @@ from langgraph.types import Command
 
 from langchain_quota.arguments import one_list
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.features.budgets.agent_budgets import late_use
-from langchain_quota.features.budgets.budgeted_call import BudgetedCall
 from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
-from langchain_quota.features.telling.model_request import with_state
+from langchain_quota.forms import Form, in_sync, now
 from langchain_quota.limits import Limit, check_together
-from langchain_quota.middleware import _model_calls as model_calls
-from langchain_quota.middleware import _tool_calls as tool_calls
-from langchain_quota.middleware._base import ContextT
-from langchain_quota.middleware._calls import Late, Request, Update
-from langchain_quota.middleware._form import Form, in_sync, now
-from langchain_quota.middleware._history import identified, overruled, since
-from langchain_quota.middleware._observers import Observer
+from langchain_quota.middleware.calls import Update, with_state
+from langchain_quota.middleware.feature import Handler
+from langchain_quota.middleware.flow import ContextT
+from langchain_quota.middleware.history import identified, overruled, since
+from langchain_quota.middleware.observers import Observer
 from langchain_quota.middleware.quota import QuotaMiddleware
-from langchain_quota.resolved import Outage, ResolvedLimits
+from langchain_quota.rule import Outage
 from langchain_quota.state import (
     LEDGER,
     ledger,
@@ -164,43 +160,34 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         return await self._wrap_model_call("a", request, handler)
 
     async def _wrap_model_call(  # type: ignore[override]  # the same
-        self,
-        form: Form,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+        self, form: Form, request: ModelRequest[Any], handler: Handler
     ) -> ExtendedModelResponse[ResponseT]:
         step = _Step(self.name, request)
-        limits = await self._resolve(form, "model", step.state, request.runtime)
-        late = await late_use(form, self._budgets, step.state, request.runtime, limits)
-        call = step.model_call(self._before_request(limits), late)
-        conclusion = self._let_through(call, await self._acquire(form, call))
-        step.write(await self._take_effect(form, call, conclusion))
+        step.write(await self._judge_model(form, step.state, request.runtime))
         if not step.ended:
             self._learn_tools(request)
-            given = step.request
-            given = await self._shape(form, given) if self._shapes_requests else given
-            if self._budgets is None:
-                step.answer(await handler(given))
-            else:
-                judged = BudgetedCall(self._budgets, given, limits, task=self.name)
-                hooks = self._acquire, self._take_effect, self._observers
-                response, update = await judged.make(form, handler, *hooks)
-                step.write(update)
-                if response is None:
-                    return step.response()
+            written: Update = {}
+            response = await self._call_model(form, step.request, handler, written)
+            step.write(written)
+            if response is not None:
                 step.answer(response)
-            self._mark_judged(step.state)
-            calls = step.tool_calls(await self._resolve(form, "tool", step.state, request.runtime))
-            if calls is not None:
-                result = await self._acquire(form, calls)
-                conclusion = tool_calls.conclude(calls, result, has_caps=self._at_once is not None)
-                step.write(await self._take_effect(form, calls, conclusion))
+            for after_model in self._that("after_model"):
+                # The graph may drop what this step writes.
+                after_model(step.state, saved=False)
+            if response is not None:
+                task = f"{self.name}.tools.{step.digest()}"
+                update = await self._judge_tools(form, step.state, request.runtime, task=task)
+                step.write(update)
         return step.response()
 
-    def _begin_run(self, state: Mapping[str, Any], runtime: Any) -> Update:
+    @property
+    def _model_task(self) -> str:
+        return f"{self.name}.model"
+
+    def _begin_run(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update:
         if _langchain() < OLDEST_LANGCHAIN:
             raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
-        return super()._begin_run(state, runtime)
+        return super()._begin_run(form, state, runtime)
 
     def _judging_nodes(self) -> tuple[str, ...]:
         """The nodes of the graph in which this middleware judges."""
@@ -282,29 +269,15 @@ class _Step:
         self._messages += [_chargeable(message, answered) for message in response.result]
         self._structured = response.structured_response
 
-    def model_call(self, limits: ResolvedLimits, late: Late | None) -> Request:
-        """The model call that is about to be made."""
-        task = f"{self._middleware}.model"
-        return model_calls.pending(self.state, self._given.runtime, limits, task=task, late=late)
-
-    def tool_calls(self, limits: ResolvedLimits) -> tool_calls.BatchRequest | None:
-        """The tool calls that the model has made."""
+    def digest(self) -> str:
+        """Names the tool calls of the model: when the step runs again, it may make others."""
         made = [
             f"{call['id']}/{call['name']}"
             for message in self._messages
             if isinstance(message, AIMessage)
             for call in message.tool_calls
         ]
-        # When the step runs again, the model may call other tools.
-        digest = sha256("\n".join(made).encode(errors="backslashreplace")).hexdigest()
-        return tool_calls.pending(
-            self.state,
-            self._given.runtime,
-            limits,
-            middleware=self._middleware,
-            every_call=True,
-            task=f"{self._middleware}.tools.{digest}",
-        )
+        return sha256("\n".join(made).encode(errors="backslashreplace")).hexdigest()
 
     def response(self) -> ExtendedModelResponse[Any]:
         """The response for the model node."""

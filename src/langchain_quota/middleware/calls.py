@@ -1,0 +1,346 @@
+"""The calls of a step: what they ask of counts, and what is decided about them.
+
+batch = tool_batch(…) or model_batch(…)
+result = the answer of the state's counts, or of a store
+conclusion = conclude(batch, result)
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from secrets import token_hex
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from langchain.agents.middleware.types import ModelRequest
+
+from langchain_quota import messages
+from langchain_quota.admission import (
+    AcquireRequest,
+    AcquireResult,
+    Compensation,
+    Counter,
+    Hits,
+    admit,
+)
+from langchain_quota.decide import Breach, breaches, decide
+from langchain_quota.decision import RUN, THREAD, Answer, Call, Decision, Exit, Refund
+from langchain_quota.limit_options import BUDGETS, MODEL
+from langchain_quota.middleware.context import CallContext, call_context
+from langchain_quota.middleware.counts import ToolCounts
+from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
+from langchain_quota.rule import Asked, Outage, ResolvedLimits, hits_of
+from langchain_quota.state import (
+    LEDGER,
+    Amounts,
+    Ledger,
+    ledger,
+    merge_ledgers,
+    run_model,
+    spent,
+    thread_model,
+)
+
+Update = dict[str, Any]
+"""What a hook writes to the state."""
+
+OF_THREAD = f"{MODEL}/{THREAD}"
+OF_RUN = f"{MODEL}/{RUN}"
+"""The names of the counts of model calls."""
+
+
+_BUDGETS = [(each, f"{each}/{THREAD}", f"{each}/{RUN}") for each in BUDGETS]
+"""What model calls use, and the names of its counts."""
+
+
+class Conclusion(NamedTuple):
+    """What a hook decided, and what follows from it."""
+
+    decisions: Sequence[Decision]
+    update: Update | None = None
+    refunds: Sequence[Refund] = ()
+    error: Exception | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Calls that are judged together, and what they ask of counts."""
+
+    state: Mapping[str, Any]
+    known: Ledger
+    context: CallContext
+    task: str
+    limits: ResolvedLimits
+    calls: Sequence[Call]
+    asked: Sequence[Asked]
+    used: dict[str, int]
+    # The same batch under other limits.
+    remake: Callable[[ResolvedLimits], "Batch | None"]
+    given: ResolvedLimits = field(init=False)
+    stops: Mapping[str, int] = field(default_factory=dict)
+    started: int = field(default_factory=time.time_ns)
+    hits: Sequence[Hits] = field(init=False)
+    index_of: Sequence[int] = field(init=False)
+    # What a store takes back, by the refund's name.
+    refunds: Mapping[str, Amounts] = field(default_factory=dict)
+    # Of a request that is never made again, in place of the task's name.
+    name: str = ""
+    sent: AcquireRequest | None = None
+    # The counts with which they were judged.
+    counted: Mapping[str, int] = field(default_factory=dict)
+    answered: bool = False
+    # What a person answered at a limit.
+    answer: Answer | None = None
+    # What features know of it, by their names, and what they write.
+    own: dict[str, Any] = field(default_factory=dict)
+    written: Ledger = field(default_factory=Ledger)
+    # Of tool calls: those that wait, and what is charged to them.
+    middleware: str = ""
+    pending: PendingCalls | None = None
+    every_call: Sequence[Call] = ()
+    counts: ToolCounts | None = None
+    renewed: Mapping[str, Amounts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.given = self.limits
+        self.ask(self.asked)
+
+    def ask(self, asked: Iterable[Asked]) -> None:
+        """Ask for something else."""
+        self.asked = [*asked]
+        self.hits, self.index_of = hits_of(self.calls, self.asked)
+
+    @property
+    def message(self) -> str | None:
+        """The id of the message whose calls they are; `None` for a model call."""
+        return None if self.pending is None else self.pending.message.id or ""
+
+    @property
+    def follows_refusal(self) -> bool:
+        """Whether the model has read that a call of this run was refused."""
+        refused = self.known.get("refused")
+        return refused is not None and refused != self.message
+
+    @property
+    def task_id(self) -> str | None:
+        """Names this work: the same when LangGraph runs the task again."""
+        return self.context.task(self.task)
+
+    def by_state(self) -> AcquireResult:
+        """The answer by the state's counts."""
+        return admit(self.hits, self.used, self.stops)
+
+    def to_store(self) -> AcquireRequest:
+        """What a store is asked."""
+        counters: dict[str, Counter] = {}
+        for check in (check for each in self.asked for check in each.checks):
+            known = counters.get(check.counter)
+            if known is None:
+                counters[check.counter] = Counter(
+                    check.key,
+                    self.used.get(check.counter, 0),
+                    None if check.resets_at is None else check.resets_at.timestamp(),
+                    check.mirrored,
+                    check.lease,
+                )
+            elif known.key is None and check.key is not None:
+                counters[check.counter] = replace(known, key=check.key)
+        name = self.name or self.context.step(self.task)
+        self.sent = AcquireRequest(
+            # An answer that is remembered is matched by position.
+            idempotency_key=f"{name}/{len(counters)}/{len(self.hits)}",
+            attempt_id=token_hex(16),
+            counters=counters,
+            hits=tuple(self.hits),
+            stops=self.stops,
+            compensations=tuple(
+                Compensation(refund, {key: -amount for key, amount in amounts.items()})
+                for refund, amounts in {**self.refunds, **self.renewed}.items()
+            ),
+        )
+        return self.sent
+
+    def without_store(self, outage: Outage) -> AcquireResult:
+        """The answer while the store cannot be asked: what the state alone knows."""
+        self.limits = self.limits.without_store(outage)
+        self.ask(Asked.of(one.without_store(outage) for one in each.limits) for each in self.asked)
+        return self.by_state()
+
+    def raise_limits(self, granted: Mapping[str, int]) -> None:
+        """Raise the limits by what a store has granted, by key."""
+        limits = self.limits.raised(granted)
+        if limits is not self.limits:
+            self.limits = limits
+            self.ask(Asked.of(one.raised(granted) for one in each.limits) for each in self.asked)
+
+    def decided(
+        self, result: AcquireResult, *, charging: bool = True
+    ) -> tuple[list[Decision], list[Breach]]:
+        """The decision about each call, and the limits whose refusals hold."""
+        exits: dict[str, Exit] = {
+            name: "end"
+            for name, after in self.stops.items()
+            if self.limits.by_name[name].exit_behavior == "continue"
+            and sum(name in each for each in result.refused) >= after
+        }
+        if self.limits.asking:
+            # After a person was asked, or could not be asked.
+            rejected = self.answer is not None and self.answer.type == "reject"
+            then: Exit = "end" if rejected or self.pending is None else "continue"
+            exits |= dict.fromkeys(self.limits.asking, then)
+        decisions = decide(
+            self.calls, self.asked, self.index_of, result, charging=charging, exits=exits
+        )
+        if self.answer is not None:
+            decisions = [replace(each, answer=self.answer) for each in decisions]
+        if not any(result.refused):
+            return decisions, []
+        return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)
+
+    def final_text(self, breaches: Sequence[Breach]) -> str:
+        """The final text at limits: the message of the person who ended the run, if any."""
+        said = self.answer.message if self.answer and self.answer.type == "reject" else ""
+        return said if said.strip() else messages.final(breaches)
+
+
+def with_state(request: ModelRequest[Any], state: Any) -> ModelRequest[Any]:
+    """The request with another state."""
+    # `ModelRequest.override` is slower, and switches warnings off for all threads while it works.
+    made = copy(request)
+    # An assignment to the attribute would warn.
+    vars(made)["state"] = state
+    return made
+
+
+def with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
+    """The request, with something else in its ledger."""
+    state: Any = copy(request.state)
+    state[LEDGER] = merge_ledgers(ledger(state), known)
+    return with_state(request, state)
+
+
+def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
+    """The state's counts of model calls, by the name of the counter."""
+    return {OF_THREAD: thread_model(state), OF_RUN: run_model(state)}
+
+
+def model_batch(
+    state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits, *, task: str
+) -> Batch:
+    """The model call that is about to be made, and what it asks."""
+    known, context = ledger(state), model_context(state, runtime)
+    call = Call("model", agent=context.agent, thread_id=context.thread_id)
+    return Batch(
+        state=state,
+        known=known,
+        context=context,
+        task=task,
+        limits=limits,
+        calls=[call],
+        asked=[limits.asked(call)],
+        used=model_counts(state),
+        remake=lambda other: model_batch(state, runtime, other, task=task),
+        stops=limits.stops,
+        refunds=known.get("owed") or {},
+    )
+
+
+def model_call(state: Mapping[str, Any], runtime: Any) -> Call:
+    """The model call that is being made."""
+    context = model_context(state, runtime)
+    return Call("model", agent=context.agent, thread_id=context.thread_id)
+
+
+def budget_counts(
+    state: Mapping[str, Any], more: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """What model calls have used of budgets, by the name of the counter; `more` is not in there."""
+    of_thread, of_run = spent(state)
+    counts = {}
+    for counter, thread, run in _BUDGETS:
+        counts[thread] = of_thread.get(counter, 0) + more.get(counter, 0)
+        counts[run] = of_run.get(counter, 0) + more.get(counter, 0)
+    return counts
+
+
+def model_context(state: Mapping[str, Any], runtime: Any) -> CallContext:
+    """The agent and thread of a model call."""
+    name = newest_name(state.get("messages") or ()) if run_model(state) else None
+    return call_context(runtime, model_name=name)
+
+
+def tool_batch(  # noqa: PLR0913 - what a hook knows
+    state: Mapping[str, Any],
+    runtime: Any,
+    limits: ResolvedLimits,
+    *,
+    middleware: str,
+    every_call: bool = True,
+    task: str = "",
+) -> Batch | None:
+    """The tool calls that wait for an answer, and what they ask; `None` if there are none."""
+    waiting = pending_calls(state)
+    if waiting is None or not waiting.calls:
+        return None
+    known = ledger(state)
+    final = known.get("final")
+    if not (every_call or final or _concerns(limits, waiting, known)):
+        return None
+    context = call_context(runtime, model_name=waiting.message.name)
+    calls = [
+        Call("tool", each["name"], each["id"], 1, context.agent, context.thread_id)
+        for each in waiting.calls
+    ]
+    asks = [(call, limits.asked(call)) for call in calls]
+    # After the last call of a budget no tool runs.
+    judged = [] if final else [(call, each) for call, each in asks if each.limits or every_call]
+    counts = ToolCounts.of(state, waiting.message.id)
+    matched = {str(call.id) for call, each in asks if each.limits}
+    used: dict[str, int] = {}
+    for _, asked in judged:
+        for each in asked.limits:
+            thread, run, *_ = each.checks
+            if thread.counter not in used:
+                used[thread.counter], used[run.counter] = counts.used(each.limit.counter, matched)
+    # With the structured response the run ends anyway.
+    stops: dict[str, int] = {}
+    if limits.stops and not waiting.structured:
+        refusals = (known.get("refusals") or {}).get(middleware, {})
+        stops = {name: max(1, n - refusals.get(name, 0)) for name, n in limits.stops.items()}
+    renewed: dict[str, Amounts] = {}
+    if counts.calls:
+        # What a store charged for these calls before. The names are the same if the request is made
+        # again, so that no refund is made twice.
+        step = context.step(task or middleware)
+        renewed = {f"{step}/{each}": counts.renew(each, limits.keys()) for each in sorted(matched)}
+    return Batch(
+        state=state,
+        known=known,
+        context=context,
+        task=task or middleware,
+        limits=limits,
+        calls=[call for call, _ in judged],
+        asked=[asked for _, asked in judged],
+        used=used,
+        remake=lambda other: tool_batch(
+            state, runtime, other, middleware=middleware, every_call=every_call, task=task
+        ),
+        stops=stops,
+        refunds=dict(counts.owed),
+        middleware=middleware,
+        pending=waiting,
+        every_call=calls,
+        counts=counts,
+        renewed={name: amounts for name, amounts in renewed.items() if amounts},
+    )
+
+
+def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> bool:
+    """Whether limits match a call that waits."""
+    # If a middleware has charged calls of the message, its answered calls matter, too: it is
+    # recorded that these limits have judged the message.
+    batch = known.get("batch")
+    charged = batch is not None and batch["message"] == waiting.message.id
+    calls = (*waiting.calls, *(waiting.message.tool_calls if charged else ()))
+    return any(limits.asked(Call("tool", call["name"])).limits for call in calls)

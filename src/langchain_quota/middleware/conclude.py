@@ -1,0 +1,294 @@
+"""What follows from the answer about calls: decisions, what is written, refunds, an exception."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from langchain_core.messages import AIMessage, AnyMessage
+
+from langchain_quota import messages
+from langchain_quota.admission import AcquireResult, admit
+from langchain_quota.decide import Breach
+from langchain_quota.decision import Call, Decision, Exit, Outcome, Refund
+from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, Conclusion, Update
+from langchain_quota.middleware.history import answer_of_refused
+from langchain_quota.rule import Asked
+from langchain_quota.state import (
+    LEDGER,
+    RUN_TOOLS,
+    THREAD_MODEL,
+    THREAD_TOOLS,
+    Ledger,
+    ToolBatch,
+    thread_model,
+)
+
+_NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
+_EXITS: tuple[Exit, ...] = ("continue", "end", "error")
+"""The strongest last."""
+
+
+def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> Conclusion:
+    """What follows for a model call."""
+    decisions, breaches = batch.decided(result, charging=charging)
+    error = model_error(breaches)
+    if error is not None:
+        return Conclusion(decisions, error=error)
+    written = Ledger()
+    if batch.answered and batch.refunds:
+        written["owed"] = {}
+    if decisions[0].outcome is Outcome.BLOCKED:
+        message = final_message(batch, breaches, batch.context.own_name)
+        written["ended"] = message.id
+        return Conclusion(decisions, {"jump_to": "end", "messages": [message], LEDGER: written})
+    (asked,) = batch.asked
+    if not charging or not asked.limits:
+        return Conclusion(decisions)
+    charged = result.charged(batch.hits)
+    after = {name: used + charged[name] for name, used in result.used.items()}
+    update: Update = {LEDGER: written}
+    if OF_RUN in asked.hits.amounts:
+        update[THREAD_MODEL], written["run_model"] = after[OF_THREAD], after[OF_RUN]
+    else:
+        # Budgets alone: another middleware may count calls where LangChain does.
+        written["thread_model"] = thread_model(batch.state) + 1
+        written["run_model"] = batch.used[OF_RUN] + 1
+    written["final"] = _final(batch, after)
+    return Conclusion(decisions, update)
+
+
+def _final(batch: Batch, after: Mapping[str, int]) -> str:
+    """The run's final text if this is its budget's last call and answers nothing; else empty."""
+    (asked,) = batch.asked
+    finalizing = {
+        each.limit.name for each in asked.limits if each.limit.exit_behavior == "finalize"
+    }
+    if not finalizing:
+        return ""
+    # Ask for one more call: if it is refused, this one is the last. What this call will use of
+    # budgets is not known.
+    next_call = replace(batch, asked=[keeping(asked)])
+    result = admit(next_call.hits, after, next_call.stops)
+    if finalizing.isdisjoint(result.refused[0]):
+        return ""
+    _, breaches = next_call.decided(result)
+    return messages.final(breaches, is_last=True)
+
+
+def keeping(asked: Asked) -> Asked:
+    """The same for a call that leaves what is kept for the last answer."""
+    return Asked.of(each.with_checks(kept=each.keep) for each in asked.limits)
+
+
+def model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:
+    """The exception to raise at limits on model calls, if any."""
+    breach = next((each for each in breaches if each.exit_behavior == "error"), None)
+    if breach is None:
+        return None
+    calls = 0 if breach.limit.is_budget else 1
+    return ModelCallLimitExceededError(
+        thread_count=breach.thread_count - calls,
+        run_count=breach.run_count - calls,
+        thread_limit=breach.limit.checks[0].most,
+        run_limit=breach.limit.checks[1].most,
+        message=" ".join(map(messages.reached, breaches)),
+        decision=breach.decision,
+    )
+
+
+def final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -> AIMessage:
+    """The message with which a run ends at limits."""
+    return AIMessage(content=batch.final_text(breaches), name=name, id=str(uuid4()))
+
+
+def conclude_tools(
+    batch: Batch, result: AcquireResult, *, pending_error: bool = False, has_caps: bool = False
+) -> Conclusion:
+    """What follows for the tool calls of a message."""
+    if batch.known.get("final"):
+        return _finalized(batch)
+    counts, waiting = batch.counts, batch.pending
+    assert counts is not None  # noqa: S101 - for the type checker
+    assert waiting is not None  # noqa: S101 - the same
+    if not (batch.limits.limits or has_caps or batch.known.get("batch")):
+        # Without limits nothing is counted. Calls without an id still get one.
+        allowed = [Decision(call, Outcome.ALLOWED) for call in batch.calls]
+        answers = _answers((), batch, "")
+        return Conclusion(allowed, {"messages": answers} if answers else None)
+    decisions, breaches = batch.decided(result)
+    ends: Exit = "continue"
+    if result.stopped:
+        ends = max((each.exit_behavior for each in breaches), key=_EXITS.index)
+        judged = iter(decisions)
+        decisions = [
+            next(judged) if call in batch.calls else Decision(call, Outcome.SKIPPED)
+            for call in batch.every_call
+        ]
+    error = _error(ends, breaches, decisions, pending_error=pending_error)
+    if error is not None:
+        return Conclusion(decisions, error=error)
+    if batch.answered:
+        counts.owed.clear()
+    else:
+        counts.owed |= batch.renewed
+    refunds = _charge(batch, decisions)
+    if batch.sent is not None:
+        _mirror(batch, result)
+    update = _update(batch, breaches)
+    answers = _answers(decisions, batch, messages.SKIPPED)
+    if ends == "end":
+        message = final_message(batch, breaches, waiting.message.name)
+        answers.append(message)
+        update["jump_to"] = "end"
+        update[LEDGER]["ended"] = message.id
+    if answers:
+        update["messages"] = answers
+    return Conclusion(decisions, update, refunds)
+
+
+def _finalized(batch: Batch) -> Conclusion:
+    """No tool runs after the last model call of the budget; the run ends with its text."""
+    waiting = batch.pending
+    assert waiting is not None  # noqa: S101 - for the type checker
+    decisions = [Decision(call, Outcome.SKIPPED) for call in batch.every_call]
+    answers = _answers(decisions, batch, messages.FINALIZED)
+    update: Update = {"messages": answers, "jump_to": "end"}
+    # With the structured response the run has its answer.
+    if not waiting.structured:
+        message = waiting.message
+        text = str(message.text)
+        content = text if text.strip() else batch.known.get("final") or ""
+        answers.append(AIMessage(content=content, name=message.name, id=str(uuid4())))
+        update[LEDGER] = Ledger(ended=answers[-1].id)
+    return Conclusion(decisions, update)
+
+
+def _error(
+    ends: Exit, breaches: Sequence[Breach], decisions: Sequence[Decision], *, pending_error: bool
+) -> Exception | None:
+    """The exception to raise at limits on tool calls, if any."""
+    if ends == "error":
+        breach = next(each for each in breaches if each.exit_behavior == "error")
+        return ToolCallLimitExceededError(
+            thread_count=breach.thread_count,
+            run_count=breach.run_count,
+            thread_limit=breach.limit.checks[0].most,
+            run_limit=breach.limit.checks[1].most,
+            tool_name=", ".join(breach.limit.limit.tools) or None,
+            message=" ".join(map(messages.reached, breaches)),
+            decision=breach.decision,
+        )
+    others = {str(each.call.tool) for each in decisions if not each.limits}
+    if ends == "end" and pending_error and others:
+        return NotImplementedError(
+            f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. "
+            "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
+        )
+    return None
+
+
+def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
+    """Charge calls that are let through; take back what others charged for those that are not."""
+    counts: Any = batch.counts
+    refunds: list[Refund] = []
+    amounts: dict[tuple[str, str], int] = {}
+    charged: dict[str, dict[str, int]] = {}
+    for decision in decisions:
+        call, call_id = decision.call, str(decision.call.id)
+        if decision.outcome in _NOT_RUN:
+            counts.refund_later(call_id)
+            refunds += refunds_of(call, counts.take_back(call_id))
+            continue
+        # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
+        # charged to that limit, and so never refunded by its name.
+        limits = [(batch.limits.by_name[each.limit], each) for each in decision.limits]
+        for counter in {limit.counter for limit, _ in limits if limit.counted}:
+            amounts[call_id, counter] = amounts.get((call_id, counter), 0) + call.amount
+        for limit, each in limits:
+            if each.charged and limit.counted:
+                names = charged.setdefault(call_id, {})
+                names[each.limit] = names.get(each.limit, 0) + call.amount
+    for (call_id, counter), amount in amounts.items():
+        counts.charge(call_id, counter, amount)
+    for call_id, names in charged.items():
+        counts.of_call(call_id)["limits"].setdefault(batch.middleware, {}).update(names)
+    return refunds
+
+
+def refunds_of(call: Call, taken: Sequence[tuple[str, int]]) -> list[Refund]:
+    """What is taken back of a call, for the metrics."""
+    return [Refund(replace(call, amount=amount), limit) for limit, amount in taken]
+
+
+def _mirror(batch: Batch, result: AcquireResult) -> None:
+    """Note what the store counts, and what it charges for which call, now or later."""
+    sent, counts = batch.sent, batch.counts
+    assert sent is not None  # noqa: S101 - for the type checker
+    assert counts is not None  # noqa: S101 - the same
+    if batch.answered:
+        charged = result.charged(batch.hits)
+        for limit in (each for asked in batch.asked for each in asked.limits):
+            thread, run, *_ = limit.checks
+            if limit.counts_thread:
+                used = result.used[thread.counter] + charged[thread.counter]
+                counts.thread[limit.limit.counter] = used
+            if run.key is not None:
+                used = result.used[run.counter] + charged[run.counter]
+                counts.run[limit.limit.counter] = used
+    for call, index in zip(batch.calls, batch.index_of, strict=True):
+        if result.admitted[index] and not result.stopped:
+            amounts = sent.keyed(sent.hits[index].amounts)
+            if amounts:
+                counts.of_call(str(call.id))["keys"] |= amounts
+
+
+def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
+    """The thread's counts; the run's as LangChain writes them, with the calls refused; ours."""
+    counts, known = batch.counts, batch.known
+    assert counts is not None  # noqa: S101 - for the type checker
+    attempted = dict(batch.state.get(RUN_TOOLS) or {})
+    for asked in batch.asked:
+        for counter in {each.limit.counter for each in asked.limits if each.limit.counted}:
+            counts.thread.setdefault(counter, 0)
+            attempted[counter] = attempted.get(counter, 0) + 1
+    before = known.get("batch")
+    waiting = known.get("begun_by", ())
+    if before is not None and before["message"] == batch.message:
+        waiting = before.get("waiting", ())
+    judged = ToolBatch(
+        message=batch.message or "",
+        calls=counts.calls,
+        waiting=[each for each in waiting if each != batch.middleware],
+    )
+    written = Ledger(run_tools=counts.run, batch=judged)
+    refusals = {each: dict(by_limit) for each, by_limit in (known.get("refusals") or {}).items()}
+    for breach in breaches:
+        limit = breach.limit.limit
+        if limit.give_up_after is not None:
+            own = refusals.setdefault(batch.middleware, {})
+            own[limit.name] = own.get(limit.name, 0) + breach.refusals
+            written["refusals"] = refusals
+    if breaches and known.get("refused") is None:
+        written["refused"] = batch.message
+    if counts.owed != (known.get("owed") or {}):
+        written["owed"] = counts.owed
+    return {THREAD_TOOLS: counts.thread, RUN_TOOLS: attempted, LEDGER: written}
+
+
+def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[AnyMessage]:
+    """One answer for each call that does not run; the refused ones first."""
+    # Before them the message itself, under its id, if its calls had none.
+    waiting = batch.pending
+    assert waiting is not None  # noqa: S101 - for the type checker
+    found: dict[str, AnyMessage] = {}
+    for outcome in _NOT_RUN:
+        for decision in decisions:
+            call_id = str(decision.call.id)
+            if decision.outcome is outcome and call_id not in found:
+                text = skipped
+                if outcome is Outcome.BLOCKED:
+                    text = messages.refusal(decision, batch.limits.by_name)
+                found[call_id] = answer_of_refused(call_id, decision.call.tool, text)
+    return [*([waiting.message] if waiting.replaces else []), *found.values()]

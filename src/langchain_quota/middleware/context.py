@@ -1,0 +1,318 @@
+"""The caller, its agent, thread and run, and the limits that depend on them."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple
+from uuid import UUID, uuid4
+
+from langgraph.config import get_config
+from langgraph.runtime import get_runtime
+
+from langchain_quota.decision import ROOT_RUN, RUN, THREAD, Kind
+from langchain_quota.forms import Form
+from langchain_quota.limit_options import whole_amount
+from langchain_quota.limits import Limit, counts_calls, is_dynamic
+from langchain_quota.quotas import Quota
+from langchain_quota.rule import Check, ResolvedLimit, ResolvedLimits, stored_as, thread_counter
+from langchain_quota.state import ledger
+from langchain_quota.stores.keys import CountKey, check_prefix
+from langchain_quota.telemetry.recorder import Recorder
+
+
+class CallContext(NamedTuple):
+    """The agent and thread of a hook's call."""
+
+    agent: str | None = None
+    thread_id: object = None
+    task_id: str | None = None
+    run_thread_id: object = None
+    checkpoint_ns: str = ""
+    remembers: bool = True
+    invocation: str = ""
+    own_name: str | None = None
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the agent is a node of another graph, or runs inside one."""
+        return "|" in self.checkpoint_ns
+
+    def task(self, middleware: str) -> str | None:
+        """The name of one piece of work inside a task of the graph."""
+        return None if self.task_id is None else f"{self.task_id}/{middleware}"
+
+    def step(self, middleware: str) -> str:
+        """A unique name for a middleware's work in this task; the same when it runs again."""
+        # Outside of a graph every call is a step of its own.
+        if self.task_id is None:
+            return uuid4().hex
+        return _digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
+
+    def run(self) -> str:
+        """A name for the run that begins in this task; the same if it begins again."""
+        # LangGraph runs the task again from its checkpoint, with the same id. The checkpoint of a
+        # sub-agent's call may be lost: then the call is made again in the place of the first one.
+        if self.invocation:
+            return _digest(str(self.run_thread_id), self.invocation)
+        return self.step("run")
+
+
+def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
+    """Read the context from what LangGraph gives a running hook; outside of a graph, nothing."""
+    config = running_config()
+    agent = _agent(config)
+    info = getattr(runtime, "execution_info", None)
+    if info is None:
+        return CallContext(agent, own_name=agent)
+    enclosing = info.checkpoint_ns.split("|")[:-1]
+    in_a_tool = any(map(runs_tools, enclosing))
+    unnamed_inside = in_a_tool and (agent is None or model_name != agent)
+    checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
+    # A namespace with a task id in it belongs to one invocation.
+    is_one_call = any(":" in each for each in enclosing)
+    return CallContext(
+        agent,
+        None if unnamed_inside else info.thread_id,
+        info.task_id,
+        info.thread_id,
+        info.checkpoint_ns,
+        remembers=checkpointer is not None and not is_one_call,
+        invocation="|".join(enclosing) if checkpointer is not None and is_one_call else "",
+        own_name=None if unnamed_inside else agent,
+    )
+
+
+def runs_tools(namespace: str) -> bool:
+    """Whether a part of a checkpoint namespace is a node that runs tools: `tools`, `….tools`."""
+    return f".{namespace.partition(':')[0]}".endswith(".tools") and ":" in namespace
+
+
+def graph_of(checkpoint_ns: str) -> str:
+    """The namespace of the graph that a task belongs to."""
+    return checkpoint_ns.rpartition("|")[0]
+
+
+def node_of(checkpoint_ns: str) -> str:
+    """The name of the node that a task runs."""
+    return checkpoint_ns.rpartition("|")[2].partition(":")[0]
+
+
+def running_agent() -> str | None:
+    """The name of the agent that runs, if it has one."""
+    return _agent(running_config())
+
+
+def _digest(*parts: str) -> str:
+    return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
+
+
+def _agent(config: Mapping[str, Any]) -> str | None:
+    name: str | None = (config.get("metadata") or {}).get("lc_agent_name")
+    return name
+
+
+def running_runtime() -> Any:
+    """The runtime of the running node; `None` outside of a graph."""
+    try:
+        return get_runtime()
+    except (RuntimeError, KeyError):
+        return None
+
+
+def running_config() -> Mapping[str, Any]:
+    """The config of the running node; empty outside of a graph."""
+    try:
+        return get_config()
+    except RuntimeError:
+        return {}
+
+
+Subject = Callable[[Form, Any, CallContext, str], Awaitable[str]]
+"""Whose calls are counted together in a root run: of the form, state, caller and prefix."""
+
+
+class LimitsNow:
+    """Gives the numbers of limits for a state, a runtime and a time."""
+
+    def __init__(
+        self,
+        limits: Sequence[Limit],
+        recorder: Recorder,
+        *,
+        prefix: object,
+        clock: Callable[[], float] | None,
+    ) -> None:
+        # Caps on calls at once are handled elsewhere.
+        self.of_kind: dict[Kind | None, list[Limit]] = {
+            kind: [each for each in limits if counts_calls(each) and kind in {each.kind, None}]
+            for kind in ("model", "tool", None)
+        }
+        self._recorder = recorder
+        self._prefix = prefix
+        # That of the store; `None` without one.
+        self._clock = clock
+        self._per_root_run = any(each.per == ROOT_RUN for limit in limits for each in limit.quotas)
+        # The limits that are always the same.
+        self._fixed: dict[Kind | None, ResolvedLimits] = {}
+        if clock is None and not any(map(is_dynamic, limits)):
+            self._fixed = {
+                kind: ResolvedLimits(fixed(each) for each in of_kind)
+                for kind, of_kind in self.of_kind.items()
+            }
+
+    async def at(
+        self, form: Form, kind: Kind | None, state: Any, runtime: Any, root_run: Subject | None
+    ) -> ResolvedLimits:
+        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
+        if self._fixed:
+            return self._fixed[kind]
+        caller = call_context(runtime, model_name=None)
+        prefix = _prefix(self._prefix, state, runtime)
+        subject = ""
+        if root_run is not None and self._per_root_run:
+            subject = await root_run(form, state, caller, prefix)
+        now = None if self._clock is None else self._clock()
+
+        async def given(limit: Limit, argument: str, value: Any) -> Any:
+            if not callable(value):
+                return value
+            return await _given(form, limit, argument, partial(value, state, runtime), recorder)
+
+        recorder, found = self._recorder, []
+        for limit in self.of_kind[kind]:
+            thread = await given(limit, "thread_limit", limit.thread_limit)
+            run = await given(limit, "run_limit", limit.run_limit)
+            if now is None or not limit.counted:
+                found.append(ResolvedLimit.of(limit, thread=thread, run=run))
+                continue
+            quotas = []
+            for quota in limit.quotas:
+                most = await given(limit, "limit", quota.limit)
+                if most is None:
+                    continue
+                what = f"quota {quota.name!r} of limit {limit.name!r}"
+                whose: object = await given(limit, "per", quota.per)
+                if not callable(quota.per):
+                    is_root = quota.per == ROOT_RUN
+                    whose = subject if is_root else _named(what, quota.per, runtime, caller)
+                quotas.append(_check(limit, quota, most, whose, now, prefix))
+            counter = stored_as(limit)
+            known = caller.run_thread_id, ledger(state).get("run")
+            of_thread, of_run = (
+                None if each is None else str(CountKey(counter, scope, str(each), prefix=prefix))
+                for scope, each in zip((THREAD, RUN), known, strict=True)
+            )
+            found.append(
+                ResolvedLimit.of(
+                    limit,
+                    thread=thread,
+                    run=run,
+                    thread_key=of_thread,
+                    run_key=of_run,
+                    quotas=quotas,
+                    remembers=caller.remembers,
+                )
+            )
+        return ResolvedLimits(found)
+
+
+def fixed(limit: Limit) -> ResolvedLimit:
+    """A limit whose numbers are no functions."""
+    return ResolvedLimit.of(limit, thread=limit.thread_limit, run=limit.run_limit)
+
+
+def _check(  # noqa: PLR0913, PLR0917 - all of one count
+    limit: Limit, quota: Quota, most: object, whose: object, now: float, prefix: str
+) -> Check:
+    """The check of a quota."""
+    what = f"quota {quota.name!r} of limit {limit.name!r}"
+    number = whole_amount(limit.unit, f"limit of {what}", most)
+    subject = str(whose) if quota.per in {"global", ROOT_RUN} else _subject(what, whose)
+    key = CountKey.at(stored_as(limit), quota.dimension, subject, quota.window, now, prefix=prefix)
+    # A thread's use in all is one count, for every limit.
+    in_all = quota.dimension == THREAD and key.resets_at is None
+    return Check(
+        quota.name,
+        thread_counter(limit) if in_all else str(key),
+        number,
+        str(key),
+        # The handler of the root run has its count, too.
+        mirrored=quota.per == ROOT_RUN,
+        computed=callable(quota.limit),
+        per=quota.dimension,
+        subject=key.subject,
+        resets_at=key.resets_at,
+    )
+
+
+async def _given(
+    form: Form, limit: Limit, argument: str, function: Callable[[], Any], recorder: Recorder
+) -> Any:
+    """What a limit's function gives; what it raises is counted, and names the limit."""
+    try:
+        value = function()
+        if form and inspect.isawaitable(value):
+            value = await value
+    except Exception as error:
+        error.add_note(f"raised by the function for {argument} of limit {limit.name!r}")
+        recorder.record_error("dynamic_limit", error)
+        raise
+    if inspect.iscoroutine(value):
+        value.close()
+    if inspect.isawaitable(value):
+        raise RuntimeError(
+            f"{argument} of limit {limit.name!r} is async: call the agent with ainvoke or astream"
+        )
+    return value
+
+
+def _prefix(prefix: object, state: Any, runtime: Any) -> str:
+    """What the store's keys begin with; empty where its prefix is no function."""
+    if not callable(prefix):
+        return ""
+    try:
+        value = prefix(state, runtime)
+    except Exception as error:
+        error.add_note("raised by the function for prefix of the store")
+        raise
+    if inspect.iscoroutine(value):
+        value.close()
+    return check_prefix("what the function for prefix of the store gives", value)
+
+
+def _named(what: str, per: str, runtime: Any, caller: CallContext) -> object:
+    """The subject of a quota whose `per` is a name."""
+    if per == "global":
+        return ""
+    if per == THREAD:
+        if caller.run_thread_id is None:
+            raise ValueError(
+                f"{what} is per thread, and this run has none: call the agent with "
+                '{"configurable": {"thread_id": …}}'
+            )
+        return str(caller.run_thread_id)
+    if per == "agent":
+        if not caller.agent:
+            raise ValueError(f"{what} is per agent, and this one has no name: create_agent(name=…)")
+        return caller.agent
+    context = getattr(runtime, "context", None)
+    value = context.get(per) if isinstance(context, Mapping) else getattr(context, per, None)
+    if value is None:
+        raise ValueError(
+            f"{what} needs {per!r} in runtime.context: call the agent with "
+            f'context={{"{per}": …}}, or an object that has it'
+        )
+    return value
+
+
+def _subject(what: str, value: object) -> str:
+    """The text of a subject."""
+    if isinstance(value, bool) or not isinstance(value, str | int | UUID):
+        raise TypeError(
+            f"the subject of {what} must be a string, a whole number or a UUID, not "
+            f"{type(value).__name__}"
+        )
+    if not str(value):
+        raise ValueError(f"the subject of {what} must not be empty")
+    return str(value)

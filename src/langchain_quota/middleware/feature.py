@@ -1,0 +1,80 @@
+"""The seam: what a feature may do around the one flow. Only what a feature overrides is called."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from langchain.agents.middleware.types import ModelRequest, ModelResponse
+
+from langchain_quota.admission import AcquireResult
+from langchain_quota.forms import Form
+from langchain_quota.middleware.calls import Batch, Conclusion, Update
+from langchain_quota.middleware.context import CallContext
+from langchain_quota.rule import ResolvedLimits
+from langchain_quota.state import Ledger
+
+if TYPE_CHECKING:
+    from langchain_quota.middleware.flow import Limiter
+
+Handler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
+
+
+class Feature:
+    """A part of a middleware that is there only if one of its limits or options needs it."""
+
+    @classmethod
+    def of(cls, limiter: "Limiter[Any, Any, Any]") -> "Feature | None":
+        """The feature for a middleware; `None` if nothing there needs it."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Itself: copies of a middleware share what it knows."""
+        return self
+
+    def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
+        """Learn the tools that an agent offers its model."""
+
+    def begin(self, state: Any, written: Ledger) -> None:
+        """Add to what a new run writes."""
+
+    async def root_run(self, form: Form, state: Any, caller: CallContext, prefix: str) -> str:
+        """Whose calls a store counts together in a root run."""
+        raise NotImplementedError
+
+    def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+        """Change the limits of this moment."""
+        return limits
+
+    async def known(self, form: Form, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
+        """Learn what other calls have used, before a model call is judged."""
+
+    def checks(self, batch: Batch) -> None:
+        """Change what calls ask for."""
+
+    def answered(self, batch: Batch, result: AcquireResult) -> None:
+        """Learn what a store has answered."""
+
+    def unanswered(self, batch: Batch) -> None:
+        """Learn that a store has not answered; an exception keeps the call from being judged."""
+
+    async def refused(
+        self, form: Form, batch: Batch, result: AcquireResult
+    ) -> tuple[Batch, AcquireResult]:
+        """Judge a stopped batch once more."""
+        return batch, result
+
+    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+        """Change what follows."""
+        return conclusion
+
+    def after_model(self, state: Any, *, saved: bool) -> None:
+        """Learn what the model's step has written; raise what it could not raise."""
+
+    async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        """Change what the model gets."""
+        return request
+
+    async def around_model(
+        self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
+    ) -> ModelResponse[Any] | None:
+        """Make a model call that was let through, and write what follows; `None` if refused."""
+        return await call(request)

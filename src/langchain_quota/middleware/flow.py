@@ -1,0 +1,423 @@
+"""The one flow of every limiting middleware: a run begins, its calls are judged."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from operator import is_
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
+from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from langgraph.runtime import Runtime
+from langsmith.utils import tracing_is_enabled
+
+from langchain_quota import messages
+from langchain_quota.admission import AcquireResult
+from langchain_quota.decision import Call, Kind, Refund
+from langchain_quota.forms import Form, ask
+from langchain_quota.limits import Limit
+from langchain_quota.middleware.calls import Batch, Conclusion, Update, model_batch, tool_batch
+from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
+from langchain_quota.middleware.context import CallContext, LimitsNow, call_context, running_agent
+from langchain_quota.middleware.counts import ToolCounts
+from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.history import (
+    answered_history,
+    dangling_calls,
+    since,
+    unfinished_calls,
+)
+from langchain_quota.middleware.observers import Observer, Observers
+from langchain_quota.rule import Outage, ResolvedLimits
+from langchain_quota.state import LEDGER, NEW_RUN, THREAD_TOOLS, Ledger, ledger, thread_tools
+from langchain_quota.stores import QuotaStore
+from langchain_quota.stores.client import StoreClient
+from langchain_quota.telemetry import Telemetry, recorder_of
+from langchain_quota.user_line import UserLine
+
+if TYPE_CHECKING:
+    from langgraph._internal._typing import StateLike
+    from typing_extensions import TypeVar
+
+    # `AgentMiddleware` is invariant in state and context, and a list of middlewares has one type of
+    # each. So ours say `Any` for the state, and for a context that is not given.
+    ContextT = TypeVar("ContextT", bound=StateLike | None, default=Any)
+else:
+    from langgraph.typing import ContextT
+
+ModelMode = Literal["admitted", "returned"]
+
+
+class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
+    """A middleware that holds agents to limits.
+
+    Args:
+        limits: The limits, judged together.
+        limit_name: The name that the user gave, if any.
+        telemetry: Where decisions are made visible; `None` for the process's default.
+        store: Where runs share counts, if they do.
+        on_store_error: What happens to calls while the store cannot be asked.
+        on_decision: The user's functions that get every decision.
+        options: What features are told.
+
+    Raises:
+        TypeError: `telemetry` has the wrong type.
+    """
+
+    feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
+    """The features that it may have, in the order in which they are called."""
+
+    def __init__(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        limits: tuple[Limit, ...],
+        *,
+        limit_name: str | None = None,
+        telemetry: Telemetry | None,
+        store: QuotaStore | None = None,
+        on_store_error: Outage = "deny",
+        on_decision: Observer | Sequence[Observer] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._made_at = UserLine.of_caller()
+        self.limits = limits
+        self._limit_name = limit_name
+        self._recorder = recorder_of(telemetry)
+        self._recorder.watch_limits(limits)
+        self._observers = Observers(on_decision, self._recorder)
+        self._store = None if store is None else StoreClient(store, self._recorder)
+        self._outage: Outage = on_store_error
+        self._options = options or {}
+        self._model_mode: ModelMode | None = None
+        self._now = LimitsNow(
+            limits,
+            self._recorder,
+            prefix=getattr(store, "prefix", None),
+            clock=None if store is None else clock_of(store),
+        )
+        if not tracing_is_enabled():
+            vars(self)["awrap_model_call"] = untraced(self)
+        self._warned = False
+        # Only one agent's tools are kept, so that those of agents that are gone can be freed.
+        self._newest: tuple[str | None, list[Any]] = (None, [])
+        made = [kind.of(self) for kind in self.feature_kinds]
+        self._features = tuple(each for each in made if each is not None)
+
+    def _that(self, method: str) -> list[Callable[..., Any]]:
+        """The method of those features that have one of their own."""
+        found: list[Callable[..., Any]] | None = vars(self).setdefault("_methods", {}).get(method)
+        if found is None:
+            base = getattr(Feature, method)
+            own = (each for each in self._features if getattr(type(each), method) is not base)
+            found = vars(self)["_methods"][method] = [getattr(each, method) for each in own]
+        return found
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy has: not the tools, which may hold what cannot be copied."""
+        known = {name: value for name, value in vars(self).items() if name != "_methods"}
+        return {**known, "_newest": (None, [])}
+
+    @property
+    def name(self) -> str:
+        """The middleware's name in the graph: its class, the limited tools and the limit's name."""
+        parts = [*self.limits[0].tools, *([self._limit_name] if self._limit_name else [])]
+        if not parts:
+            return type(self).__name__
+        # LangGraph reserves these two in the names of nodes.
+        inner = "/".join(parts).replace(":", "_").replace("|", "_")
+        return f"{type(self).__name__}[{inner}]"
+
+    def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
+        """Begin a new run: set the run's counts to 0, and answer every call left without an answer.
+
+        LangGraph does not call this when a run is resumed.
+
+        Raises:
+            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
+                is older than `InlineQuotaMiddleware` needs.
+        """
+        return self._begin_run("", state, runtime)
+
+    async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
+        """`before_agent`, without blocking the event loop."""
+        return self._begin_run("a", state, runtime)
+
+    def _begin_run(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update:
+        # Around the model call, another middleware could take the error for one of the model.
+        self._observers.check(form)
+        context = call_context(runtime, model_name=None)
+        self._warn_if_forgetful(context)
+        update: Update = {}
+        history = state.get("messages") or ()
+        known = ledger(state)
+        begun = _has_begun(state) and self.name not in known.get("begun_by", ())
+        counts = self._taken_back(state, context)
+        if counts.thread != thread_tools(state):
+            update[THREAD_TOOLS] = counts.thread
+        dangling = dangling_calls(state)
+        if dangling:
+            repaired = answered_history(
+                history, dangling, messages.ABANDONED, is_shared=context.is_nested
+            )
+            update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
+            history = repaired
+        if state.get("structured_response") is not None:
+            # Older versions of LangChain keep that of an earlier turn.
+            update["structured_response"] = None
+        if not begun:
+            self._recorder.record_run(context.agent, context.task("run"))
+        before: Ledger = known if begun else {}
+        written: Ledger = {
+            **NEW_RUN,
+            "run": before.get("run") or context.run(),
+            "turn": known.get("turn") if begun else _turn(history),
+            "begun_by": [*before.get("begun_by", ()), self.name],
+            "model_mode": self._checked_mode(before.get("model_mode")),
+            "owed": counts.owed,
+        }
+        batch = known.get("batch")
+        if batch is not None:
+            written["batch"] = {**batch, "calls": counts.calls}
+        for begin in self._that("begin"):
+            begin(state, written)
+        return {**update, LEDGER: written}
+
+    def _taken_back(self, state: Mapping[str, Any], context: CallContext) -> ToolCounts:
+        """The counts without what the last run was charged for calls that these limits stopped."""
+        # They did so if a limit raised, or if a review stopped the calls before it: then no call of
+        # the message has started.
+        counts = ToolCounts.of(state, None)
+        batch = ledger(state).get("batch")
+        found = unfinished_calls(state, batch["message"]) if batch else None
+        if batch is None or found is None or self.name not in batch.get("waiting", ()):
+            return counts
+        message, calls = found
+        original = {call["id"]: Call("tool", call["name"]) for call in message.tool_calls}
+        if not any(
+            limit.matches(Call("tool", call["name"])) and limit.matches(original[call["id"]])
+            for limit in self.limits
+            for call in calls
+        ):
+            return counts
+        refunds: list[Refund] = []
+        for call in calls:
+            made = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
+            counts.refund_later(str(call["id"]))
+            refunds += refunds_of(made, counts.take_back(str(call["id"])))
+        self._recorder.record_refunds(refunds)
+        return counts
+
+    def _checked_mode(self, begun: str | None) -> str | None:
+        """How this run counts model calls, from all middlewares that have begun it."""
+        own = self._model_mode
+        if begun is None or own is None:
+            return own or begun
+        if begun == own == "returned":
+            return own
+        raise RuntimeError(
+            f"{self.name} and another middleware of this agent both count its model calls: put "
+            "all model limits into one QuotaMiddleware"
+        )
+
+    def _warn_if_forgetful(self, context: CallContext) -> None:
+        """Warn once if the counts of threads do not outlive the run."""
+        in_store = self._store is not None and context.run_thread_id is not None
+        limited = any(limit.thread_limit is not None for limit in self.limits)
+        if self._warned or in_store or context.remembers or not limited:
+            return
+        self._warned = True
+        remedy = _remedy(context, has_store=self._store is not None, takes_store=self._takes_store)
+        self._made_at.warn(
+            f"{self.name} has a thread limit, but this agent's state does not outlive the run: the "
+            f"limit holds within one run only. {remedy}"
+        )
+
+    _takes_store = False
+
+    def _learn_tools(self, request: ModelRequest[Any]) -> None:
+        """Learn which tools there really are, before the model invents others."""
+        agent, tools = running_agent(), request.tools
+        known, newest = self._newest
+        if agent == known and len(tools) == len(newest) and all(map(is_, tools, newest)):
+            return
+        self._recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
+        for learn in self._that("learn"):
+            learn(agent, tools)
+        self._newest = agent, [*tools]
+
+    async def _limits_now(self, form: Form, kind: Kind | None, state: Any, runtime: Any) -> Any:
+        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
+        root_run = next(iter(self._that("root_run")), None)
+        limits = await self._now.at(form, kind, state, runtime, root_run)
+        for change in self._that("limits"):
+            limits = change(state, limits)
+        return limits
+
+    async def _judge_model(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Any:
+        """Judge the model call that is about to be made; what follows."""
+        limits: ResolvedLimits = await self._limits_now(form, "model", state, runtime)
+        for known in self._that("known"):
+            await known(form, state, runtime, limits)
+        batch = model_batch(state, runtime, limits, task=self._model_task)
+        return await self._concluded(form, batch, conclude_model)
+
+    async def _judge_tools(
+        self, form: Form, state: Mapping[str, Any], runtime: Any, *, task: str = ""
+    ) -> Update | None:
+        """Judge the tool calls that the model just made; what follows."""
+        limits = await self._limits_now(form, "tool", state, runtime)
+        batch = tool_batch(state, runtime, limits, middleware=self.name, task=task)
+        if batch is None:
+            return None
+        conclude = partial(conclude_tools, has_caps=self._caps_calls)
+        return await self._concluded(form, batch, conclude)
+
+    _caps_calls = False
+    """Whether it holds calls to a number that may run at the same time."""
+
+    @property
+    def _model_task(self) -> str:
+        """Names the judging of a model call in its task of the graph."""
+        return self.name
+
+    async def _concluded(
+        self,
+        form: Form,
+        batch: Batch,
+        conclude: Callable[[Batch, AcquireResult], Conclusion],
+    ) -> Update | None:
+        """Judge calls, make it visible, and let what follows take effect."""
+        for checks in self._that("checks"):
+            checks(batch)
+        result = await self._acquire(form, batch)
+        if result.stopped:
+            for refused in self._that("refused"):
+                batch, result = await refused(form, batch, result)
+        batch.counted = result.used
+        conclusion = conclude(batch, result)
+        for change in self._that("concluded"):
+            conclusion = change(batch, conclusion)
+        update = await self._tell(form, batch, conclusion)
+        if conclusion.error is not None:
+            raise conclusion.error
+        return update
+
+    async def _acquire(self, form: Form, batch: Batch) -> AcquireResult:
+        """The answer: from the state's counts, or from the store's if it keeps any of them."""
+        if self._store is None or not any(each.shared for each in batch.asked):
+            return batch.by_state()
+        # Fail before anything is charged.
+        self._observers.check(form)
+        sent = batch.to_store()
+        result = await self._store.acquire(form, sent)
+        if result is not None:
+            batch.answered = True
+            batch.raise_limits(sent.keyed(result.granted))
+            new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
+            self._recorder.record_granted(batch.context.agent, new)
+            for answered in self._that("answered"):
+                answered(batch, result)
+            return result
+        for unanswered in self._that("unanswered"):
+            unanswered(batch)
+        calls = sum(asked.shared for asked in batch.asked)
+        result = batch.without_store(self._outage)
+        # Even with "deny" a call runs if only limits on trial refuse it.
+        ran: dict[str, int] = {}
+        for hits, admitted in zip(sent.hits, result.admitted, strict=True):
+            if admitted and not result.stopped:
+                # What would only be held is charged later, when it is known what was used.
+                held = {name for name, each in sent.counters.items() if each.lease is not None}
+                amounts = {name: n for name, n in hits.amounts.items() if name not in held}
+                for key, amount in sent.keyed(amounts).items():
+                    ran[key] = ran.get(key, 0) + amount
+        self._store.compensate_later(sent, ran)
+        self._recorder.record_fallback(batch.context.agent, self._outage, calls)
+        return result
+
+    async def _tell(self, form: Form, batch: Batch, conclusion: Conclusion) -> Update | None:
+        """Make a conclusion visible, also to the observers; what is written."""
+        self._observers.check(form)
+        update = self._recorded(batch, conclusion)
+        if self._observers.present:
+            await ask(form, self._observers, "notify", conclusion.decisions, batch.task_id)
+        return update
+
+    def _recorded(self, batch: Batch, conclusion: Conclusion) -> Update | None:
+        """Make a conclusion visible, unless the hook runs again; what is written."""
+        known, update = batch.known.get("trace"), conclusion.update
+        recorded = self._recorder.record(
+            conclusion.decisions,
+            started=batch.started,
+            error=conclusion.error,
+            task_id=batch.task_id,
+            trace=known,
+            after_refusal=batch.follows_refusal,
+        )
+        if recorded.is_new and conclusion.refunds:
+            self._recorder.record_refunds(conclusion.refunds)
+        if recorded.trace is not None and recorded.trace != known:
+            # Later steps of the run belong to this trace.
+            batch.written["trace"] = dict(recorded.trace)
+        if not batch.written:
+            return update
+        return {**(update or {}), LEDGER: {**(update or {}).get(LEDGER, {}), **batch.written}}
+
+
+def clock_of(store: QuotaStore) -> Callable[[], float]:
+    """What says which window of a store's counts it is."""
+    clock: Callable[[], float] = getattr(store, "clock", time.time)
+    return clock
+
+
+def untraced(middleware: AgentMiddleware[Any, Any, Any]) -> Callable[..., Awaitable[Any]]:
+    """A stand-in for `awrap_model_call` that is not `async`, while LangSmith is switched off."""
+    # LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
+    stand_in: Any = partial(_model_call, middleware)
+    # LangSmith reads the signature at every call. If it is missing, LangSmith computes it again.
+    stand_in.__signature__ = signature(stand_in)
+    made: Callable[..., Awaitable[Any]] = stand_in
+    return made
+
+
+def _model_call(
+    middleware: AgentMiddleware[Any, Any, Any],
+    request: ModelRequest[Any],
+    handler: Callable[[ModelRequest[Any]], Awaitable[Any]],
+) -> Awaitable[Any]:
+    return type(middleware).awrap_model_call(middleware, request, handler)
+
+
+def _remedy(context: CallContext, *, has_store: bool, takes_store: bool) -> str:
+    """What to do where the counts of threads do not outlive the run."""
+    thread_id = '{"configurable": {"thread_id": …}}'
+    if not context.is_nested:
+        if has_store:
+            return f"Call the agent with {thread_id}: the store counts by it"
+        return "Give create_agent a checkpointer, or use run_limit"
+    root_run = 'limit the outermost run: Quota(…, per="root_run")'
+    if has_store:
+        return f"Call the outermost graph with {thread_id}: the store counts by it. Or {root_run}"
+    user = "give the middleware" if takes_store else "use QuotaMiddleware with"
+    return (
+        f"To count all agents of a thread together, {user} store=MemoryStore() or RedisStore(), "
+        f"and call the outermost graph with {thread_id}; or, with a store, {root_run}. To count "
+        "this agent alone, give create_agent checkpointer=True, and the outermost graph a "
+        "checkpointer"
+    )
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether another limiter has begun this run: the model has not answered since."""
+    messages = since(state.get("messages") or (), ledger(state).get("turn"))
+    return messages is not None and not any(isinstance(each, AIMessage) for each in messages)
+
+
+def _turn(history: Sequence[AnyMessage]) -> str | int | None:
+    """How the newest message is found again, after the run has added others."""
+    if not history:
+        return None
+    # Not every reducer gives messages an id.
+    return len(history) if history[-1].id is None else history[-1].id
