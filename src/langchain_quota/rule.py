@@ -52,6 +52,8 @@ class ResolvedLimit(NamedTuple):
     limit: Limit
     checks: tuple[Check, ...]
     keep: int = 0
+    # Whether a store keeps one of its counts, also while it cannot be asked.
+    shared: bool = False
     # Whether it refuses every call because the store cannot be asked.
     denied: bool = False
 
@@ -95,25 +97,22 @@ class ResolvedLimit(NamedTuple):
             ),
             *quotas,
         )
+        shared = any(each.key is not None for each in checks)
         if not is_budget:
-            return cls(limit, checks)
+            return cls(limit, checks, shared=shared)
         keep = getattr(limit, "keep", None)
         return cls(
             limit,
             # What a model call uses is known when it is done.
             tuple(each._replace(hit=0) for each in checks),
             keep=whole_amount(limit.unit, "keep", keep) if keep else 0,
+            shared=shared,
         )
 
     @property
     def is_budget(self) -> bool:
         """Whether it limits what model calls use, and not their number."""
         return self.limit.unit != "calls"
-
-    @property
-    def shared(self) -> bool:
-        """Whether a store keeps one of its counts."""
-        return any(each.key is not None for each in self.checks)
 
     @property
     def counts_thread(self) -> bool:

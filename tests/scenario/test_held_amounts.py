@@ -69,6 +69,20 @@ async def test_a_call_that_its_bound_refuses_is_not_counted(
 
 
 @either
+async def test_a_call_with_a_reserve_is_told_with_the_counts_before_it(
+    signals: Signals, kind: Kind
+) -> None:
+    """The last call that a limit admits is allowed, though it is told when it is counted."""
+    limits: list[Limit] = [ModelCallLimit(run_limit=1, thread_limit=1), limit_of(100, 10)]
+    scene = Scene(signals, [answer(5)], limits, kind=kind, store=MemoryStore())
+    with captured_decisions() as decisions:
+        await scene.play()
+    (told,) = (each for each in decisions if each.call.kind == "model")
+    assert told.outcome is Outcome.ALLOWED
+    assert (told.limits[0].run_before, told.limits[0].run_used) == (0, 1)
+
+
+@either
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_call_that_does_not_fit_is_the_last_one(
     signals: Signals, kind: Kind, *, shared: bool

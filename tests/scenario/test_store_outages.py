@@ -93,6 +93,7 @@ async def test_denied_tool_calls(
     assert scene.ran == (["calc"] if exit_behavior == "continue" else [])
     refused = [each for each in decisions if each.outcome is Outcome.BLOCKED]
     assert [each.leading and each.leading.reason for each in refused] == ["store"] * 2
+    assert all(each.leading and each.leading.shared for each in refused)
     blocked = [scene.metric("tool:search", "blocked", of) for of in ("store", "user_id", "thread")]
     assert blocked == [2, 0, 0]
     assert scene.metric("tool:search", "allowed") == 0

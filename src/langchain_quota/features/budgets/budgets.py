@@ -293,7 +293,9 @@ class Budgets(Feature):
     def _told(self, batch: Batch, limits: ResolvedLimits, result: AcquireResult) -> Conclusion:
         """What is decided about the call by all limits, those that judged it before included."""
         admitted = batch.known.get("admitted")
-        used = {**(admitted["used"] if admitted else {}), **result.used}
+        # The state has counted the call by now.
+        held = {check.counter: result.used[check.counter] for check in batch.asked[0].checks}
+        used = {**(admitted["used"] if admitted else {}), **held}
         others = [each for each in limits.limits if not each.is_budget]
         # Without the store, no quota has judged it.
         known = [
