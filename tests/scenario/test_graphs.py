@@ -31,12 +31,11 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.loops import looped, shapes
 from tests.scene import CONFIG, Scene, Weather, both_forms, check_history, delegate, recording
 from tests.stores import counts, run_counts
-from tests.telemetry import Signals, needs_inline, telling
+from tests.telemetry import Signals, telling
 from tests.tokens import THREAD, answer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:create_react_agent has been moved"),
-    needs_inline,
 ]
 
 HELLO: Any = {"messages": [("user", "hi")]}

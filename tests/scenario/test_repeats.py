@@ -287,9 +287,7 @@ REPEATED = (
 )
 
 
-@pytest.mark.parametrize(
-    "kind", ["quota", *(pytest.param(each, marks=needs_inline) for each in ("graph", "inline"))]
-)
+@pytest.mark.parametrize("kind", ["quota", "graph", pytest.param("inline", marks=needs_inline)])
 async def test_the_model_reads_that_it_repeats_itself(kind: Kind, signals: Signals) -> None:
     """The answer of a refused call says so, and what to do instead; a new run begins anew."""
     script = [["search"]] * 3 + [["calc"], "done"]

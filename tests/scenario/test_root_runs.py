@@ -97,7 +97,6 @@ def without_context(function: Callable[..., Any], *args: Any, **more: Any) -> An
         return executor.submit(function, *args, **more).result()
 
 
-@needs_inline
 @pytest.mark.parametrize("kind", ["graph", "react"])
 def test_a_thread_with_the_config_in_a_graph(kind: Kind, signals: Signals) -> None:
     """A tool of a graph passes on its root run by its config alone, as a tool of an agent does."""

@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 from tests.server.redis import RedisServer
-from tests.telemetry import needs_inline
-
-pytestmark = needs_inline
 
 WORKER = """
 import json, sys

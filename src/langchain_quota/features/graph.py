@@ -324,6 +324,7 @@ class GraphQuota:
 
 
 class _Inline(InlineQuotaMiddleware[Any, Any]):
+    _in_agent = False
     name = "GraphQuota"
 
 

@@ -116,6 +116,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             telemetry=telemetry,
         )
 
+    _in_agent = True
+    """Whether `create_agent` makes the graph."""
+
     # LangChain makes no node for a hook that is its own base class's.
     before_model = AgentMiddleware.before_model
     abefore_model = AgentMiddleware.abefore_model
@@ -185,7 +188,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         return f"{self.name}.model"
 
     def _begin_run(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update:
-        if _langchain() < OLDEST_LANGCHAIN:
+        if self._in_agent and _langchain() < OLDEST_LANGCHAIN:
             raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
         return super()._begin_run(form, state, runtime)
 
