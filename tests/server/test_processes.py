@@ -16,11 +16,15 @@ from uuid import uuid4
 
 import pytest
 
+from langchain_quota import Quota, TokenLimit
 from langchain_quota.admission import AcquireRequest, Compensation
 from langchain_quota.stores.redis import RedisStore
+from tests.scene import Scene
 from tests.server.prometheus import eventually
 from tests.server.redis import RedisServer, time_from
 from tests.server.stores import batch, calls, compensating, used
+from tests.telemetry import Signals
+from tests.tokens import answer
 
 PROCESSES = 4
 LIMIT = 100
@@ -55,6 +59,19 @@ async def admitted(store: RedisStore, attempts: int) -> int:
     asked = [calls(KEY, 1, limit=LIMIT, key="", attempt="") for _ in range(attempts)]
     results = await asyncio.gather(*map(store.aacquire, asked))
     return sum(each for result in results for each in result.admitted)
+
+
+@pytest.mark.parametrize("reserve", [None, 50])
+async def test_what_a_call_leaves_lasts_an_hour(
+    store: RedisStore, redis_server: RedisServer, signals: Signals, reserve: int | None
+) -> None:
+    """Beside its count, a model call under a budget leaves nothing in Redis for over an hour."""
+    limit = TokenLimit(quotas=[Quota(1_000, per="global")], reserve=reserve)
+    await Scene(signals, [answer(10)], [limit], store=store).play()
+    with closing(redis_server.client(decode_responses=True)) as client:
+        keys = [key for key in client.scan_iter() if store.prefix in key and ":count:" not in key]
+        assert len(keys) == (1 if reserve is None else 3)
+        assert all(0 < client.ttl(key) <= LEASE for key in keys)
 
 
 async def grants(store: RedisStore) -> tuple[int, int, list[Any]]:

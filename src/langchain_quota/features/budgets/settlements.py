@@ -24,17 +24,23 @@ def settlements(  # noqa: PLR0913 - keyword-only, with defaults
     keys, starts = _kept(limits, counts)
     # What is held is settled where it is, also in a window that has ended meanwhile.
     keys = {**(held_keys or keys)}
-    if not keys or not (used or held):
+    if not keys:
         return None
     starts = {key: start for key, start in starts.items() if key in keys}
-    nothing = Compensation(uuid4().hex, dict.fromkeys(keys, 0), starts=starts)
     if seen_by_others:
-        made = [nothing, *(each for run in used for each in _by_key(*run, keys, starts))]
+        made = [each for run in used for each in _by_key(*run, keys, starts)]
     else:
+        # A run holds nothing itself. But a store remembers settlements no longer than is needed.
         made = [
-            Compensation(run, {key: amounts[each] for key, each in keys.items()}, starts=starts)
+            Compensation(
+                run, {key: amounts[each] for key, each in keys.items()}, starts=starts, settles=run
+            )
             for run, amounts in used
-        ] or [nothing]
+        ]
+    if held and (seen_by_others or not made):
+        made.insert(0, Compensation(uuid4().hex, dict.fromkeys(keys, 0), starts=starts))
+    if not made:
+        return None
     if held:
         # The first one gives back what was held.
         made[0] = replace(made[0], settles=held)
