@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -21,7 +21,6 @@ from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as as_tool
 from langgraph.prebuilt import ToolNode
-from langgraph.runtime import get_runtime
 
 from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.arguments import one_list
@@ -29,8 +28,11 @@ from langchain_quota.decision import ROOT_RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.features.inline import InlineQuotaMiddleware
 from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
+from langchain_quota.forms import Form, ask, now
 from langchain_quota.limits import Limit, check_together
-from langchain_quota.messages import ABANDONED, NOT_RUN
+from langchain_quota.messages import ABANDONED
+from langchain_quota.middleware.context import running_runtime, runs_tools
+from langchain_quota.middleware.history import answer_of_refused, answered_history, dangling_calls
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.stores import QuotaStore, check_store
@@ -148,12 +150,12 @@ class GraphQuota:
         run, key = self._run_tool, options.get("messages_key", "messages")
         return ToolNode(
             [each for each in tools if not isinstance(each, dict)],
-            wrap_tool_call=lambda request, handler: _now(run("", request, handler, key)),
+            wrap_tool_call=lambda request, handler: now(run("", request, handler, key)),
             awrap_tool_call=lambda request, handler: run("a", request, handler, key),
             **options,
         )
 
-    async def _ask(self, form: str, given: list[Any], call: Any, **request: Any) -> AIMessage:
+    async def _ask(self, form: Form, given: list[Any], call: Any, **request: Any) -> AIMessage:
         """The answer of a model, or of the limits in its place."""
         made = False
 
@@ -170,11 +172,11 @@ class GraphQuota:
             known = [each for each in given if each.type != "ai" or each.text not in run.final]
             request["state"] = {**run.state, "messages": known}
             # Each call is charged, also if a node calls its model twice or runs again.
-            asked = ModelRequest(
-                messages=_answered(given), runtime=_runtime(uuid4().hex), **request
-            )
-            handling = handler if form else lambda each: _now(handler(each))
-            response = await _do(form, self._inline, "wrap_model_call", asked, handling)
+            left = dangling_calls({"messages": given})
+            history = answered_history(given, left, ABANDONED, is_shared=False)
+            asked = ModelRequest(messages=history, runtime=_runtime(uuid4().hex), **request)
+            handling = handler if form else lambda each: now(handler(each))
+            response = await ask(form, self._inline, "wrap_model_call", asked, handling)
             said = response.model_response.result
             answer = next(each for each in reversed(said) if isinstance(each, AIMessage))
             if run.learn(response.command.update, answer) and made:
@@ -195,7 +197,7 @@ class GraphQuota:
             marked = {**answer.response_metadata, _MARK: {"refused": refused}}
             return answer.model_copy(update={"response_metadata": marked})
 
-    async def _run_tool(self, form: str, request: Any, handler: Any, key: str) -> Any:
+    async def _run_tool(self, form: Form, request: Any, handler: Any, key: str) -> Any:
         """Answer a tool call that is refused, or run it."""
         state, call = request.state, request.tool_call
         state = state.get(key) if isinstance(state, Mapping) else getattr(state, key, state)
@@ -204,14 +206,15 @@ class GraphQuota:
             run = await self._run(form, history)
             text = await self._refusal(form, run, call, history)
             if text is not None:
-                return _not_run(call, text, response_metadata={NOT_RUN: True})
+                return answer_of_refused(call["id"], call["name"], text)
             if type(self._inline).wrap_tool_call is AgentMiddleware.wrap_tool_call:
-                return await _do(form, handler, "", request)
+                given = handler(request)
+                return await given if form else given
             given = request.override(state={**run.state, "messages": history})
             inner = lambda each: handler(each.override(state=request.state))  # noqa: E731
-            return await _do(form, self._inline, "wrap_tool_call", given, inner)
+            return await ask(form, self._inline, "wrap_tool_call", given, inner)
 
-    async def _refusal(self, form: str, run: "_Run", call: Any, history: list[Any]) -> str | None:
+    async def _refusal(self, form: Form, run: "_Run", call: Any, history: list[Any]) -> str | None:
         """What answers a call that does not run: as its message says, or else judged now."""
         info = getattr(_runtime(), "execution_info", None)
         call_id, task = call["id"], uuid4().hex if info is None else info.task_id
@@ -235,7 +238,7 @@ class GraphQuota:
         if judged is None and self._alone is not None:
             made = AIMessage("", id=f"{task}/{call_id}", tool_calls=[call])
             given = {**run.state, "messages": [*history, made]}
-            update = await _do(form, self._alone, "after_model", given, _runtime(str(made.id)))
+            update = await ask(form, self._alone, "after_model", given, _runtime(str(made.id)))
             said = (update or {}).get("messages") or [made]
             if run.learn(update, said[-1]):
                 run.ended = said[-1]
@@ -249,7 +252,7 @@ class GraphQuota:
                 root.on_llm_end(None, run_id=seen)  # type: ignore[arg-type]
         return None if judged is None else judged[1]
 
-    async def _run(self, form: str, given: list[Any]) -> "_Run":
+    async def _run(self, form: Form, given: list[Any]) -> "_Run":
         """What is remembered of the run that is going on: of this graph, in this root run."""
         root = root_run()
         if root is None:
@@ -261,17 +264,17 @@ class GraphQuota:
             self._roots[root] = await self._numbered(form, root)
         # A node that is a graph is entered again and again. A graph in a tool is a run each time.
         place = _config("checkpoint_ns") or ""
-        parts = [each if _runs_tools(each) else each.split(":")[0] for each in place.split("|")]
+        parts = [each if runs_tools(each) else each.split(":")[0] for each in place.split("|")]
         name = _digest(self._roots[root], parts[:-1])
         if name not in self._runs:
-            begun = await _do(form, self._inline, "before_agent", {"messages": given}, _runtime())
+            begun = await ask(form, self._inline, "before_agent", {"messages": given}, _runtime())
             begun[LEDGER] = {**begun[LEDGER], "run": name}
             while len(self._runs) >= _MOST_RUNS:
                 self._runs.popitem(last=False)
             return self._runs.setdefault(name, _Run(self._roots[root], begun))
         return self._runs[name]
 
-    async def _numbered(self, form: str, root: RootRun) -> str:
+    async def _numbered(self, form: Form, root: RootRun) -> str:
         """The name of a root run: its thread and a number, which another process finds, too."""
         thread = _config("thread_id") if root.thread_id is None else root.thread_id
         if thread is None:
@@ -284,22 +287,22 @@ class GraphQuota:
         return root.key if used is None else f"{thread}@{used}"
 
     async def _proof(
-        self, form: str, run: "_Run", message: Any, refused: Any, *, proves: bool = False
+        self, form: Form, run: "_Run", message: Any, refused: Any, *, proves: bool = False
     ) -> bool:
         """Whether the store knows, or learns, that limits have judged a message like this."""
         calls = [[each["id"], each["name"]] for each in message.tool_calls]
         key = self._key("judged", _digest(run.root, message.id, calls, sorted(refused.items())))
         return self._is_shared and bool(await self._stored(form, key, key, 0, adds=proves))
 
-    async def _stored(self, form: str, key: str, name: str, at: int, *, adds: bool) -> int | None:
+    async def _stored(self, form: Form, key: str, name: str, at: int, *, adds: bool) -> int | None:
         """A count of the store, with one more if it is to add that; `None` if there is none."""
         counters, hits = {key: Counter(key, used=at, mirrored=True)}, (Hits({key: 1}),)
         try:
             if not adds:
-                (known,) = await _do(form, self.store, "peek", [key])
+                (known,) = await ask(form, self.store, "peek", [key])
                 return None if known is None else int(known.used)
             request = AcquireRequest(name, uuid4().hex, counters, hits)
-            return int((await _do(form, self.store, "acquire", request)).used[key]) + 1
+            return int((await ask(form, self.store, "acquire", request)).used[key]) + 1
         except QuotaStoreError:
             return None  # the middleware says so, and does what `on_store_error` says
 
@@ -380,11 +383,11 @@ class _LimitedModel(BaseChatModel):
         """`with_structured_output` of the model; `None` in place of a refused answer."""
         structured = self.inner.with_structured_output(schema, include_raw=True, **options)
 
-        async def asked(form: str, given: Any) -> Any:
+        async def asked(form: Form, given: Any) -> Any:
             found: dict[str, Any] = {}
 
             async def call(request: ModelRequest[Any]) -> Any:
-                found.update(await _do(form, structured, "invoke", request.messages))
+                found.update(await ask(form, structured, "invoke", request.messages))
                 # A tool that only gives the answer its form is no call to judge.
                 return found["raw"].model_copy(update={"tool_calls": []})
 
@@ -398,14 +401,14 @@ class _LimitedModel(BaseChatModel):
         async def aask(given: Any) -> Any:
             return await asked("a", given)
 
-        return RunnableLambda(lambda given: _now(asked("", given)), aask)
+        return RunnableLambda(lambda given: now(asked("", given)), aask)
 
-    async def _asked(self, form: str, given: Any, config: Any, options: Any) -> AIMessage:
+    async def _asked(self, form: Form, given: Any, config: Any, options: Any) -> AIMessage:
         async def call(request: ModelRequest[Any]) -> Any:
             bound: Any = request.model.bind(**request.model_settings)
             if request.tools:
                 bound = request.model.bind_tools(request.tools, **request.model_settings)
-            return await _do(form, bound, "invoke", request.messages, config)
+            return await ask(form, bound, "invoke", request.messages, config)
 
         given = self._convert_input(given).to_messages()
         settings = {**self.settings, **{k: v for k, v in options.items() if v is not None}}
@@ -415,7 +418,7 @@ class _LimitedModel(BaseChatModel):
 
     def invoke(self, input: Any, config: Config = None, **options: Any) -> AIMessage:  # noqa: A002
         """The answer of the model, or of the limits in its place."""
-        return _now(self._asked("", input, config, options))
+        return now(self._asked("", input, config, options))
 
     async def ainvoke(self, input: Any, config: Config = None, **options: Any) -> AIMessage:  # noqa: A002
         """`invoke`, without blocking the event loop."""
@@ -423,22 +426,6 @@ class _LimitedModel(BaseChatModel):
 
     def _generate(self, messages: Any, *_: Any, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self.invoke(messages, **options))])
-
-
-def _answered(history: Sequence[Any]) -> list[Any]:
-    """The messages with an answer for each tool call that was left without one."""
-    sent: list[Any] = []
-    answered: set[Any] = set()
-    for message in reversed(history):
-        left = [each for each in getattr(message, "tool_calls", ()) if each["id"] not in answered]
-        sent += [*(_not_run(each, ABANDONED) for each in reversed(left)), message]
-        answered = set() if message.type == "ai" else answered
-        answered.add(getattr(message, "tool_call_id", None))
-    return sent[::-1]
-
-
-def _not_run(call: Any, text: str, **more: Any) -> ToolMessage:
-    return ToolMessage(text, tool_call_id=call["id"], name=call["name"], status="error", **more)
 
 
 def _as_tools(tools: Tools) -> tuple[Any, ...]:
@@ -449,38 +436,14 @@ def _config(key: str) -> Any:
     return (ensure_config().get("configurable") or {}).get(key)
 
 
-def _runs_tools(part: str) -> bool:
-    return f".{part.partition(':')[0]}".endswith(".tools")
-
-
 def _digest(*parts: Any) -> str:
     return sha256(repr(parts).encode(errors="backslashreplace")).hexdigest()
 
 
 def _runtime(work: str = "") -> Any:
     """The runtime of the running node; as if a piece of work in it were a task of its own."""
-    try:
-        runtime: Any = get_runtime()
-    except (RuntimeError, KeyError):
-        return None
+    runtime = running_runtime()
     info = getattr(runtime, "execution_info", None)
     if not work or info is None:
         return runtime
     return runtime.override(execution_info=replace(info, task_id=f"{info.task_id}/{work}"))
-
-
-async def _do(form: str, whom: Any, method: str, *args: Any) -> Any:
-    """What a method gives, in its sync or async form; without a name, what a function gives."""
-    given = (getattr(whom, form + method) if method else whom)(*args)
-    return await given if form else given
-
-
-def _now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives that waits for nothing: in the sync form."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    coroutine.close()
-    raise RuntimeError("a sync call waits for an event loop")
