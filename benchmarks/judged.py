@@ -7,7 +7,8 @@ from typing import Any
 from langchain_quota.admission import AcquireResult
 from langchain_quota.decide import Breach
 from langchain_quota.decision import Call, Decision
-from langchain_quota.limits import Limit, ToolCallLimit
+from langchain_quota.limits import Limit
+from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import CallContext, fixed
 from langchain_quota.rule import (

@@ -20,10 +20,10 @@ from benchmarks import scenes
 from benchmarks.judged import Used, judge, request_of
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.admission import AcquireRequest, admit
+from langchain_quota.concurrency import now
 from langchain_quota.decide import decide
 from langchain_quota.decision import Call, Decision
-from langchain_quota.forms import now
-from langchain_quota.limits import ToolCallLimit
+from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import fixed
 from langchain_quota.rule import ResolvedLimit, ResolvedLimits, hits_of
 from langchain_quota.stores.client import StoreClient

@@ -50,8 +50,8 @@ from dashboards.settings import (
 )
 from dashboards.usage import of_subjects, of_threads
 from dashboards.variables import common_variables, found, limits
-from langchain_quota.decision import Unit
 from langchain_quota.telemetry import names
+from langchain_quota.units import Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import json
 from urllib.parse import quote
 
 from dashboards import settings
-from langchain_quota.decision import Unit
 from langchain_quota.telemetry import names, tracing
+from langchain_quota.units import Unit
 
 PROCESS = ('job=~"$job"', 'instance=~"$instance"')
 AGENT = 'agent=~"$agent"'

@@ -43,8 +43,8 @@ from dashboards.settings import (
 )
 from dashboards.usage import in_any_unit, of_threads, refused_since
 from dashboards.variables import common_variables, limits, one
-from langchain_quota.decision import Unit
 from langchain_quota.telemetry import names
+from langchain_quota.units import Unit
 
 _USE = of_threads(THREAD)
 _REFUSALS = select(THREAD_BLOCKED, AGENT, LIMIT, THREAD)

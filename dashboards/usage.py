@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from dashboards import settings
 from dashboards.queries import AGENT, LIMIT, select
-from langchain_quota.decision import Unit
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.names import MetricSpec
+from langchain_quota.units import Unit
 
 _OF_LIMIT = "on (job, instance, agent, limit) group_left ()"
 

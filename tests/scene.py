@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from langchain_quota import (
     GraphQuota,
     InlineQuotaMiddleware,
+    Limit,
     MemoryStore,
     ModelCallLimitMiddleware,
     QuotaMiddleware,
@@ -34,7 +35,6 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.decision import Call
-from langchain_quota.limits import Limit
 from langchain_quota.state import ThreadUsage
 from langchain_quota.testing import ScriptedChatModel, Turn, assert_valid_history
 from tests.telemetry import Signals

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 from langchain_core.messages import AIMessage
 
 from langchain_quota import ThreadUsage
-from langchain_quota.decision import RUN, STORE, THREAD, Decision, LimitStatus, Unit
-from langchain_quota.levels import Level, level
-from langchain_quota.limit_options import MICRODOLLARS, TOTAL_TOKENS
+from langchain_quota.decision import RUN, STORE, THREAD, Decision, LimitStatus
+from langchain_quota.limits.options import MICRODOLLARS, TOTAL_TOKENS
 from langchain_quota.telemetry.labels import NONE
+from langchain_quota.units import Level, Unit, level
 
 Row = Mapping[str, Any]
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.traffic.running import Traffic
-from langchain_quota.levels import Level
-from langchain_quota.money import MICRODOLLARS
 from langchain_quota.monitoring import exports
+from langchain_quota.units import MICRODOLLARS, Level
 from tests.server.alertmanager import (
     Webhook,
     alerting_prometheus,

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from langchain_quota._version import __version__
+# The one place of the version; the build reads it from here.
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from langchain_quota.budgets import CostLimit, TokenLimit
     from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, QuotaStatus
     from langchain_quota.errors import (
         EventLoopBlockedError,
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from langchain_quota.features.deep_agents.with_limits import with_limits
     from langchain_quota.features.graph import GraphQuota
     from langchain_quota.features.inline import InlineQuotaMiddleware
-    from langchain_quota.levels import Level
-    from langchain_quota.limits import ExitBehavior, Limit, ModelCallLimit, ToolCallLimit
+    from langchain_quota.limits import Limit
+    from langchain_quota.limits.budgets import CostLimit, TokenLimit
+    from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
+    from langchain_quota.limits.quotas import Quota
+    from langchain_quota.limits.repeats import RepeatLimit
     from langchain_quota.middleware.drop_ins import (
         ModelCallLimitMiddleware,
         ToolCallLimitMiddleware,
     )
     from langchain_quota.middleware.quota import QuotaMiddleware
     from langchain_quota.model_usage import ModelUsage
-    from langchain_quota.quotas import Quota
-    from langchain_quota.repeats import RepeatLimit
     from langchain_quota.state import (
         ModelCallLimitState,
         QuotaState,
@@ -43,13 +44,14 @@ if TYPE_CHECKING:
     from langchain_quota.stores.memory import MemoryStore
     from langchain_quota.stores.redis import RedisStore
     from langchain_quota.telemetry import Telemetry, hmac_label
+    from langchain_quota.units import Level
 else:
     from importlib import import_module
 
     # Importing LangChain takes a second, and the command line does not need it. So a name is
     # imported when it is first used. The imports above are for type checkers and editors.
     _HOMES = {
-        "budgets": ("CostLimit", "TokenLimit"),
+        "limits.budgets": ("CostLimit", "TokenLimit"),
         "decision": ("Answer", "Call", "Decision", "LimitStatus", "Outcome", "QuotaStatus"),
         "features.deep_agents.with_limits": ("with_limits",),
         "errors": (
@@ -63,15 +65,15 @@ else:
         "features.budgets.estimates": ("usage_bound",),
         "exposition": ("MetricsServer", "metrics_app", "start_metrics_server"),
         "features.graph": ("GraphQuota",),
-        "levels": ("Level",),
-        "limits": ("ExitBehavior", "Limit", "ModelCallLimit", "ToolCallLimit"),
+        "limits": ("Limit",),
+        "limits.calls": ("ExitBehavior", "ModelCallLimit", "ToolCallLimit"),
         "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
         "features.inline": ("InlineQuotaMiddleware",),
         "middleware.quota": ("QuotaMiddleware",),
         "model_usage": ("ModelUsage",),
         "features.budgets.prices": ("Price",),
-        "quotas": ("Quota",),
-        "repeats": ("RepeatLimit",),
+        "limits.quotas": ("Quota",),
+        "limits.repeats": ("RepeatLimit",),
         "state": (
             "ModelCallLimitState",
             "QuotaState",
@@ -84,6 +86,7 @@ else:
         "stores.memory": ("MemoryStore",),
         "stores.optional_redis": ("RedisStore",),
         "telemetry": ("Telemetry", "hmac_label"),
+        "units": ("Level",),
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

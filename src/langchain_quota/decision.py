@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from langchain_quota.frozen import quick_init
-from langchain_quota.levels import Level, near_threshold
+from langchain_quota.units import Level, Unit, near_threshold
 
 Kind = Literal["model", "tool"]
 
@@ -30,8 +30,6 @@ AT_ONCE: Scope = "at_once"
 
 Exit = Literal["continue", "error", "end", "finalize", "ask"]
 
-Unit = Literal["calls", "tokens", "microdollars"]
-"""What a limit counts: calls, tokens, or millionths of a US dollar; always whole numbers."""
 
 Reason = Literal["exhausted", "failing", "store"]
 """Why a limit refuses a call: a threshold is exhausted, the tool keeps failing in the same way, or

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from langchain_quota.decide import Breach
-from langchain_quota.decision import AT_ONCE, Decision, LimitStatus, Unit
+from langchain_quota.decision import AT_ONCE, Decision, LimitStatus
 from langchain_quota.limits import Limit
-from langchain_quota.money import as_dollars
-from langchain_quota.repeats import RepeatLimit
+from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.rule import Check
+from langchain_quota.units import Unit, as_dollars
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "

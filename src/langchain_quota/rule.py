@@ -5,9 +5,10 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple, get_args
 
 from langchain_quota.admission import Hits, Threshold
-from langchain_quota.decision import RUN, STORE, THREAD, Call, Kind, Reason, Scope, Unit
-from langchain_quota.limit_options import UNITS, whole_amount
+from langchain_quota.decision import RUN, STORE, THREAD, Call, Kind, Reason, Scope
 from langchain_quota.limits import Limit, named_tools
+from langchain_quota.limits.options import UNITS, whole_amount
+from langchain_quota.units import Unit
 
 Outage = Literal["deny", "allow"]
 """What happens to calls that need a store which cannot be asked."""

@@ -16,7 +16,6 @@ from langgraph.types import StateSnapshot
 from typing_extensions import TypedDict
 
 from langchain_quota.arguments import shown
-from langchain_quota.repeat_records import Record, most_repeated
 
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
@@ -84,7 +83,7 @@ class Ledger(TypedDict, total=False):
     """The newest tool calls, and what is charged to them."""
     refusals: dict[str, dict[str, int]]
     """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
-    repeats: dict[str, dict[str, Record]]
+    repeats: dict[str, dict[str, Any]]
     """The tool calls of this run, as each repeat limit remembers them, by middleware and name."""
     final: str
     """The run's final text if this step's model call is its last and has no answer; else empty."""
@@ -227,12 +226,6 @@ def run_model(state: Mapping[str, Any]) -> int:
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
 
-def repeats(state: Mapping[str, Any]) -> dict[str, int]:
-    """How often the most repeated call or failure has come, by name of the repeat limit."""
-    records = ledger(state).get("repeats")
-    return most_repeated(records, state.get("messages") or ()) if records else {}
-
-
 def spent(state: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """What model calls have used of budgets, by counter: those of the thread, and of the run."""
     known = ledger(state)
@@ -253,8 +246,6 @@ class ThreadUsage:
             `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
             `"model.microdollars"`.
         run_spent: What those of its newest run have used, under the same names.
-        repeats: How often the most repeated call or failure has come in its newest run, since
-            something new came, by the name of the `RepeatLimit`.
 
     Examples:
         >>> from langchain_quota import ThreadUsage
@@ -269,7 +260,6 @@ class ThreadUsage:
     run_model: int
     spent: Mapping[str, int] = field(default_factory=dict)
     run_spent: Mapping[str, int] = field(default_factory=dict)
-    repeats: Mapping[str, int] = field(default_factory=dict)
 
 
 def usage(snapshot: StateSnapshot) -> ThreadUsage:
@@ -308,7 +298,6 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
         run_model=run_model(state),
         spent=MappingProxyType(of_thread),
         run_spent=MappingProxyType(of_run),
-        repeats=MappingProxyType(repeats(state)),
     )
 
 

@@ -1,7 +1,68 @@
-"""Amounts as people and telemetry read them: calls, tokens and US dollars."""
+"""Amounts: their units, money, and how much of a limit they are."""
 
-from langchain_quota.decision import Unit
-from langchain_quota.money import MICRODOLLARS, as_dollars
+import math
+from decimal import Decimal, DecimalException
+from enum import StrEnum
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+from typing import Literal
+
+Unit = Literal["calls", "tokens", "microdollars"]
+"""What a limit counts: calls, tokens, or millionths of a US dollar; always whole numbers."""
+
+Dollars = Decimal | str | int
+"""An amount of US dollars, exactly; never a float, which cannot hold most of them."""
+
+MICRODOLLARS = 10**6
+"""How many microdollars make a dollar."""
+
+_MOST = 10**9
+"""The most dollars of a limit: Redis adds in Lua, exactly up to 2 ** 53 microdollars."""
+
+
+def checked_dollars(argument: str, value: object) -> Decimal:
+    """An amount of dollars, exactly as it is written; from 0 to a billion."""
+    if isinstance(value, float):
+        raise TypeError(
+            f"{argument} must not be a float, which holds {value!r} only nearly: "
+            f'write it as a string, "{value}"'
+        )
+    if isinstance(value, bool) or not isinstance(value, Decimal | str | int):
+        raise TypeError(
+            f"{argument} must be dollars as a string, a Decimal or a whole number, not {value!r}"
+        )
+    try:
+        dollars = Decimal(value)
+    except DecimalException:
+        raise ValueError(
+            f'{argument} must be dollars in digits, such as "0.50", not {value!r}'
+        ) from None
+    if not dollars.is_finite() or not 0 <= dollars <= _MOST:
+        raise ValueError(f"{argument} must be from 0 to {_MOST} dollars, not {value!r}")
+    return dollars
+
+
+def checked_microdollars(argument: str, value: object) -> int:
+    """The microdollars of an amount of dollars."""
+    # The application's decimal context may round decimals; fractions are never rounded.
+    amount = Fraction(checked_dollars(argument, value)) * MICRODOLLARS
+    if amount.denominator != 1:
+        raise ValueError(f"{argument} must have at most six decimal places, not {value!r}")
+    return int(amount)
+
+
+def microdollars(dollars: Decimal) -> int:
+    """The microdollars of a price, rounded up to a whole one."""
+    return ceil(Fraction(dollars) * MICRODOLLARS)
+
+
+def as_dollars(amount: int) -> str:
+    """An amount of microdollars as people read it: `"$0.50"`, with up to six decimal places."""
+    whole, rest = divmod(abs(amount), MICRODOLLARS)
+    places = f"{rest:06d}".rstrip("0").ljust(2, "0")
+    return f"{'-' if amount < 0 else ''}${whole:,}.{places}"
+
 
 UNIT_LABELS: dict[Unit, str] = {"calls": "calls", "tokens": "tokens", "microdollars": "dollars"}
 """The names of units where amounts are shown."""
@@ -17,3 +78,36 @@ def shown(amount: int | None, unit: Unit) -> str:
     if amount is None or unit == "calls":
         return str(amount)
     return as_dollars(amount) if unit == "microdollars" else f"{amount:,} tokens"
+
+
+class Level(StrEnum):
+    """How much of a limit is used.
+
+    Examples:
+        >>> from langchain_quota import Level
+        >>> [str(level) for level in Level]
+        ['ok', 'near', 'exhausted']
+    """
+
+    OK = "ok"
+    """Less than the near share."""
+    NEAR = "near"
+    """The near share or more, rounded up to whole calls; see `near` of `Telemetry`."""
+    EXHAUSTED = "exhausted"
+    """All of it: the next call is over the limit."""
+
+
+@lru_cache(maxsize=1024)
+def near_threshold(limit: int, near: float) -> int:
+    """The smallest count that is near the limit; `near` is a share from 0 to 1."""
+    # Rounded to nine digits first, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
+    return math.ceil(round(near * limit, 9))
+
+
+def level(used: int, limit: int, near: float) -> Level:
+    """How much of a limit is used, by count."""
+    if used >= limit:
+        return Level.EXHAUSTED
+    if used >= near_threshold(limit, near):
+        return Level.NEAR
+    return Level.OK

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 
 from langchain_quota import (
+    Limit,
     MemoryStore,
     ToolCallLimit,
 )
-from langchain_quota.limits import Limit
 from langchain_quota.testing import Turn, captured_decisions
 from tests import drawn
 from tests.drawn import Batch, ProviderError, TurnPlan

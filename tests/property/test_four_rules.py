@@ -24,10 +24,10 @@ from langgraph.types import Command
 from langchain_quota import (
     Call,
     Decision,
+    Limit,
     Outcome,
     ToolCallLimitExceededError,
 )
-from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests import drawn
 from tests.drawn import Batch, TurnPlan, World

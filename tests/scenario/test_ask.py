@@ -14,6 +14,7 @@ from langchain_quota import (
     CostLimit,
     Decision,
     InlineQuotaMiddleware,
+    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelUsage,
@@ -23,7 +24,6 @@ from langchain_quota import (
 )
 from langchain_quota.decision import Answer
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.limits import Limit
 from tests.scene import ANN, CONFIG, Form, Scene, both_forms, check_history
 from tests.stores import DAY
 from tests.telemetry import Signals, needs_inline

@@ -10,6 +10,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 from langchain_core.tools import StructuredTool
 
 from langchain_quota import (
+    Limit,
     MemoryStore,
     ModelCallLimit,
     QuotaMiddleware,
@@ -19,7 +20,6 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     with_limits,
 )
-from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.scene import Scene, check_history, texts, tool_limiter
 from tests.stores import counts, quota

@@ -17,6 +17,7 @@ from langgraph.types import Send, interrupt
 from langchain_quota import (
     CostLimit,
     GraphQuota,
+    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
@@ -26,7 +27,6 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.errors import UnknownPriceError
-from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.loops import looped, shapes
 from tests.scene import CONFIG, Scene, Weather, both_forms, check_history, delegate, recording

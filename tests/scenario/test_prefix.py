@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
+    Limit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -14,7 +15,6 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
 )
-from langchain_quota.limits import Limit
 from tests.scene import CONFIG, Form, Scene, asking, both_forms
 from tests.telemetry import Signals
 

@@ -7,8 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from langchain_quota import ModelCallLimit, Outcome, Quota, ToolCallLimit
-from langchain_quota.limits import Limit
+from langchain_quota import Limit, ModelCallLimit, Outcome, Quota, ToolCallLimit
 from langchain_quota.messages import SKIPPED
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
+    Limit,
     ModelCallLimit,
     ModelCallLimitExceededError,
     Outcome,
@@ -17,7 +18,6 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
-from langchain_quota.limits import Limit
 from langchain_quota.messages import SKIPPED
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import MemoryStore, ModelCallLimit, QuotaWarning, ToolCallLimit
-from langchain_quota.limits import Limit
+from langchain_quota import Limit, MemoryStore, ModelCallLimit, QuotaWarning, ToolCallLimit
 from tests.scene import Form, Scene, asking, both_forms, delegate, tool_limiter
 from tests.telemetry import Signals
 

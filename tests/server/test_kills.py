@@ -25,6 +25,7 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from langchain_quota import (
     InlineQuotaMiddleware,
+    Limit,
     ModelCallLimit,
     QuotaMiddleware,
     RedisStore,
@@ -33,7 +34,6 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.forked import ROOT, start_python

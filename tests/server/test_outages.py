@@ -14,9 +14,8 @@ import redis
 import redis.asyncio
 from blockbuster import blockbuster_ctx
 
-from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota import ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-from langchain_quota.quotas import Quota
 from langchain_quota.stores.redis import RedisStore
 from tests.forked import run_python
 from tests.scene import ANN, Form, Scene, asking, both_forms, texts

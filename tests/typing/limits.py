@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from langchain_quota import (
     CostLimit,
     InlineQuotaMiddleware,
+    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelUsage,
@@ -30,7 +31,6 @@ from langchain_quota import (
     UnknownPriceError,
     usage_bound,
 )
-from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from langchain_quota._version import __version__
+from langchain_quota import __version__
 from langchain_quota.monitoring import checks, exports
 
 TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token

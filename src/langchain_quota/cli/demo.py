@@ -53,9 +53,9 @@ from langchain_quota import (
 from langchain_quota.cli import INTERRUPTED
 from langchain_quota.cli.arguments import DEFAULT
 from langchain_quota.cli.printing import STYLES, CommandError, bar, bar_characters, say
-from langchain_quota.levels import level
 from langchain_quota.telemetry import names
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from langchain_quota.units import level
 
 AGENT = "support"
 NEAR = 0.8

@@ -17,10 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota.cli.arguments import DEFAULT, TOKEN_VARIABLE
 from langchain_quota.cli.printing import CommandError, one_line
-from langchain_quota.decision import THREAD, Outcome, Unit
-from langchain_quota.levels import Level, level
-from langchain_quota.money import MICRODOLLARS
+from langchain_quota.decision import THREAD, Outcome
 from langchain_quota.telemetry import names
+from langchain_quota.units import MICRODOLLARS, Level, Unit, level
 
 Series = tuple[str, ...]
 """A series: the metric's name, and the values of the metric's own labels, in their order."""

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Collection, Sequence
 
-from langchain_quota.levels import Level
+from langchain_quota.units import Level
 
 STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
 """The terminal's own colors, so that they fit a dark and a light background."""

@@ -16,7 +16,7 @@ from langchain_quota.cli.arguments import NO_WINDOW
 from langchain_quota.cli.printing import CommandError, complain, one_line, say, table
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.limit_options import UNITS
+from langchain_quota.limits.options import UNITS
 from langchain_quota.stores import QuotaUsage, window_end
 from langchain_quota.stores.grants import Grant, in_window, unit_of
 from langchain_quota.stores.keys import CountKey, dimension_of

@@ -29,8 +29,7 @@ from langchain_quota.cli.printing import (
     say,
     table,
 )
-from langchain_quota.decision import Unit
-from langchain_quota.levels import Level
+from langchain_quota.units import Level, Unit
 
 try:
     import termios

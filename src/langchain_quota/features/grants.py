@@ -8,10 +8,10 @@ from langchain_core.runnables import RunnableConfig
 from langchain_quota.decision import THREAD
 from langchain_quota.features.reset import Resettable, prefix_in
 from langchain_quota.middleware.flow import ContextT
-from langchain_quota.money import Dollars
 from langchain_quota.rule import stored_as
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import CountKey
+from langchain_quota.units import Dollars
 
 
 class Grantable(Resettable[ContextT, ResponseT]):

@@ -23,12 +23,12 @@ from langchain_core.tools import tool as as_tool
 from langgraph.prebuilt import ToolNode
 
 from langchain_quota.admission import AcquireRequest, Counter, Hits
-from langchain_quota.arguments import one_list
+from langchain_quota.arguments import UserLine, one_list
+from langchain_quota.concurrency import Form, ask, now
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.features.inline import InlineQuotaMiddleware
 from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
-from langchain_quota.forms import Form, ask, now
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.messages import ABANDONED
 from langchain_quota.middleware.context import running_runtime, runs_tools
@@ -38,7 +38,6 @@ from langchain_quota.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.user_line import UserLine
 
 Tools = Sequence[BaseTool | Callable[..., Any] | dict[str, Any]]
 Config = RunnableConfig | None

@@ -18,9 +18,9 @@ from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMe
 from langgraph.types import Command
 
 from langchain_quota.arguments import one_list
+from langchain_quota.concurrency import Form, in_sync, now
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
-from langchain_quota.forms import Form, in_sync, now
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.calls import Update, with_state
 from langchain_quota.middleware.feature import Handler

@@ -9,11 +9,11 @@ from langgraph.constants import END
 from langgraph.pregel import Pregel
 from langgraph.types import PregelTask
 
+from langchain_quota.concurrency import Form, ask, now
 from langchain_quota.decision import THREAD, LimitStatus, QuotaStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.forms import Form, ask, now
-from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
+from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
 from langchain_quota.rule import stored_as
 from langchain_quota.state import UNUSED

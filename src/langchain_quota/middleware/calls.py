@@ -26,7 +26,7 @@ from langchain_quota.admission import (
 )
 from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import RUN, THREAD, Answer, Call, Decision, Exit, Refund
-from langchain_quota.limit_options import BUDGETS, MODEL
+from langchain_quota.limits.options import BUDGETS, MODEL
 from langchain_quota.middleware.context import CallContext, call_context
 from langchain_quota.middleware.counts import ToolCounts
 from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls

@@ -10,11 +10,11 @@ from uuid import UUID, uuid4
 from langgraph.config import get_config
 from langgraph.runtime import get_runtime
 
+from langchain_quota.concurrency import Form
 from langchain_quota.decision import ROOT_RUN, RUN, THREAD, Kind
-from langchain_quota.forms import Form
-from langchain_quota.limit_options import whole_amount
-from langchain_quota.limits import Limit, counts_calls, is_dynamic
-from langchain_quota.quotas import Quota
+from langchain_quota.limits import Limit, is_dynamic
+from langchain_quota.limits.options import counts_calls, whole_amount
+from langchain_quota.limits.quotas import Quota
 from langchain_quota.rule import Check, ResolvedLimit, ResolvedLimits, stored_as, thread_counter
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey, check_prefix

@@ -15,12 +15,12 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command
 
 from langchain_quota.arguments import check_choice
+from langchain_quota.concurrency import now
 from langchain_quota.decide import status
 from langchain_quota.decision import Call, Decision
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.unjudged import Unjudged
-from langchain_quota.forms import now
-from langchain_quota.limits import ExitBehavior, ModelCallLimit, ToolCallLimit
+from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.calls import Update, model_batch, model_counts, tool_batch
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools
 from langchain_quota.middleware.context import call_context, fixed

@@ -1,12 +1,12 @@
 """The seam: what a feature may do around the one flow. Only what a feature overrides is called."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
 
 from langchain_quota.admission import AcquireResult
-from langchain_quota.forms import Form
+from langchain_quota.concurrency import Form
 from langchain_quota.middleware.calls import Batch, Conclusion, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.rule import ResolvedLimits
@@ -46,6 +46,10 @@ class Feature:
 
     async def known(self, form: Form, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
         """Learn what other calls have used, before a model call is judged."""
+
+    def counts(self, state: Any) -> Mapping[str, int]:
+        """What this feature alone can count, by the name of the counter."""
+        raise NotImplementedError
 
     def checks(self, batch: Batch) -> None:
         """Change what calls ask for."""

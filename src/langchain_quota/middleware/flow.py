@@ -15,8 +15,9 @@ from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult
+from langchain_quota.arguments import UserLine
+from langchain_quota.concurrency import Form, ask
 from langchain_quota.decision import Call, Kind, Refund
-from langchain_quota.forms import Form, ask
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Conclusion, Update, model_batch, tool_batch
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
@@ -35,7 +36,6 @@ from langchain_quota.state import LEDGER, NEW_RUN, THREAD_TOOLS, Ledger, ledger,
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, recorder_of
-from langchain_quota.user_line import UserLine
 
 if TYPE_CHECKING:
     from langgraph._internal._typing import StateLike

@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 from langchain_quota.arguments import check_function, is_async
+from langchain_quota.concurrency import Form, fork_safe_lock, forms
 from langchain_quota.decision import Decision, Outcome
-from langchain_quota.forms import Form, forms
-from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry.recorder import Recorder
 
 MAX_TASKS = 10_000

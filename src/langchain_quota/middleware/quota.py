@@ -18,6 +18,7 @@ from langgraph.types import Command
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota.arguments import check_choice, check_switch, one_list
+from langchain_quota.concurrency import Form, in_sync, now
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.features.ask.questions import Questions
 from langchain_quota.features.at_once.at_once import Answer, AtOnce
@@ -25,13 +26,12 @@ from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.grants import Grantable
-from langchain_quota.features.repeats import Repeats
+from langchain_quota.features.repeats.repeats import Repeats
 from langchain_quota.features.root_run.run import in_tool
 from langchain_quota.features.root_run.subject import RootRuns
 from langchain_quota.features.telling.model_request import Telling
 from langchain_quota.features.telling.offered_tools import OfferedTools
 from langchain_quota.features.unjudged import Unjudged
-from langchain_quota.forms import Form, in_sync, now
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature, Handler

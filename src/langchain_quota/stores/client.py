@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Self
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.concurrency import Form, ask, fork_safe_lock, now
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.forms import Form, ask, now
-from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.corrections import MAX_PENDING, PendingCompensations, send_later
 from langchain_quota.stores.memory import MemoryStore

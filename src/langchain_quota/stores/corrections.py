@@ -12,7 +12,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from langchain_quota.admission import AcquireRequest, Compensation
-from langchain_quota.forms import Form, now
+from langchain_quota.concurrency import Form, now
 from langchain_quota.stores.keys import prefix_of
 
 MAX_PENDING = 10_000

@@ -12,12 +12,10 @@ from typing import Any
 from uuid import uuid4
 
 from langchain_quota.arguments import check_duration, check_type
-from langchain_quota.decision import Unit
-from langchain_quota.limit_options import UNITS, whole_amount
-from langchain_quota.money import Dollars
+from langchain_quota.limits.options import UNITS, whole_amount
 from langchain_quota.stores import idle_time, window_end
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
+from langchain_quota.units import UNIT_LABELS, Dollars, Unit, in_base_unit, shown
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""

@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter, admit
 from langchain_quota.arguments import check_count
+from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import (
     COMPENSATED,
     GRACE,

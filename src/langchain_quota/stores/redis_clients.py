@@ -21,7 +21,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.locks import fork_safe_lock
+from langchain_quota.concurrency import fork_safe_lock
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""

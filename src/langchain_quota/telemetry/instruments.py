@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, values
 
-from langchain_quota.locks import fork_safe_lock
+from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.telemetry.labels import (
     NONE,
     TOOL,

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_quota.decision import AT_ONCE, STORE, Answer, LimitStatus, Scope
-from langchain_quota.levels import Level
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.labels import Who
-from langchain_quota.units import UNIT_LABELS, in_base_unit, shown
+from langchain_quota.units import UNIT_LABELS, Level, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
 

@@ -5,25 +5,15 @@ from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from langchain_quota._version import __version__
-from langchain_quota.decision import (
-    AT_ONCE,
-    STORE,
-    Decision,
-    LimitStatus,
-    Outcome,
-    Refund,
-    Scope,
-    Unit,
-)
-from langchain_quota.levels import Level
-from langchain_quota.locks import fork_safe_lock
+from langchain_quota import __version__
+from langchain_quota.concurrency import fork_safe_lock
+from langchain_quota.decision import AT_ONCE, STORE, Decision, LimitStatus, Outcome, Refund, Scope
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import NONE, Who, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.tracing import Exemplar, Judged
 from langchain_quota.telemetry.usage_rows import Spent
-from langchain_quota.units import in_base_unit
+from langchain_quota.units import Level, Unit, in_base_unit
 
 _REFUNDED = "refunded"
 CANCELLED = "cancelled"

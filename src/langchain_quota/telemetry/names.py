@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
-from langchain_quota.decision import Unit
+from langchain_quota.units import Unit
 
 
 class MetricSpec(NamedTuple):

@@ -14,19 +14,11 @@ from typing import Any, NamedTuple, Self
 
 from prometheus_client import Counter
 
-from langchain_quota.decision import (
-    Answer,
-    Call,
-    Decision,
-    LimitStatus,
-    Outcome,
-    Refund,
-    Scope,
-    Unit,
-)
+from langchain_quota.arguments import UserLine
+from langchain_quota.concurrency import fork_safe_lock
+from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, Refund, Scope
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit, named_tools
-from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import UNNAMED, Who, label, limit_label, own_label
@@ -34,7 +26,7 @@ from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.metrics import Series
 from langchain_quota.telemetry.tracing import Judged, Tracing, exemplar
 from langchain_quota.telemetry.usage_rows import Spent
-from langchain_quota.user_line import UserLine
+from langchain_quota.units import Unit
 
 Granted = tuple[str, Scope, Unit, int]
 """The name of a limit, the scope of its threshold, its unit, and how much was added to it."""

@@ -10,7 +10,7 @@ from opentelemetry.context import Context, get_current
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from langchain_quota._version import __version__
+from langchain_quota import __version__
 from langchain_quota.decision import STORE, Answer, Decision, LimitStatus, Outcome
 from langchain_quota.telemetry.labels import Who, described, label, limit_label
 from langchain_quota.units import UNIT_LABELS, in_base_unit

@@ -20,6 +20,7 @@ from weakref import WeakSet
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.decision import (
     ROOT_RUN,
     STORE,
@@ -29,7 +30,6 @@ from langchain_quota.decision import (
     QuotaStatus,
     Refund,
 )
-from langchain_quota.locks import fork_safe_lock
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import usage_rows
 from langchain_quota.telemetry.labels import Who

@@ -12,13 +12,12 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from langchain_quota.decision import THREAD
-from langchain_quota.levels import Level, near_threshold
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import names, usage_rows
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.usage_rows import Number, Snapshot, Subject, Use, merged
-from langchain_quota.units import in_base_unit
+from langchain_quota.units import Level, in_base_unit, near_threshold
 
 Families = dict[MetricSpec, GaugeMetricFamily | CounterMetricFamily]
 OnError = Callable[[Exception], None]

@@ -9,8 +9,8 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from langchain_quota.decision import Unit
 from langchain_quota.stores import Occupancy
+from langchain_quota.units import Unit
 
 Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from langgraph.errors import GraphInterrupt
 from langgraph.types import interrupt
 
-from langchain_quota.decision import Answer, Unit
-from langchain_quota.limit_options import whole_amount
+from langchain_quota.decision import Answer
+from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.context import running_config
 from langchain_quota.stores.grants import MAX_AMOUNT
+from langchain_quota.units import Unit
 
 ACTION = "raise_limits"
 """The name of the action that a person approves or rejects."""

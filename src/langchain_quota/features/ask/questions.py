@@ -13,20 +13,20 @@ from langgraph.types import interrupt
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, Hits, admit
-from langchain_quota.decision import STORE, THREAD, Answer, Scope, Unit
+from langchain_quota.concurrency import Form, ask
+from langchain_quota.decision import STORE, THREAD, Answer, Scope
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.features.ask.answers import ACTION, KEPT, is_answered, read_answer
-from langchain_quota.forms import Form, ask
-from langchain_quota.limit_options import whole_amount
 from langchain_quota.limits import Limit
+from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.money import as_dollars
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import Ledger, ledger
 from langchain_quota.stores.grants import MAX_TEXT, Granting
 from langchain_quota.telemetry.recorder import Recorder
+from langchain_quota.units import Unit, as_dollars
 
 _Needs = Mapping[tuple[str, Scope], int]
 """How much more calls need, by limit and scope."""

@@ -13,12 +13,12 @@ from langgraph.types import Command
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, Compensation, Counter
+from langchain_quota.concurrency import Form, ask, now
 from langchain_quota.decision import Decision, Outcome
 from langchain_quota.features.at_once.leases import Lease, pauses
 from langchain_quota.features.at_once.semaphores import Slot, semaphores_of
 from langchain_quota.features.at_once.turn import Turn, turn_of
-from langchain_quota.forms import Form, ask, now
-from langchain_quota.limits import ToolCallLimit
+from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.counts import owed_for
 from langchain_quota.middleware.history import answer, answer_of_refused

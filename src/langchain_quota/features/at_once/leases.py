@@ -22,10 +22,9 @@ from langchain_quota.admission import (
     Hits,
     Threshold,
 )
+from langchain_quota.concurrency import Form, fork_safe_lock, now
 from langchain_quota.decision import AT_ONCE
-from langchain_quota.forms import Form, now
-from langchain_quota.limits import ToolCallLimit
-from langchain_quota.locks import fork_safe_lock
+from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.rule import stored_as
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from threading import TIMEOUT_MAX, Event
 from weakref import WeakValueDictionary
 
-from langchain_quota.locks import fork_safe_lock
+from langchain_quota.concurrency import fork_safe_lock
 
 
 class Slot:

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage
 from langchain_quota.admission import AcquireResult
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.features.at_once.semaphores import Slot
-from langchain_quota.limits import ToolCallLimit
+from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.rule import Outage, stored_as
 from langchain_quota.state import ToolBatch, ledger

@@ -22,6 +22,7 @@ from langchain_core.messages import AIMessage
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, admit
 from langchain_quota.arguments import check_choice, check_switch
+from langchain_quota.concurrency import Form
 from langchain_quota.decision import STORE
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import Charging
@@ -36,7 +37,6 @@ from langchain_quota.features.budgets.other_runs import OtherRuns, forget_refuse
 from langchain_quota.features.budgets.prices import check_prices, resolve_prices
 from langchain_quota.features.budgets.settlements import mirror_root_run, settlements
 from langchain_quota.features.budgets.spending import record_run, record_standing
-from langchain_quota.forms import Form
 from langchain_quota.middleware.calls import (
     OF_RUN,
     OF_THREAD,

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from langchain_quota.budgets import CostLimit
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Prices, cost, highest_cost, priced
-from langchain_quota.limit_options import (
+from langchain_quota.limits import Limit
+from langchain_quota.limits.budgets import CostLimit
+from langchain_quota.limits.options import (
     BUDGETS,
     INPUT_TOKENS,
     MICRODOLLARS,
@@ -14,7 +15,6 @@ from langchain_quota.limit_options import (
     TOTAL_TOKENS,
     whole_amount,
 )
-from langchain_quota.limits import Limit
 from langchain_quota.model_usage import ModelUsage, TokenKind, charged_tokens
 from langchain_quota.telemetry.recorder import Recorder
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from langchain_quota.locks import fork_safe_lock
+from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.state import Ledger, ledger, spent
 
 MAX_LATE = 10_000

@@ -19,13 +19,12 @@ from langchain_core.messages import BaseMessage
 from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.concurrency import Form, fork_safe_lock
 from langchain_quota.decision import Call
 from langchain_quota.features.budgets.late_use import LateUse, added
 from langchain_quota.features.budgets.model_runs import DECISION, ModelRun, ModelRunCollector
 from langchain_quota.features.budgets.settlements import charge_by_key, joined, mirror_root_run
 from langchain_quota.features.budgets.spending import record_run, record_standing
-from langchain_quota.forms import Form
-from langchain_quota.locks import fork_safe_lock
 from langchain_quota.middleware.calls import budget_counts, model_call
 from langchain_quota.middleware.context import running_config
 from langchain_quota.rule import ResolvedLimits

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.model_usage import ModelUsage
-from langchain_quota.money import Dollars, checked_dollars, microdollars
+from langchain_quota.units import Dollars, checked_dollars, microdollars
 
 Prices = Callable[[ModelUsage], Decimal | None]
 """What one model run costs, in dollars; `None` where that is not known."""

@@ -24,7 +24,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langchain_quota.locks import fork_safe_lock
+from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.middleware.context import running_config
 from langchain_quota.state import Ledger
 from langchain_quota.telemetry.logs import logger

@@ -9,9 +9,9 @@ from typing import Any
 from uuid import uuid4
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Counter, Hits
+from langchain_quota.concurrency import Form
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.features.root_run.run import RootRun, log_lost, root_run, watch_root_runs
-from langchain_quota.forms import Form
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature

@@ -8,23 +8,17 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
 from langchain_quota.admission import admit
+from langchain_quota.concurrency import Form
 from langchain_quota.decision import Call
-from langchain_quota.forms import Form
-from langchain_quota.levels import Level, level
-from langchain_quota.limit_options import (
-    INPUT_TOKENS,
-    MICRODOLLARS,
-    OUTPUT_TOKENS,
-    TOTAL_TOKENS,
-)
 from langchain_quota.limits import Limit
+from langchain_quota.limits.options import INPUT_TOKENS, MICRODOLLARS, OUTPUT_TOKENS, TOTAL_TOKENS
+from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import budget_counts, model_counts
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.money import as_dollars
-from langchain_quota.repeats import RepeatLimit
 from langchain_quota.rule import ResolvedLimits, run_counter, thread_counter
-from langchain_quota.state import ledger, repeats, run_tools, thread_tools
+from langchain_quota.state import ledger, run_tools, thread_tools
 from langchain_quota.stores import QuotaUsage
+from langchain_quota.units import Level, as_dollars, level
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
@@ -81,11 +75,23 @@ class Telling(Feature):
         store = limiter._store  # noqa: SLF001 - the same
         if store is not None:
             kept = await store.peek(form, limits.keys())
-        uses = kept or {}
-        limits = limits.raised({key: each.granted for key, each in uses.items()})
-        counts = None if kept is None else {key: each.used for key, each in uses.items()}
-        near = limiter._recorder.near if self._tells else None  # noqa: SLF001 - the same
-        return shaped(request, limits, counts, near=near, hides=self._hides)
+        if kept is None:
+            # The store did not answer: show what the state knows, and no quota.
+            limits, kept = limits.without_store("allow"), {}
+        limits = limits.raised({key: each.granted for key, each in kept.items()})
+        used = {key: each.used for key, each in kept.items()}
+        counts = counts_now(_state(request), limits, used)
+        for more in limiter._that("counts"):  # noqa: SLF001 - the same
+            counts |= more(request.state)
+        notes = []
+        if self._tells:
+            near = limiter._recorder.near  # noqa: SLF001 - the same
+            notes.append(remaining(limits, counts, near=near))
+        if self._hides:
+            request, note = without_exhausted(request, limits, counts)
+            notes.append(note)
+        text = " ".join(note for note in notes if note)
+        return request.override(messages=with_note(request.messages, text)) if text else request
 
 
 def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
@@ -93,7 +99,9 @@ def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
 
 
 def counts_now(
-    state: Mapping[str, Any], limits: ResolvedLimits, kept: Mapping[str, int]
+    state: Mapping[str, Any],
+    limits: ResolvedLimits,
+    kept: Mapping[str, int],
 ) -> dict[str, int]:
     """The counts by the name of the counter: the store's, and the state's for all others."""
     thread, run = thread_tools(state), run_tools(state)
@@ -101,10 +109,7 @@ def counts_now(
     if limits.budgets:
         counts |= budget_counts(state)
     for each in limits.limits:
-        if not each.limit.counted:
-            most = repeats(state).get(each.limit.name, 0)
-            counts[run_counter(each.limit)] = counts[thread_counter(each.limit)] = most
-        elif each.limit.kind == "tool":
+        if each.limit.kind == "tool":
             counter = each.limit.counter
             counts[thread_counter(each.limit)] = thread.get(counter, 0)
             counts[run_counter(each.limit)] = run.get(counter, 0)
@@ -114,29 +119,6 @@ def counts_now(
             if check.key is not None and check.key in kept:
                 counts[check.counter] = max(0, kept[check.key])
     return counts
-
-
-def shaped(
-    request: ModelRequest[Any],
-    limits: ResolvedLimits,
-    kept: Mapping[str, int] | None,
-    *,
-    near: float | None,
-    hides: bool,
-) -> ModelRequest[Any]:
-    """The request as the model gets it: with what is left, and the tools that it may call."""
-    if kept is None:
-        # The store did not answer: show what the state knows, and no quota.
-        limits, kept = limits.without_store("allow"), {}
-    counts = counts_now(_state(request), limits, kept)
-    notes = []
-    if near is not None:
-        notes.append(remaining(limits, counts, near=near))
-    if hides:
-        request, note = without_exhausted(request, limits, counts)
-        notes.append(note)
-    text = " ".join(note for note in notes if note)
-    return request.override(messages=with_note(request.messages, text)) if text else request
 
 
 def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float) -> str | None:

@@ -1,7 +1,6 @@
-"""What may be spent: the limits that a user sets, frozen and validated."""
+"""Limits on the number of calls: of tools, and of the model."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
@@ -12,11 +11,9 @@ from langchain_quota.arguments import (
     check_count,
     checked_excluded,
     checked_tools,
-    shown,
 )
-from langchain_quota.budgets import CostLimit, TokenLimit
-from langchain_quota.decision import Decision, Unit
-from langchain_quota.limit_options import (
+from langchain_quota.decision import Decision
+from langchain_quota.limits.options import (
     MODEL,
     Checks,
     MaxCalls,
@@ -24,10 +21,10 @@ from langchain_quota.limit_options import (
     ModelLimit,
     ToolLimit,
     checks,
-    whole_amount,
+    counts_calls,
 )
-from langchain_quota.quotas import Quota
-from langchain_quota.repeats import RepeatLimit
+from langchain_quota.limits.quotas import Quota
+from langchain_quota.units import Unit
 
 ToolExitBehavior = Literal["continue", "error", "end", "ask"]
 ExitBehavior = Literal["continue", "error", "end"]
@@ -194,21 +191,6 @@ class ModelCallLimit(ModelLimit):
         self._check_options(MODEL)
 
 
-Limit = ToolCallLimit | ModelCallLimit | TokenLimit | CostLimit | RepeatLimit
-"""What a middleware of many limits takes: for the type of a list of several kinds."""
-
-
-def is_dynamic(limit: Limit) -> bool:
-    """Whether the limit of a thread or run is a function."""
-    return callable(limit.thread_limit) or callable(limit.run_limit)
-
-
-def counts_calls(limit: Limit) -> bool:
-    """Whether a limit counts calls, and has not only a number of calls at once."""
-    numbers = (limit.thread_limit, limit.run_limit)
-    return bool(limit.quotas) or any(each is not None for each in numbers)
-
-
 def _check_at_once(limit: ToolCallLimit) -> None:
     """Check the options of calls at once."""
     if limit.at_once is None:
@@ -231,68 +213,3 @@ def _check_at_once(limit: ToolCallLimit) -> None:
             f"give_up_after={limit.give_up_after!r} needs thread_limit, run_limit or quotas"
         )
     object.__setattr__(limit, "wait", float(wait))
-
-
-def named_tools(limit: Limit) -> tuple[str, ...]:
-    """The tools that a limit names: those that it limits, and those that it excludes."""
-    return tuple(limit.tools or getattr(limit, "exclude", ()))
-
-
-def check_together(limits: Sequence[Limit]) -> None:
-    """Check that limits can be judged together."""
-    given: object = limits
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise TypeError(
-            f"limits must be a sequence of limits, such as [ToolCallLimit(…)], not {shown(given)}"
-        )
-    if not limits:
-        raise ValueError("limits must have at least one limit, such as ToolCallLimit(…)")
-    for limit in limits:
-        if not isinstance(limit, Limit):
-            raise TypeError(
-                "limits must be ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit or "
-                f"RepeatLimit, not {shown(limit)}"
-            )
-    for name, count in Counter(limit.name for limit in limits).items():
-        if count > 1:
-            raise ValueError(f"{count} limits are named {name!r}: give each a name of its own")
-    for limit in limits:
-        for other in limits:
-            if limit is not other and _never_reached(limit, other):
-                raise ValueError(
-                    f"limit {limit.name!r} can never be reached: limit {other.name!r} counts the "
-                    "same calls and refuses them earlier"
-                )
-
-
-def _never_reached(limit: Limit, other: Limit) -> bool:
-    if (
-        limit.counter != other.counter
-        or limit.kind != other.kind
-        or not (limit.enforce and other.enforce)
-        or is_dynamic(limit)
-        or is_dynamic(other)
-        or limit.quotas
-        # It keeps something for a last answer, so it ends the run before its number is reached.
-        or getattr(limit, "keep", None) is not None
-        # It limits something else, too.
-        or getattr(limit, "at_once", None) is not None
-    ):
-        return False
-    thread, run = _number(limit, "thread_limit"), _number(limit, "run_limit")
-    other_thread, other_run = _number(other, "thread_limit"), _number(other, "run_limit")
-    # A run is part of a thread: an exhausted thread limit of the other ends this run, too.
-    return _is_later(thread, other_thread) and (
-        _is_later(run, other_run) or _is_later(run, other_thread)
-    )
-
-
-def _number(limit: Limit, argument: str) -> int | None:
-    """A number that is no function, as it is counted."""
-    value = getattr(limit, argument)
-    return None if value is None else whole_amount(limit.unit, argument, value)
-
-
-def _is_later(limit: int | None, other: int | None) -> bool:
-    """Whether one number is reached after another one, or never."""
-    return limit is None or (other is not None and other < limit)

@@ -18,9 +18,9 @@ from langchain_quota.arguments import (
     check_type,
     shown,
 )
-from langchain_quota.decision import THREAD, Call, Unit
-from langchain_quota.money import Dollars, checked_microdollars
-from langchain_quota.quotas import Quota
+from langchain_quota.decision import THREAD, Call
+from langchain_quota.limits.quotas import Quota
+from langchain_quota.units import Dollars, Unit, checked_microdollars
 
 MODEL = "model"
 """The counter of model calls."""
@@ -206,3 +206,9 @@ def _check_numbers(limit: Any) -> None:
                 f"{count} thresholds of a limit have the scope {scope!r}: give quotas names of "
                 "their own"
             )
+
+
+def counts_calls(limit: Any) -> bool:
+    """Whether a limit counts calls, and has not only a number of calls at once."""
+    numbers = (limit.thread_limit, limit.run_limit)
+    return bool(limit.quotas) or any(each is not None for each in numbers)

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from langchain_quota.arguments import by_name, check_sync_function
-from langchain_quota.decision import Decision, Unit
-from langchain_quota.limit_options import (
+from langchain_quota.decision import Decision
+from langchain_quota.limits.options import (
     INPUT_TOKENS,
     MICRODOLLARS,
     OUTPUT_TOKENS,
@@ -22,9 +22,9 @@ from langchain_quota.limit_options import (
     one_of,
     whole_amount,
 )
+from langchain_quota.limits.quotas import Quota
 from langchain_quota.model_usage import ModelUsage, TokenKind
-from langchain_quota.money import Dollars
-from langchain_quota.quotas import Quota
+from langchain_quota.units import Dollars, Unit
 
 _COUNTERS: dict[TokenKind, str] = {
     "total": TOTAL_TOKENS,

@@ -22,10 +22,10 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, PrivateAttr, field_validator
 
 from langchain_quota.arguments import check_count
+from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.decision import Decision
-from langchain_quota.locks import fork_safe_lock
 from langchain_quota.telemetry import capturing
-from langchain_quota.valid_history import assert_valid_history
+from langchain_quota.testing.valid_history import assert_valid_history
 
 __all__ = [
     "ModelCall",

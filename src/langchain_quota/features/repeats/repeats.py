@@ -7,20 +7,21 @@ from typing import Any
 from langchain_core.messages import AnyMessage
 
 from langchain_quota.decision import RUN, THREAD, Call, Outcome, Reason
-from langchain_quota.middleware.calls import Batch, Conclusion
-from langchain_quota.middleware.feature import Feature
-from langchain_quota.repeat_records import NOTHING, Record, calls_made
-from langchain_quota.repeats import (
-    MOST_KEPT,
+from langchain_quota.features.repeats.digests import key_digest, tool_digest
+from langchain_quota.features.repeats.records import (
+    NOTHING,
     Made,
+    Record,
     Repeated,
-    RepeatLimit,
-    key_digest,
+    calls_made,
+    most_repeated,
     newest,
     repeated,
-    tool_digest,
 )
-from langchain_quota.rule import Asked, Check, ResolvedLimit
+from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
+from langchain_quota.middleware.calls import Batch, Conclusion
+from langchain_quota.middleware.feature import Feature
+from langchain_quota.rule import Asked, Check, ResolvedLimit, run_counter, thread_counter
 from langchain_quota.state import Ledger, ledger
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
@@ -45,15 +46,25 @@ class Repeats(Feature):
     def of(cls, limiter: Any) -> "Repeats | None":
         """The feature, if a limit is one on repeats."""
         limits = [each for each in limiter.limits if isinstance(each, RepeatLimit)]
-        return cls(limits) if limits else None
+        return cls(limiter, limits) if limits else None
 
-    def __init__(self, limits: Sequence[RepeatLimit]) -> None:
+    def __init__(self, limiter: Any, limits: Sequence[RepeatLimit]) -> None:
+        self._limiter = limiter
         self._limits = limits
 
     def begin(self, state: Any, written: Ledger) -> None:
         """A new run may repeat what an earlier one did."""
         if ledger(state).get("repeats"):
             written["repeats"] = {}
+
+    def counts(self, state: Any) -> dict[str, int]:
+        """How often the most repeated call or failure has come, by the name of the counter."""
+        records = (ledger(state).get("repeats") or {}).get(self._limiter.name, {})
+        found: dict[str, int] = {}
+        for limit in self._limits:
+            most = most_repeated(records.get(limit.name, NOTHING), state.get("messages") or ())
+            found |= {thread_counter(limit): most, run_counter(limit): most}
+        return found
 
     def checks(self, batch: Batch) -> None:
         """Ask of each call how often it, or its failure, came before."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from langchain_quota.arguments import check_count, check_duration, check_function, check_type
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
-from langchain_quota.money import Dollars, checked_microdollars
+from langchain_quota.units import Dollars, checked_microdollars
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, AT_ONCE, "none")

@@ -1,0 +1,116 @@
+"""One body for the sync and the async form of a method, and locks that outlive a fork."""
+
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from threading import Lock
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from weakref import ref
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+Form = Literal["", "a"]
+"""What the names of methods in a form begin with."""
+
+
+async def ask(form: Form, whom: Any, method: str, *args: Any, **options: Any) -> Any:
+    """What a method gives, in a form."""
+    given = getattr(whom, form + method)(*args, **options)
+    return await given if form else given
+
+
+def in_sync(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+    """A sync function that can be awaited; to await it never waits."""
+
+    async def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return call(*args, **kwargs)
+
+    return called
+
+
+def now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine gives that waits for nothing: in the sync form."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        given: T = done.value
+        return given
+    coroutine.close()
+    raise RuntimeError("the sync form of a method waits for an event loop: call the async form")
+
+
+def forms(
+    method: Callable[Concatenate[S, Form, P], Coroutine[Any, Any, T]],
+) -> tuple[Callable[Concatenate[S, P], T], Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:
+    """The sync and the async method of one body."""
+
+    def called(self: S, /, *args: P.args, **options: P.kwargs) -> T:
+        return now(method(self, "", *args, **options))
+
+    def acalled(self: S, /, *args: P.args, **options: P.kwargs) -> Coroutine[Any, Any, T]:
+        return method(self, "a", *args, **options)
+
+    return called, acalled
+
+
+# A forked child has a copy of every lock, but only the thread that forked: a lock that another
+# thread held is never released in the child. So a fork first waits until the other threads have
+# finished their changes, and in the child every lock is free.
+
+_PATIENCE = 1.0
+"""How long a fork waits for a lock, in seconds. It waits in vain if its own thread holds it."""
+
+_locks: dict[ref[Lock], None] = {}
+"""All locks, in the order in which they were made."""
+
+
+class _Held(threading.local):
+    """The locks that a thread holds while it forks."""
+
+    def __init__(self) -> None:
+        self.locks: list[Lock] = []
+
+
+_held = _Held()
+
+
+def fork_safe_lock() -> Lock:
+    """A lock that is free in a forked child, where no change that it guards is half done."""
+    # The code that holds it must not wait for anything. If it takes another lock, that one must be
+    # the older of the two: a fork takes the newest lock first.
+    lock = Lock()
+    _locks[ref(lock, _forget)] = None
+    return lock
+
+
+# The default outlives the module's names when the interpreter ends.
+def _forget(gone: ref[Lock], locks: dict[ref[Lock], None] = _locks) -> None:
+    locks.pop(gone, None)
+
+
+def _hold_all() -> None:
+    for each in reversed(list(_locks)):
+        lock = each()
+        if lock is not None and lock.acquire(timeout=_PATIENCE):
+            _held.locks.append(lock)
+
+
+def _let_go() -> None:
+    while _held.locks:
+        _held.locks.pop().release()
+
+
+def _begin_anew() -> None:
+    _held.locks.clear()
+    for each in list(_locks):
+        lock = each()
+        if lock is not None:
+            # As the standard library does with its own: a release would not mend a lock that a
+            # thread was just waiting for. It is in no type stub.
+            lock._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(before=_hold_all, after_in_parent=_let_go, after_in_child=_begin_anew)

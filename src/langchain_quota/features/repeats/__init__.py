@@ -1,0 +1,1 @@
+"""The feature behind `RepeatLimit`: calls that repeat earlier ones are refused."""

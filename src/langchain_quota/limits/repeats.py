@@ -1,0 +1,133 @@
+"""The limit on tool calls that repeat earlier ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, Literal
+
+from langchain_quota.arguments import (
+    check_count,
+    check_sync_function,
+    check_type,
+    checked_excluded,
+    checked_tools,
+)
+from langchain_quota.decision import Decision
+from langchain_quota.limits.options import Checks, ToolLimit, checks
+from langchain_quota.limits.quotas import Quota
+
+MOST_KEPT = 100
+"""How many of a run's newest calls a limit remembers: about 5 kB of a checkpoint."""
+
+
+def _check_run_limit(argument: str, value: Any) -> None:
+    what = "a whole number, the most equal calls of a run"
+    check_count(argument, value, least=1, what=what)
+    if value > MOST_KEPT:
+        raise ValueError(
+            f"{argument} must be {MOST_KEPT} or less, as no more calls are remembered, not "
+            f"{value!r}"
+        )
+
+
+def _check_key(argument: str, value: object) -> None:
+    check_type(argument, value, Callable, "a function of the tool call or None")
+    check_sync_function(argument, value, "call")
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatLimit(ToolLimit):
+    """How often a run may make the same tool call without getting a new answer.
+
+    `run_limit` equal calls are admitted, and the next one is refused: its answer says to the model
+    that it repeats itself. Calls are equal if they have the same tool and the same arguments. At
+    most 20,000 characters are compared: of a text of more than half of that the beginning, the end
+    and the length, of a long list or mapping the beginning and the length.
+
+    An answer is new if the call has not had it before in this run. A new answer sets the counts of
+    all calls back to one. So polling is not refused while the answer changes, and tests that run
+    after every change are not refused. But calls that alternate without new answers are refused.
+
+    If a tool has failed in the same way in `run_limit` answers of the model, further calls of it
+    are refused, whatever their arguments, until something new comes. With a `run_limit` of 1 it may
+    fail twice.
+
+    Args:
+        run_limit: Most equal calls, a whole number from 1 to 100. With 1 no call is admitted twice.
+            Of a run, the newest 100 calls are remembered.
+        key: What is compared instead of tool and arguments: a function from the tool call (`name`,
+            `args`, `id`) to a string or another JSON value. Calls with equal values are equal. A
+            call with `None` is ignored.
+        tools: The tools whose calls are refused, one or several; empty for all.
+        exclude: With all tools: the tools to ignore. They are never refused, and their answers do
+            not count as new.
+        message: What the model reads instead of the default text; see `ToolCallLimit`.
+        name: The limit's name in metrics and spans, 1 to 64 printable characters.
+        exit_behavior: What a refusal does; see `ToolCallLimit`.
+        give_up_after: After how many refusals the run ends; see `ToolCallLimit`.
+        near: The used share from which this limit counts as near; see `ToolCallLimit`.
+        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
+        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: Two arguments do not go together, or one is out of bounds. The message names
+            the argument and the value.
+
+    Examples:
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import QuotaMiddleware, RepeatLimit
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> def search(query: str = "") -> str:
+        ...     "Search the web."
+        ...     return "nothing found"
+        >>> model = ScriptedChatModel(script=[["search"], ["search"], ["search"], "Nothing."])
+        >>> agent = create_agent(model, [search], middleware=[QuotaMiddleware([RepeatLimit(2)])])
+        >>> result = agent.invoke({"messages": [("user", "Find it!")]})
+        >>> print(result["messages"][-2].content)
+        This call was not run: 'search' was called 2 times with the same arguments, and nothing ...
+
+        Reading one file counts as one call, whatever part of it is read:
+
+        >>> limit = RepeatLimit(5, key=lambda call: call["args"]["path"], tools="read_file")
+    """
+
+    thread_limit: ClassVar[None] = None
+    """A new run may repeat what an earlier one did."""
+    counted: ClassVar[bool] = False
+    """The counts depend on the call, and on the answers of earlier calls."""
+
+    run_limit: int
+    _: KW_ONLY
+    key: Callable[[Any], object] | None = None
+    tools: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    message: str | Callable[[Decision], str] | None = None
+    name: str = "repeats"
+    exit_behavior: Literal["continue", "error", "end"] = "continue"
+    give_up_after: int | None = None
+    near: float | None = None
+    enforce: bool = True
+    alert: bool = True
+    quotas: tuple[Quota, ...] = field(default=(), init=False, repr=False)
+    """None: repeats are counted within one run."""
+    counter: str = field(init=False, repr=False)
+    """The first part of the key under which calls are counted; the call's key follows."""
+
+    _checks: ClassVar[Checks] = checks(
+        "calls", Literal["continue", "error", "end"], run_limit=_check_run_limit, key=_check_key
+    )
+
+    def __post_init__(self) -> None:
+        self._check_options("repeats")
+        tools = () if self.tools in ((), []) else checked_tools("tools", self.tools)
+        # No tool's counter begins with a comma.
+        counter = f",repeats,{self.name}"
+        self._set(tools=tools, exclude=checked_excluded(self.exclude), counter=counter)
+        if self.tools and self.exclude:
+            raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tools out")
+
+    @property
+    def most_failures(self) -> int:
+        """In how many answers of the model a tool may fail in the same way."""
+        # With 1, the model could not even correct its arguments after the first failure.
+        return max(2, self.run_limit)
