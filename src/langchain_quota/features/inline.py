@@ -166,7 +166,8 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         self, form: Form, request: ModelRequest[Any], handler: Handler
     ) -> ExtendedModelResponse[ResponseT]:
         step = _Step(self.name, request)
-        step.write(await self._judge_model(form, step.state, request.runtime))
+        task = f"{self.name}.model"
+        step.write(await self._judge_model(form, step.state, request.runtime, task=task))
         if not step.ended:
             self._learn_tools(request)
             written: Update = {}
@@ -174,7 +175,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             step.write(written)
             if response is not None:
                 step.answer(response)
-            for after_model in self._that("after_model"):
+            for after_model in self._hooks["after_model"]:
                 # The graph may drop what this step writes.
                 after_model(step.state, saved=False)
             if response is not None:
@@ -182,10 +183,6 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 update = await self._judge_tools(form, step.state, request.runtime, task=task)
                 step.write(update)
         return step.response()
-
-    @property
-    def _model_task(self) -> str:
-        return f"{self.name}.model"
 
     def _begin_run(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update:
         if self._in_agent and _langchain() < OLDEST_LANGCHAIN:

@@ -295,7 +295,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     asks = [(call, limits.asked(call)) for call in calls]
     # After the last call of a budget no tool runs.
     judged = [] if final else [(call, each) for call, each in asks if each.limits or every_call]
-    counts = ToolCounts.of(state, waiting.message.id)
+    counts = ToolCounts.of(state, known, waiting.message.id)
     matched = {str(call.id) for call, each in asks if each.limits}
     used: dict[str, int] = {}
     for _, asked in judged:

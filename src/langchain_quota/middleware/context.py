@@ -93,11 +93,6 @@ def graph_of(checkpoint_ns: str) -> str:
     return checkpoint_ns.rpartition("|")[0]
 
 
-def node_of(checkpoint_ns: str) -> str:
-    """The name of the node that a task runs."""
-    return checkpoint_ns.rpartition("|")[2].partition(":")[0]
-
-
 def running_agent() -> str | None:
     """The name of the agent that runs, if it has one."""
     return _agent(running_config())
@@ -152,7 +147,6 @@ class LimitsNow:
         self._prefix = prefix
         # That of the store; `None` without one.
         self._clock = clock
-        self._per_root_run = any(each.per == ROOT_RUN for limit in limits for each in limit.quotas)
         # The limits that are always the same.
         self._fixed: dict[Kind | None, ResolvedLimits] = {}
         if clock is None and not any(map(is_dynamic, limits)):
@@ -162,7 +156,7 @@ class LimitsNow:
             }
 
     async def at(
-        self, form: Form, kind: Kind | None, state: Any, runtime: Any, root_run: Subject | None
+        self, form: Form, kind: Kind | None, state: Any, runtime: Any, root_runs: Sequence[Subject]
     ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
         if self._fixed:
@@ -170,7 +164,7 @@ class LimitsNow:
         caller = call_context(runtime, model_name=None)
         prefix = _prefix(self._prefix, state, runtime)
         subject = ""
-        if root_run is not None and self._per_root_run:
+        for root_run in root_runs:
             subject = await root_run(form, state, caller, prefix)
         now = None if self._clock is None else self._clock()
 

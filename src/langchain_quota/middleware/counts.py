@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from langchain_quota.middleware.history import not_run
-from langchain_quota.state import Amounts, Charge, ledger, run_tools, thread_tools
+from langchain_quota.state import Amounts, Charge, Ledger, run_tools, thread_tools
 
 
 class ToolCounts:
@@ -25,9 +25,8 @@ class ToolCounts:
         self.owed = owed
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], message: str | None) -> "ToolCounts":
+    def of(cls, state: Mapping[str, Any], known: Ledger, message: str | None) -> "ToolCounts":
         """The counts in a state, with what is charged to the calls of a message."""
-        known = ledger(state)
         batch = known.get("batch")
         counts = cls(thread_tools(state), run_tools(state), {}, dict(known.get("owed") or {}))
         if batch is not None:

@@ -145,7 +145,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         return self._judge(state, runtime)
 
     def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        for after_model in self._that("after_model"):
+        for after_model in self._hooks["after_model"]:
             after_model(state, saved=True)
         limits = now(self._limits_now("", "tool", state, runtime))
         batch = tool_batch(state, runtime, limits, middleware=self.name, every_call=False)
@@ -296,7 +296,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count_uncounted(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update:
-        for after_model in self._that("after_model"):
+        for after_model in self._hooks["after_model"]:
             after_model(state, saved=True)
         if ledger(state).get("model_counted"):
             return {RUN_MODEL: run_model(state)}

@@ -104,20 +104,11 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._newest: tuple[str | None, list[Any]] = (None, [])
         made = [kind.of(self) for kind in self.feature_kinds]
         self._features = tuple(each for each in made if each is not None)
-
-    def _that(self, method: str) -> list[Callable[..., Any]]:
-        """The method of those features that have one of their own."""
-        found: list[Callable[..., Any]] | None = vars(self).setdefault("_methods", {}).get(method)
-        if found is None:
-            base = getattr(Feature, method)
-            own = (each for each in self._features if getattr(type(each), method) is not base)
-            found = vars(self)["_methods"][method] = [getattr(each, method) for each in own]
-        return found
+        self._hooks = own_methods(self._features)
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy has: not the tools, which may hold what cannot be copied."""
-        known = {name: value for name, value in vars(self).items() if name != "_methods"}
-        return {**known, "_newest": (None, [])}
+        return {**vars(self), "_newest": (None, [])}
 
     @property
     def name(self) -> str:
@@ -180,7 +171,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         batch = known.get("batch")
         if batch is not None:
             written["batch"] = {**batch, "calls": counts.calls}
-        for begin in self._that("begin"):
+        for begin in self._hooks["begin"]:
             begin(state, written)
         return {**update, LEDGER: written}
 
@@ -188,8 +179,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """The counts without what the last run was charged for calls that these limits stopped."""
         # They did so if a limit raised, or if a review stopped the calls before it: then no call of
         # the message has started.
-        counts = ToolCounts.of(state, None)
-        batch = ledger(state).get("batch")
+        known = ledger(state)
+        counts, batch = ToolCounts.of(state, known, None), known.get("batch")
         found = unfinished_calls(state, batch["message"]) if batch else None
         if batch is None or found is None or self.name not in batch.get("waiting", ()):
             return counts
@@ -243,24 +234,27 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if agent == known and len(tools) == len(newest) and all(map(is_, tools, newest)):
             return
         self._recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
-        for learn in self._that("learn"):
+        for learn in self._hooks["learn"]:
             learn(agent, tools)
         self._newest = agent, [*tools]
 
-    async def _limits_now(self, form: Form, kind: Kind | None, state: Any, runtime: Any) -> Any:
+    async def _limits_now(
+        self, form: Form, kind: Kind | None, state: Any, runtime: Any
+    ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
-        root_run = next(iter(self._that("root_run")), None)
-        limits = await self._now.at(form, kind, state, runtime, root_run)
-        for change in self._that("limits"):
+        limits = await self._now.at(form, kind, state, runtime, self._hooks["root_run"])
+        for change in self._hooks["limits"]:
             limits = change(state, limits)
         return limits
 
-    async def _judge_model(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Any:
+    async def _judge_model(
+        self, form: Form, state: Mapping[str, Any], runtime: Any, *, task: str = ""
+    ) -> Update | None:
         """Judge the model call that is about to be made; what follows."""
-        limits: ResolvedLimits = await self._limits_now(form, "model", state, runtime)
-        for known in self._that("known"):
+        limits = await self._limits_now(form, "model", state, runtime)
+        for known in self._hooks["known"]:
             await known(form, state, runtime, limits)
-        batch = model_batch(state, runtime, limits, task=self._model_task)
+        batch = model_batch(state, runtime, limits, task=task or self.name)
         return await self._concluded(form, batch, conclude_model)
 
     async def _judge_tools(
@@ -277,11 +271,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     _caps_calls = False
     """Whether it holds calls to a number that may run at the same time."""
 
-    @property
-    def _model_task(self) -> str:
-        """Names the judging of a model call in its task of the graph."""
-        return self.name
-
     async def _concluded(
         self,
         form: Form,
@@ -289,15 +278,15 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         conclude: Callable[[Batch, AcquireResult], Conclusion],
     ) -> Update | None:
         """Judge calls, make it visible, and let what follows take effect."""
-        for checks in self._that("checks"):
+        for checks in self._hooks["checks"]:
             checks(batch)
         result = await self._acquire(form, batch)
         if result.stopped:
-            for refused in self._that("refused"):
+            for refused in self._hooks["refused"]:
                 batch, result = await refused(form, batch, result)
         batch.counted = result.used
         conclusion = conclude(batch, result)
-        for change in self._that("concluded"):
+        for change in self._hooks["concluded"]:
             conclusion = change(batch, conclusion)
         update = await self._tell(form, batch, conclusion)
         if conclusion.error is not None:
@@ -317,10 +306,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             batch.raise_limits(sent.keyed(result.granted))
             new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
             self._recorder.record_granted(batch.context.agent, new)
-            for answered in self._that("answered"):
+            for answered in self._hooks["answered"]:
                 answered(batch, result)
             return result
-        for unanswered in self._that("unanswered"):
+        for unanswered in self._hooks["unanswered"]:
             unanswered(batch)
         calls = sum(asked.shared for asked in batch.asked)
         result = batch.without_store(self._outage)
@@ -364,6 +353,15 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if not batch.written:
             return update
         return {**(update or {}), LEDGER: {**(update or {}).get(LEDGER, {}), **batch.written}}
+
+
+def own_methods(features: Sequence[Feature]) -> Mapping[str, list[Callable[..., Any]]]:
+    """Each method of the seam, of those features that have one of their own."""
+    return {
+        name: [getattr(each, name) for each in features if getattr(type(each), name) is not base]
+        for name, base in vars(Feature).items()
+        if not name.startswith("_")
+    }
 
 
 def clock_of(store: QuotaStore) -> Callable[[], float]:

@@ -207,8 +207,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     ) -> Update | None:
         if _has_ended(state):
             return {"jump_to": "end"}
-        update: Update | None = await self._judge_model(form, state, runtime)
-        return update
+        return await self._judge_model(form, state, runtime)
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -235,7 +234,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
     async def _after_model(
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        for after_model in self._that("after_model"):
+        for after_model in self._hooks["after_model"]:
             after_model(state, saved=True)
         return await self._judge_tools(form, state, runtime)
 
@@ -272,15 +271,15 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         self, form: Form, request: ModelRequest[Any], handler: Handler, written: Update
     ) -> ModelResponse[Any] | None:
         """Make a model call that was let through; `None` if it is refused now."""
-        around: ModelResponse[Any] | None
-        for around_model in self._that("around_model"):
-            around = await around_model(form, request, handler, written)
-            return around
-        return await handler(await self._shape(form, request))
+        if not self._hooks["around_model"]:
+            return await handler(await self._shape(form, request))
+        (around_model,) = self._hooks["around_model"]
+        response: ModelResponse[Any] | None = await around_model(form, request, handler, written)
+        return response
 
     async def _shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """The request as the model gets it."""
-        for shape in self._that("shape"):
+        for shape in self._hooks["shape"]:
             request = await shape(form, request)
         return request
 

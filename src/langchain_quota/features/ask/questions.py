@@ -104,7 +104,7 @@ class Questions(Feature):
         more = {each.counter: each.amount for each in granted if each.key is None}
         again = batch.remake(batch.given.raised(more))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
-        for checks in self._limiter._that("checks"):  # noqa: SLF001 - the kernel's
+        for checks in self._limiter._hooks["checks"]:  # noqa: SLF001 - the kernel's
             checks(again)
         again.answer = answer
         if more:

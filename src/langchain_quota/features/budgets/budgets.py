@@ -197,7 +197,7 @@ class Budgets(Feature):
         self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
     ) -> ModelResponse[Any] | None:
         """Hold what the call can use, make it, and charge what it has used."""
-        limits: ResolvedLimits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
+        limits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
             form, "model", _state(request), request.runtime
         )
         task = model_context(_state(request), request.runtime).task(self._limiter.name)

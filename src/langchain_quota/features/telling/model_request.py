@@ -68,7 +68,7 @@ class Telling(Feature):
             return last_call(request)
         if not (self._tells or self._hides):
             return request
-        limits: ResolvedLimits = await limiter._limits_now(  # noqa: SLF001 - the kernel's
+        limits = await limiter._limits_now(  # noqa: SLF001 - the kernel's
             form, None, request.state, request.runtime
         )
         kept: Mapping[str, QuotaUsage] | None = {}
@@ -81,7 +81,7 @@ class Telling(Feature):
         limits = limits.raised({key: each.granted for key, each in kept.items()})
         used = {key: each.used for key, each in kept.items()}
         counts = counts_now(_state(request), limits, used)
-        for more in limiter._that("counts"):  # noqa: SLF001 - the same
+        for more in limiter._hooks["counts"]:  # noqa: SLF001 - the same
             counts |= more(request.state)
         notes = []
         if self._tells:
