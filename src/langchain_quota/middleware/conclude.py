@@ -104,7 +104,7 @@ def final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) ->
 
 
 def conclude_tools(
-    batch: Batch, result: AcquireResult, *, pending_error: bool = False, has_caps: bool = False
+    batch: Batch, result: AcquireResult, *, pending_error: bool = False
 ) -> Conclusion:
     """What follows for the tool calls of a message."""
     if batch.known.get("final"):
@@ -112,7 +112,7 @@ def conclude_tools(
     counts, waiting = batch.counts, batch.pending
     assert counts is not None  # noqa: S101 - for the type checker
     assert waiting is not None  # noqa: S101 - the same
-    if not (batch.limits.limits or has_caps or batch.known.get("batch")):
+    if not (batch.limits.limits or batch.known.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
         allowed = [Decision(call, Outcome.ALLOWED) for call in batch.calls]
         answers = _answers((), batch, "")

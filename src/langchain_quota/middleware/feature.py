@@ -3,10 +3,13 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from langchain.agents.middleware.types import ModelRequest, ModelResponse
+from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
+from langchain_core.messages import ToolMessage
+from langgraph.types import Command
 
 from langchain_quota.admission import AcquireResult
 from langchain_quota.concurrency import Form
+from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Conclusion, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.rule import ResolvedLimits
@@ -15,7 +18,9 @@ from langchain_quota.state import Ledger
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Limiter
 
+Answer = ToolMessage | Command[Any]
 Handler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
+ToolHandler = Callable[[ToolCallRequest], Awaitable[Answer]]
 
 
 class Feature:
@@ -25,6 +30,11 @@ class Feature:
     def of(cls, limiter: "Limiter[Any, Any, Any]") -> "Feature | None":
         """The feature for a middleware; `None` if nothing there needs it."""
         raise NotImplementedError
+
+    @classmethod
+    def wraps_tools(cls, limits: Sequence[Limit]) -> bool:  # noqa: ARG003 - for those that do
+        """Whether a middleware with these limits needs its hook around tools."""
+        return False
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: copies of a middleware share what it knows."""
@@ -81,4 +91,8 @@ class Feature:
         self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
     ) -> ModelResponse[Any] | None:
         """Make a model call that was let through, and write what follows; `None` if refused."""
+        return await call(request)
+
+    async def around_tool(self, form: Form, request: ToolCallRequest, call: ToolHandler) -> Answer:
+        """Make a tool call that was let through, or answer it instead."""
         return await call(request)

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from operator import is_
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
@@ -265,11 +266,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         batch = tool_batch(state, runtime, limits, middleware=self.name, task=task)
         if batch is None:
             return None
-        conclude = partial(conclude_tools, has_caps=self._caps_calls)
-        return await self._concluded(form, batch, conclude)
-
-    _caps_calls = False
-    """Whether it holds calls to a number that may run at the same time."""
+        return await self._concluded(form, batch, conclude_tools)
 
     async def _concluded(
         self,
@@ -360,7 +357,7 @@ def own_methods(features: Sequence[Feature]) -> Mapping[str, list[Callable[..., 
     return {
         name: [getattr(each, name) for each in features if getattr(type(each), name) is not base]
         for name, base in vars(Feature).items()
-        if not name.startswith("_")
+        if isinstance(base, FunctionType) and not name.startswith("_")
     }
 
 

@@ -19,22 +19,20 @@ from langsmith.utils import tracing_is_enabled
 
 from langchain_quota.arguments import check_choice, check_switch, one_list
 from langchain_quota.concurrency import Form, in_sync, now
-from langchain_quota.decision import ROOT_RUN
 from langchain_quota.features.ask.questions import Questions
-from langchain_quota.features.at_once.at_once import Answer, AtOnce
+from langchain_quota.features.at_once.at_once import AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.grants import Grantable
 from langchain_quota.features.repeats.repeats import Repeats
-from langchain_quota.features.root_run.run import in_tool
 from langchain_quota.features.root_run.subject import RootRuns
 from langchain_quota.features.telling.model_request import Telling
 from langchain_quota.features.telling.offered_tools import OfferedTools
 from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.calls import Update
-from langchain_quota.middleware.feature import Feature, Handler
+from langchain_quota.middleware.feature import Answer, Feature, Handler, ToolHandler
 from langchain_quota.middleware.flow import ContextT
 from langchain_quota.middleware.observers import Observer
 from langchain_quota.rule import Outage
@@ -127,6 +125,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         DeepAgents,
         OfferedTools,
         Unjudged,
+        AtOnce,
     )
     _takes_store = True
 
@@ -136,7 +135,7 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         # tool call. A subclass of the user's own keeps all hooks.
         if cls.__module__.startswith(f"{__name__.partition('.')[0]}."):
             own: Any = cls
-            made: Self = super().__new__(_with_hooks(own, _unneeded(limits)))
+            made: Self = super().__new__(_with_hooks(own, _unneeded(cls.feature_kinds, limits)))
             return made
         return super().__new__(cls)
 
@@ -175,7 +174,6 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
             },
         )
         self._model_mode = "admitted" if self._now.of_kind["model"] else None
-        self._at_once = AtOnce.of(self)
         if not tracing_is_enabled():
             # As with the hook around the model: without `async`, LangSmith adds no wrapper.
             vars(self)["awrap_tool_call"] = partial(_tool_call, self)
@@ -287,29 +285,23 @@ class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, Response
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Answer]
     ) -> Answer:
         """Make a tool call when it may run, and as a part of its root run."""
-        with in_tool(request):
-            if self._at_once is None:
-                return handler(request)
-            return now(self._at_once.make("", request, in_sync(handler)))
+        return now(self._wrap_tool_call("", request, in_sync(handler)))
 
-    async def awrap_tool_call(
-        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
-    ) -> Answer:
+    async def awrap_tool_call(self, request: ToolCallRequest, handler: ToolHandler) -> Answer:
         """`wrap_tool_call`, without blocking the event loop."""
-        with in_tool(request):
-            if self._at_once is None:
-                return await handler(request)
-            return await self._at_once.make("a", request, handler)
+        return await self._wrap_tool_call("a", request, handler)
+
+    async def _wrap_tool_call(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    ) -> Answer:
+        for around_tool in reversed(self._hooks["around_tool"]):
+            call = partial(around_tool, form, call=call)
+        return await call(request)
 
     @property
     def name(self) -> str:
         """The middleware's name in the graph: the name of the class."""
         return type(self).__name__
-
-    @property
-    def _caps_calls(self) -> bool:  # type: ignore[override]  # it is known later
-        """Whether it holds calls to a number that may run at the same time."""
-        return self._at_once is not None
 
 
 class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
@@ -336,23 +328,20 @@ def _has_ended(state: Mapping[str, Any]) -> bool:
 
 
 def _tool_call(
-    middleware: Any,
-    request: ToolCallRequest,
-    handler: Callable[[ToolCallRequest], Awaitable[Answer]],
+    middleware: Any, request: ToolCallRequest, handler: ToolHandler
 ) -> Awaitable[Answer]:
     made: Awaitable[Answer] = type(middleware).awrap_tool_call(middleware, request, handler)
     return made
 
 
-def _unneeded(limits: Any) -> tuple[str, ...]:
+def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
     """The hooks that limits do not need; none if these are no limits."""
     if not isinstance(limits, Sequence) or not all(isinstance(each, Limit) for each in limits):
         return ()
     unneeded = []
     if all(each.kind == "tool" for each in limits):
         unneeded.append("before_model")
-    capped = any(getattr(each, "at_once", None) for each in limits)
-    if not capped and all(each.per != ROOT_RUN for limit in limits for each in limit.quotas):
+    if not any(each.wraps_tools(limits) for each in kinds):
         unneeded.append("wrap_tool_call")
     return tuple(unneeded)
 

@@ -2,14 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import wraps
-from typing import Any, Self
+from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
-from langgraph.types import Command
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, Compensation, Counter
@@ -18,18 +17,17 @@ from langchain_quota.decision import Decision, Outcome
 from langchain_quota.features.at_once.leases import Lease, pauses
 from langchain_quota.features.at_once.semaphores import Slot, semaphores_of
 from langchain_quota.features.at_once.turn import Turn, turn_of
+from langchain_quota.limits import Limit
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.counts import owed_for
+from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
 from langchain_quota.middleware.history import answer, answer_of_refused
 from langchain_quota.middleware.observers import Observers
 from langchain_quota.rule import Outage
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
-
-Answer = ToolMessage | Command[Any]
-Handler = Callable[[ToolCallRequest], Awaitable[Answer]]
 
 _RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
 """The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
@@ -91,17 +89,21 @@ class Place:
         return request.override(tool=watched_tool)
 
 
-class AtOnce:
+class AtOnce(Feature):
     """Holds tool calls to the number that may run at the same time, in this process or a store."""
 
     @classmethod
     def of(cls, limiter: Any) -> "AtOnce | None":
         """The caps of a middleware; `None` if it has none."""
-        capped = [each for each in limiter.limits if getattr(each, "at_once", None) is not None]
-        return cls(limiter, capped) if capped else None
+        return cls(limiter) if cls.wraps_tools(limiter.limits) else None
 
-    def __init__(self, limiter: Any, limits: Sequence[ToolCallLimit]) -> None:
-        self._limits = limits
+    @classmethod
+    def wraps_tools(cls, limits: Sequence[Limit]) -> bool:
+        """Whether a limit has a cap."""
+        return any(map(_cap, limits))
+
+    def __init__(self, limiter: Any) -> None:
+        self._limits: Sequence[ToolCallLimit] = [*filter(_cap, limiter.limits)]
         self._store: StoreClient | None = limiter._store  # noqa: SLF001 - the kernel gives these
         self._outage: Outage = limiter._outage  # noqa: SLF001
         self._recorder: Recorder = limiter._recorder  # noqa: SLF001
@@ -113,21 +115,17 @@ class AtOnce:
         # and the store gets few questions.
         self._semaphores = semaphores_of(self._leases and self._leases.store)
 
-    def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: copies of the middleware count their calls together."""
-        return self
-
-    async def make(self, form: Form, request: ToolCallRequest, handler: Handler) -> Answer:
+    async def around_tool(self, form: Form, request: ToolCallRequest, call: ToolHandler) -> Answer:
         """Make a tool call when it may run; if its wait is over first, answer it instead."""
         turn = turn_of(request, self._limits)
         if turn is None:
-            return await handler(request)
+            return await call(request)
         place = Place()
         try:
             answered = await self._begin(form, turn, place)
             if answered is not None:
                 return answered
-            return await handler(place.watching(request) if form else request)
+            return await call(place.watching(request) if form else request)
         finally:
             if place.task_over():
                 await place.end(form)
@@ -220,3 +218,9 @@ class AtOnce:
         if turn.tried:
             return answer(call_id, tool, text)
         return answer_of_refused(call_id, tool, text, returned=turn.batch is not None)
+
+
+def _cap(limit: Any) -> int | None:
+    """How many calls a limit lets run at the same time, if it says so."""
+    cap: int | None = getattr(limit, "at_once", None)
+    return cap

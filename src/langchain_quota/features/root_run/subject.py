@@ -4,17 +4,26 @@ The store numbers the root runs of a thread, so another process finds a run that
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
+
+from langchain.agents.middleware.types import ToolCallRequest
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Counter, Hits
 from langchain_quota.concurrency import Form
 from langchain_quota.decision import ROOT_RUN
-from langchain_quota.features.root_run.run import RootRun, log_lost, root_run, watch_root_runs
+from langchain_quota.features.root_run.run import (
+    RootRun,
+    in_tool,
+    log_lost,
+    root_run,
+    watch_root_runs,
+)
+from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import CallContext
-from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
 from langchain_quota.state import ledger
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
@@ -27,10 +36,15 @@ class RootRuns(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "RootRuns | None":
         """The feature, if a quota is per root run."""
-        if not any(each.per == ROOT_RUN for limit in limiter.limits for each in limit.quotas):
+        if not cls.wraps_tools(limiter.limits):
             return None
         watch_root_runs()
         return cls(limiter._store, limiter._recorder)  # noqa: SLF001 - the kernel gives them
+
+    @classmethod
+    def wraps_tools(cls, limits: Sequence[Limit]) -> bool:
+        """Whether a quota is per root run, which a tool passes on."""
+        return any(each.per == ROOT_RUN for limit in limits for each in limit.quotas)
 
     def __init__(self, store: StoreClient, recorder: Recorder) -> None:
         self._store = store
@@ -80,6 +94,16 @@ class RootRuns(Feature):
         if run is not None:
             batch.written.update(run.unsaved(batch.known))
         return conclusion
+
+    async def around_tool(
+        self,
+        form: Form,  # noqa: ARG002 - as for every feature
+        request: ToolCallRequest,
+        call: ToolHandler,
+    ) -> Answer:
+        """Name the root run to what the tool starts."""
+        with in_tool(request):
+            return await call(request)
 
 
 def _known(
