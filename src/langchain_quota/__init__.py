@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from langchain_quota.features.budgets.estimates import usage_bound
     from langchain_quota.features.budgets.prices import Price
     from langchain_quota.features.deep_agents.with_limits import with_limits
-    from langchain_quota.features.graph import GraphQuota
-    from langchain_quota.features.inline import InlineQuotaMiddleware
+    from langchain_quota.features.graph.graph import GraphQuota
+    from langchain_quota.features.graph.inline import InlineQuotaMiddleware
     from langchain_quota.limits import Limit
     from langchain_quota.limits.budgets import CostLimit, TokenLimit
     from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
@@ -64,11 +64,11 @@ else:
         ),
         "features.budgets.estimates": ("usage_bound",),
         "exposition": ("MetricsServer", "metrics_app", "start_metrics_server"),
-        "features.graph": ("GraphQuota",),
+        "features.graph.graph": ("GraphQuota",),
         "limits": ("Limit",),
         "limits.calls": ("ExitBehavior", "ModelCallLimit", "ToolCallLimit"),
         "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
-        "features.inline": ("InlineQuotaMiddleware",),
+        "features.graph.inline": ("InlineQuotaMiddleware",),
         "middleware.quota": ("QuotaMiddleware",),
         "model_usage": ("ModelUsage",),
         "features.budgets.prices": ("Price",),

@@ -1,20 +1,21 @@
 """A limiter whose store can give one thread more than its limits say."""
 
 from datetime import datetime
+from typing import Any
 
 from langchain.agents.middleware.types import ResponseT
 from langchain_core.runnables import RunnableConfig
 
 from langchain_quota.decision import THREAD
-from langchain_quota.features.reset import Resettable, prefix_in
-from langchain_quota.middleware.flow import ContextT
+from langchain_quota.middleware.context import prefix_in
+from langchain_quota.middleware.flow import ContextT, Limiter
 from langchain_quota.rule import stored_as
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.units import Dollars
 
 
-class Grantable(Resettable[ContextT, ResponseT]):
+class Grantable(Limiter[Any, ContextT, ResponseT]):
     """A limiter that raises the limits of one thread."""
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults

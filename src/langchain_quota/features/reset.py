@@ -14,10 +14,11 @@ from langchain_quota.decision import THREAD, LimitStatus, QuotaStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.options import whole_amount
+from langchain_quota.middleware.context import prefix_in
 from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
 from langchain_quota.rule import stored_as
 from langchain_quota.state import UNUSED
-from langchain_quota.stores.keys import CountKey, check_prefix
+from langchain_quota.stores.keys import CountKey
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 
@@ -80,10 +81,6 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
         judges = any(_is(task.name, each) for each in self._judging_nodes())
         return judges and error.startswith(_LIMIT_ERRORS)
 
-    def _judging_nodes(self) -> tuple[str, ...]:
-        """The nodes of the graph in which this middleware judges."""
-        return f"{self.name}.before_model", f"{self.name}.after_model"
-
 
 def _is(node: str, hook: str) -> bool:
     """Whether a node is that of a hook; in a graph with several loops, its name has a prefix."""
@@ -116,14 +113,6 @@ def _unused(limit: Limit) -> LimitStatus:
         ),
         unit=limit.unit,
     )
-
-
-def prefix_in(config: RunnableConfig, prefix: object) -> str:
-    """What a thread's keys begin with, where no run's context can say it."""
-    if not callable(prefix):
-        return ""
-    named = config.get("configurable", {}).get("quota_prefix")
-    return check_prefix('config["configurable"]["quota_prefix"]', named)
 
 
 def thread_keys(

@@ -15,9 +15,9 @@ from langgraph.errors import GraphInterrupt
 
 from langchain_quota.decision import Kind
 from langchain_quota.features.budgets.model_runs import DECISION
-from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
-from langchain_quota.middleware.context import graph_of, running_agent, running_config
+from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.root_run import RootRun, root_run, watch_root_runs
 from langchain_quota.telemetry.recorder import UnjudgedCalls
 
 MOST_CALLS = 10_000
@@ -100,7 +100,7 @@ class CountingRootRun(RootRun):
 
     def _start(self, kind: Kind, **more: Any) -> None:
         known: Mapping[str, Any] = more.get("metadata") or {}
-        graph = graph_of(known.get("langgraph_checkpoint_ns") or "")
+        graph = _graph_of(known.get("langgraph_checkpoint_ns") or "")
         self._whole().running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
 
     def _end(self, *_: object, **more: Any) -> None:
@@ -152,4 +152,9 @@ class Unjudged(Feature):
         if isinstance(run, CountingRootRun):
             run.counter = run.counter or self._counter
             task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
-            run.judge(graph_of(task), running_agent(), state.get("messages") or ())
+            run.judge(_graph_of(task), running_agent(), state.get("messages") or ())
+
+
+def _graph_of(checkpoint_ns: str) -> str:
+    """The namespace of the graph that a task belongs to."""
+    return checkpoint_ns.rpartition("|")[0]

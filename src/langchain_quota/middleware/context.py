@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
+from langchain_core.runnables import RunnableConfig
 from langgraph.config import get_config
 from langgraph.runtime import get_runtime
 
@@ -86,11 +87,6 @@ def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
 def runs_tools(namespace: str) -> bool:
     """Whether a part of a checkpoint namespace is a node that runs tools: `tools`, `….tools`."""
     return f".{namespace.partition(':')[0]}".endswith(".tools") and ":" in namespace
-
-
-def graph_of(checkpoint_ns: str) -> str:
-    """The namespace of the graph that a task belongs to."""
-    return checkpoint_ns.rpartition("|")[0]
 
 
 def running_agent() -> str | None:
@@ -273,6 +269,14 @@ def _prefix(prefix: object, state: Any, runtime: Any) -> str:
     if inspect.iscoroutine(value):
         value.close()
     return check_prefix("what the function for prefix of the store gives", value)
+
+
+def prefix_in(config: RunnableConfig, prefix: object) -> str:
+    """What a thread's keys begin with, where no run's context can say it."""
+    if not callable(prefix):
+        return ""
+    named = config.get("configurable", {}).get("quota_prefix")
+    return check_prefix('config["configurable"]["quota_prefix"]', named)
 
 
 def _named(what: str, per: str, runtime: Any, caller: CallContext) -> object:

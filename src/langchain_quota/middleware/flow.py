@@ -268,6 +268,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             return None
         return await self._concluded(form, batch, conclude_tools)
 
+    def _judging_nodes(self) -> tuple[str, ...]:
+        """The nodes of the graph in which this middleware judges."""
+        return f"{self.name}.before_model", f"{self.name}.after_model"
+
     async def _concluded(
         self,
         form: Form,

@@ -25,15 +25,16 @@ from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.grants import Grantable
+from langchain_quota.features.offered_tools import OfferedTools
 from langchain_quota.features.repeats.repeats import Repeats
-from langchain_quota.features.root_run.subject import RootRuns
-from langchain_quota.features.telling.model_request import Telling
-from langchain_quota.features.telling.offered_tools import OfferedTools
+from langchain_quota.features.reset import Resettable
+from langchain_quota.features.root_runs import RootRuns
+from langchain_quota.features.telling import Telling
 from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Answer, Feature, Handler, ToolHandler
-from langchain_quota.middleware.flow import ContextT
+from langchain_quota.middleware.flow import ContextT, Limiter
 from langchain_quota.middleware.observers import Observer
 from langchain_quota.rule import Outage
 from langchain_quota.state import QuotaState, ledger
@@ -41,7 +42,12 @@ from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
 
 
-class QuotaMiddleware(Grantable[ContextT, ResponseT], Generic[ContextT, ResponseT]):
+class QuotaMiddleware(
+    Grantable[ContextT, ResponseT],
+    Resettable[ContextT, ResponseT],
+    Limiter[Any, ContextT, ResponseT],
+    Generic[ContextT, ResponseT],
+):
     """Holds an agent to many limits at once, and makes every call visible.
 
     All limits are judged together: a call runs only if every limit that matches it admits it, and

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
 from langchain_quota.decision import ROOT_RUN
-from langchain_quota.features.root_run.run import root_run
+from langchain_quota.middleware.root_run import root_run
 from langchain_quota.rule import ResolvedLimits
 
 

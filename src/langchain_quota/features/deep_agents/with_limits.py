@@ -17,7 +17,6 @@ from langchain_quota.features.deep_agents.sub_agents import (
     starters,
     sub_agents,
 )
-from langchain_quota.features.inline import InlineQuotaMiddleware
 from langchain_quota.middleware.quota import QuotaMiddleware
 
 Arguments = ParamSpec("Arguments")
@@ -157,8 +156,10 @@ def _with_quota(
     present = list(middleware or ())
     if any(isinstance(each, QuotaMiddleware) for each in present):
         return present
-    # An inline quota comes first; any other comes after those whose hooks can jump.
-    return [quota, *present] if isinstance(quota, InlineQuotaMiddleware) else [*present, quota]
+    # One that judges in the model's own node comes first; any other comes after those whose hooks
+    # can jump.
+    inline = "model" in quota._judging_nodes()  # noqa: SLF001 - of this package
+    return [quota, *present] if inline else [*present, quota]
 
 
 def _tools(agent: object) -> list[BaseTool]:

@@ -13,17 +13,17 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_quota.admission import AcquireRequest, AcquireResult, Counter, Hits
 from langchain_quota.concurrency import Form
 from langchain_quota.decision import ROOT_RUN
-from langchain_quota.features.root_run.run import (
+from langchain_quota.limits import Limit
+from langchain_quota.middleware.calls import Batch, Conclusion
+from langchain_quota.middleware.context import CallContext
+from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
+from langchain_quota.middleware.root_run import (
     RootRun,
     in_tool,
     log_lost,
     root_run,
     watch_root_runs,
 )
-from langchain_quota.limits import Limit
-from langchain_quota.middleware.calls import Batch, Conclusion
-from langchain_quota.middleware.context import CallContext
-from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
 from langchain_quota.state import ledger
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey

@@ -25,7 +25,7 @@ from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.calls import Update, with_state
 from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import ContextT
-from langchain_quota.middleware.history import identified, overruled, since
+from langchain_quota.middleware.history import identified, since
 from langchain_quota.middleware.observers import Observer
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.rule import Outage
@@ -216,7 +216,7 @@ class _Step:
             )
         self._middleware = middleware
         self._given = request
-        self._overruled = overruled(request.state.get("messages") or ())
+        self._overruled = _overruled(request.state.get("messages") or ())
         self._written: Update = {}
         self._messages: list[Any] = []
         self._structured: Any = None
@@ -324,3 +324,19 @@ def _chargeable(message: BaseMessage, answered: set[str]) -> BaseMessage:
         # A copy: a cache may give the same message again.
         message = message.model_copy(update={"id": str(uuid4())})
     return identified(message, answered)
+
+
+def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
+    """The ids of our refusals whose calls a reviewer has answered, too."""
+    refusals: dict[str, str] = {}
+    answered: set[str] = set()
+    for message in reversed(messages):
+        if isinstance(message, AIMessage):
+            ids = [call["id"] for call in message.tool_calls]
+            # Two calls under one id have two answers.
+            return {each for each, call_id in refusals.items() if ids.count(call_id) == 1}
+        if isinstance(message, ToolMessage):
+            if message.tool_call_id in answered and message.status == "error" and message.id:
+                refusals[message.id] = message.tool_call_id
+            answered.add(message.tool_call_id)
+    return set()

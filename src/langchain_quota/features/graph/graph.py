@@ -27,13 +27,13 @@ from langchain_quota.arguments import UserLine, one_list
 from langchain_quota.concurrency import Form, ask, now
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.features.inline import InlineQuotaMiddleware
-from langchain_quota.features.root_run.run import RootRun, root_run, watch_root_runs
+from langchain_quota.features.graph.inline import InlineQuotaMiddleware
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.messages import ABANDONED
 from langchain_quota.middleware.context import running_runtime, runs_tools
 from langchain_quota.middleware.history import answer_of_refused, answered_history, dangling_calls
 from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.middleware.root_run import RootRun, root_run, watch_root_runs
 from langchain_quota.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.keys import CountKey

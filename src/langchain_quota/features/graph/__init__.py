@@ -1,0 +1,1 @@
+"""Limits without a node of the graph: around the model call, and in any graph."""

@@ -1,1 +1,0 @@
-"""Quotas per root run."""

@@ -1,1 +1,0 @@
-"""What the model is told, and which tools it is offered."""
