@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     )
     from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
     from langchain_quota.features.budgets.estimates import usage_bound
-    from langchain_quota.features.budgets.prices import Price
     from langchain_quota.features.deep_agents.with_limits import with_limits
     from langchain_quota.features.graph.graph import GraphQuota
     from langchain_quota.features.graph.inline import InlineQuotaMiddleware
     from langchain_quota.limits import Limit
-    from langchain_quota.limits.budgets import CostLimit, TokenLimit
+    from langchain_quota.limits.budgets import CostLimit, Price, TokenLimit
     from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
     from langchain_quota.limits.quotas import Quota
     from langchain_quota.limits.repeats import RepeatLimit
@@ -51,7 +50,7 @@ else:
     # Importing LangChain takes a second, and the command line does not need it. So a name is
     # imported when it is first used. The imports above are for type checkers and editors.
     _HOMES = {
-        "limits.budgets": ("CostLimit", "TokenLimit"),
+        "limits.budgets": ("CostLimit", "Price", "TokenLimit"),
         "decision": ("Answer", "Call", "Decision", "LimitStatus", "Outcome", "QuotaStatus"),
         "features.deep_agents.with_limits": ("with_limits",),
         "errors": (
@@ -71,7 +70,6 @@ else:
         "features.graph.inline": ("InlineQuotaMiddleware",),
         "middleware.quota": ("QuotaMiddleware",),
         "model_usage": ("ModelUsage",),
-        "features.budgets.prices": ("Price",),
         "limits.quotas": ("Quota",),
         "limits.repeats": ("RepeatLimit",),
         "state": (

@@ -1,9 +1,10 @@
-"""What model calls may use up: limits in tokens and in US dollars."""
+"""What model calls may use up: limits in tokens and in US dollars, and what tokens cost."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from langchain_quota.arguments import by_name, check_sync_function
 from langchain_quota.decision import Decision
@@ -24,7 +25,13 @@ from langchain_quota.limits.options import (
 )
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.model_usage import ModelUsage, TokenKind
-from langchain_quota.units import Dollars, Unit
+from langchain_quota.units import Dollars, Unit, checked_dollars
+
+Prices = Callable[[ModelUsage], Decimal | None]
+"""What one model run costs, in dollars; `None` where that is not known."""
+
+UnknownPrice = Literal["error", "allow"]
+"""What happens to a call of a model without a price."""
 
 _COUNTERS: dict[TokenKind, str] = {
     "total": TOTAL_TOKENS,
@@ -246,3 +253,48 @@ def _check_budget(limit: TokenLimit | CostLimit) -> None:
             f"keep={limit.keep!r} must be at least reserve={limit.reserve!r}: the last answer "
             "needs that, too; keep more, or reserve less"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What the tokens of a model cost, in US dollars per million tokens.
+
+    An amount is a `Decimal`, a string or a whole number, never a float.
+
+    Args:
+        input: Tokens of the prompt.
+        output: Tokens of the answer.
+        cache_read: Tokens of the prompt that the provider reads from its cache; `None` for the
+            price of `input`.
+        cache_creation: Tokens of the prompt that it writes to its cache; `None` for the price of
+            `input`.
+        cache_creation_1h: Those of them that it keeps for an hour; `None` for the price of
+            `cache_creation`.
+        input_audio: Audio tokens of the prompt; `None` for the price of `input`.
+        output_audio: Audio tokens of the answer; `None` for the price of `output`.
+        reasoning: Reasoning tokens of the answer; `None` for the price of `output`.
+
+    Raises:
+        TypeError: An amount is a float, or no number.
+        ValueError: An amount is negative or not finite, or cannot be read.
+
+    Examples:
+        >>> from langchain_quota import Price
+        >>> Price(input="2.50", output="10", cache_read="1.25").cache_read
+        '1.25'
+    """
+
+    input: Dollars
+    output: Dollars
+    cache_read: Dollars | None = None
+    cache_creation: Dollars | None = None
+    cache_creation_1h: Dollars | None = None
+    input_audio: Dollars | None = None
+    output_audio: Dollars | None = None
+    reasoning: Dollars | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None:
+                checked_dollars(each.name, value)

@@ -22,7 +22,6 @@ from langchain_quota.concurrency import Form, in_sync, now
 from langchain_quota.features.ask.questions import Questions
 from langchain_quota.features.at_once.at_once import AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
-from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.grants import Grantable
 from langchain_quota.features.offered_tools import OfferedTools
@@ -32,6 +31,7 @@ from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.telling import Telling
 from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits import Limit, check_together
+from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Answer, Feature, Handler, ToolHandler
 from langchain_quota.middleware.flow import ContextT, Limiter

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.features.budgets.model_runs import ModelRun
-from langchain_quota.features.budgets.prices import Prices, cost, highest_cost, priced
+from langchain_quota.features.budgets.prices import cost, highest_cost, priced
 from langchain_quota.limits import Limit
-from langchain_quota.limits.budgets import CostLimit
+from langchain_quota.limits.budgets import CostLimit, Prices
 from langchain_quota.limits.options import (
     BUDGETS,
     INPUT_TOKENS,

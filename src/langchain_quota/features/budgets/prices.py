@@ -1,23 +1,18 @@
 """What the tokens of a model run cost, in US dollars."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Context, Decimal, localcontext
 from functools import lru_cache, partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
+from langchain_quota.limits.budgets import Price, Prices
 from langchain_quota.model_usage import ModelUsage
-from langchain_quota.units import Dollars, checked_dollars, microdollars
-
-Prices = Callable[[ModelUsage], Decimal | None]
-"""What one model run costs, in dollars; `None` where that is not known."""
-
-UnknownPrice = Literal["error", "allow"]
-"""What happens to a call of a model without a price."""
+from langchain_quota.units import checked_dollars, microdollars
 
 _PER = Decimal(10**6)
 """A price is for so many tokens."""
@@ -29,51 +24,6 @@ _MISSING = (
     "prices of known models need the package genai-prices: "
     'pip install "langchain-quota[cost]"; or give your own, prices={"model": Price(…)}'
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Price:
-    """What the tokens of a model cost, in US dollars per million tokens.
-
-    An amount is a `Decimal`, a string or a whole number, never a float.
-
-    Args:
-        input: Tokens of the prompt.
-        output: Tokens of the answer.
-        cache_read: Tokens of the prompt that the provider reads from its cache; `None` for the
-            price of `input`.
-        cache_creation: Tokens of the prompt that it writes to its cache; `None` for the price of
-            `input`.
-        cache_creation_1h: Those of them that it keeps for an hour; `None` for the price of
-            `cache_creation`.
-        input_audio: Audio tokens of the prompt; `None` for the price of `input`.
-        output_audio: Audio tokens of the answer; `None` for the price of `output`.
-        reasoning: Reasoning tokens of the answer; `None` for the price of `output`.
-
-    Raises:
-        TypeError: An amount is a float, or no number.
-        ValueError: An amount is negative or not finite, or cannot be read.
-
-    Examples:
-        >>> from langchain_quota import Price
-        >>> Price(input="2.50", output="10", cache_read="1.25").cache_read
-        '1.25'
-    """
-
-    input: Dollars
-    output: Dollars
-    cache_read: Dollars | None = None
-    cache_creation: Dollars | None = None
-    cache_creation_1h: Dollars | None = None
-    input_audio: Dollars | None = None
-    output_audio: Dollars | None = None
-    reasoning: Dollars | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                checked_dollars(field.name, value)
 
 
 def check_prices(prices: object) -> None:

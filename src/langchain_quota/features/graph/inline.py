@@ -20,8 +20,8 @@ from langgraph.types import Command
 from langchain_quota.arguments import one_list
 from langchain_quota.concurrency import Form, in_sync, now
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.features.budgets.prices import Price, Prices, UnknownPrice
 from langchain_quota.limits import Limit, check_together
+from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update, with_state
 from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import ContextT
