@@ -9,19 +9,16 @@ import io
 import logging
 import re
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import generate_latest
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 
-from langchain_quota.cli.demo import Traffic, View, table
+from langchain_quota.cli.demo import Traffic, table
 from langchain_quota.cli.metrics import figures, of_text
-from langchain_quota.cli.top import View as TopView
-from langchain_quota.cli.top import screen
+from langchain_quota.cli.top import View, screen
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THREADS = 6
@@ -33,16 +30,13 @@ FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 def drawn(seconds: int) -> dict[str, RenderableType]:
     """What the demo and `top` show when the demo's traffic is over."""
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
-    options = argparse.Namespace(threads=THREADS, seconds=seconds, model=None)
-    traffic = Traffic(options, None, TracerProvider())
-    threads = [*traffic.rows.values()]
-    with TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
-        asyncio.run(traffic.run(Path(directory) / "threads.sqlite", View(threads, "")))
+    traffic = Traffic(THREADS, seconds, TracerProvider())
+    asyncio.run(traffic.run())
     known = figures([of_text(generate_latest().decode())])
     board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())
     return {
-        "demo": table(threads, board),
-        "top": screen(known, TopView(), console=top, addresses=1, faults=(), now=time.time()),
+        "demo": table(traffic.rows(), board.width),
+        "top": screen(known, View(), console=top, addresses=1, faults=(), now=time.time()),
     }
 
 

@@ -408,9 +408,9 @@ def test_a_row() -> None:
     row = use("ann", 8, 8, level=Level.EXHAUSTED, refused=3, refused_at=NOW - 61)
     known = Figures(threads=(row,))
     found = drawn(known)[4].split()
-    assert found == ["ann", "support", "tool:search", "8/8", "100%!", "3", "1m", "▇" * 6]
+    assert found == ["ann", "support", "tool:search", "8/8", "100%!", "3", "1m", "━" * 6]
     assert " exhausted " in drawn(known, width=140)[4]
-    assert "###" in drawn(known, encoding="ascii")[4]
+    assert "---" in drawn(known, encoding="ascii")[4]
 
 
 def test_beside_the_rows() -> None:

@@ -49,15 +49,12 @@ def parser() -> ArgumentParser:
 def _add_demo(demo: ArgumentParser) -> None:
     add, default = demo.add_argument, "(default: %(default)s)"
     text = f"conversations at the same time {default}"
-    add("--threads", type=_whole(1, 100), default=6, help=text)
-    add("--seconds", type=_whole(1, 3600), default=20, help=f"how long the traffic lasts {default}")
+    add("--threads", type=_number(int, 1, 100), default=6, help=text)
+    text = f"how long the traffic lasts {default}"
+    add("--seconds", type=_number(int, 1, 3600), default=20, help=text)
     text = f"where /metrics is served; 0 takes a free port {default}"
-    add("--port", type=_whole(0, 65_535), default=9464, help=text)
+    add("--port", type=_number(int, 0, 65_535), default=9464, help=text)
     add("--serve", action="store_true", help="go on serving /metrics afterwards, until Ctrl-C")
-    text = "keep the threads in this SQLite file: a second run goes on with their counts"
-    add("--db", type=Path, metavar="FILE", help=text)
-    text = "a real chat model, such as openai:gpt-5.5, instead of the scripted one"
-    add("--model", metavar="PROVIDER:NAME", help=text)
 
 
 def _add_export(export: ArgumentParser) -> None:
@@ -146,28 +143,22 @@ def _add_top(top: ArgumentParser) -> None:
         f"seconds between two updates (default: {INTERVAL:g}); without a terminal: print again "
         "after this time"
     )
-    add("--interval", type=_seconds, metavar="SECONDS", help=text)
+    add("--interval", type=_number(float, 0.1, 3600), metavar="SECONDS", help=text)
     add("--view", choices=ORDERS, help="the first view; in plain text, the only one")
     orders = dict.fromkeys(order for each in ORDERS.values() for order in each)
     add("--sort", choices=orders, help="the order of the rows")
     add("--filter", default="", metavar="TEXT", help="only rows with this text in a name")
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
+def _number(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
         with suppress(ValueError):
-            if least <= int(text) <= most:
-                return int(text)
-        raise ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text!r}")
+            if least <= kind(text) <= most:
+                return kind(text)
+        what = "a whole number" if kind is int else "a number"
+        raise ArgumentTypeError(f"must be {what} from {least} to {most}, not {text!r}")
 
-    return whole
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0.1 <= float(text) <= 3600:  # noqa: PLR2004 - said in the message
-            return float(text)
-    raise ArgumentTypeError(f"must be from 0.1 to 3600 seconds, not {text!r}")
+    return number
 
 
 def _directory(text: str) -> Path:

@@ -3,11 +3,6 @@
 import sys
 from collections.abc import Collection, Sequence
 
-from langchain_quota.units import Level
-
-STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
-"""The terminal's own colors, so that they fit a dark and a light background."""
-
 
 class CommandError(Exception):
     """A command cannot do what was asked; the message says why, in one line."""
@@ -45,14 +40,3 @@ def table(
         cells = zip(aligns, row, widths, strict=True)
         lines.append("  ".join(align(cell, width) for align, cell, width in cells).rstrip())
     return lines
-
-
-def bar(share: float, width: int, characters: str) -> str:
-    """A bar of full and empty characters; it is empty only at 0, and full only from 1 on."""
-    filled = min(width, max(int(width * min(share, 1.0)), 1 if share > 0 else 0))
-    return characters[0] * filled + characters[1] * (width - filled)
-
-
-def bar_characters(encoding: str) -> str:
-    """The characters of a bar in an encoding: the full one, and the empty one."""
-    return "▇_" if encoding.startswith("utf") else "#_"

@@ -15,20 +15,13 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from langchain_quota.cli.arguments import INTERVAL, ORDERS
 from langchain_quota.cli.metrics import Figures, Limit, Use, Watch, sources
-from langchain_quota.cli.printing import (
-    STYLES,
-    bar,
-    bar_characters,
-    complain,
-    printable,
-    say,
-    table,
-)
+from langchain_quota.cli.printing import complain, printable, say, table
 from langchain_quota.units import Level, Unit
 
 try:
@@ -39,6 +32,8 @@ except ModuleNotFoundError:  # Windows
 
 SOME_FAILED, ALL_FAILED = 1, 2
 """The exit codes if addresses did not answer, where each is asked once."""
+STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
+"""The terminal's own colors, so that they fit a dark and a light background."""
 KEYS = "q quit  1-3 view  s sort  / filter  space pause  arrows scroll"
 FAULTS = 3
 """How many lines name addresses that fail."""
@@ -338,16 +333,21 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
         made.add_column("", no_wrap=True)
     for row in found:
         texts = _cells(row, now)
-        cells = [
+        cells: list[RenderableType] = [
             Text(printable(text), style, no_wrap=True, overflow=overflow)
             for text, style in (texts[each] for each in columns)
         ]
         if isinstance(row, Use):
-            width, characters = 20 if wide else 6, bar_characters(console.encoding)
-            drawn = "" if row.share is None else bar(row.share, width, characters)
-            cells.append(Text(drawn, texts["used/of"][1]))
+            style = texts["used/of"][1]
+            cells.append("" if row.share is None else gauge(row.share, 1, style, 20 if wide else 6))
         made.add_row(*cells)
     return made
+
+
+def gauge(used: float, most: float, style: str, width: int | None = None) -> ProgressBar:
+    """A bar that is full only from the limit on; without a width it takes what space there is."""
+    rest = "bright_black"
+    return ProgressBar(most, used, width, style=rest, complete_style=style, finished_style=style)
 
 
 def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
