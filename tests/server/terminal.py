@@ -12,6 +12,8 @@ from tests.forked import COMMAND_LINE
 from tests.server.programs import required_program
 from tests.server.prometheus import eventually
 
+_ANY: Mapping[int, str] = {}
+
 
 def command(*arguments: str, program: str = COMMAND_LINE) -> str:
     """A line for a shell that runs `langchain-quota`, or another program with its arguments."""
@@ -64,18 +66,29 @@ class Terminal:
         told = self._tmux("display-message", "-p", " ".join(f"#{{{name}}}" for name in names))
         return {name: value == "1" for name, value in zip(names, told.split(), strict=True)}
 
-    def wait_for(self, *texts: str) -> list[str]:
-        """Wait until all of these are on the screen: its lines."""
+    def wait_for(
+        self, *texts: str, begins: Mapping[int, str] = _ANY, without: str | None = None
+    ) -> list[str]:
+        """Wait until all of these are on the screen, and lines begin with these words: its lines.
+
+        A program draws its screen piece by piece, and a half of it may be seen: so what a test
+        says of several lines must be waited for, not looked up in the lines that come back.
+        """
 
         def shown() -> list[str] | None:
             lines = self.lines
             text = "\n".join(lines)
-            return lines if all(each in text for each in texts) else None
+            words = {at: " ".join(lines[at].split()) for at in begins if at < len(lines)}
+            found = all(each in text for each in texts) and (without is None or without not in text)
+            if found and all(words.get(at, "").startswith(each) for at, each in begins.items()):
+                return lines
+            return None
 
         try:
             return eventually(shown)
         except AssertionError as error:
-            raise AssertionError(f"{texts} are not all in\n{self.text}") from error
+            wanted = f"{texts} with {begins} without {without!r}"
+            raise AssertionError(f"{wanted} is not in\n{self.text}") from error
 
     def close(self) -> None:
         """End everything in it."""
