@@ -21,8 +21,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector, RestrictedRegistry
 
 from langchain_quota.arguments import check_type
-from langchain_quota.telemetry.instruments import multiprocess_directory, unusable, usage_of
+from langchain_quota.telemetry.recorder import usage_of
 from langchain_quota.telemetry.usage_reader import UsageReader, families
+from langchain_quota.telemetry.workers import multiprocess_directory, unusable
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""

@@ -18,7 +18,7 @@ from langchain_quota.features.budgets.model_runs import DECISION
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.root_run import RootRun, root_run, watch_root_runs
-from langchain_quota.telemetry.recorder import UnjudgedCalls
+from langchain_quota.telemetry.recorder import Recorder
 
 MOST_CALLS = 10_000
 """A root run with more calls is not looked at: something is kept of each until the run ends."""
@@ -35,7 +35,7 @@ class CountingRootRun(RootRun):
     ignore_llm = ignore_chat_model = ignore_agent = ignore_chain = False
 
     def __init__(self) -> None:
-        self.counter: UnjudgedCalls | None = None
+        self.recorder: Recorder | None = None
         self._outermost: UUID | None = None
         self._waits = False
         self.running: dict[UUID, _Where] = {}
@@ -66,7 +66,7 @@ class CountingRootRun(RootRun):
         # what it has judged before is not known any more.
         self._end(**more)
         is_known = len(self.seen) < MOST_CALLS and not self.resumes and not self._waits
-        if more["run_id"] != self._outermost or self.counter is None or not is_known:
+        if more["run_id"] != self._outermost or self.recorder is None or not is_known:
             return
         judged = Counter[_Where]()
         for (graph, agent, _name), tools in self._judged.items():
@@ -79,7 +79,7 @@ class CountingRootRun(RootRun):
             unjudged[agent, kind] += max(0, count - known)
         for (agent, kind), count in unjudged.items():
             if count:
-                self.counter.record(agent, kind, count)
+                self.recorder.record_unjudged(agent, kind, count)
 
     def on_chain_error(self, error: BaseException, **more: Any) -> None:
         """See a run that waits for a person."""
@@ -137,20 +137,20 @@ class Unjudged(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "Unjudged | None":
         """The feature, if the telemetry counts unjudged calls."""
-        counter = limiter._recorder.unjudged  # noqa: SLF001 - the kernel gives it
-        if counter is None:
+        recorder: Recorder = limiter._recorder  # noqa: SLF001 - the kernel gives it
+        if not recorder.counts_unjudged_calls:
             return None
         count_unjudged_calls()
-        return cls(counter)
+        return cls(recorder)
 
-    def __init__(self, counter: UnjudgedCalls) -> None:
-        self._counter = counter
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def after_model(self, state: Any, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
         """Note that the running agent's newest model call is judged, and its tool calls."""
         run = root_run()
         if isinstance(run, CountingRootRun):
-            run.counter = run.counter or self._counter
+            run.recorder = run.recorder or self._recorder
             task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
             run.judge(_graph_of(task), running_agent(), state.get("messages") or ())
 

@@ -122,11 +122,6 @@ class Batch:
         refused = self.known.get("refused")
         return refused is not None and refused != self.message
 
-    @property
-    def task_id(self) -> str | None:
-        """Names this work: the same when LangGraph runs the task again."""
-        return self.context.task(self.task)
-
     def by_state(self) -> AcquireResult:
         """The answer by the state's counts."""
         return admit(self.hits, self.used, self.stops)

@@ -328,32 +328,28 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return result
 
     async def _tell(self, form: Form, batch: Batch, conclusion: Conclusion) -> Update | None:
-        """Make a conclusion visible, also to the observers; what is written."""
-        self._observers.check(form)
-        update = self._recorded(batch, conclusion)
-        if self._observers.present:
-            await ask(form, self._observers, "notify", conclusion.decisions, batch.task_id)
-        return update
-
-    def _recorded(self, batch: Batch, conclusion: Conclusion) -> Update | None:
         """Make a conclusion visible, unless the hook runs again; what is written."""
+        if self._observers.present:
+            self._observers.check(form)
         known, update = batch.known.get("trace"), conclusion.update
-        recorded = self._recorder.record(
+        told = self._recorder.record(
             conclusion.decisions,
             started=batch.started,
             error=conclusion.error,
-            task_id=batch.task_id,
+            task_id=batch.context.task(batch.task),
             trace=known,
             after_refusal=batch.follows_refusal,
         )
-        if recorded.is_new and conclusion.refunds:
+        if told.is_new and conclusion.refunds:
             self._recorder.record_refunds(conclusion.refunds)
-        if recorded.trace is not None and recorded.trace != known:
+        if told.trace is not None and told.trace != known:
             # Later steps of the run belong to this trace.
-            batch.written["trace"] = dict(recorded.trace)
-        if not batch.written:
-            return update
-        return {**(update or {}), LEDGER: {**(update or {}).get(LEDGER, {}), **batch.written}}
+            batch.written["trace"] = dict(told.trace)
+        if batch.written:
+            update = {**(update or {}), LEDGER: {**(update or {}).get(LEDGER, {}), **batch.written}}
+        if self._observers.present:
+            await ask(form, self._observers, "notify", conclusion.decisions, told)
+        return update
 
 
 def own_methods(features: Sequence[Feature]) -> Mapping[str, list[Callable[..., Any]]]:

@@ -1,17 +1,13 @@
 """The user's functions that see every decision: for billing, audit, alerts of their own."""
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 from langchain_quota.arguments import check_function, is_async
-from langchain_quota.concurrency import Form, fork_safe_lock, forms
-from langchain_quota.decision import Decision, Outcome
-from langchain_quota.telemetry.recorder import Recorder
-
-MAX_TASKS = 10_000
-"""How many tasks are remembered, so that nobody is notified twice."""
+from langchain_quota.concurrency import Form, forms
+from langchain_quota.decision import Decision
+from langchain_quota.telemetry.recorder import Recorder, Told
 
 Observer = Callable[[Decision], Awaitable[None] | None]
 
@@ -29,8 +25,6 @@ class Observers:
         self.present = bool(self._observers)
         """Whether there are observers."""
         self._recorder = recorder
-        self._notified: OrderedDict[str, tuple[tuple[Outcome, ...], int]] = OrderedDict()
-        self._lock = fork_safe_lock()
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: a copy of the middleware notifies the same observers."""
@@ -42,9 +36,13 @@ class Observers:
             if is_async(observer):
                 raise _async_error(observer)
 
-    async def _notify(self, form: Form, decisions: Sequence[Decision], task_id: str | None) -> None:
+    async def _notify(
+        self, form: Form, decisions: Sequence[Decision], told: Told | None = None
+    ) -> None:
         """Call each observer with each decision, and wait for those that are async."""
-        for decision, observer in self._pending(decisions, task_id):
+        told = told or Told()
+        pairs = [(decision, observer) for decision in decisions for observer in self._observers]
+        for decision, observer in pairs[told.notified :]:
             result: Any = None
             try:
                 result = observer(decision)
@@ -52,7 +50,7 @@ class Observers:
                     result = await result
             except Exception as error:  # noqa: BLE001 - an observer must not break the agent
                 self._recorder.record_error("observer", error)
-            self._count_one(task_id)
+            told.notified += 1
             if form:
                 continue
             if inspect.iscoroutine(result):
@@ -61,30 +59,6 @@ class Observers:
                 raise _async_error(observer)
 
     notify, anotify = forms(_notify)
-
-    def _pending(
-        self, decisions: Sequence[Decision], task_id: str | None
-    ) -> list[tuple[Decision, Observer]]:
-        pairs = [(decision, observer) for decision in decisions for observer in self._observers]
-        if task_id is None or not pairs:
-            return pairs
-        outcomes = tuple(decision.outcome for decision in decisions)
-        with self._lock:
-            known, notified = self._notified.get(task_id, (outcomes, 0))
-            if known != outcomes:
-                notified = 0
-            self._notified[task_id] = (outcomes, notified)
-            if len(self._notified) > MAX_TASKS:
-                self._notified.popitem(last=False)
-        return pairs[notified:]
-
-    def _count_one(self, task_id: str | None) -> None:
-        if task_id is None:
-            return
-        with self._lock:
-            if task_id in self._notified:
-                outcomes, notified = self._notified[task_id]
-                self._notified[task_id] = (outcomes, notified + 1)
 
 
 def _async_error(observer: Observer) -> RuntimeError:

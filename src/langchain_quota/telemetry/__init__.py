@@ -17,9 +17,8 @@ from langchain_quota.arguments import (
     check_sync_function,
     check_type,
 )
-from langchain_quota.telemetry.instruments import Settings, instruments_of
 from langchain_quota.telemetry.labels import Label, hmac_label
-from langchain_quota.telemetry.recorder import Recorder, capturing
+from langchain_quota.telemetry.recorder import Recorder, Settings, capturing, instruments_of
 from langchain_quota.telemetry.tracing import Spans, Tracing
 
 __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label", "recorder_of"]

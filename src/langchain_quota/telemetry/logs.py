@@ -7,6 +7,7 @@ from typing import Any
 from langchain_quota.decision import AT_ONCE, STORE, Answer, LimitStatus, Scope
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.labels import Who
+from langchain_quota.telemetry.tracing import Judged
 from langchain_quota.units import UNIT_LABELS, Level, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
@@ -24,19 +25,24 @@ _PRICE_IT = (
     "in langchain_quota_unknown_prices_total"
 )
 
-
-def refusal(who: Who, status: LimitStatus, scope: Scope) -> None:
-    """Log that a limit refuses a call."""
-    event = "refused" if status.enforced else "would refuse"
-    resets = status.resets_at
-    when = None if resets is None else resets.isoformat()
-    _log(logging.DEBUG, event, who, status, scope, quota_resets_at=when)
+_JUDGE_IT = (
+    "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
+    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
+    "this kind are only counted, in langchain_quota_unjudged_calls_total"
+)
 
 
-def crossing(who: Who, status: LimitStatus, scope: Scope, reached: Level) -> None:
-    """Log that a charge has crossed a threshold."""
-    severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
-    _log(severity, reached, who, status, scope)
+def noticed(told: Judged) -> None:
+    """Log refusals, and the thresholds that charges have crossed."""
+    for status, scope, reached in told.notices:
+        if reached is not None:
+            severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
+            _log(severity, reached, told.who, status, scope)
+        else:
+            event = "refused" if status.enforced else "would refuse"
+            resets = status.resets_at
+            when = None if resets is None else resets.isoformat()
+            _log(logging.DEBUG, event, told.who, status, scope, quota_resets_at=when)
 
 
 def question(who: Who, limits: Sequence[str]) -> None:
@@ -83,6 +89,13 @@ def estimated(model: str) -> None:
     logger.warning("model %r reports no usage: its tokens are estimated. %s", model, REPORT_IT)
 
 
+def unjudged(agent: str, kind: str) -> None:
+    """Log that no limit judged a call of an agent."""
+    logger.warning(
+        "no limit judged a %s call of agent %r, and its run has limits: %s", kind, agent, _JUDGE_IT
+    )
+
+
 def recovery(component: str) -> None:
     """Log that a component which failed works again."""
     # A warning, so that it is seen where the failure was.
@@ -105,6 +118,8 @@ def nearly_full(store: Any) -> bool:
 def _log(
     severity: int, event: str, who: Who, status: LimitStatus, scope: Scope, **more: str | None
 ) -> None:
+    if not logger.isEnabledFor(severity):
+        return
     # If the store could not be asked, there is no count.
     used = None if scope == STORE else status.used(scope)
     threshold, unit = status.threshold(scope), status.unit

@@ -28,6 +28,9 @@ DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01
 WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """The bounds of `langchain_quota_wait_seconds`, in seconds; the first has calls without a wait."""
 
+Granted = tuple[str, Scope, Unit, int]
+"""The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
+
 _Metric = TypeVar("_Metric", Counter, Histogram)
 _Configured = tuple[object, ...]
 """The settings that a limit's series depend on; not the subjects of quotas."""
@@ -102,7 +105,7 @@ class Metrics:
         # find that package's own locks held.
         self._lock = fork_safe_lock()
 
-    def add(self, series: Series[Counter], *labels: str, amount: float = 1) -> None:
+    def add(self, series: Series[Counter], amount: float, *labels: str) -> None:
         """Count something."""
         with self._lock:
             series[labels].inc(amount)
@@ -113,53 +116,56 @@ class Metrics:
             self._store_seconds[operation, outcome].observe(seconds)
 
     def judged(self, told: Judged) -> None:
-        """Count a decision for the call and for each limit that matches it."""
-        call, outcome = told.decision.call, told.decision.outcome
-        agent, exemplar = told.who.agent, told.exemplar
+        """Count decisions for the calls and for each limit that matches one, and time them."""
+        agent, kind = told.who.agent, told.decisions[0].call.kind
+        each_call = [*zip(told.decisions, told.tools, told.exemplars, strict=True)]
+        shared = any(status.shared for each in told.decisions for status in each.limits)
+        blocked = False
         with self._lock:
-            self._calls[agent, call.kind, told.tool, outcome].inc(exemplar=exemplar)
-            if told.after_refusal:
-                self._after_refusal[agent, call.kind, outcome].inc()
-            for status in told.decision.limits:
-                charged = self._meet(agent, status)
-                on_trial = status.deferred and not status.enforced and not status.refused
-                if status.charged or on_trial:
-                    charged.inc(call.amount, exemplar)
-                elif status.refusal_scope is not None:
-                    self._refuse(agent, status, status.refusal_scope, exemplar)
-
-    def batch(self, who: Who, decisions: Sequence[Decision], took: int) -> None:
-        """Time how long judging took, in nanoseconds, and count a run that is ended by it."""
-        shared = refused = False
-        for decision in decisions:
-            for status in decision.limits:
-                shared = shared or status.shared
-                refused = refused or status.reason is not None
-        # The system's clock may have been set back since.
-        seconds = took / 1e9 if took > 0 else 0.0
-        limit = ended_by(decisions) if refused else None
-        with self._lock:
-            source = "store" if shared else "state"
-            self._decision_seconds[decisions[0].call.kind, source].observe(seconds)
+            # The system's clock may have been set back since.
+            seconds = max(0, told.took) / 1e9
+            self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
+            for decision, tool, exemplar in each_call:
+                outcome = decision.outcome
+                blocked = blocked or outcome is Outcome.BLOCKED
+                self._calls[agent, kind, tool, outcome].inc(1, exemplar)
+                if told.after_refusal:
+                    self._after_refusal[agent, kind, outcome].inc()
+            for decision, _, exemplar in each_call:
+                for status in decision.limits:
+                    charged = self._meet(agent, status)
+                    on_trial = status.deferred and not status.enforced and not status.refused
+                    if status.charged or on_trial:
+                        charged.inc(decision.call.amount, exemplar)
+                    elif status.reason is not None and status.refusal_scope is not None:
+                        self._refuse(agent, status, status.refusal_scope, exemplar)
+            limit = ended_by(told.decisions) if blocked else None
             if limit is not None:
-                self._runs_ended[who.agent, limit_label(limit)].inc()
+                self._runs_ended[agent, limit_label(limit)].inc()
+
+    def noticed(self, told: Judged) -> None:
+        """Find refusals and the thresholds that charges have crossed; count the latter."""
+        for decision in told.decisions:
+            for status in decision.limits:
+                if status.reason is not None and status.refusal_scope is not None:
+                    told.notices.append((status, status.refusal_scope, None))
+                elif status.charged:
+                    crossed = status.threshold_events(self._near_share)
+                    told.notices.extend((status, *each) for each in crossed)
+        for status, scope, reached in told.notices:
+            if reached is not None:
+                series = self._near if reached is Level.NEAR else self._exhausted
+                self.add(series, 1, told.who.agent, limit_label(status.limit), scope)
 
     def charged(self, who: Who, status: LimitStatus, amount: int, exemplar: Exemplar) -> None:
         """Count a charge that is no part of a decision."""
         with self._lock:
             self._meet(who.agent, status).inc(amount, exemplar)
 
-    def crossed(self, who: Who, status: LimitStatus, scope: Scope, reached: Level) -> None:
-        """Count a crossing of a limit's threshold."""
-        self.add(
-            self._near if reached is Level.NEAR else self._exhausted,
-            *(who.agent, limit_label(status.limit), scope),
-        )
-
     def refunded(self, who: Who, refund: Refund) -> None:
         """Count a charge taken back."""
         labels = (who.agent, limit_label(refund.limit), NONE, _REFUNDED)
-        self.add(self._charges, *labels, amount=refund.call.amount)
+        self.add(self._charges, refund.call.amount, *labels)
 
     def spend(self, who: Who, model: str, spent: Sequence[Spent], estimated: bool) -> None:  # noqa: FBT001
         """Count a model run that limits were charged for, and what it has spent of them."""
@@ -172,9 +178,8 @@ class Metrics:
 
     def grant(self, who: Who, limit: str, scope: Scope, unit: Unit, amount: int) -> None:
         """Count what was granted on top of a limit."""
-        with self._lock:
-            series = self._granted[unit][who.agent, limit_label(limit), scope]
-            series.inc(in_base_unit(amount, unit))
+        granted = in_base_unit(amount, unit)
+        self.add(self._granted[unit], granted, who.agent, limit_label(limit), scope)
 
     def waited(self, who: Who, limit: str, decision: str, seconds: float) -> None:
         """Time how long a call has waited for others to end."""

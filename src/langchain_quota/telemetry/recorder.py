@@ -7,35 +7,43 @@ The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, Refund, Scope
+from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, Refund
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit, named_tools
 from langchain_quota.telemetry import logs
-from langchain_quota.telemetry.instruments import Instruments
-from langchain_quota.telemetry.labels import UNNAMED, Who, label, limit_label, own_label
-from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.metrics import Series
-from langchain_quota.telemetry.tracing import Judged, Tracing, exemplar
-from langchain_quota.telemetry.usage_rows import Spent
-from langchain_quota.units import Unit
-
-Granted = tuple[str, Scope, Unit, int]
-"""The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
-
-_JUDGE_IT = (
-    "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
-    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
-    "this kind are only counted, in langchain_quota_unjudged_calls_total"
+from langchain_quota.telemetry.labels import (
+    NONE,
+    TOOL,
+    UNNAMED,
+    BoundedLabels,
+    Label,
+    Who,
+    described,
+    label,
+    limit_label,
+    own_label,
 )
+from langchain_quota.telemetry.logs import logger
+from langchain_quota.telemetry.metrics import Granted, Metrics, Series
+from langchain_quota.telemetry.tracing import Judged, Tracing, active_exemplar
+from langchain_quota.telemetry.usage import UsageTable
+from langchain_quota.telemetry.usage_rows import Bounds, Spent
+from langchain_quota.telemetry.workers import checked_directory
+
+_MAX_MODELS = 100
+"""How many distinct names of models there may be: gateways pass on what a caller invents."""
 
 _MOST_LOGGED = 1000
 """How many kinds of unjudged calls are logged; the metric counts all."""
@@ -53,77 +61,156 @@ def capturing(decisions: list[Decision]) -> Iterator[None]:
         _captures.reset(token)
 
 
-class Recorded(NamedTuple):
-    """The result of recording decisions."""
+@dataclass(slots=True)
+class Told:
+    """What was told of a task."""
 
-    is_new: bool
-    trace: Mapping[str, str] | None
+    what: object = None
+    trace: Mapping[str, str] | None = None
+    """The span that begins the run's trace: if the task runs again, its state does not have it."""
+    notified: int = 0
+    """How many observers have been given a decision."""
+    is_new: bool = True
+    """Whether it is told for the first time."""
 
 
-class _RecentTasks:
+class Seen:
     """The newest tasks: LangGraph runs a failed task anew when the run is resumed."""
 
     MOST = 10_000
 
     def __init__(self) -> None:
-        # What was last recorded for a task, and the trace that it began, if it began one.
-        self._known: OrderedDict[str, tuple[object, Mapping[str, str] | None]] = OrderedDict()
+        self._known: OrderedDict[str, Told] = OrderedDict()
         self._lock = fork_safe_lock()
 
-    def seen(self, task_id: str | None, what: object = None) -> bool:
-        """Whether the id was last given with the same `what`; it is remembered."""
+    def told(self, task_id: str | None, what: object = None) -> Told:
+        """What was told of a task; new if it is not the same `what` that was told last."""
         if task_id is None:
-            return False
+            return Told(what)
         with self._lock:
             known = self._known.get(task_id)
-            if known is not None and known[0] == what:
-                return True
-            self._known[task_id] = what, None if known is None else known[1]
+            if known is not None and known.what == what:
+                known.is_new = False
+                return known
+            told = self._known[task_id] = Told(what, None if known is None else known.trace)
             self._known.move_to_end(task_id)
             if len(self._known) > self.MOST:
                 self._known.popitem(last=False)
-        return False
-
-    def begin(self, task_id: str | None, trace: Mapping[str, str]) -> None:
-        """Remember the trace that a task began: if it runs again, its state does not have it."""
-        with self._lock:
-            if task_id is not None and task_id in self._known:
-                self._known[task_id] = self._known[task_id][0], trace
-
-    def begun(self, task_id: str | None) -> Mapping[str, str] | None:
-        """The trace that a task began when it ran before."""
-        with self._lock:
-            return self._known.get(task_id or "", (None, None))[1]
+        return told
 
 
-class UnjudgedCalls:
-    """Counts calls that no limit judged in runs with limits, and logs the first of a kind."""
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every `Telemetry` of one registry must agree on."""
 
-    # They are logged and cause no `QuotaWarning`: they are found in a callback, where LangChain
-    # would swallow a warning that is an error.
+    near: float
+    thread_label: Label | None
+    subject_label: Mapping[str, Label]
+    max_exported_threads: int
+    max_exported_subjects: int
+    thread_ttl: timedelta
+    max_tools: int
+    max_agents: int
 
-    def __init__(self, instruments: Instruments) -> None:
-        self._instruments = instruments
+
+class Instruments:
+    """The sinks of a registry, the bounded labels that they share, and the guard around sinks."""
+
+    def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
+        self.settings = settings
+        directory = checked_directory()
+        self.metrics = Metrics(registry, settings.near)
+        self.agents = BoundedLabels(settings.max_agents)
+        self.tools = BoundedLabels(settings.max_tools, nameless=NONE, allowed=TOOL)
+        self.models = BoundedLabels(_MAX_MODELS)
+        ttl = settings.thread_ttl.total_seconds()
+        self.usage = UsageTable(
+            settings.near,
+            Bounds(settings.max_exported_threads, settings.max_exported_subjects, ttl),
+            subject_label=self._subject_label,
+            on_error=partial(self.failed, "threads"),
+            directory=directory,
+        )
         self._logged: set[tuple[str, str]] = set()
+        registry.register(self.usage)
 
-    def record(self, agent: str | None, kind: str, count: int) -> None:
-        """Count an agent's calls of a kind, and log them if they are the first."""
-        self._instruments.tell(agent, kind, count, metrics=self._count, observer=self._log)
+    def tell(self, *event: Any, **sinks: Callable[..., Any]) -> Any:
+        """Give an event to sinks, by component; what the last one answers, `None` if it failed.
 
-    def _count(self, agent: str | None, kind: str, count: int) -> None:
-        metrics, agents = self._instruments.metrics, self._instruments.agents
-        metrics.add(metrics.unjudged, agents["", agent], kind, amount=count)
+        One that fails is counted, and the others go on: no failure in here reaches the agent.
+        """
+        answer = None
+        for component, sink in sinks.items():
+            try:
+                answer = sink(*event)
+            # A cancellation or an interrupt is no `Exception`, and passes.
+            except Exception as error:
+                answer = None
+                self.failed(component, error)
+        return answer
 
-    def _log(self, agent: str | None, kind: str, _count: int) -> None:
-        known = limit_label(agent) if agent else UNNAMED, kind
-        if known not in self._logged and len(self._logged) < _MOST_LOGGED:
-            self._logged.add(known)
-            logger.warning(
-                "no limit judged a %s call of agent %r, and its run has limits: %s",
-                kind,
-                known[0],
-                _JUDGE_IT,
+    def failed(self, component: str, error: Exception, *, log: bool | None = None) -> None:
+        """Count a failure of a component; log it if `log` is true, by default once per kind."""
+        error_type = label(type(error).__name__)
+        # A label function hides ids, so its exception must not show them in the log.
+        shown = None if component in {"thread_label", "subject_label"} else error
+        # If counting or logging fails, there is no place left to report it.
+        with suppress(Exception):
+            self.metrics.add(self.metrics.errors, 1, component, error_type)
+        with suppress(Exception):
+            if log is None:
+                log = (component, error_type) not in self._logged
+                what = "further failures of this kind"
+            else:
+                what = "until it recovers, further failures"
+            if log:
+                self._logged.add((component, error_type))
+                logger.error(
+                    "%s of langchain-quota failed with %s%s; %s are only "
+                    "counted in langchain_quota_errors_total",
+                    component,
+                    error_type,
+                    f" ({described(error)})" if component == "store" else "",
+                    what,
+                    exc_info=shown,
+                )
+
+    def _subject_label(self, quota: str, subject: str) -> str | None:
+        """The label of a quota's subject; `None` if it is not to be shown."""
+        make = self.settings.subject_label.get(quota)
+        if make is None:
+            return None
+        made: str | None = self.tell(make, subject, "subject_label", subject_label=own_label)
+        return made
+
+
+_instruments: WeakKeyDictionary[CollectorRegistry, Instruments] = WeakKeyDictionary()
+_lock = fork_safe_lock()
+
+
+def instruments_of(registry: CollectorRegistry, settings: Settings) -> Instruments:
+    """The instruments of a registry, made if it has none."""
+    with _lock:
+        found = _instruments.get(registry)
+        if found is None:
+            found = _instruments[registry] = Instruments(registry, settings)
+    for name in Settings.__slots__:
+        ours, theirs = getattr(settings, name), getattr(found.settings, name)
+        if ours != theirs:
+            raise ValueError(
+                f"{name}={ours!r} conflicts with {name}={theirs!r} of another Telemetry on the "
+                "same registry: make one Telemetry, and give it to all middlewares (one without "
+                "telemetry= makes the default). It holds until the process ends. To change it "
+                "before, in a notebook, give the new one a registry of its own: "
+                "Telemetry(registry=CollectorRegistry(), …)"
             )
+    return found
+
+
+def usage_of(registry: CollectorRegistry) -> UsageTable | None:
+    """The usage table of this process for a registry; `None` if it has none."""
+    found = _instruments.get(registry)
+    return None if found is None else found.usage
 
 
 class Recorder:
@@ -138,6 +225,7 @@ class Recorder:
             self._thread_label = partial(own_label, make, argument="thread_label")
         self.near = instruments.settings.near
         self.record_error = instruments.failed
+        self.counts_unjudged_calls = count_unjudged_calls
         self._tell = instruments.tell
         self._metrics = instruments.metrics
         self._usage = instruments.usage
@@ -145,10 +233,10 @@ class Recorder:
         self._agents = instruments.agents
         self._tools = instruments.tools
         self._models = instruments.models
-        self._tasks = _RecentTasks()
+        self._seen = Seen()
         # By agent and model; labels of models are bounded.
         self._warned: set[tuple[str, ...]] = set()
-        self.unjudged = UnjudgedCalls(instruments) if count_unjudged_calls else None
+        self._unjudged: set[tuple[str, str]] = set()
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: all copies share its metrics."""
@@ -180,28 +268,28 @@ class Recorder:
         task_id: str | None = None,
         trace: Mapping[str, str] | None = None,
         after_refusal: bool = False,
-    ) -> Recorded:
-        """Make the decisions about a batch of one agent's calls visible."""
+    ) -> Told:
+        """Make the decisions about a batch of one agent's calls visible, unless they were told."""
         took = time.time_ns() - started
-        trace = trace or self._tasks.begun(task_id)
-        outcomes = [decision.outcome for decision in decisions]
-        if not decisions or self._tasks.seen(task_id, outcomes):
-            return Recorded(False, trace)
-        for captured in _captures.get():
-            captured.extend(decisions)
-        who = self._who(decisions[0].call.agent, decisions[0].call.thread_id)
-        for decision in decisions:
-            tool = self._tools[who.agent, decision.call.tool]
-            raised = error if decision.outcome is Outcome.BLOCKED else None
-            told = Judged(decision, who, tool, started, raised, after_refusal, trace)
-            self._tell(told, tracing=self._tracing.judged, metrics=self._metrics.judged)
-            if told.trace is not None and told.trace is not trace:
-                trace = told.trace
-                self._tasks.begin(task_id, trace)
-            for status in decision.limits:
-                self._notice(who, status)
-        self._tell(who, decisions, took, threads=self._usage.record, metrics=self._metrics.batch)
-        return Recorded(True, trace)
+        if not decisions:
+            return Told(trace=trace, is_new=False)
+        told = self._seen.told(task_id, [decision.outcome for decision in decisions])
+        told.trace = trace or told.trace
+        if told.is_new:
+            for captured in _captures.get():
+                captured.extend(decisions)
+            who = self._who(decisions[0].call.agent, decisions[0].call.thread_id)
+            tools = [self._tools[who.agent, decision.call.tool] for decision in decisions]
+            judged = Judged(decisions, who, tools, started, took, error, after_refusal, told.trace)
+            self._tell(
+                judged,
+                tracing=self._tracing.judged,
+                metrics=self._metrics.judged,
+                threads=self._usage.judged,
+            )
+            self._notice(judged)
+            told.trace = judged.trace
+        return told
 
     def record_charge(
         self,
@@ -212,16 +300,16 @@ class Recorder:
         task_id: str | None = None,
     ) -> None:
         """Make visible that a call which was let through before is charged to a limit now."""
-        if self._tasks.seen(task_id):
+        if not self._seen.told(task_id).is_new:
             return
         who = self._who(call.agent, call.thread_id)
         # A limit on trial counts a call when it judges it: it may let it run and would refuse it.
         counted = call.amount if is_call and status.enforced else 0
-        shown = self._tell(None, tracing=exemplar)
+        shown = self._tell(tracing=active_exemplar)
         self._tell(who, status, counted, shown, metrics=self._metrics.charged)
-        self._notice(who, status)
-        charged = Decision(call, Outcome.ALLOWED, (status,))
-        self._tell(who, [charged], threads=self._usage.record)
+        charged = Judged([Decision(call, Outcome.ALLOWED, (status,))], who)
+        self._tell(charged, threads=self._usage.judged)
+        self._notice(charged)
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
         """Subtract the charges of one agent's calls on one thread from what was counted."""
@@ -271,9 +359,19 @@ class Recorder:
             except QuotaWarning:
                 self._tell(shown, observer=logs.estimated)
 
+    def record_unjudged(self, agent: str | None, kind: str, count: int) -> None:
+        """Count calls that no limit judged in a run with limits; the first of a kind are logged."""
+        self._count(self._metrics.unjudged, agent, kind, amount=count)
+        known = self._who(agent).name, kind
+        # It causes no `QuotaWarning`: it is found in a callback, where LangChain would swallow a
+        # warning that is an error.
+        if known not in self._unjudged and len(self._unjudged) < _MOST_LOGGED:
+            self._unjudged.add(known)
+            self._tell(*known, observer=logs.unjudged)
+
     def record_run(self, agent: str | None, task_id: str | None) -> None:
         """Count a run of an agent that begins in a task."""
-        if not self._tasks.seen(task_id):
+        if self._seen.told(task_id).is_new:
             self._count(self._metrics.runs, agent)
 
     def record_lost_root_run(self, agent: str | None, cause: str) -> None:
@@ -304,9 +402,9 @@ class Recorder:
             self.record_wait(call.agent, status.limit, outcome, seconds if mine else 0.0)
         who = self._who(call.agent, call.thread_id)
         for status in decision.refused_by:
-            shown = self._tell(None, tracing=exemplar)
+            shown = self._tell(tracing=active_exemplar)
             self._tell(who, status, shown, metrics=self._metrics.refused_at_once)
-            self._notice(who, status)
+        self._notice(Judged([Decision(call, decision.outcome, decision.refused_by)], who))
 
     def record_fallback(self, agent: str | None, action: str, calls: int) -> None:
         """Count the calls that were judged without the shared store: `"deny"` or `"allow"`."""
@@ -324,7 +422,7 @@ class Recorder:
         task_id: str | None = None,
     ) -> None:
         """Count and log that a person is asked whether a run may go on at limits."""
-        if self._tasks.seen(task_id, problem):
+        if not self._seen.told(task_id, problem).is_new:
             return
         for limit in limits:
             self._count(self._metrics.questions, agent, limit_label(limit))
@@ -334,7 +432,7 @@ class Recorder:
         self, agent: str | None, limits: Sequence[str], answer: Answer, task_id: str | None
     ) -> bool:
         """Count and log a person's answer; whether it is new."""
-        if self._tasks.seen(task_id, answer):
+        if not self._seen.told(task_id, answer).is_new:
             return False
         for limit in limits:
             self._count(self._metrics.answers, agent, limit_label(limit), answer.type)
@@ -351,16 +449,18 @@ class Recorder:
         self, series: Series[Counter], agent: str | None, *labels: str, amount: int = 1
     ) -> None:
         """Count something of an agent."""
-        add = self._metrics.add
-        self._tell(metrics=lambda: add(series, self._agents["", agent], *labels, amount=amount))
+        self._tell(series, amount, self._who(agent).agent, *labels, metrics=self._metrics.add)
 
     def _who(self, agent: str | None, thread_id: object = None) -> Who:
         """The labels of an agent and, if there is one, a thread."""
-        name = self._tell(("", agent), metrics=self._agents.__getitem__)
         thread = None
         if thread_id is not None:
             thread = self._tell(thread_id, thread_label=self._thread_label)
-        return Who(name or UNNAMED, limit_label(agent) if name and agent else UNNAMED, thread)
+        try:
+            return Who(self._agents["", agent], limit_label(agent) if agent else UNNAMED, thread)
+        except Exception as error:
+            self.record_error("metrics", error)
+            return Who(UNNAMED, UNNAMED, thread)
 
     def _model(self, model: str | None) -> str:
         """The label of a model."""
@@ -373,10 +473,8 @@ class Recorder:
         self._warned.add(what)
         return True
 
-    def _notice(self, who: Who, status: LimitStatus) -> None:
-        """Log a refusal; count and log the thresholds that a charge has crossed."""
-        if status.reason is not None and status.refusal_scope is not None:
-            self._tell(who, status, status.refusal_scope, observer=logs.refusal)
-        for scope, reached in self._tell(self.near, metrics=status.threshold_events) or ():
-            crossing = who, status, scope, reached
-            self._tell(*crossing, metrics=self._metrics.crossed, observer=logs.crossing)
+    def _notice(self, judged: Judged) -> None:
+        """Log refusals; count and log the thresholds that charges have crossed."""
+        self._tell(judged, metrics=self._metrics.noticed)
+        if judged.notices:
+            self._tell(judged, observer=logs.noticed)

@@ -1,19 +1,21 @@
 """The OpenTelemetry span of a judged call."""
 
-from collections.abc import ItemsView, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from opentelemetry import trace
-from opentelemetry.context import Context, get_current
+from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota import __version__
-from langchain_quota.decision import STORE, Answer, Decision, LimitStatus, Outcome
+from langchain_quota.decision import STORE, Answer, Decision, LimitStatus, Outcome, Scope
 from langchain_quota.telemetry.labels import Who, described, label, limit_label
-from langchain_quota.units import UNIT_LABELS, in_base_unit
+from langchain_quota.units import UNIT_LABELS, Level, in_base_unit
 
 Spans = Literal["all", "refused", "off"]
 
@@ -48,76 +50,36 @@ Attributes = dict[str, AttributeValue]
 
 Exemplar = dict[str, str] | None
 
+Notice = tuple[LimitStatus, Scope, Level | None]
+"""A limit, and the level that a call has reached there; `None` if the call is refused."""
+
 _PROPAGATOR = TraceContextTextMapPropagator()
+
+_PATIENCE = 1.0
+"""For how many seconds it is not asked again whether there is an SDK."""
 
 
 @dataclass(slots=True)
 class Judged:
-    """A decision, with what its signals share."""
+    """Decisions about calls of one agent and thread, with what their signals share."""
 
-    decision: Decision
+    decisions: Sequence[Decision]
     who: Who
-    tool: str
-    started: int
+    tools: Sequence[str] = ()
+    """The labels of the calls' tools."""
+    started: int = 0
     """When judging began, in nanoseconds since the Unix epoch."""
-    error: BaseException | None
-    """What the decision raises into the agent."""
-    after_refusal: bool
-    trace: Mapping[str, str] | None
-    """The span that begins the run's trace: known before, or that of this decision."""
-    exemplar: Exemplar = None
-
-
-@dataclass(eq=False)
-class LazyAttributes(Mapping[str, AttributeValue]):
-    """Attributes built when first read: a sampler sees all, an unrecorded span costs none."""
-
-    told: Judged
-    thread_key: str
-
-    @cached_property
-    def _built(self) -> Attributes:
-        told, decision = self.told, self.told.decision
-        call, leading, answer = decision.call, decision.leading, decision.answer
-        attributes: Attributes = {
-            DECISION: str(decision.outcome),
-            KIND: call.kind,
-            LIMITS: tuple(limit_label(status.limit) for status in decision.limits),
-        }
-        if call.agent:
-            attributes[AGENT_NAME] = told.who.name
-        if told.who.thread is not None:
-            attributes[self.thread_key] = told.who.thread
-        if call.kind == "tool":
-            attributes[TOOL_NAME] = told.tool
-            if call.id is not None:
-                attributes[TOOL_CALL_ID] = label(call.id)
-        if leading is not None:
-            _add_limit(attributes, leading)
-        if answer is not None:
-            _add_answer(attributes, answer, leading)
-        if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
-            attributes[RESETS_AT] = decision.resets_at.isoformat()
-        if told.error is not None:
-            attributes[ERROR_TYPE] = label(type(told.error).__qualname__)
-        return attributes
-
-    def __getitem__(self, key: str) -> AttributeValue:
-        return self._built[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._built)
-
-    def __len__(self) -> int:
-        return len(self._built)
-
-    def items(self) -> ItemsView[str, AttributeValue]:
-        """All of them at once, as the SDK takes them."""
-        return self._built.items()
-
-    def copy(self) -> Attributes:
-        """A plain copy, as samplers that add attributes take one."""
-        return dict(self._built)
+    took: int = 0
+    """How long it took, in nanoseconds."""
+    error: BaseException | None = None
+    """What the decisions raise into the agent."""
+    after_refusal: bool = False
+    trace: Mapping[str, str] | None = None
+    """The span that begins the run's trace: known before, or made here."""
+    exemplars: Sequence[Exemplar] = ()
+    """Those of the calls."""
+    notices: list[Notice] = field(default_factory=list)
+    """What is worth a line in the log."""
 
 
 class Tracing:
@@ -126,56 +88,107 @@ class Tracing:
     def __init__(
         self, provider: trace.TracerProvider | None, spans: Spans, *, hashed_threads: bool
     ) -> None:
-        self._tracer = trace.get_tracer("langchain_quota", __version__, provider)
+        self._provider = provider
+        self._tracer: trace.Tracer | None = None
+        self._asked_again = math.inf if spans == "off" else 0.0
         self._spans = spans
         self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
 
     def judged(self, told: Judged) -> None:
-        """Make the span of a decision, if it gets one, and its exemplar."""
-        call, outcome, span = told.decision.call, told.decision.outcome, None
-        try:
-            if self._spans == "all" or (
-                self._spans == "refused" and outcome is not Outcome.ALLOWED
-            ):
-                description = None if told.error is None else described(told.error)
-                parent, is_root = _parent(told.trace)
-                span = self._tracer.start_span(
-                    f"check_quota tool {told.tool}" if call.kind == "tool" else "check_quota model",
-                    context=parent,
-                    attributes=LazyAttributes(told, self._thread_key),
-                    start_time=told.started,
-                )
-                if told.error is not None:
-                    span.set_status(trace.StatusCode.ERROR, description)
-                span.end()
-                if is_root:
-                    # The run's later spans become its children if no span is active.
-                    begun: dict[str, str] = {}
-                    _PROPAGATOR.inject(begun, trace.set_span_in_context(span))
-                    told.trace = begun or told.trace
-        finally:
-            told.exemplar = exemplar(span)
+        """Make the spans of decisions that get one, and their exemplars."""
+        active = trace.get_current_span().get_span_context()
+        told.exemplars = exemplars = [exemplar(active)] * len(told.decisions)
+        tracer = self._tracer or self._found()
+        if tracer is None:
+            return
+        parent = None
+        for index, decision in enumerate(told.decisions):
+            if self._spans == "refused" and decision.outcome is Outcome.ALLOWED:
+                continue
+            if parent is None and told.trace and not active.is_valid:
+                # What else is in the active context, such as baggage, stays.
+                parent = trace.set_span_in_context(_span_of(*told.trace.items()))
+            error = told.error if decision.outcome is Outcome.BLOCKED else None
+            tool = told.tools[index]
+            span = tracer.start_span(
+                f"check_quota tool {tool}" if decision.call.kind == "tool" else "check_quota model",
+                context=parent,
+                attributes=self._attributes(told.who, decision, tool, error),
+                start_time=told.started,
+            )
+            if error is not None:
+                span.set_status(trace.StatusCode.ERROR, described(error))
+            span.end()
+            made = span.get_span_context()
+            if not made.is_valid:
+                continue
+            exemplars[index] = exemplar(made)
+            if parent is None and not active.is_valid:
+                # The run's later spans become its children if no span is active.
+                begun: dict[str, str] = {}
+                _PROPAGATOR.inject(begun, trace.set_span_in_context(span))
+                told.trace = begun
+
+    def _found(self) -> trace.Tracer | None:
+        """The tracer, if there is an SDK by now."""
+        now = time.monotonic()
+        if now >= self._asked_again:
+            self._asked_again = now + _PATIENCE
+            provider = self._provider or trace.get_tracer_provider()
+            if not isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+                self._tracer = provider.get_tracer("langchain_quota", __version__)
+        return self._tracer
+
+    def _attributes(
+        self, who: Who, decision: Decision, tool: str, error: BaseException | None
+    ) -> Attributes:
+        # All of them are there when the span begins, so that a sampler sees them.
+        call, leading = decision.call, decision.leading
+        attributes: Attributes = {
+            DECISION: decision.outcome.value,
+            KIND: call.kind,
+            LIMITS: tuple([limit_label(status.limit) for status in decision.limits]),
+        }
+        if call.agent:
+            attributes[AGENT_NAME] = who.name
+        if who.thread is not None:
+            attributes[self._thread_key] = who.thread
+        if call.kind == "tool":
+            attributes[TOOL_NAME] = tool
+            if call.id is not None:
+                attributes[TOOL_CALL_ID] = label(call.id)
+        if leading is not None:
+            _add_limit(attributes, leading)
+        if decision.answer is not None:
+            _add_answer(attributes, decision.answer, leading)
+        if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
+            attributes[RESETS_AT] = decision.resets_at.isoformat()
+        if error is not None:
+            attributes[ERROR_TYPE] = label(type(error).__qualname__)
+        return attributes
 
 
 def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
     """Add the limit that leads a decision."""
-    unit, scope = status.unit, status.refusal_scope
+    unit, scope = status.unit, status.reason and status.refusal_scope
     attributes[LIMIT] = limit_label(status.limit)
     attributes[SCOPE] = scope or "none"
     attributes[EXIT_BEHAVIOR] = status.exit_behavior
     if unit != "calls":
         attributes[UNIT] = UNIT_LABELS[unit]
-    if scope != STORE:
+    amounts = {
         # Without the store, what other runs have used is not known.
-        attributes[THREAD_USED] = in_base_unit(status.thread_used, unit)
-    if status.thread_limit is not None:
-        attributes[THREAD_LIMIT] = in_base_unit(status.thread_limit, unit)
-    attributes[RUN_USED] = in_base_unit(status.run_used, unit)
-    if status.run_limit is not None:
-        attributes[RUN_LIMIT] = in_base_unit(status.run_limit, unit)
+        THREAD_USED: None if scope == STORE else status.thread_used,
+        THREAD_LIMIT: status.thread_limit,
+        RUN_USED: status.run_used,
+        RUN_LIMIT: status.run_limit,
+    }
     for quota in status.quotas:
-        attributes[QUOTA_USED.format(scope=quota.scope)] = in_base_unit(quota.used, unit)
-        attributes[QUOTA_LIMIT.format(scope=quota.scope)] = in_base_unit(quota.limit, unit)
+        amounts[QUOTA_USED.format(scope=quota.scope)] = quota.used
+        amounts[QUOTA_LIMIT.format(scope=quota.scope)] = quota.limit
+    for name, amount in amounts.items():
+        if amount is not None:
+            attributes[name] = amount if unit == "calls" else in_base_unit(amount, unit)
 
 
 def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | None) -> None:
@@ -188,34 +201,22 @@ def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | No
         attributes[GRANTED] = in_base_unit(granted, status.unit)
 
 
-def _parent(headers: Mapping[str, str] | None) -> tuple[Context | None, bool]:
-    """The context of a span, below the active one or in the run's trace; whether it begins one."""
-    context = get_current()
-    if context and trace.get_current_span(context).get_span_context().is_valid:
-        return None, False
-    if not headers:
-        return None, True
-    below = _below(*headers.items())
-    # What else is in the context, such as baggage, stays.
-    rest = trace.set_span_in_context(trace.get_current_span(below)) if context else below
-    return rest, False
-
-
 @lru_cache(maxsize=1024)
-def _below(*headers: tuple[str, str]) -> Context:
-    """The context of the span that the headers name, with nothing else."""
-    return _PROPAGATOR.extract(dict(headers), Context())
+def _span_of(*headers: tuple[str, str]) -> trace.Span:
+    """The span that the headers name."""
+    return trace.get_current_span(_PROPAGATOR.extract(dict(headers), Context()))
 
 
-def exemplar(span: trace.Span | None) -> Exemplar:
-    """The exemplar of a span, if it is sampled; without one, of the active span."""
-    context = trace.INVALID_SPAN_CONTEXT if span is None else span.get_span_context()
-    if not context.is_valid:
-        # Without an SDK, older versions of OpenTelemetry make a span that belongs nowhere.
-        context = trace.get_current_span().get_span_context()
+def exemplar(context: trace.SpanContext) -> Exemplar:
+    """The exemplar of a span, if it is sampled."""
     if not (context.trace_flags.sampled and context.is_valid):
         return None
     return {
         "trace_id": trace.format_trace_id(context.trace_id),
         "span_id": trace.format_span_id(context.span_id),
     }
+
+
+def active_exemplar() -> Exemplar:
+    """The exemplar of the active span, if it is sampled."""
+    return exemplar(trace.get_current_span().get_span_context())

@@ -25,7 +25,6 @@ from langchain_quota.decision import (
     ROOT_RUN,
     STORE,
     THREAD,
-    Decision,
     LimitStatus,
     QuotaStatus,
     Refund,
@@ -33,6 +32,7 @@ from langchain_quota.decision import (
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import usage_rows
 from langchain_quota.telemetry.labels import Who
+from langchain_quota.telemetry.tracing import Judged
 from langchain_quota.telemetry.usage_reader import OnError, UsageReader, families, fullest
 from langchain_quota.telemetry.usage_rows import Bounds, Key, Number, Snapshot, Spent, Subject, Use
 
@@ -104,10 +104,10 @@ class UsageTable(Collector):
             self._stores.add(store)
         return True
 
-    def record(self, who: Who, decisions: Sequence[Decision], *_: object) -> None:
+    def judged(self, told: Judged) -> None:
         """Add the decisions about calls of one agent and thread, in order."""
-        now = time.time()
-        statuses = [status for decision in decisions for status in decision.limits]
+        now, who = time.time(), told.who
+        statuses = [status for decision in told.decisions for status in decision.limits]
         others = [each for each in statuses if each.quotas]
         quotas = list(self._quotas(who.agent, others, now)) if others else ()
         with self._lock:
