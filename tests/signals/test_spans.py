@@ -233,7 +233,7 @@ async def test_quotas_are_told_by_scope(signals: Signals) -> None:
     assert (allowed["scope"], blocked["scope"]) == ("none", "user_id")
     assert blocked["resets_at"] == RESETS.replace("Z", "+00:00")
     assert "resets_at" not in allowed
-    assert "ada" not in "".join(each.to_json() for each in signals.judged())
+    assert "ada@" not in "".join(each.to_json() for each in signals.judged())
 
 
 async def test_a_refusal_without_the_store(signals: Signals) -> None:
