@@ -116,12 +116,6 @@ class Batch:
         """The id of the message whose calls they are; `None` for a model call."""
         return None if self.pending is None else self.pending.message.id or ""
 
-    @property
-    def follows_refusal(self) -> bool:
-        """Whether the model has read that a call of this run was refused."""
-        refused = self.known.get("refused")
-        return refused is not None and refused != self.message
-
     def by_state(self) -> AcquireResult:
         """The answer by the state's counts."""
         return admit(self.hits, self.used, self.stops)

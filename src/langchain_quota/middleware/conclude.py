@@ -213,7 +213,7 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
     for (call_id, counter), amount in amounts.items():
         counts.charge(call_id, counter, amount)
     for call_id, names in charged.items():
-        counts.of_call(call_id)["limits"].setdefault(batch.middleware, {}).update(names)
+        counts.calls[call_id]["limits"].setdefault(batch.middleware, {}).update(names)
     return refunds
 
 
@@ -246,7 +246,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     """The thread's counts; the run's as LangChain writes them, with the calls refused; ours."""
-    counts, known = batch.counts, batch.known
+    counts, known, message = batch.counts, batch.known, batch.message
     assert counts is not None  # noqa: S101 - for the type checker
     attempted = dict(batch.state.get(RUN_TOOLS) or {})
     for asked in batch.asked:
@@ -255,10 +255,10 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
             attempted[counter] = attempted.get(counter, 0) + 1
     before = known.get("batch")
     waiting = known.get("begun_by", ())
-    if before is not None and before["message"] == batch.message:
+    if before is not None and before["message"] == message:
         waiting = before.get("waiting", ())
     judged = ToolBatch(
-        message=batch.message or "",
+        message=message or "",
         calls=counts.calls,
         waiting=[each for each in waiting if each != batch.middleware],
     )
@@ -271,7 +271,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
             own[limit.name] = own.get(limit.name, 0) + breach.refusals
             written["refusals"] = refusals
     if breaches and known.get("refused") is None:
-        written["refused"] = batch.message
+        written["refused"] = message
     if counts.owed != (known.get("owed") or {}):
         written["owed"] = counts.owed
     return {THREAD_TOOLS: counts.thread, RUN_TOOLS: attempted, LEDGER: written}

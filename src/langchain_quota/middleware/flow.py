@@ -31,12 +31,12 @@ from langchain_quota.middleware.history import (
     since,
     unfinished_calls,
 )
-from langchain_quota.middleware.observers import Observer, Observers
 from langchain_quota.rule import Outage, ResolvedLimits
 from langchain_quota.state import LEDGER, NEW_RUN, THREAD_TOOLS, Ledger, ledger, thread_tools
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, recorder_of
+from langchain_quota.telemetry.observers import Observer, Observers
 
 if TYPE_CHECKING:
     from langgraph._internal._typing import StateLike
@@ -338,7 +338,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             error=conclusion.error,
             task_id=batch.context.task(batch.task),
             trace=known,
-            after_refusal=batch.follows_refusal,
+            # The model has read that a call of this run was refused.
+            after_refusal=batch.known.get("refused") not in {None, batch.message},
         )
         if told.is_new and conclusion.refunds:
             self._recorder.record_refunds(conclusion.refunds)

@@ -35,11 +35,11 @@ from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Answer, Feature, Handler, ToolHandler
 from langchain_quota.middleware.flow import ContextT, Limiter
-from langchain_quota.middleware.observers import Observer
 from langchain_quota.rule import Outage
 from langchain_quota.state import QuotaState, ledger
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
+from langchain_quota.telemetry.observers import Observer
 
 
 class QuotaMiddleware(

@@ -23,10 +23,10 @@ from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.counts import owed_for
 from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
 from langchain_quota.middleware.history import answer, answer_of_refused
-from langchain_quota.middleware.observers import Observers
 from langchain_quota.rule import Outage
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.telemetry.observers import Observers
 from langchain_quota.telemetry.recorder import Recorder
 
 _RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")

@@ -26,7 +26,6 @@ from langchain_quota.middleware.calls import Update, with_state
 from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import ContextT
 from langchain_quota.middleware.history import identified, since
-from langchain_quota.middleware.observers import Observer
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.rule import Outage
 from langchain_quota.state import (
@@ -40,6 +39,7 @@ from langchain_quota.state import (
 )
 from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import Telemetry
+from langchain_quota.telemetry.observers import Observer
 
 OLDEST_LANGCHAIN = (1, 4)
 """In older versions, a graph without `after_model` hooks cannot go from the model to the model."""

@@ -48,7 +48,7 @@ class Observers:
                 result = observer(decision)
                 if form and inspect.isawaitable(result):
                     result = await result
-            except Exception as error:  # noqa: BLE001 - an observer must not break the agent
+            except Exception as error:
                 self._recorder.record_error("observer", error)
             told.notified += 1
             if form:
