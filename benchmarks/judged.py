@@ -123,7 +123,8 @@ def request_of(
         **arguments: Further arguments of the limit.
     """
     limit = ToolCallLimit("search", thread_limit=most, **arguments)
-    limits = ResolvedLimits([ResolvedLimit.of(limit, thread=most, run=None, thread_key=KEY)])
+    resolved = ResolvedLimit.of(limit, thread=most, run=None)
+    limits = ResolvedLimits([resolved.stored(KEY, None, (), remembers=False)])
     searches = [Call("tool", "search", f"call-{index}") for index in range(calls)]
     asked = [limits.asked(call) for call in searches]
     return Batch(

@@ -59,56 +59,55 @@ class ResolvedLimit(NamedTuple):
     denied: bool = False
 
     @classmethod
-    def of(  # noqa: PLR0913 - keyword-only, with defaults
-        cls,
-        limit: Limit,
-        *,
-        thread: object,
-        run: object,
-        thread_key: str | None = None,
-        run_key: str | None = None,
-        quotas: Iterable[Check] = (),
-        remembers: bool = False,
-    ) -> "ResolvedLimit":
-        """A limit with its numbers."""
+    def of(cls, limit: Limit, *, thread: object, run: object) -> "ResolvedLimit":
+        """A limit with the numbers of its thread and its run, which the state counts."""
         most_thread, most_run = (
             None
             if value is None
             else whole_amount(limit.unit, f"{what} of limit {limit.name!r}", value)
             for what, value in (("thread_limit", thread), ("run_limit", run))
         )
-        is_budget = limit.unit != "calls"
-        # Without a limit the store does not count. The state always keeps the run's count.
+        # What a model call uses of a budget is known when it is done.
+        hit = 1 if limit.unit == "calls" else 0
         checks = (
             Check(
                 THREAD,
                 thread_counter(limit),
                 most_thread,
-                None if most_thread is None else thread_key,
-                remembers,
+                hit=hit,
                 computed=callable(limit.thread_limit),
             ),
             Check(
                 RUN,
                 run_counter(limit),
                 most_run,
-                None if most_run is None else run_key,
                 mirrored=True,
+                hit=hit,
                 computed=callable(limit.run_limit),
             ),
-            *quotas,
         )
-        shared = any(each.key is not None for each in checks)
-        if not is_budget:
-            return cls(limit, checks, shared=shared)
         keep = getattr(limit, "keep", None)
-        return cls(
-            limit,
-            # What a model call uses is known when it is done.
-            tuple(each._replace(hit=0) for each in checks),
-            keep=whole_amount(limit.unit, "keep", keep) if keep else 0,
-            shared=shared,
+        kept = whole_amount(limit.unit, "keep", keep) if keep else 0
+        return cls(limit, checks, keep=kept)
+
+    def stored(
+        self,
+        thread_key: str | None,
+        run_key: str | None,
+        quotas: Iterable[Check],
+        *,
+        remembers: bool,
+    ) -> "ResolvedLimit":
+        """The limit where a store keeps its counts; `remembers`: the state does so, too."""
+        thread, run = self.checks
+        # Without a limit the store does not count. The state always keeps the run's count.
+        thread_key = None if thread.most is None else thread_key
+        checks = (
+            thread._replace(key=thread_key, mirrored=remembers),
+            run if run.most is None else run._replace(key=run_key),
+            *(each._replace(hit=run.hit) for each in quotas),
         )
+        return self._replace(checks=checks, shared=any(each.key is not None for each in checks))
 
     @property
     def is_budget(self) -> bool:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
@@ -143,11 +142,13 @@ class LimitsNow:
         self._prefix = prefix
         # That of the store; `None` without one.
         self._clock = clock
-        # The limits that are always the same.
+        # The limits whose numbers are no functions.
+        self._numbers = {each.name: fixed(each) for each in limits if not is_dynamic(each)}
+        # All limits, if they are always the same.
         self._fixed: dict[Kind | None, ResolvedLimits] = {}
-        if clock is None and not any(map(is_dynamic, limits)):
+        if clock is None and len(self._numbers) == len(limits):
             self._fixed = {
-                kind: ResolvedLimits(fixed(each) for each in of_kind)
+                kind: ResolvedLimits(self._numbers[each.name] for each in of_kind)
                 for kind, of_kind in self.of_kind.items()
             }
 
@@ -163,48 +164,72 @@ class LimitsNow:
         for root_run in root_runs:
             subject = await root_run(form, state, caller, prefix)
         now = None if self._clock is None else self._clock()
+        moment = _Moment(form, state, runtime, caller, prefix, subject, now)
+        return ResolvedLimits([await self._resolved(moment, each) for each in self.of_kind[kind]])
 
-        async def given(limit: Limit, argument: str, value: Any) -> Any:
-            if not callable(value):
-                return value
-            return await _given(form, limit, argument, partial(value, state, runtime), recorder)
+    async def _resolved(self, moment: "_Moment", limit: Limit) -> ResolvedLimit:
+        resolved = self._numbers.get(limit.name)
+        if resolved is None:
+            thread = await self._given(moment, limit, "thread_limit", limit.thread_limit)
+            run = await self._given(moment, limit, "run_limit", limit.run_limit)
+            resolved = ResolvedLimit.of(limit, thread=thread, run=run)
+        if moment.now is None or not limit.counted:
+            return resolved
+        quotas = [
+            _check(limit, quota, most, await self._subject(moment, limit, quota), moment)
+            for quota in limit.quotas
+            if (most := await self._given(moment, limit, "limit", quota.limit)) is not None
+        ]
+        counter, caller = stored_as(limit), moment.caller
+        known = caller.run_thread_id, ledger(moment.state).get("run")
+        of_thread, of_run = (
+            None if each is None else str(CountKey(counter, scope, str(each), prefix=moment.prefix))
+            for scope, each in zip((THREAD, RUN), known, strict=True)
+        )
+        return resolved.stored(of_thread, of_run, quotas, remembers=caller.remembers)
 
-        recorder, found = self._recorder, []
-        for limit in self.of_kind[kind]:
-            thread = await given(limit, "thread_limit", limit.thread_limit)
-            run = await given(limit, "run_limit", limit.run_limit)
-            if now is None or not limit.counted:
-                found.append(ResolvedLimit.of(limit, thread=thread, run=run))
-                continue
-            quotas = []
-            for quota in limit.quotas:
-                most = await given(limit, "limit", quota.limit)
-                if most is None:
-                    continue
-                what = f"quota {quota.name!r} of limit {limit.name!r}"
-                whose: object = await given(limit, "per", quota.per)
-                if not callable(quota.per):
-                    is_root = quota.per == ROOT_RUN
-                    whose = subject if is_root else _named(what, quota.per, runtime, caller)
-                quotas.append(_check(limit, quota, most, whose, now, prefix))
-            counter = stored_as(limit)
-            known = caller.run_thread_id, ledger(state).get("run")
-            of_thread, of_run = (
-                None if each is None else str(CountKey(counter, scope, str(each), prefix=prefix))
-                for scope, each in zip((THREAD, RUN), known, strict=True)
+    async def _subject(self, moment: "_Moment", limit: Limit, quota: Quota) -> str:
+        """Whose calls a quota counts together."""
+        what = f"quota {quota.name!r} of limit {limit.name!r}"
+        if callable(quota.per):
+            return _subject(what, await self._given(moment, limit, "per", quota.per))
+        if quota.per == ROOT_RUN:
+            return moment.subject
+        return _named(what, quota.per, moment.runtime, moment.caller)
+
+    async def _given(self, moment: "_Moment", limit: Limit, argument: str, value: Any) -> Any:
+        """A value, or what a limit's function gives; what it raises is counted, and names it."""
+        if not callable(value):
+            return value
+        try:
+            value = value(moment.state, moment.runtime)
+            if moment.form and inspect.isawaitable(value):
+                value = await value
+        except Exception as error:
+            error.add_note(f"raised by the function for {argument} of limit {limit.name!r}")
+            self._recorder.record_error("dynamic_limit", error)
+            raise
+        if inspect.iscoroutine(value):
+            value.close()
+        if inspect.isawaitable(value):
+            raise RuntimeError(
+                f"{argument} of limit {limit.name!r} is async: call the agent with ainvoke or "
+                "astream"
             )
-            found.append(
-                ResolvedLimit.of(
-                    limit,
-                    thread=thread,
-                    run=run,
-                    thread_key=of_thread,
-                    run_key=of_run,
-                    quotas=quotas,
-                    remembers=caller.remembers,
-                )
-            )
-        return ResolvedLimits(found)
+        return value
+
+
+class _Moment(NamedTuple):
+    """What limits depend on."""
+
+    form: Form
+    state: Any
+    runtime: Any
+    caller: CallContext
+    prefix: str
+    subject: str
+    # `None` without a store.
+    now: float | None
 
 
 def fixed(limit: Limit) -> ResolvedLimit:
@@ -212,20 +237,17 @@ def fixed(limit: Limit) -> ResolvedLimit:
     return ResolvedLimit.of(limit, thread=limit.thread_limit, run=limit.run_limit)
 
 
-def _check(  # noqa: PLR0913, PLR0917 - all of one count
-    limit: Limit, quota: Quota, most: object, whose: object, now: float, prefix: str
-) -> Check:
+def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Moment) -> Check:
     """The check of a quota."""
-    what = f"quota {quota.name!r} of limit {limit.name!r}"
-    number = whole_amount(limit.unit, f"limit of {what}", most)
-    subject = str(whose) if quota.per in {"global", ROOT_RUN} else _subject(what, whose)
-    key = CountKey.at(stored_as(limit), quota.dimension, subject, quota.window, now, prefix=prefix)
+    what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
+    counter, window, now = stored_as(limit), quota.window, moment.now or 0
+    key = CountKey.at(counter, quota.dimension, subject, window, now, prefix=moment.prefix)
     # A thread's use in all is one count, for every limit.
     in_all = quota.dimension == THREAD and key.resets_at is None
     return Check(
         quota.name,
         thread_counter(limit) if in_all else str(key),
-        number,
+        whole_amount(limit.unit, what, most),
         str(key),
         # The handler of the root run has its count, too.
         mirrored=quota.per == ROOT_RUN,
@@ -234,27 +256,6 @@ def _check(  # noqa: PLR0913, PLR0917 - all of one count
         subject=key.subject,
         resets_at=key.resets_at,
     )
-
-
-async def _given(
-    form: Form, limit: Limit, argument: str, function: Callable[[], Any], recorder: Recorder
-) -> Any:
-    """What a limit's function gives; what it raises is counted, and names the limit."""
-    try:
-        value = function()
-        if form and inspect.isawaitable(value):
-            value = await value
-    except Exception as error:
-        error.add_note(f"raised by the function for {argument} of limit {limit.name!r}")
-        recorder.record_error("dynamic_limit", error)
-        raise
-    if inspect.iscoroutine(value):
-        value.close()
-    if inspect.isawaitable(value):
-        raise RuntimeError(
-            f"{argument} of limit {limit.name!r} is async: call the agent with ainvoke or astream"
-        )
-    return value
 
 
 def _prefix(prefix: object, state: Any, runtime: Any) -> str:
@@ -279,7 +280,7 @@ def prefix_in(config: RunnableConfig, prefix: object) -> str:
     return check_prefix('config["configurable"]["quota_prefix"]', named)
 
 
-def _named(what: str, per: str, runtime: Any, caller: CallContext) -> object:
+def _named(what: str, per: str, runtime: Any, caller: CallContext) -> str:
     """The subject of a quota whose `per` is a name."""
     if per == "global":
         return ""
@@ -289,11 +290,11 @@ def _named(what: str, per: str, runtime: Any, caller: CallContext) -> object:
                 f"{what} is per thread, and this run has none: call the agent with "
                 '{"configurable": {"thread_id": …}}'
             )
-        return str(caller.run_thread_id)
+        return _subject(what, str(caller.run_thread_id))
     if per == "agent":
         if not caller.agent:
             raise ValueError(f"{what} is per agent, and this one has no name: create_agent(name=…)")
-        return caller.agent
+        return _subject(what, caller.agent)
     context = getattr(runtime, "context", None)
     value = context.get(per) if isinstance(context, Mapping) else getattr(context, per, None)
     if value is None:
@@ -301,7 +302,7 @@ def _named(what: str, per: str, runtime: Any, caller: CallContext) -> object:
             f"{what} needs {per!r} in runtime.context: call the agent with "
             f'context={{"{per}": …}}, or an object that has it'
         )
-    return value
+    return _subject(what, value)
 
 
 def _subject(what: str, value: object) -> str:
