@@ -15,7 +15,6 @@ from langchain_quota.monitoring import checks, exports
 TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
 DEFAULT = "http://127.0.0.1:9464/metrics"
 """Where `start_metrics_server` serves by default."""
-INTERVAL = 2.0
 ORDERS = {
     "threads": ("share", "refused", "name"),
     "quotas": ("share", "name"),
@@ -135,15 +134,10 @@ def _add_quotas(quotas: ArgumentParser) -> None:
 def _add_top(top: ArgumentParser) -> None:
     add = top.add_argument
     text = f"the /metrics of each process, such as host:9464 (default: {DEFAULT})"
-    add("addresses", nargs="*", type=_address, metavar="ADDRESS", help=text)
-    text = f"the token to send (default: the one in {TOKEN_VARIABLE})"
-    add("--token-file", type=Path, metavar="FILE", help=text)
+    add("addresses", nargs="*", type=_address, default=[DEFAULT], metavar="ADDRESS", help=text)
     add("--once", action="store_true", help="print everything once, as plain text")
-    text = (
-        f"seconds between two updates (default: {INTERVAL:g}); without a terminal: print again "
-        "after this time"
-    )
-    add("--interval", type=_number(float, 0.1, 3600), metavar="SECONDS", help=text)
+    text = "seconds between two updates (default: %(default)g)"
+    add("--interval", type=_number(float, 0.1, 3600), default=2.0, metavar="SECONDS", help=text)
     add("--view", choices=ORDERS, help="the first view; in plain text, the only one")
     orders = dict.fromkeys(order for each in ORDERS.values() for order in each)
     add("--sort", choices=orders, help="the order of the rows")
@@ -179,10 +173,5 @@ def _window(text: str) -> timedelta | None:
 
 
 def _address(text: str) -> str:
-    url = text if "://" in text else f"http://{text}"
-    try:
-        checks.url(url)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(str(error).replace(repr(url), repr(text))) from None
-    url = url.rstrip("/")
+    url = checks.url(text if "://" in text else f"http://{text}").rstrip("/")
     return url if urlsplit(url).path else f"{url}/metrics"

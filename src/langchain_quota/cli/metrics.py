@@ -6,8 +6,8 @@ import ssl
 import sys
 import time
 from argparse import Namespace
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from threading import Thread
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from langchain_quota.cli.arguments import DEFAULT, TOKEN_VARIABLE
+from langchain_quota.cli.arguments import TOKEN_VARIABLE
 from langchain_quota.cli.printing import CommandError, one_line
 from langchain_quota.decision import THREAD, Outcome
 from langchain_quota.telemetry import names
@@ -23,19 +23,14 @@ from langchain_quota.units import MICRODOLLARS, Level, Unit, level
 
 Series = tuple[str, ...]
 """A series: the metric's name, and the values of the metric's own labels, in their order."""
-Scrape = dict[Series, float]
+Scrape = Mapping[Series, float]
 """What a process said at one moment."""
-Rates = Mapping[Series, float]
-"""What counters gain in a second, over all processes."""
 
 SILENCE = 10.0
 """How many seconds an address may stay silent; Prometheus waits as long by default."""
 LONGEST = 60.0
 """The seconds that a whole answer may take."""
 MOST_BYTES = 100 << 20
-UNASKED = "no answer yet"
-WINDOW = 300.0
-"""The longest time that a rate covers, in seconds."""
 
 _SHOWN = 200
 _WANTED = {
@@ -45,7 +40,6 @@ _WANTED = {
 _PARTS = {
     "used": (*names.THREAD_USED.values(), *names.SUBJECT_USED.values()),
     "most": (*names.THREAD_LIMIT.values(), *names.SUBJECT_LIMIT.values()),
-    "spent": (*names.THREAD_SPENT.values(),),
     "refused": (names.THREAD_BLOCKED,),
     "refused_at": (names.THREAD_REFUSED,),
     "decided": (names.THREAD_DECIDED, names.SUBJECT_DECIDED),
@@ -55,51 +49,59 @@ _PART_OF = {spec.name: part for part, metrics in _PARTS.items() for spec in metr
 """What a metric of a thread or of a subject says."""
 _UNITS: dict[str, Unit] = {
     spec.name: unit
-    for amounts in (names.THREAD_USED, names.SUBJECT_USED, names.THREAD_SPENT, names.GRANTED)
+    for amounts in (names.THREAD_USED, names.SUBJECT_USED, names.GRANTED)
     for unit, spec in amounts.items()
 }
-_GROWING = {names.CALLS.name, names.LIMIT_DECISIONS.name}
 
 
 class Source:
     """An address that is asked again and again: its latest answer, or why it cannot be used."""
 
-    def __init__(self, name: str, client: httpx.Client) -> None:
+    def __init__(self, name: str, headers: Mapping[str, str], context: ssl.SSLContext) -> None:
         self.name = name
         self.scrape: Scrape | None = None
         self.answered_at = 0.0
-        self.failure: str | None = UNASKED
-        self._client = client
+        self._headers = headers
+        self._context = context
+        self._failure: str | None = "no answer yet"
 
-    def poll(self) -> None:
-        """Ask it, and keep its answer, or why there is none."""
-        try:
-            scrape = self._ask()
-        except httpx.TimeoutException:
-            self.failure = f"no answer within {SILENCE:g} s"
-        except (CommandError, httpx.HTTPError) as error:
-            self.failure = one_line(error)[:_SHOWN] or type(error).__name__
-        except Exception as error:  # noqa: BLE001 - it is shown; the others go on
-            self.failure = f"it answers, but not with metrics: {one_line(error)[:_SHOWN]}"
-        else:
-            # The scrape is last: who sees that it is new reads its time.
-            self.answered_at, self.failure, self.scrape = time.monotonic(), None, scrape
+    def poll(self, interval: float | None) -> None:
+        """Ask it, and keep its answer, or why there is none; with an interval, again and again."""
+        while True:
+            asked_at = time.monotonic()
+            try:
+                scrape = self._ask()
+            except httpx.TimeoutException:
+                self._failure = f"no answer within {SILENCE:g} s"
+            except (CommandError, httpx.HTTPError) as error:
+                self._failure = one_line(error)[:_SHOWN] or type(error).__name__
+            except Exception as error:  # noqa: BLE001 - it is shown; the others go on
+                self._failure = f"it answers, but not with metrics: {one_line(error)[:_SHOWN]}"
+            else:
+                # The scrape is last: who sees that it is new reads its time.
+                self.answered_at, self._failure, self.scrape = time.monotonic(), None, scrape
+            if interval is None:
+                return
+            time.sleep(max(0.0, asked_at + interval - time.monotonic()))
 
     @property
     def fault(self) -> str | None:
         """What is wrong with it, in one line, with the age of figures that are old."""
         age = f" (figures {time.monotonic() - self.answered_at:.0f} s old)" if self.scrape else ""
-        return self.failure and f"{self.name}{age}: {self.failure}"
+        return self._failure and f"{self.name}{age}: {self._failure}"
 
     def _ask(self) -> Scrape:
         """Its answer, bounded in size and time."""
-        with self._client.stream("GET", self.name) as response:
+        # This machine asks itself without a proxy.
+        is_here = (urlsplit(self.name).hostname or "").startswith(("localhost", "127.", "::1"))
+        given: Any = {"headers": self._headers, "verify": self._context, "timeout": SILENCE}
+        with httpx.stream("GET", self.name, trust_env=not is_here, **given) as response:
             if response.status_code != httpx.codes.OK:
                 answer = f"it answers {response.status_code} {response.reason_phrase}".rstrip()
                 if response.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-                    answer += f": give a token in {TOKEN_VARIABLE} or with --token-file"
-                    if "Authorization" in self._client.headers:
-                        answer = f"{answer.partition(':')[0]}: it does not take the token"
+                    has_token = "Authorization" in self._headers
+                    remedy = "it does not take the token in" if has_token else "give a token in"
+                    answer += f": {remedy} {TOKEN_VARIABLE}"
                 elif "Location" in response.headers:
                     answer += f": give the address {response.headers['Location']}"
                 raise CommandError(answer)
@@ -132,35 +134,15 @@ def of_text(text: str) -> Scrape:
 
 def sources(arguments: Namespace) -> list[Source]:
     """The addresses that the arguments name, each once."""
-    file, token, where = arguments.token_file, os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
-    if file is not None:
-        where = f"--token-file {str(file)!r}"
-        try:
-            token = file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise CommandError(f"cannot read {where}: {reason}") from error
-        if not token:
-            raise CommandError(f"{where} is empty")
+    token = os.environ.get(TOKEN_VARIABLE, "")
     if not all("!" <= each <= "~" for each in token):
-        raise CommandError(f"{where} is no token: it must have visible ASCII characters only")
+        must = "it must have visible ASCII characters only"
+        raise CommandError(f"{TOKEN_VARIABLE} is no token: {must}")
     headers = {"Accept": "text/plain; version=0.0.4", "Accept-Encoding": "identity"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    found = []
     context = ssl.create_default_context()
-    for url in dict.fromkeys(arguments.addresses or (DEFAULT,)):
-        client = httpx.Client(
-            verify=context,
-            headers=headers,
-            timeout=SILENCE,
-            # This machine asks itself without a proxy.
-            trust_env=not (urlsplit(url).hostname or "").startswith(("localhost", "127.", "::1")),
-            # Nobody closes a client: threads ask with it until the process ends.
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
-        found.append(Source(url, client))
-    return found
+    return [Source(url, headers, context) for url in dict.fromkeys(arguments.addresses)]
 
 
 class Use(NamedTuple):
@@ -191,14 +173,9 @@ class Limit(NamedTuple):
 
     agent: str
     limit: str
-    allowed: float = 0
-    refused: float = 0
-    on_trial: float = 0
-    refused_a_minute: float | None = None
-    near: float = 0
-    exhausted: float = 0
-    ended: float = 0
-    granted: float = 0
+    counts: defaultdict[str, float]
+    """Calls by decision, subjects by level, and the runs `ended` and the amount `granted`."""
+    refused_at: float | None = None
     unit: Unit = "calls"
 
 
@@ -210,143 +187,86 @@ class Figures(NamedTuple):
     limits: tuple[Limit, ...] = ()
     ran: float = 0
     refused: float = 0
-    refused_a_minute: float | None = None
     hidden: float = 0
     processes: int = 0
 
 
-class Growth:
-    """How much counters have grown since the first answer, or at most since the window began."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, Scrape] = {}
-        self._gains: deque[tuple[float, Scrape]] = deque()
-        self._began: float | None = None
-
-    def take(self, name: str, scrape: Scrape, at: float) -> None:
-        """Take in an address's answer: what a process had before it was first seen is no gain."""
-        now = {key: value for key, value in scrape.items() if key[0] in _GROWING}
-        before = self._last.get(name)
-        self._last[name] = now
-        if self._began is None:
-            self._began = at
-        if before is not None:
-            # A counter that is lower than before began again at 0, with its process.
-            known = {key: last for key, last in before.items() if now.get(key, 0.0) >= last}
-            self._gains.append((at, {key: now[key] - known.get(key, 0.0) for key in now}))
-
-    def rates(self, at: float) -> Rates | None:
-        """The gains in a second; `None` before anything was seen twice."""
-        if self._began is None or not self._gains or at <= self._began:
-            return None
-        while self._gains[0][0] < at - WINDOW and len(self._gains) > 1:
-            self._gains.popleft()
-        seconds = min(WINDOW, at - self._began)
-        found: defaultdict[Series, float] = defaultdict(float)
-        for _, gains in self._gains:
-            for key, gain in gains.items():
-                found[key] += gain / seconds
-        return found
-
-
 _Part = dict[str, Any]
+_Values = list[tuple[Series, float]]
+"""The labels and values of a metric in all processes."""
 
 
-def figures(scrapes: Iterable[Scrape], rates: Rates | None = None) -> Figures:
+def figures(scrapes: Sequence[Scrape]) -> Figures:
     """What processes say: the sums, and what a thread or subject has used by who judged it last."""
-    scrapes = [*scrapes]
     uses: defaultdict[Series, defaultdict[int, _Part]] = defaultdict(lambda: defaultdict(dict))
-    sums: defaultdict[Series, float] = defaultdict(float)
-    near: dict[Series, float] = {}
-    subjects: defaultdict[Series, float] = defaultdict(float)
+    values: defaultdict[str, _Values] = defaultdict(list)
     for process, scrape in enumerate(scrapes):
         for (name, *labels), value in scrape.items():
-            if name in _PART_OF:
-                of_thread = "thread_id" in _WANTED[name]
-                key = (*labels[:2], *([THREAD, labels[2]] if of_thread else labels[2:]))
-                part = uses[key][process]
-                part[_PART_OF[name]] = value
-                part["unit"] = _UNITS.get(name) or part.get("unit", "calls")
-            elif name == names.LIMIT_NEAR.name:
-                near[*labels,] = value
-            elif name == names.SUBJECTS.name:
-                # Each process counts whom it has served: a sum would count some of them twice.
-                subjects[*labels,] = max(subjects[*labels,], value)
-            else:
-                sums[name, *labels] += value
+            if name not in _PART_OF:
+                values[name].append(((*labels,), value))
+                continue
+            scoped = labels[:2] + [THREAD] * ("thread_id" in _WANTED[name]) + labels[2:]
+            part = uses[*scoped,][process]
+            part[_PART_OF[name]] = value
+            part["unit"] = _UNITS.get(name) or part.get("unit", "calls")
+    near = dict(values[names.LIMIT_NEAR.name])
     made = (_use(key, [*parts.values()], near.get(key[:2])) for key, parts in uses.items())
     known = [each for each in made if each.used is not None or each.refused]
-    for key, count in Counter((*each[:3], each.level) for each in known if each.level).items():
-        subjects[key] = max(subjects[key], count)
-    lately = _total(rates or {}, names.CALLS.name, Outcome.BLOCKED)
+    calls = values[names.CALLS.name]
     return Figures(
         threads=tuple(each for each in known if each.scope == THREAD),
         quotas=tuple(each for each in known if each.scope != THREAD),
-        limits=_limits(sums, rates, subjects),
-        ran=_total(sums, names.CALLS.name, Outcome.ALLOWED, Outcome.WOULD_BLOCK),
-        refused=_total(sums, names.CALLS.name, Outcome.BLOCKED),
-        refused_a_minute=None if rates is None else 60 * lately,
-        hidden=_total(sums, names.THREADS_HIDDEN.name),
+        limits=_limits(values, known),
+        ran=sum(value for of, value in calls if of[-1] in {Outcome.ALLOWED, Outcome.WOULD_BLOCK}),
+        refused=sum(value for of, value in calls if of[-1] == Outcome.BLOCKED),
+        hidden=sum(value for _, value in values[names.THREADS_HIDDEN.name]),
         processes=len(scrapes),
     )
-
-
-def _total(amounts: Rates, name: str, *decisions: str) -> float:
-    found = ((key[-1], amount) for key, amount in amounts.items() if key[0] == name)
-    return sum(amount for decision, amount in found if not decisions or decision in decisions)
 
 
 def _use(key: Series, parts: list[_Part], near: float | None) -> Use:
     latest = max(parts, key=lambda part: part.get("decided", 0))
     used, most, unit = latest.get("used"), latest.get("most"), latest["unit"]
-    if used is None and any("spent" in part for part in parts):
-        # No limit per thread: what it has spent, in all processes.
-        used = sum(part.get("spent", 0) for part in parts)
     is_at = None
     if used is not None and most is not None and near is not None:
         scale = MICRODOLLARS if unit == "microdollars" else 1
         is_at = level(round(used * scale), round(most * scale), near)
+    refused_at = [part["refused_at"] for part in parts if "refused_at" in part]
     agent, limit, scope, subject = key
     return Use(
         *(agent, limit, scope, subject, unit, used, most, is_at),
         refused=sum(part.get("refused", 0) for part in parts),
-        refused_at=max(
-            (part["refused_at"] for part in parts if "refused_at" in part), default=None
-        ),
+        refused_at=max(refused_at, default=None),
         resets_at=latest.get("resets_at"),
     )
 
 
-def _limits(sums: Rates, rates: Rates | None, subjects: Rates) -> tuple[Limit, ...]:
-    found: defaultdict[Series, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+def _limits(values: Mapping[str, _Values], known: Sequence[Use]) -> tuple[Limit, ...]:
+    counts: defaultdict[Series, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     units: dict[Series, Unit] = {}
-    for key, value in sums.items():
-        if key[0] == names.LIMIT_DECISIONS.name:
-            found[key[1:3]][key[-1]] += value
-        elif key[0] == names.RUNS_ENDED.name:
-            found[key[1:3]]["ended"] += value
-        elif key[0] in _UNITS:
-            found[key[1:3]]["granted"] += value
-            units[key[1:3]] = _UNITS[key[0]]
-    for key, count in subjects.items():
-        found[key[:2]][key[-1]] += count
-    for key, gain in (rates or {}).items():
-        if key[0] == names.LIMIT_DECISIONS.name and key[-1] == Outcome.BLOCKED:
-            found[key[1:3]]["lately"] += gain
+    for labels, value in values[names.LIMIT_DECISIONS.name]:
+        counts[labels[:2]][labels[-1]] += value
+    for labels, value in values[names.RUNS_ENDED.name]:
+        counts[labels]["ended"] += value
+    for unit, spec in names.GRANTED.items():
+        for labels, value in values[spec.name]:
+            counts[labels[:2]]["granted"] += value
+            units[labels[:2]] = unit
+    # Each process counts whom it has served: a sum would count some of them twice.
+    subjects: defaultdict[Series, float] = defaultdict(float)
+    shown = Counter((*each[:3], str(each.level)) for each in known if each.level)
+    for labels, value in (*values[names.SUBJECTS.name], *shown.items()):
+        subjects[labels] = max(subjects[labels], value)
+    for labels, value in subjects.items():
+        counts[labels[:2]][labels[-1]] += value
+    refused_at: defaultdict[Series, float] = defaultdict(float)
+    for each in known:
+        refused_at[each[:2]] = max(refused_at[each[:2]], each.refused_at or 0)
     return tuple(
         Limit(
-            *(key[0], key[1]),
-            allowed=of[Outcome.ALLOWED] - of["refunded"],
-            refused=of[Outcome.BLOCKED],
-            on_trial=of[Outcome.WOULD_BLOCK],
-            refused_a_minute=None if rates is None else 60 * of["lately"],
-            near=of[Level.NEAR],
-            exhausted=of[Level.EXHAUSTED],
-            ended=of["ended"],
-            granted=of["granted"],
-            unit=units.get(key, "calls"),
+            agent, limit, of, refused_at[agent, limit] or None, units.get((agent, limit), "calls")
         )
-        for key, of in found.items()
+        for (agent, limit), of in counts.items()
     )
 
 
@@ -356,39 +276,18 @@ class Watch:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = sources
         self.figures: Figures | None = None
-        self._growth = Growth()
-        self._taken: dict[Source, Scrape] = {}
+        self._taken: list[Scrape] = []
 
-    def ask_all(self) -> None:
-        """Ask each once, and wait for the answers."""
+    def start(self, interval: float | None) -> list[Thread]:
+        """Ask each once, or with an interval again and again, as long as the process lasts."""
         # Nobody waits for a daemon thread at the end of the process.
-        asking = [Thread(target=each.poll, daemon=True) for each in self.sources]
-        # Who takes too long says so itself.
-        end = time.monotonic() + LONGEST + 2 * SILENCE
+        asking = [Thread(target=each.poll, args=(interval,), daemon=True) for each in self.sources]
         for thread in asking:
             thread.start()
-        for thread in asking:
-            thread.join(max(0.0, end - time.monotonic()))
-        self.gather()
-
-    def start(self, interval: float) -> None:
-        """Ask each again and again, as long as the process lasts."""
-        for each in self.sources:
-            Thread(target=_ask_often, args=(each, interval), daemon=True).start()
+        return asking
 
     def gather(self) -> None:
         """Make figures of their latest answers, if there is a new one."""
-        now = {each: each.scrape for each in self.sources if each.scrape is not None}
-        news = [each for each, scrape in now.items() if scrape is not self._taken.get(each)]
-        for each in news:
-            self._growth.take(each.name, now[each], each.answered_at)
-        self._taken = now
-        if news or (self.figures is None and any(each.failure != UNASKED for each in self.sources)):
-            self.figures = figures(now.values(), self._growth.rates(time.monotonic()))
-
-
-def _ask_often(source: Source, interval: float) -> None:
-    while True:
-        asked_at = time.monotonic()
-        source.poll()
-        time.sleep(max(0.0, asked_at + interval - time.monotonic()))
+        now = [each.scrape for each in self.sources if each.scrape is not None]
+        if [*map(id, now)] != [*map(id, self._taken)]:
+            self._taken, self.figures = now, figures(now)

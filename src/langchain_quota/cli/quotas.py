@@ -29,8 +29,6 @@ _TIMEOUT = 10.0
 _AT_ONCE = 500
 """How many counts are reset in one step."""
 _DECLINED = _ODD = 1
-_NAMED, _SHOWN = 20, 200
-"""How many keys that hold no count are named, and how much of each name."""
 
 
 def run(arguments: Namespace) -> int:
@@ -52,11 +50,8 @@ def _show(store: RedisStore, arguments: Namespace) -> int:
     lines = table(headings, [*map(_row, found)], right={"used", "of"}) if found else ["no counts"]
     for line in lines:
         say(line)
-    for name in odd[:_NAMED]:
-        more = "..." if len(name) > _SHOWN else ""
-        complain("quotas", f"{name[:_SHOWN]!r}{more} holds no count, and is left as it is")
-    if len(odd) > _NAMED:
-        complain("quotas", f"{len(odd) - _NAMED} more hold no count, and are left as they are")
+    for name in odd:
+        complain("quotas", f"{name!r} holds no count, and is left as it is")
     code = _ODD if odd else 0
     if arguments.action == "show" or not found:
         return code
@@ -123,14 +118,14 @@ def _grant(store: RedisStore, arguments: Namespace) -> int:
         with suppress(ImportError, KeyError, OSError):  # the system does not know who runs this
             by = getuser()
     try:
-        with _audit() as told:
+        with _audited() as audit:
             given = store.grant(
                 key, amount, until=until, reason=arguments.reason, by=by or "", id=name
             )
     except QuotaStoreError as error:
         again = f"to try again without granting twice add --id {name}"
         raise QuotaStoreError(f"{error}; {again}") from error
-    event = "granted" if told else "was granted before:"
+    event = "granted" if audit.told else "was granted before:"
     if (given.ends or 0) <= time.time():
         event = "was granted before, and is over:"
     say(f"{event} {_line(given)}")
@@ -141,7 +136,7 @@ def _revoke(store: RedisStore, arguments: Namespace) -> int:
     key = arguments.key
     for each in store.grants(_glob(key) + "*"):
         if each.id == arguments.id and key in {each.key, _base(each.key)}:
-            with _audit():
+            with _audited():
                 ended = store.revoke(each.key, each.id)
             if ended is not None:
                 say(f"revoked {_line(ended)}")
@@ -202,11 +197,7 @@ def _whole_key(store: RedisStore, arguments: Namespace) -> str:
 
 def _base(text: str) -> str:
     """A key's text without its window."""
-    with suppress(ValueError):
-        key = CountKey.parse(text)
-        if key.window is not None:
-            return text.removesuffix(f":{key.window}:{key.index}")
-    return text
+    return ":".join(text.split(":")[:3])
 
 
 def _glob(text: str) -> str:
@@ -233,27 +224,29 @@ def _when(seconds: float | None) -> str:
         return "the end of time"
 
 
+class _Audit(logging.Handler):
+    """Prints what is logged about grants on stderr, as JSON."""
+
+    told = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it, if it is about a grant."""
+        fields = {name: value for name, value in vars(record).items() if name.startswith("quota_")}
+        if fields:
+            at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+            line = json.dumps({"time": at, **fields})
+            print(line, file=sys.stderr, flush=True)  # noqa: T201 - a command's output
+            self.told += 1
+
+
 @contextmanager
-def _audit() -> Iterator[list[str]]:
-    """Print what is logged about grants on stderr, as JSON; gives the list of these lines."""
-    told: list[str] = []
-
-    class Audit(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            fields = {
-                name: value for name, value in vars(record).items() if name.startswith("quota_")
-            }
-            if fields:
-                at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-                told.append(json.dumps({"time": at, **fields}))
-                print(told[-1], file=sys.stderr, flush=True)  # noqa: T201 - a command's output
-
-    logger, handler = logging.getLogger("langchain_quota"), Audit()
+def _audited() -> Iterator[_Audit]:
+    logger, audit = logging.getLogger("langchain_quota"), _Audit()
     before = logger.level
     logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+    logger.addHandler(audit)
     try:
-        yield told
+        yield audit
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(audit)
         logger.setLevel(before)

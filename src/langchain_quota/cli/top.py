@@ -7,22 +7,23 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import pick_unit_and_suffix
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from langchain_quota.cli.arguments import INTERVAL, ORDERS
+from langchain_quota.cli.arguments import ORDERS
 from langchain_quota.cli.metrics import Figures, Limit, Use, Watch, sources
-from langchain_quota.cli.printing import complain, printable, say, table
-from langchain_quota.units import Level, Unit
+from langchain_quota.cli.printing import complain, printable, say
+from langchain_quota.decision import Outcome
+from langchain_quota.units import MICRODOLLARS, Level, Unit, as_dollars
 
 try:
     import termios
@@ -32,19 +33,21 @@ except ModuleNotFoundError:  # Windows
 
 SOME_FAILED, ALL_FAILED = 1, 2
 """The exit codes if addresses did not answer, where each is asked once."""
-STYLES = {Level.OK: "green", Level.NEAR: "yellow", Level.EXHAUSTED: "red"}
+OK, NEAR, EXHAUSTED = Level
+STYLES = {OK: "green", NEAR: "yellow", EXHAUSTED: "red"}
 """The terminal's own colors, so that they fit a dark and a light background."""
-KEYS = "q quit  1-3 view  s sort  / filter  space pause  arrows scroll"
+KEYS = "q quit  1-3 view  s sort  / filter  arrows scroll"
 FAULTS = 3
 """How many lines name addresses that fail."""
 
-_NO_KEYS = "no keys are read here: use the options; Ctrl-C quits"
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
 _LONGEST_FILTER = 100
 _NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
 _PAUSE = 0.2
 """The seconds between two looks at new answers."""
 _WIDE = 100
+_WIDEST = 100_000
+"""So many columns that plain text is neither wrapped nor cut."""
 _BESIDE_ROWS = 5
 """The lines above and below the rows: two with totals, the views, the headings, the keys."""
 _NAMES = ("thread", "subject", "quota", "agent", "limit")
@@ -54,7 +57,7 @@ _COLUMNS = {
     "threads": ("thread", "agent", "limit", *_USED, "refused", "ago", "ends in"),
     "quotas": ("subject", "quota", "agent", "limit", *_USED, "ends in"),
     "limits": (
-        *("agent", "limit", "allowed", "refused", "/min", "on trial", "near", "exhausted"),
+        *("agent", "limit", "allowed", "refused", "ago", "on trial", "near", "exhausted"),
         *("ended runs", "granted"),
     ),
 }
@@ -64,7 +67,7 @@ _ONLY_WIDE = {
     "limits": ("ended runs", "granted"),
 }
 """The columns that need a wide terminal."""
-_MARKS = {None: " ", Level.OK: " ", Level.NEAR: "~", Level.EXHAUSTED: "!"}
+_MARKS = {None: " ", OK: " ", NEAR: "~", EXHAUSTED: "!"}
 """They say the same without colors."""
 _NOTHING = {
     "threads": "no thread has used anything yet",
@@ -83,7 +86,6 @@ class View:
     order: str | None = None
     text: str = ""
     first: int = 0
-    paused: bool = False
     is_typing: bool = False
     ended: bool = False
 
@@ -95,51 +97,33 @@ class View:
 
 
 def run(arguments: Namespace) -> int:
-    """Show the view in a terminal, else print the figures."""
+    """Show the view in a terminal, else print the figures once."""
     watch = Watch(sources(arguments))
     view = View(arguments.view or "threads", arguments.sort, arguments.filter)
     # COLUMNS and LINES do not change with the terminal's size.
     sizes = ("COLUMNS", "LINES")
     console = Console(_environ={key: os.environ[key] for key in os.environ if key not in sizes})
-    is_screen = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
-    if is_screen and not arguments.once:
-        watch.start(arguments.interval or INTERVAL)
+    has_keys = termios is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    if has_keys and not console.is_dumb_terminal and not arguments.once:
+        watch.start(arguments.interval)
         return _show(watch, view, console)
-    names = [view.name] if arguments.view else [*ORDERS]
-    return _print(watch, view, names, None if arguments.once else arguments.interval)
-
-
-def _print(watch: Watch, view: View, names: Sequence[str], interval: float | None) -> int:
-    """Print the figures, once, or again and again if an interval is given."""
-    complained: list[str] = []
-    while True:
-        began = time.monotonic()
-        watch.ask_all()
-        failures = [f"{each.name}: {each.failure}" for each in watch.sources if each.failure]
-        for each in (each for each in failures if each not in complained):
-            complain("top", each)
-        complained = failures
-        if all(each.scrape is None for each in watch.sources):
-            return ALL_FAILED
-        moment = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  " if interval else ""
-        for line in _lines(watch.figures or Figures(), view, names):
-            if line or not moment:
-                say(f"{moment}{line}")
-        if interval is None:
-            return SOME_FAILED if failures else 0
-        time.sleep(max(0.0, began + interval - time.monotonic()))
-
-
-def _lines(figures: Figures, view: View, names: Sequence[str]) -> Iterator[str]:
-    """The sums, and a table of each of these views, as plain text."""
-    yield _summary(figures).plain
-    for name in names:
-        columns, now = _COLUMNS[name], time.time()
-        texts = [_cells(row, now) for row in rows(figures, replace(view, name=name))]
-        if texts:
-            cells = [[printable(each[column][0]).strip() for column in columns] for each in texts]
-            right = {*columns}.difference(_NAMES, ("state",))
-            yield from ("", f"{name}:", *table(columns, cells, right=right))
+    for thread in watch.start(None):
+        thread.join()
+    watch.gather()
+    faults = [fault for each in watch.sources if (fault := each.fault)]
+    for fault in faults:
+        complain("top", fault)
+    if watch.figures is None:
+        return ALL_FAILED
+    plain = Console(width=_WIDEST, force_terminal=False)
+    with plain.capture() as printed:
+        plain.print(_summary(watch.figures))
+        for name in [view.name] if arguments.view else ORDERS:
+            if found := rows(watch.figures, replace(view, name=name)):
+                plain.print(f"\n{name}:", _table(found, name, plain, time.time()), sep="\n")
+    for line in printed.get().splitlines():
+        say(line.rstrip())
+    return SOME_FAILED if faults else 0
 
 
 def _show(watch: Watch, view: View, console: Console) -> int:
@@ -147,44 +131,40 @@ def _show(watch: Watch, view: View, console: Console) -> int:
     drawn: Any = None
     write = console.file.write
     with ExitStack() as stack:
-        pressed = _keys(stack)
+        _take_keys(stack)
         live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
         # A character that is wider than expected must not move the lines below.
         stack.callback(write, _WRAPPING)
         write(_NO_WRAPPING)
         beside: Any = {"console": console, "addresses": len(watch.sources)}
-        beside["keys"] = _NO_KEYS if pressed is _wait else KEYS
         while not view.ended:
             watch.gather()
-            known = drawn[0] if drawn and view.paused else watch.figures
-            faults = [fault for each in watch.sources if (fault := each.fault) is not None]
-            now = (known, view, faults, console.size)
+            faults = [fault for each in watch.sources if (fault := each.fault)]
+            now = (watch.figures, view, faults, console.size)
             if now != drawn:
                 drawn = now
-                shown = screen(known, view, faults=faults, now=time.time(), **beside)
+                shown = screen(watch.figures, view, faults=faults, now=time.time(), **beside)
                 live.update(shown, refresh=True)
             size = _page(console, faults)
-            for key in pressed(_PAUSE):
+            for key in _pressed(_PAUSE):
                 view = press(view, key, page=size)
             if view.first:
-                most = len(rows(known or Figures(), view)) - size
+                most = len(rows(watch.figures or Figures(), view)) - size
                 view = replace(view, first=max(0, min(view.first, most)))
     return 0
 
 
-def _keys(stack: ExitStack) -> Callable[[float], Sequence[str]]:
-    """A function that waits some seconds for keys; a signal ends the view like an error."""
+def _take_keys(stack: ExitStack) -> None:
+    """Get keys as they are pressed; a signal ends the view like an error."""
     # Ctrl-Z would leave the screen to the shell.
-    for name, handler in (("SIGTERM", _end), ("SIGHUP", _end), ("SIGTSTP", signal.SIG_IGN)):
-        if hasattr(signal, name):
-            number = getattr(signal, name)
-            stack.callback(signal.signal, number, signal.signal(number, handler))
-    if termios is None or not sys.stdin.isatty():
-        return _wait
+    for number, handler in (
+        *((signal.SIGTERM, _end), (signal.SIGHUP, _end)),
+        (signal.SIGTSTP, signal.SIG_IGN),
+    ):
+        stack.callback(signal.signal, number, signal.signal(number, handler))
     terminal = sys.stdin.fileno()
     stack.callback(termios.tcsetattr, terminal, termios.TCSAFLUSH, termios.tcgetattr(terminal))
     tty.setcbreak(terminal)
-    return _pressed
 
 
 def _end(number: int, _: object) -> None:
@@ -197,11 +177,6 @@ def _pressed(seconds: float) -> Sequence[str]:
     data = os.read(sys.stdin.fileno(), 1024)
     # Without a terminal nobody reads the view any more.
     return _KEY.findall(data.decode(errors="ignore")) if data else ("\x1b", "q")
-
-
-def _wait(seconds: float) -> Sequence[str]:
-    time.sleep(seconds)
-    return ()
 
 
 def press(view: View, key: str, *, page: int = 10) -> View:
@@ -218,7 +193,6 @@ def press(view: View, key: str, *, page: int = 10) -> View:
     moves = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -page, "\x1b[6~": page}
     changes: dict[str, dict[str, Any]] = {
         "q": {"ended": True},
-        " ": {"paused": not view.paused},
         "/": {"is_typing": True},
         "s": {"order": following, "first": 0},
         "\x1b": {"text": "", "first": 0},
@@ -246,8 +220,8 @@ def _order(row: Row, by: str) -> tuple[float, ...]:
     if by == "name":
         return ()
     if isinstance(row, Limit):
-        share = (-row.exhausted, -row.near)
-        return share if by == "share" else (-(row.refused_a_minute or 0), -row.refused)
+        names = (EXHAUSTED, NEAR) if by == "share" else (Outcome.BLOCKED,)
+        return tuple(-row.counts[each] for each in names)
     # A limit on trial refuses nobody, so nobody counts as near it.
     order = (row.level is None, -(row.share or 0), -row.refused)
     return order if by == "share" else (-row.refused, *order)
@@ -266,7 +240,6 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     addresses: int,
     faults: Sequence[str],
     now: float,
-    keys: str = KEYS,
 ) -> RenderableType:
     """The whole screen; `known` is `None` before the first answer."""
     figures = known or Figures()
@@ -274,10 +247,7 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     shown = _page(console, faults)
     first = max(0, min(view.first, len(found) - shown))
     title = Text.assemble(("langchain-quota top", "bold"), "  ")
-    processes = f"{figures.processes} process{'' if figures.processes == 1 else 'es'}"
-    where = f"{addresses} address{'' if addresses == 1 else 'es'}"
-    title.append(f"{processes} at {where}" if known else "asking ...")
-    title.append("  paused" if view.paused else "", "yellow")
+    title.append(f"{figures.processes} of {addresses} addresses" if known else "asking ...")
     named = [*faults]
     if len(faults) > FAULTS:
         named[FAULTS - 1 :] = [f"and {len(faults) - FAULTS + 1} more addresses fail"]
@@ -298,7 +268,7 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
         parts.append(Text(nothing, "dim"))
     parts += [Text("")] * (shown - max(1, min(shown, len(found))))
     prompt = f"filter: {view.text}_   Enter keeps it, Esc clears it"
-    parts.append(Text(prompt) if view.is_typing else Text(keys, "dim"))
+    parts.append(Text(prompt) if view.is_typing else Text(KEYS, "dim"))
     for part in parts:
         if isinstance(part, Text):
             part.no_wrap, part.overflow = True, "crop"
@@ -307,12 +277,10 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
 
 def _summary(figures: Figures) -> Text:
     """The sums of everything, in one line."""
-    lately = figures.refused_a_minute
     text = Text(f"calls {compact(figures.ran)} ran, ")
-    text.append(f"{compact(figures.refused)} refused", "red" if lately else "")
-    text.append("" if lately is None else f" ({compact(round(lately, 1))}/min)")
-    for before, level in (("  ", Level.NEAR), (", ", Level.EXHAUSTED)):
-        count = sum(getattr(each, level) for each in figures.limits)
+    text.append(f"{compact(figures.refused)} refused", "red" if figures.refused else "")
+    for before, level in (("  ", NEAR), (", ", EXHAUSTED)):
+        count = sum(each.counts[level] for each in figures.limits)
         text.append(before).append(f"{compact(count)} {level}", STYLES[level] if count else "")
     if figures.hidden:
         text.append(f"  {compact(figures.hidden)} threads hidden", "dim")
@@ -329,7 +297,8 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
         justify: Any = "left" if column in (*_NAMES, "state") else "right"
         # Rich makes columns narrower that may wrap, those with names; the texts in them do not.
         made.add_column(heading, justify=justify, no_wrap=column not in _NAMES)
-    if name != "limits":
+    has_bars = name != "limits" and console.is_terminal
+    if has_bars:
         made.add_column("", no_wrap=True)
     for row in found:
         texts = _cells(row, now)
@@ -337,7 +306,7 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
             Text(printable(text), style, no_wrap=True, overflow=overflow)
             for text, style in (texts[each] for each in columns)
         ]
-        if isinstance(row, Use):
+        if has_bars and isinstance(row, Use):
             style = texts["used/of"][1]
             cells.append("" if row.share is None else gauge(row.share, 1, style, 20 if wide else 6))
         made.add_row(*cells)
@@ -352,38 +321,31 @@ def gauge(used: float, most: float, style: str, width: int | None = None) -> Pro
 
 def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
     """What each column says of a row, and in which style."""
+    ago = None if row.refused_at is None else now - row.refused_at
+    both = {"agent": (row.agent, ""), "limit": (row.limit, ""), "ago": (lasting(ago), "")}
     if isinstance(row, Limit):
-        numbers = {
-            "allowed": (row.allowed, ""),
-            "refused": (row.refused, "red"),
-            "/min": (row.refused_a_minute, ""),
-            "on trial": (row.on_trial, ""),
-            "near": (row.near, STYLES[Level.NEAR]),
-            "exhausted": (row.exhausted, STYLES[Level.EXHAUSTED]),
-            "ended runs": (row.ended, ""),
+        counts: dict[str, tuple[float, str]] = {
+            "allowed": (row.counts[Outcome.ALLOWED] - row.counts["refunded"], ""),
+            "refused": (row.counts[Outcome.BLOCKED], "red"),
+            "on trial": (row.counts[Outcome.WOULD_BLOCK], ""),
+            **{str(each): (row.counts[each], STYLES[each]) for each in (NEAR, EXHAUSTED)},
+            "ended runs": (row.counts["ended"], ""),
         }
-        return {
-            "agent": (row.agent, ""),
-            "limit": (row.limit, ""),
-            **{name: (compact(n), style if n else "dim") for name, (n, style) in numbers.items()},
-            "granted": (compact(row.granted, row.unit), ""),
-        }
+        cells = {name: (compact(n), style if n else "dim") for name, (n, style) in counts.items()}
+        return {**both, **cells, "granted": (compact(row.counts["granted"], row.unit), "")}
     used, style = compact(row.used, row.unit), "dim" if row.level is None else STYLES[row.level]
     if row.most is not None:
         used = f"{used.removesuffix(' tok')}/{compact(row.most, row.unit)}"
-    ago = None if row.refused_at is None else now - row.refused_at
     left = (row.resets_at or now) - now
     return {
         "thread": (row.subject, ""),
         "subject": (row.subject or "-", ""),
         "quota": (row.scope, ""),
-        "agent": (row.agent, ""),
-        "limit": (row.limit, ""),
+        **both,
         "used/of": (used, style),
         "share": (percent(row.share) + _MARKS[row.level], style),
         "state": ("" if row.share is None else str(row.level or "on trial"), style),
         "refused": (compact(row.refused), "red" if row.refused else "dim"),
-        "ago": (lasting(ago), ""),
         "ends in": (lasting(left if left > 0 else None), ""),
     }
 
@@ -392,20 +354,15 @@ def compact(value: float | None, unit: Unit = "calls") -> str:
     """An amount in few characters: `"1,200"`, `"1.25M tok"`, `"$0.50"`."""
     if value is None:
         return "-"
-    sign, end = "$" if unit == "microdollars" else "", " tok" if unit == "tokens" else ""
-    if abs(value) < 100_000:  # noqa: PLR2004 - the most that six characters show
-        if not sign:
-            return f"{value:,.0f}{end}" if value == round(value) else f"{value:,.1f}{end}"
+    if unit == "microdollars":
         # From a dime on, whole cents are exact enough.
-        places = 6 if 0 < value < 0.001 else 4 if 0 < value < 0.1 else 2  # noqa: PLR2004
-        whole, _, cents = f"{value:,.{places}f}".partition(".")
-        return f"{sign}{whole}.{cents.rstrip('0').ljust(2, '0')}"
-    for letter in "kMGT":
-        value /= 1000
-        # 999,999 is a million, once it is rounded.
-        if abs(value) < 999.5:  # noqa: PLR2004 - explained
-            return f"{sign}{value:.3g}{letter}{end}"
-    return f"{sign}{value:.0e}T{end}"
+        places = 2 if value >= 0.1 else 6  # noqa: PLR2004 - explained
+        return as_dollars(round(round(value, places) * MICRODOLLARS))
+    text = f"{value:,.0f}"
+    if value >= 100_000:  # noqa: PLR2004 - the most that six characters show
+        size, letter = pick_unit_and_suffix(round(value), ["", "k", "M", "G", "T"], 1000)
+        text = f"{value / size:.4g}{letter}"
+    return f"{text} tok" if unit == "tokens" else text
 
 
 def percent(share: float | None) -> str:
