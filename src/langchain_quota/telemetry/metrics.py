@@ -12,7 +12,7 @@ from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import NONE, Who, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.tracing import Exemplar, Judged
-from langchain_quota.telemetry.usage_rows import Spent
+from langchain_quota.telemetry.workers import Spent
 from langchain_quota.units import Level, Unit, in_base_unit
 
 _REFUNDED = "refunded"

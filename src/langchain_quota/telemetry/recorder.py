@@ -39,8 +39,7 @@ from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.metrics import Granted, Metrics, Series
 from langchain_quota.telemetry.tracing import Judged, Tracing, active_exemplar
 from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.usage_rows import Bounds, Spent
-from langchain_quota.telemetry.workers import checked_directory
+from langchain_quota.telemetry.workers import Snapshot, Spent, checked_directory
 
 _MAX_MODELS = 100
 """How many distinct names of models there may be: gateways pass on what a caller invents."""
@@ -123,10 +122,14 @@ class Instruments:
         self.agents = BoundedLabels(settings.max_agents)
         self.tools = BoundedLabels(settings.max_tools, nameless=NONE, allowed=TOOL)
         self.models = BoundedLabels(_MAX_MODELS)
-        ttl = settings.thread_ttl.total_seconds()
         self.usage = UsageTable(
             settings.near,
-            Bounds(settings.max_exported_threads, settings.max_exported_subjects, ttl),
+            Snapshot(
+                time.time(),
+                settings.max_exported_threads,
+                settings.max_exported_subjects,
+                settings.thread_ttl.total_seconds(),
+            ),
             subject_label=self._subject_label,
             on_error=partial(self.failed, "threads"),
             directory=directory,

@@ -30,11 +30,11 @@ from langchain_quota.decision import (
     Refund,
 )
 from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry import usage_rows
+from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.labels import Who
 from langchain_quota.telemetry.tracing import Judged
 from langchain_quota.telemetry.usage_reader import OnError, UsageReader, families, fullest
-from langchain_quota.telemetry.usage_rows import Bounds, Key, Number, Snapshot, Spent, Subject, Use
+from langchain_quota.telemetry.workers import Key, Number, Snapshot, Spent, Subject, Use
 
 MAX_TRACKED = 100_000
 """The most threads, and the most other subjects, that are remembered; the longest idle go first."""
@@ -62,19 +62,18 @@ class UsageTable(Collector):
     def __init__(
         self,
         near: float,
-        bounds: Bounds,
+        own: Snapshot,
         subject_label: SubjectLabel,
         on_error: OnError,
         directory: Path | None,
     ) -> None:
         self._near = near
-        self._bounds = bounds
+        self._own = own
         self._subject_label = subject_label
         self._on_error = on_error
         self._directory = directory
         # A store that is no longer used leaves by itself.
         self._stores = WeakSet[Any]()
-        self._started = time.time()
         self._lock = fork_safe_lock()
         # Held while the file is written; the other one is taken under it.
         self._writing = fork_safe_lock()
@@ -85,15 +84,11 @@ class UsageTable(Collector):
         """Begin an empty table, also in a forked process: its parent tells what it knows itself."""
         self._threads: _Subjects = OrderedDict()
         self._others: _Subjects = OrderedDict()
-        # Only for the file: what is not written yet, and the lines of the last one.
-        self._changed: dict[Key, Subject] = {}
-        self._lines: dict[Key, str] = {}
         self._is_due = False
         self._written = 0.0
         self._path: Path | None = None
         if self._directory is not None:
-            name = f"{usage_rows.PREFIX}{secrets.token_hex(8)}{usage_rows.SUFFIX}"
-            self._path = self._directory / name
+            self._path = self._directory / workers.FILES.replace("*", secrets.token_hex(8))
         self._reader = UsageReader(self._directory, self._path, self._on_error)
 
     def watch(self, store: object) -> bool:
@@ -171,23 +166,21 @@ class UsageTable(Collector):
             self._written = time.monotonic()
             self._is_due = False
             with self._lock:
-                changed, self._changed = self._changed, {}
+                known = [*self._threads.values(), *self._others.values()]
+                changed = [each for each in known if each.changed]
+                for each in changed:
+                    each.changed = False
             try:
-                for key, each in changed.items():
-                    self._lines[key] = usage_rows.line_of(each)
-                known = (self._threads, self._others)
-                forgotten = [key for key in self._lines if key not in known[key[1] != THREAD]]
-                for key in forgotten:
-                    del self._lines[key]
+                for each in changed:
+                    each.line = workers.line_of(each)
                 store = None if is_end else self._fullest_store()
-                told = Snapshot(self._started, self._bounds, store, [])
-                usage_rows.write(self._path, told, self._lines.values())
+                workers.write(self._path, self._own._replace(store=store, subjects=known))
             except Exception as error:
                 self._on_error(error)
 
     def end(self) -> None:
         """Write what this process has to tell the others for the last time."""
-        if self._changed or self._lines:
+        if self._threads or self._others:
             self.write(is_end=True)
 
     def describe(self) -> Iterator[Metric]:
@@ -200,9 +193,9 @@ class UsageTable(Collector):
         with self._lock:
             # Of equals the ones with the latest calls come first.
             known = [*reversed(self._threads.values()), *reversed(self._others.values())]
-        own = Snapshot(self._started, self._bounds, self._fullest_store(), known)
+        own = self._own._replace(store=self._fullest_store(), subjects=known)
         snapshots = [own, *self._reader.others()]
-        subjects = usage_rows.merged(snapshots)
+        subjects = workers.merged(snapshots)
         if len(snapshots) > 1:
             self._keep(subjects)
         return self._reader.rendered(snapshots, subjects, now)
@@ -210,18 +203,17 @@ class UsageTable(Collector):
     def _subject(self, known: _Subjects, key: Key, now: float, label: str | None = None) -> Subject:
         """The subject of a key, with a call now; forgets those that are idle or too many."""
         found = known.get(key)
-        if found is None or now - found.last > self._bounds.ttl:
+        if found is None or now - found.last > self._own.ttl:
             # Its label was made when it was new.
             label = label if found is None else found.label
             found = known[key] = Subject(key, label, now, {})
             oldest = next(iter(known.values()))
-            while len(known) > MAX_TRACKED or now - oldest.last > self._bounds.ttl:
+            while len(known) > MAX_TRACKED or now - oldest.last > self._own.ttl:
                 known.popitem(last=False)
                 oldest = next(iter(known.values()))
         known.move_to_end(key)
         found.last = now
-        if self._path is not None:
-            self._changed[key] = found
+        found.changed = True
         return found
 
     def _keep(self, subjects: Iterable[Subject]) -> None:
@@ -309,7 +301,7 @@ def _decided(old: Use | None, status: LimitStatus, now: float, near: float) -> U
     if status.reason is not None and status.enforced:
         blocked += 1
         if status.reason != STORE:
-            if refused is None or since is None or now - refused > usage_rows.APART:
+            if refused is None or since is None or now - refused > workers.APART:
                 since = now
             refused = now
     # A limit on trial refuses nothing, so nobody is near it.

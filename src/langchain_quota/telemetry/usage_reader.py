@@ -13,10 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from langchain_quota.decision import THREAD
 from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry import names, usage_rows
+from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.telemetry.usage_rows import Number, Snapshot, Subject, Use, merged
+from langchain_quota.telemetry.workers import Number, Snapshot, Subject, Use, merged
 from langchain_quota.units import Level, in_base_unit, near_threshold
 
 Families = dict[MetricSpec, GaugeMetricFamily | CounterMetricFamily]
@@ -30,25 +30,9 @@ _OK, _NEAR, _EXHAUSTED = range(3)
 
 def families() -> Families:
     """The families, without samples."""
-    specs = (
-        *names.THREAD_USED.values(),
-        *names.THREAD_LIMIT.values(),
-        *names.THREAD_SPENT.values(),
-        names.THREAD_BLOCKED,
-        names.THREAD_DECIDED,
-        names.THREAD_RESETS,
-        names.THREAD_REFUSED,
-        names.THREAD_REFUSED_SINCE,
-        *names.SUBJECT_USED.values(),
-        *names.SUBJECT_LIMIT.values(),
-        names.SUBJECT_DECIDED,
-        names.SUBJECT_RESETS,
-        names.SUBJECTS,
-        names.THREADS_HIDDEN,
-        names.STORE_KEYS,
-        names.STORE_MAX_KEYS,
-        names.START_TIME,
-    )
+    computed = ("subject", "thread", "store_keys", "store_max_keys", "start_time")
+    begins = tuple(f"langchain_quota_{each}" for each in computed)
+    specs = [each for each in names.METRICS if each.name.startswith(begins)]
     made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
     return {spec: made[spec.kind](spec.name, spec.help, labels=spec.labels) for spec in specs}
 
@@ -80,7 +64,7 @@ class UsageReader:
         self._series: dict[_Series, None] = {}
         # Most lines are those of the last scrape: to make all anew takes long, and as long the
         # garbage collector would stop all threads.
-        self._lines: dict[Path, usage_rows.Lines] = {}
+        self._lines: dict[Path, workers.Lines] = {}
 
     def others(self) -> list[Snapshot]:
         """What the other processes have written."""
@@ -88,14 +72,14 @@ class UsageReader:
         paths: list[Path] = []
         if self._directory is not None:
             try:
-                paths += self._directory.glob(f"{usage_rows.PREFIX}*{usage_rows.SUFFIX}")
+                paths += self._directory.glob(workers.FILES)
             except Exception as error:
                 self._on_error(error)
-        read: dict[Path, usage_rows.Lines] = {}
+        read: dict[Path, workers.Lines] = {}
         for path in paths:
             if path != self._own:
                 try:
-                    snapshot, read[path] = usage_rows.read(path, self._lines.get(path, {}))
+                    snapshot, read[path] = workers.read(path, self._lines.get(path, {}))
                 except Exception as error:
                     self._on_error(error)
                 else:
@@ -112,7 +96,7 @@ class UsageReader:
         self, snapshots: Sequence[Snapshot], subjects: Iterable[Subject], now: float
     ) -> Iterator[Metric]:
         """Render subjects by the settings of the first snapshot, which bound their number."""
-        found, bounds = families(), snapshots[0].bounds
+        found, bounds = families(), snapshots[0]
         counts: Counter[tuple[_Series, int]] = Counter()
         levels: Counter[int] = Counter()
         others: list[_Rated] = []
@@ -232,17 +216,17 @@ def _add_thread(found: Families, subject: Subject, now: float) -> None:
             found[names.THREAD_LIMIT[use.unit]].add_metric(labels, in_base_unit(cap, use.unit))
             if ends is not None:
                 found[names.THREAD_RESETS].add_metric(labels, ends)
+        values = {
+            names.THREAD_DECIDED: use.decided,
+            names.THREAD_BLOCKED: use.blocked,
+            names.THREAD_REFUSED: use.refused,
+            names.THREAD_REFUSED_SINCE: use.since,
+        }
         if use.spent:
-            spent = in_base_unit(use.spent, use.unit)
-            found[names.THREAD_SPENT[use.unit]].add_metric(labels, spent)
-        if use.decided:
-            found[names.THREAD_DECIDED].add_metric(labels, use.decided)
-        if use.blocked:
-            found[names.THREAD_BLOCKED].add_metric(labels, use.blocked)
-        if use.refused is not None:
-            found[names.THREAD_REFUSED].add_metric(labels, use.refused)
-        if use.since is not None:
-            found[names.THREAD_REFUSED_SINCE].add_metric(labels, use.since)
+            values[names.THREAD_SPENT[use.unit]] = in_base_unit(use.spent, use.unit)
+        for spec, value in values.items():
+            if value:
+                found[spec].add_metric(labels, value)
 
 
 def _add_subjects(found: Families, several: Iterable[_Rated], now: float) -> None:

@@ -1,10 +1,34 @@
-"""The directory that several processes share if they answer on one port."""
+"""What subjects have used, as rows: of one process, in the files of several workers, and joined."""
 
+import json
 import os
 import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import values
+
+from langchain_quota.stores import Occupancy
+from langchain_quota.units import Unit
+
+Key = tuple[str, str, str]
+"""The agent's label, the scope, and the label of a thread or the hash of another subject."""
+
+Number = tuple[int, int, float | None]
+"""What is used, of how much (0 for no limit), and when its window ends."""
+
+Spent = tuple[str, Unit, int]
+"""The name of a limit, its unit, and how much a model run has spent of it, from 0."""
+
+APART = 600
+"""After so many seconds without a refusal, the next one begins a new row of refusals."""
+
+FILES = "langchain_quota.usage-1.*.json"
+"""Their names; the number is that of their form. prometheus_client's are `*.db`."""
 
 _MIB = 2**20
 _NEEDED = 4 * _MIB
@@ -13,6 +37,128 @@ _NEEDED = 4 * _MIB
 prometheus_client has one file for each of our types of metrics (counter, histogram, gauges of two
 modes). Each file begins with up to a MiB, and takes that from the disk step by step.
 """
+
+
+class Use(NamedTuple):
+    """What a subject has used of a limit; times are in seconds since the Unix epoch."""
+
+    decided: float = 0.0
+    unit: Unit = "calls"
+    near: float | None = None
+    numbers: Sequence[Number] = ()
+    blocked: int = 0
+    refused: float | None = None
+    since: float | None = None
+    reset: float = 0.0
+    spent: int = 0
+
+
+@dataclass(slots=True)
+class Subject:
+    """A thread, or the subject of a quota."""
+
+    key: Key
+    label: str | None
+    last: float
+    uses: dict[str, Use]
+    changed: bool = True
+    """Whether it has changed since the file was written."""
+    line: str = ""
+    """It in the file."""
+
+
+Lines = dict[str, Subject]
+"""The lines of a file, with what they say."""
+
+
+class Snapshot(NamedTuple):
+    """What a process knows, and its bounds on what is exported, the last in seconds."""
+
+    started: float
+    max_exported: int
+    max_subjects: int
+    ttl: float
+    store: Occupancy | None = None
+    subjects: Iterable[Subject] = ()
+
+
+def line_of(subject: Subject) -> str:
+    """A subject as a line of the file."""
+    return json.dumps([subject.key, subject.label, subject.last, dict(subject.uses)])
+
+
+def write(path: Path, snapshot: Snapshot) -> None:
+    """Write the whole file in place of the one before, so that nobody reads half of it."""
+    *head, subjects = snapshot
+    unfinished = path.with_suffix(".new")
+    try:
+        # Only the owner may read it: it has the ids of threads.
+        number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(number, "w", encoding="ascii") as file:  # noqa: PTH123 - no path
+            file.write("\n".join((json.dumps(head), *[each.line for each in subjects])))
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, known: Lines) -> tuple[Snapshot, Lines]:
+    """What a process has written, and its lines; no subjects if they were forgotten since."""
+    with path.open(encoding="ascii") as file:
+        snapshot = Snapshot(*json.loads(next(file)))
+        if time.time() - os.fstat(file.fileno()).st_mtime > snapshot.ttl:
+            return snapshot._replace(store=None), {}
+        lines = {line: known.get(line) or _subject_of(line) for line in file}
+    store = None if snapshot.store is None else Occupancy(*snapshot.store)
+    return snapshot._replace(store=store, subjects=lines.values()), lines
+
+
+def _subject_of(line: str) -> Subject:
+    key, label, last, uses = json.loads(line)
+    return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()})
+
+
+def merged(snapshots: Sequence[Snapshot]) -> Iterable[Subject]:
+    """The subjects that several processes know."""
+    if len(snapshots) == 1:
+        return snapshots[0].subjects
+    found: dict[Key, list[Subject]] = {}
+    for snapshot in snapshots:
+        for each in snapshot.subjects:
+            found.setdefault(each.key, []).append(each)
+    return [each[0] if len(each) == 1 else _joined(each) for each in found.values()]
+
+
+def _joined(several: Sequence[Subject]) -> Subject:
+    uses = {}
+    for limit in dict.fromkeys(limit for each in several for limit in each.uses):
+        known = [each.uses[limit] for each in several if limit in each.uses]
+        # A reset by any process ends the refusals of all.
+        reset = max(each.reset for each in known)
+        uses[limit] = reduce(_joined_use, [each._replace(reset=reset) for each in known])
+    label = next((each.label for each in several if each.label), None)
+    return Subject(several[0].key, label, max(each.last for each in several), uses)
+
+
+def _joined_use(one: Use, other: Use) -> Use:
+    """The newest numbers of two processes, and the refusals and amounts of both."""
+    newest, older = (one, other) if one.decided >= other.decided else (other, one)
+    reset = one.reset
+    rows = sorted(
+        (each.refused, max(each.since, reset))
+        for each in (one, other)
+        if each.refused is not None and each.since is not None and each.refused > reset
+    )
+    since = rows[-1][1] if rows else None
+    if since is not None and since - rows[0][0] <= APART:
+        since = min(since, rows[0][1])
+    return newest._replace(
+        blocked=one.blocked + other.blocked,
+        refused=max(filter(None, (one.refused, other.refused)), default=None),
+        since=since,
+        reset=reset,
+        spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
+    )
 
 
 def multiprocess_directory() -> Path | None:
