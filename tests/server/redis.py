@@ -6,7 +6,6 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from langchain_quota.stores.redis_script import SCRIPT
+from langchain_quota.stores.redis_script import SCRIPTS, Script
 from tests.server.programs import required_program
 from tests.server.prometheus import eventually
 from tests.server.proxy import Proxy, proxy
 from tests.stores import Clock
+
+_SCRIPTS = dict(SCRIPTS)
+"""The scripts with the server's own clock."""
 
 
 class RedisServer:
@@ -134,17 +136,11 @@ def detour(server: RedisServer, *, hold: bytes) -> Iterator[Detour]:
 @contextmanager
 def time_from(key: str) -> Iterator[None]:
     """Have RedisStores of this process read the time, in seconds, from a key of their server."""
-    script = SCRIPT
-    for clock, other in (
-        ("redis.call('TIME')[1]", f"redis.call('GET', '{key}')"),
-        ("'EX', ", "'EXAT', now + "),
-    ):
-        assert clock in script
-        script = script.replace(clock, other)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("langchain_quota.stores.redis.SCRIPT", script)
-        sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
-        patch.setattr("langchain_quota.stores.redis.SHA", sha)
+        for name, script in _SCRIPTS.items():
+            assert "redis.call('TIME')[1]" in script.text
+            text = script.text.replace("redis.call('TIME')[1]", f"redis.call('GET', '{key}')")
+            patch.setitem(SCRIPTS, name, Script.of(text.replace("'EX', ", "'EXAT', now + ")))
         yield
 
 

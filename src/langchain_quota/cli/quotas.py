@@ -13,7 +13,7 @@ from getpass import getuser
 from uuid import uuid4
 
 from langchain_quota.cli.arguments import NO_WINDOW
-from langchain_quota.cli.printing import CommandError, complain, one_line, say, table
+from langchain_quota.cli.printing import CommandError, one_line, say, table
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.options import UNITS
@@ -28,7 +28,7 @@ _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
 _AT_ONCE = 500
 """How many counts are reset in one step."""
-_DECLINED = _ODD = 1
+_DECLINED = 1
 
 
 def run(arguments: Namespace) -> int:
@@ -45,16 +45,13 @@ def run(arguments: Namespace) -> int:
 
 
 def _show(store: RedisStore, arguments: Namespace) -> int:
-    found, odd = _found(store, arguments.key)
+    found = _found(store, arguments.key)
     headings = ("counted", "per", "subject", "used", "of", "until")
     lines = table(headings, [*map(_row, found)], right={"used", "of"}) if found else ["no counts"]
     for line in lines:
         say(line)
-    for name in odd:
-        complain("quotas", f"{name!r} holds no count, and is left as it is")
-    code = _ODD if odd else 0
     if arguments.action == "show" or not found:
-        return code
+        return 0
     if not arguments.yes:
         if not sys.stdin.isatty():
             raise CommandError("reset asks first, and there is no terminal: pass --yes")
@@ -69,26 +66,22 @@ def _show(store: RedisStore, arguments: Namespace) -> int:
     for first in range(0, len(found), _AT_ONCE):
         store.reset([use.key for use in found[first : first + _AT_ONCE]])
     say(f"{len(found)} reset to 0")
-    return code
+    return 0
 
 
-def _found(store: RedisStore, patterns: Sequence[str]) -> tuple[list[QuotaUsage], list[bytes]]:
-    """The counts, and the names of keys that hold no count."""
+def _found(store: RedisStore, patterns: Sequence[str]) -> list[QuotaUsage]:
     uses: dict[str, QuotaUsage] = {}
-    odd: set[bytes] = set()
     for pattern in patterns or ("*",):
-        found, others = store.listing(pattern)
         # Every run of the last day has counts. Their names are ids that tell a reader nothing.
         asked = ":run:" in pattern or ":root_run:" in pattern
         uses |= {
             use.key: use
-            for use in found
+            for use in store.usages(pattern)
             # A key without a counter holds the number of a thread's newest root run.
             if not use.key.startswith(":")
             and (asked or dimension_of(use.key) not in (RUN, ROOT_RUN))
         }
-        odd.update(others)
-    return [uses[key] for key in sorted(uses)], sorted(odd)
+    return [uses[key] for key in sorted(uses)]
 
 
 def _row(use: QuotaUsage) -> tuple[str, ...]:
@@ -179,10 +172,13 @@ def _whole_key(store: RedisStore, arguments: Namespace) -> str:
         return text
     if "window" in arguments:
         return in_window(text, arguments.window, time.time())
+    pattern = _glob(text) + "*"
+    kept = {each.key for each in store.usages(pattern)}
+    kept.update(each.key for each in store.grants(pattern))
     found = [
-        each.key
-        for each in store.usages(_glob(text) + "*")
-        if _base(each.key) == text and (window_end(each.key) or time.time() + 1) > time.time()
+        each
+        for each in sorted(kept)
+        if _base(each) == text and (window_end(each) or time.time() + 1) > time.time()
     ]
     if len(found) == 1:
         return found[0]

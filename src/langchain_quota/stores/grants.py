@@ -4,14 +4,14 @@ import json
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
 from langchain_quota.arguments import check_duration, check_type
+from langchain_quota.concurrency import Form
+from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import UNITS, whole_amount
 from langchain_quota.stores import idle_time, window_end
 from langchain_quota.stores.keys import CountKey
@@ -109,16 +109,14 @@ class Granting(ABC):
                 one that ended within the last week, it is returned, and nothing is added.
 
         Raises:
-            QuotaStoreError: The store failed. The grant may be given nevertheless: ask again with
-                the same id. The log has a warning with the id.
+            QuotaStoreError: The store failed. The grant may be given nevertheless: with an `id`
+                of your own you can ask again, and nothing is given twice.
             TypeError: An argument has the wrong type.
             ValueError: An argument is out of bounds, the key is not that of a count, or the grant
                 would have ended already.
         """
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        with _confirming("grant", asked.key, asked.id, fields(asked)):
-            made = self._grant(asked)
-        return _given(asked, made)
+        return at_once(self._give("", asked))
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -133,9 +131,7 @@ class Granting(ABC):
     ) -> Grant:
         """`grant`, without blocking the event loop."""
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        with _confirming("grant", asked.key, asked.id, fields(asked)):
-            made = await self._agrant(asked)
-        return _given(asked, made)
+        return await self._give("a", asked)
 
     def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """End a grant now. What was used with it stays counted.
@@ -151,17 +147,11 @@ class Granting(ABC):
             QuotaStoreError: The store failed. The grant may be ended nevertheless.
             TypeError: An argument has the wrong type.
         """
-        _check_texts(key=key, id=id)
-        with _confirming("revoke", key, id):
-            ended = self._revoke(key, id)
-        return _revoked(ended)
+        return at_once(self._end("", key, id))
 
     async def arevoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """`revoke`, without blocking the event loop."""
-        _check_texts(key=key, id=id)
-        with _confirming("revoke", key, id):
-            ended = await self._arevoke(key, id)
-        return _revoked(ended)
+        return await self._end("a", key, id)
 
     @abstractmethod
     def grants(self, pattern: str = "*") -> list[Grant]:
@@ -214,18 +204,28 @@ class Granting(ABC):
         """The time, in seconds since the Unix epoch."""
 
     @abstractmethod
-    def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
+    async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
         """The grant that is kept, and whether it is new; `None` if it would have ended."""
 
     @abstractmethod
-    async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]: ...
-
-    @abstractmethod
-    def _revoke(self, key: str, name: str) -> Grant | None:
+    async def _revoke(self, form: Form, key: str, name: str) -> Grant | None:
         """The grant that is ended; `None` if there is none."""
 
-    @abstractmethod
-    async def _arevoke(self, key: str, name: str) -> Grant | None: ...
+    async def _give(self, form: Form, asked: Grant) -> Grant:
+        kept, is_new = await self._grant(form, asked)
+        if kept is None:
+            when = "" if asked.until is None else f" after {asked.until.isoformat()}"
+            raise ValueError(f"nothing can be granted under {asked.key!r}{when}: that time is over")
+        if is_new:
+            _log("granted", kept)
+        return kept
+
+    async def _end(self, form: Form, key: str, name: str) -> Grant | None:
+        _check_texts(key=key, id=name)
+        ended = await self._revoke(form, key, name)
+        if ended is not None:
+            _log("revoked", ended)
+        return ended
 
 
 def in_window(key: str, window: timedelta, now: float) -> str:
@@ -254,54 +254,24 @@ def _check_texts(**arguments: Any) -> None:
             raise ValueError(f"{argument} must have at most {MAX_TEXT} characters")
 
 
-def _given(asked: Grant, made: tuple[Grant | None, bool]) -> Grant:
-    """The grant that is kept now; it is logged if it is new."""
-    kept, is_new = made
-    if kept is None:
-        when = "" if asked.until is None else f" after {asked.until.isoformat()}"
-        raise ValueError(f"nothing can be granted under {asked.key!r}{when}: that time is over")
-    if is_new:
-        _log("granted", kept)
-    return kept
-
-
-def _revoked(kept: Grant | None) -> Grant | None:
-    if kept is not None:
-        _log("revoked", kept)
-    return kept
-
-
-@contextmanager
-def _confirming(
-    event: str, key: str, name: str, fields: Mapping[str, object] | None = None
-) -> Iterator[None]:
-    """Log an operation that gets no answer: the store may have done it nevertheless."""
-    try:
-        yield
-    except BaseException as error:
-        # A TypeError says that the store is used in a wrong way: nothing was asked.
-        if not isinstance(error, TypeError):
-            told = {"quota_event": f"{event}_unconfirmed", "quota_key": key, "quota_grant": name}
-            logger.warning(
-                "%s unconfirmed under %r, id %r: it may have been done",
-                *(event, key, name),
-                extra={**told, **(fields or {})},
-            )
-        raise
-
-
 def _log(event: str, grant: Grant) -> None:
-    told = fields(grant)
+    until = None if grant.until is None else grant.until.isoformat()
     logger.info(
         "%s under %r: %s until %s, by %r, reason %r, id %r",
         event,
         grant.key,
         shown(grant.amount, grant.unit),
-        told["quota_until"],
-        grant.by,
-        grant.reason,
-        grant.id,
-        extra={"quota_event": event, "quota_key": grant.key, "quota_grant": grant.id, **told},
+        *(until, grant.by, grant.reason, grant.id),
+        extra={
+            "quota_event": event,
+            "quota_key": grant.key,
+            "quota_grant": grant.id,
+            "quota_amount": in_base_unit(grant.amount, grant.unit),
+            "quota_unit": UNIT_LABELS[grant.unit],
+            "quota_until": until,
+            "quota_reason": grant.reason,
+            "quota_by": grant.by,
+        },
     )
 
 
@@ -320,17 +290,6 @@ def read_grant(key: str, amount: int, ends: int, text: str) -> Grant:
         return Grant(key, amount, known["id"], given_at, until, known["reason"], known["by"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"no grant is kept under {key!r}") from error
-
-
-def fields(grant: Grant) -> dict[str, object]:
-    """What a log record says about a grant, beside its key and id."""
-    return {
-        "quota_amount": in_base_unit(grant.amount, grant.unit),
-        "quota_unit": UNIT_LABELS[grant.unit],
-        "quota_until": None if grant.until is None else grant.until.isoformat(),
-        "quota_reason": grant.reason,
-        "quota_by": grant.by,
-    }
 
 
 def in_utc(seconds: float) -> datetime:

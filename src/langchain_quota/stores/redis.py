@@ -1,17 +1,17 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import check_type
+from langchain_quota.concurrency import Form, now
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
 from langchain_quota.stores import IDLE_TTL, QuotaUsage, check_keys, check_request, idle_seconds
 from langchain_quota.stores import redis_script as script
@@ -22,23 +22,19 @@ from langchain_quota.stores.redis_clients import (
     TIMEOUTS,
     UNREADABLE,
     AsyncClient,
-    Cluster,
     NoScriptError,
     SyncClient,
-    Together,
     clients,
     remedies,
     scrub,
 )
-from langchain_quota.stores.redis_script import SCRIPT, SHA, Names, ScriptCall
+from langchain_quota.stores.redis_script import SCRIPTS, Names, ScriptCall
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
 
 _AT_ONCE = 500
 """How many keys a listing asks for at once."""
-_SHOWN = 200
-"""How many bytes of a name are logged: others may have written it."""
 
 _TICKS = 16
 """The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
@@ -46,21 +42,17 @@ _TICKS = 16
 _REASON = 300
 """How much of a client's error text is shown: it may quote a whole reply."""
 
-logger = logging.getLogger("langchain_quota")
-
 T = TypeVar("T")
-_Operation = Generator[ScriptCall, object, T]
 
 
 class RedisStore(Granting):
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
     Each operation is one run of one script, in one round trip; a compensation that has something to
-    undo takes a second one. Async operations that begin in the same turn of the event loop may
-    share a round trip, except in a cluster. All keys of a prefix have one hash tag: in Redis
-    Cluster they are in one hash slot, on one node. Every key expires. Counts are exact up to
-    2^53 - 1. They are as durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and
-    counts survive a restart of Redis only if it persists them.
+    undo takes a second one. All keys of a prefix have one hash tag: in Redis Cluster they are in
+    one hash slot, on one node. Every key expires. Counts are exact up to 2^53 - 1. They are as
+    durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and counts survive a
+    restart of Redis only if it persists them.
 
     A prefix may be a function: then each tenant, for example, has its own prefix, and a cluster
     spreads the tenants over its nodes. A run for which the function gives no prefix fails, and
@@ -123,34 +115,33 @@ class RedisStore(Granting):
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        return self._in_thread(self._acquiring(request))
+        return now(self._acquire("", request))
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
-        return await self._in_loop(self._acquiring(request))
+        return await self._acquire("a", request)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` if nothing is."""
-        return self._in_thread(self._peeking(keys))
+        return now(self._peek("", keys))
 
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`, without blocking the event loop."""
-        return await self._in_loop(self._peeking(keys))
+        return await self._peek("a", keys)
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
-        self._in_thread(self._resetting(keys))
+        now(self._reset("", keys))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
-        await self._in_loop(self._resetting(keys))
+        await self._reset("a", keys)
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
 
         Redis is asked for some keys at a time, and serves others in between: a count that is made
-        or removed meanwhile may be missing. Keys of others that hold no count are left out and
-        logged; `listing` returns their names.
+        or removed meanwhile may be missing. Keys of others that hold no count are left out.
 
         Args:
             pattern: As in Python's `fnmatch.fnmatchcase`.
@@ -159,28 +150,9 @@ class RedisStore(Granting):
             QuotaStoreError: Redis failed, or did not answer in time.
             TypeError: The store was given a client of `redis.asyncio`.
         """
-        found, odd = self.listing(pattern)
-        if odd:
-            first = odd[0][:_SHOWN]
-            logger.warning("%r: keys that hold no count: %d, such as %r", self, len(odd), first)
-        return found
-
-    def listing(self, pattern: str = "*") -> tuple[list[QuotaUsage], list[bytes]]:
-        """As `usages`, and the names in Redis of matching keys that hold no count, sorted.
-
-        Args:
-            pattern: As in Python's `fnmatch.fnmatchcase`.
-
-        Raises:
-            QuotaStoreError: Redis failed, or did not answer in time.
-            TypeError: The store was given a client of `redis.asyncio`.
-        """
-        found: dict[str, QuotaUsage] = {}
-        odd: set[bytes] = set()
-        for (counts, others), unreadable in self._scanned("peek", pattern, script.uses):
-            found |= counts
-            odd.update(unreadable, map(Names(str(self.prefix)).count, others))
-        return [found[key] for key in sorted(found)], sorted(odd)
+        parts = now(self._scanned("count", pattern, ScriptCall.peek, script.uses))
+        found = {key: use for part in parts for key, use in part.items() if use is not None}
+        return [found[key] for key in sorted(found)]
 
     def grants(self, pattern: str = "*") -> list[Grant]:
         """The grants that have not ended, sorted by key and time; read like `usages`.
@@ -192,9 +164,8 @@ class RedisStore(Granting):
             QuotaStoreError: Redis failed, or did not answer in time.
             TypeError: The store was given a client of `redis.asyncio`.
         """
-        found: dict[tuple[str, str], Grant] = {}
-        for some, _ in self._scanned("grants", pattern, script.listed):
-            found |= {(each.key, each.id): each for each in some}
+        parts = now(self._scanned("grants", pattern, ScriptCall.grants, script.grants))
+        found = {(each.key, each.id): each for each, _ in chain.from_iterable(parts)}
         return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
 
     def close(self) -> None:
@@ -212,81 +183,81 @@ class RedisStore(Granting):
     def _now(self) -> float:
         return time.time()
 
-    def _grant(self, asked: Grant) -> tuple[Grant | None, bool]:
-        return self._in_thread(self._granting(asked))
+    # Before it runs a script, an operation checks what it is asked: only what happens later is a
+    # failure of Redis.
 
-    async def _agrant(self, asked: Grant) -> tuple[Grant | None, bool]:
-        return await self._in_loop(self._granting(asked))
-
-    def _revoke(self, key: str, name: str) -> Grant | None:
-        return self._in_thread(self._revoking(key, name))
-
-    async def _arevoke(self, key: str, name: str) -> Grant | None:
-        return await self._in_loop(self._revoking(key, name))
-
-    # Each operation is a generator: it gives the calls of the script, takes the replies, and
-    # returns what they say. The two forms only differ in how a call is sent. Up to its first call
-    # it checks what it is asked: only what happens later is a failure of Redis.
-
-    def _acquiring(self, request: AcquireRequest) -> _Operation[AcquireResult]:
+    async def _acquire(self, form: Form, request: AcquireRequest) -> AcquireResult:
         check_request(request)
         counted = [each.key for each in request.counters.values() if each.key is not None]
         corrected = [[*each.amounts, *each.starts] for each in request.compensations]
         names = self._of([*counted, *chain.from_iterable(corrected)])
         call = ScriptCall.acquire(names, request, self._idle)
-        reply = yield call
-        while call.again(reply):
-            reply = yield call
-        return script.result(reply, request)
+        async with self._running(form) as run:
+            reply = await run(call)
+            while call.again(reply):
+                reply = await run(call)
+            return script.result(reply, request)
 
-    def _peeking(self, keys: Sequence[str]) -> _Operation[tuple[QuotaUsage | None, ...]]:
+    async def _peek(self, form: Form, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         check_keys(keys)
-        found: dict[str, QuotaUsage] = {}
+        found: dict[str, QuotaUsage | None] = {}
         for names, some in self._parts(keys) if keys else ():
-            uses_of, odd = script.uses(some, (yield ScriptCall.reading("peek", names, some)))
-            if odd:
-                raise QuotaStoreError(f"no count is kept under {odd[0]!r}")
-            found |= uses_of
+            async with self._running(form) as run:
+                found |= script.uses(some, await run(ScriptCall.peek(names, some)))
+        for key, use in found.items():
+            if use is None:
+                raise QuotaStoreError(f"no count is kept under {key!r}")
         return tuple(map(found.get, keys))
 
-    def _resetting(self, keys: Sequence[str]) -> _Operation[None]:
+    async def _reset(self, form: Form, keys: Sequence[str]) -> None:
         check_keys(keys)
         for names, some in self._parts(keys) if keys else ():
-            script.done((yield ScriptCall.reset(names, some, self._idle)))
+            async with self._running(form) as run:
+                script.done(some, await run(ScriptCall.reset(names, some, self._idle)))
 
-    def _granting(self, asked: Grant) -> _Operation[tuple[Grant | None, bool]]:
-        reply = yield ScriptCall.grant(self._of([asked.key]), asked, self._idle)
-        return script.given(asked.key, reply)
+    async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
+        call = ScriptCall.grant(self._of([asked.key]), asked, self._idle)
+        async with self._running(form) as run:
+            return next(iter(script.grants([asked.key], await run(call))), (None, False))
 
-    def _revoking(self, key: str, name: str) -> _Operation[Grant | None]:
-        reply = yield ScriptCall.revoke(self._of([key]), key, name)
-        return script.revoked(key, reply)
+    async def _revoke(self, form: Form, key: str, name: str) -> Grant | None:
+        call = ScriptCall.revoke(self._of([key]), key, name)
+        async with self._running(form) as run:
+            ended = script.grants([key], await run(call))
+        return ended[0][0] if ended else None
 
-    def _in_thread(self, operation: _Operation[T]) -> T:
+    async def _scanned(
+        self,
+        kind: str,
+        pattern: str,
+        call: Callable[[Names, list[str]], ScriptCall],
+        read: Callable[[list[str], object], T],
+    ) -> list[T]:
+        """What is read of the keys that match, some at a time."""
+        names = self._names
+        if names is None:
+            raise ValueError(
+                "the prefix of this store is a function: list the keys of one prefix with "
+                "RedisStore(…, prefix='acme')"
+            )
+        found = []
+        async with self._running("") as run:
+            scanned = run.client.scan_iter(match=names.pattern(kind, pattern), count=_AT_ONCE)
+            while some := [*islice(scanned, _AT_ONCE)]:
+                read_names = (names.key(kind, each) for each in some)
+                keys = [key for key in read_names if key is not None and fnmatchcase(key, pattern)]
+                found.append(read(keys, await run(call(names, keys)) if keys else []))
+        return found
+
+    @asynccontextmanager
+    async def _running(self, form: Form) -> AsyncIterator["_Run"]:
+        """Runs scripts; what fails meanwhile is a failure of Redis."""
+        opened, ticks = self._clients.opened(form), _Ticks(self._timeout)
         try:
-            call = next(operation)
-            client = self._clients.sync()
-            while True:
-                try:
-                    call = operation.send(_call(client, call))
-                except FAILED as error:
-                    raise self._failure(error) from error
-        except StopIteration as over:
-            return cast("T", over.value)
-
-    async def _in_loop(self, operation: _Operation[T]) -> T:
-        try:
-            call = next(operation)
-            client = await self._clients.running()
-            timeout = _Timeout(self._timeout)
-            try:
-                async with timeout:
-                    while True:
-                        call = operation.send(await _acall(client, call))
-            except FAILED as error:
-                raise self._failure(error, timeout.blocked) from error
-        except StopIteration as over:
-            return cast("T", over.value)
+            async with ticks.running() if form else nullcontext(), opened as client:
+                yield _Run(form, client)
+        except FAILED as error:
+            raise self._failure(error, ticks.blocked) from error
 
     def _of(self, keys: Sequence[str]) -> Names:
         """The names of keys that are used in one step."""
@@ -306,23 +277,6 @@ class RedisStore(Granting):
             check_prefix(f"what stands before the slash of {key!r}", prefix_of(key))
             found.setdefault(prefix_of(key), []).append(key)
         return [(Names(prefix, is_in_keys=True), some) for prefix, some in found.items()]
-
-    def _scanned(
-        self, op: str, pattern: str, read: Callable[[list[str], object], T]
-    ) -> Iterator[tuple[T, list[bytes]]]:
-        """What is read of the keys that match, some at a time, and names that are of no key."""
-        if self._names is None:
-            raise ValueError(
-                "the prefix of this store is a function: list the keys of one prefix with "
-                "RedisStore(…, prefix='acme')"
-            )
-        client = self._clients.sync()
-        try:
-            for keys, odd in _scan(self._names, client, pattern):
-                call = ScriptCall.reading(op, self._names, keys)
-                yield read(keys, _call(client, call) if keys else []), odd
-        except FAILED as error:
-            raise self._failure(error) from error
 
     def _failure(self, error: BaseException, blocked: float = 0.0) -> QuotaStoreError:
         """What is raised when something fails, and the event loop was blocked for some seconds."""
@@ -345,31 +299,44 @@ class RedisStore(Granting):
         return failure(f"{self!r}: {reason}", timed_out=timed_out)
 
 
-class _Timeout:
-    """Like `asyncio.timeout`, but without the time in which the event loop was blocked."""
+class _Run:
+    """Runs scripts with a client."""
+
+    def __init__(self, form: Form, client: Any) -> None:
+        self._form = form
+        self.client = client
+
+    async def __call__(self, call: ScriptCall) -> object:
+        known, arguments = SCRIPTS[call.script], call.arguments()
+        try:
+            return await self._given(self.client.evalsha(known.sha, *arguments))
+        except NoScriptError:
+            return await self._given(self.client.eval(known.text, *arguments))
+
+    async def _given(self, answer: Any) -> object:
+        return await answer if self._form else answer
+
+
+class _Ticks:
+    """A timeout without the time in which the event loop was blocked."""
 
     # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
-    # it is read. So this timeout counts ticks of the event loop. A late tick counts as one.
+    # it is read. So this one counts ticks of the event loop. A late tick counts as one.
 
     def __init__(self, seconds: float) -> None:
         self.blocked = 0.0
         self._tick = seconds / _TICKS
         self._left = _TICKS
-        self._timeout = asyncio.timeout(None)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-        self._next()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        await self._timeout.__aexit__(kind, error, where)
+        async with asyncio.timeout(None) as self._timeout:
+            self._next()
+            try:
+                yield
+            finally:
+                self._timer.cancel()
 
     def _next(self) -> None:
         self._due = self._loop.time() + self._tick
@@ -383,37 +350,3 @@ class _Timeout:
         else:
             # It ends in the loop's next turn: a reply that is here already is read first.
             self._timeout.reschedule(self._loop.time())
-
-
-def _call(client: SyncClient, call: ScriptCall) -> object:
-    try:
-        return client.evalsha(SHA, *call.arguments())
-    except NoScriptError:
-        return client.eval(SCRIPT, *call.arguments())
-
-
-async def _acall(client: Together | Cluster, call: ScriptCall) -> object:
-    try:
-        return await client.evalsha(SHA, *call.arguments())
-    except NoScriptError:
-        return await client.eval(SCRIPT, *call.arguments())
-
-
-def _scan(
-    names: Names, client: SyncClient, pattern: str
-) -> Iterator[tuple[list[str], list[bytes]]]:
-    """The keys that match a pattern, some at a time, and the names that are no text."""
-    found = client.scan_iter(match=names.pattern(pattern), count=_AT_ONCE)
-    while some := [*islice(found, _AT_ONCE)]:
-        keys, odd = [], []
-        for name in some:
-            try:
-                key = names.key(name)
-            except ValueError:
-                text = name if isinstance(name, str) else repr(name)[2:-1]
-                if fnmatchcase(text.partition("}:count:")[2], pattern):
-                    odd.append(name if isinstance(name, bytes) else name.encode())
-            else:
-                if fnmatchcase(key, pattern):
-                    keys.append(key)
-        yield keys, odd

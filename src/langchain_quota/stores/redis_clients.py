@@ -3,8 +3,10 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
 from weakref import WeakKeyDictionary
 
@@ -21,7 +23,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.concurrency import fork_safe_lock
+from langchain_quota.concurrency import Form, fork_safe_lock
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
@@ -31,9 +33,6 @@ _PROTOCOL = 2
 
 _CONNECTIONS = 32
 """Most connections, for all threads and for each event loop; other operations wait."""
-
-_MOST = 16
-"""Most requests of a pipeline. While the server answers one pipeline, the next one is packed."""
 
 NoScriptError = exceptions.NoScriptError
 FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
@@ -47,98 +46,6 @@ FAILED = (*FAILURES, *UNREADABLE)
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
-
-
-Arguments = tuple[Any, ...]
-Answers = asyncio.Task[list[Any]]
-
-
-class Together:
-    """A client that sends the requests of one turn in pipelines, but one alone without."""
-
-    def __init__(self, client: Any, connections: int) -> None:
-        self._client = client
-        self._permits = asyncio.Semaphore(connections)
-        self._callers = 0
-        self._next: _Pipeline | None = None
-
-    async def eval(self, *arguments: Any) -> object:
-        """Run a script."""
-        async with self._permits:
-            return await self._client.eval(*arguments)
-
-    async def evalsha(self, *arguments: Any) -> object:
-        """Run a script that the server knows."""
-        self._callers += 1
-        try:
-            if self._callers == 1:
-                async with self._permits:
-                    return await self._client.evalsha(*arguments)
-            if self._next is None or self._next.is_closed:
-                self._next = _Pipeline(self._client, self._permits)
-                asyncio.get_running_loop().call_soon(self._next.send)
-            return await self._next.answer(arguments)
-        finally:
-            self._callers -= 1
-
-
-class _Pipeline:
-    """Requests that are sent together, until it is closed for more."""
-
-    # A task of its own sends them: a caller who is cancelled, or whose time is over, takes nothing
-    # from the others. The task ends with its last caller at the latest. If it fails, it fails for
-    # all who still wait.
-
-    def __init__(self, client: Any, permits: asyncio.Semaphore) -> None:
-        self._client = client
-        self._permits = permits
-        self._requests: dict[asyncio.Future[Any], Arguments] = {}
-        self._task: Answers | None = None
-        self.is_closed = False
-
-    async def answer(self, arguments: Arguments) -> object:
-        waiting = asyncio.get_running_loop().create_future()
-        self._requests[waiting] = arguments
-        if len(self._requests) == _MOST:
-            self.is_closed = True
-        try:
-            answer = await waiting
-        except asyncio.CancelledError:
-            del self._requests[waiting]
-            if self._task is not None and not self._requests:
-                self._task.cancel()
-                await asyncio.wait([self._task])
-            raise
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def send(self) -> None:
-        """Send the requests whose callers still wait."""
-        self.is_closed = True
-        sent = dict(self._requests)
-        if sent:
-            self._task = asyncio.get_running_loop().create_task(self._answers(sent.values()))
-            self._task.add_done_callback(lambda task: _hand_out(task, sent))
-
-    async def _answers(self, requests: Iterable[Arguments]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for arguments in requests:
-            pipeline.evalsha(*arguments)
-        async with self._permits:
-            found: list[Any] = await pipeline.execute(raise_on_error=False)
-        return found
-
-
-def _hand_out(task: Answers, callers: Iterable[asyncio.Future[Any]]) -> None:
-    """Give each caller who still waits the answer, or what the task failed with."""
-    failure = (
-        ConnectionError("the pipeline was cancelled") if task.cancelled() else task.exception()
-    )
-    answers = [failure for _ in callers] if failure else task.result()
-    for waiting, answer in zip(callers, answers, strict=True):
-        if not waiting.done():
-            waiting.set_result(answer)
 
 
 def clients(source: object, timeout: float) -> "Clients":
@@ -164,27 +71,30 @@ class _Given:
     """The user's own client, which the user closes; it has one of the two forms."""
 
     def __init__(self, client: SyncClient | AsyncClient) -> None:
-        self._client = client
-        self._running = _running(client) if isinstance(client, AsyncClient) else None
-        self.forms = ("sync",) if self._running is None else ("async",)
         self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
         self.secrets = _secrets(client.get_connection_kwargs())
+        self.forms = ("async",) if isinstance(client, AsyncClient) else ("sync",)
+        self._open: Callable[[], AbstractAsyncContextManager[Any]]
+        if isinstance(client, redis.asyncio.RedisCluster):
+            self._open = _Cluster(client).opened
+        elif isinstance(client, redis.asyncio.Redis):
+            permits = asyncio.Semaphore(client.connection_pool.max_connections)
+            self._open = partial(_permitted, client, permits)
+        else:
+            self._open = partial(nullcontext, client)
 
-    def sync(self) -> SyncClient:
-        if isinstance(self._client, SyncClient):
-            return self._client
-        raise TypeError(
-            f"a client of redis.asyncio serves no sync calls ({self.name}): give RedisStore a URL, "
-            "or a client of redis"
-        )
-
-    async def running(self) -> "Together | Cluster":
-        if self._running is not None:
-            return self._running
-        raise TypeError(
-            f"a sync client of redis serves no async calls ({self.name}): give RedisStore a URL, "
-            "or a client of redis.asyncio"
-        )
+    def opened(self, form: Form) -> AbstractAsyncContextManager[Any]:
+        if form and self.forms != ("async",):
+            raise TypeError(
+                f"a sync client of redis serves no async calls ({self.name}): give RedisStore a "
+                "URL, or a client of redis.asyncio"
+            )
+        if not form and self.forms != ("sync",):
+            raise TypeError(
+                f"a client of redis.asyncio serves no sync calls ({self.name}): give RedisStore a "
+                "URL, or a client of redis"
+            )
+        return self._open()
 
     def close(self) -> None:
         pass
@@ -193,49 +103,45 @@ class _Given:
         pass
 
 
-def _running(client: AsyncClient) -> "Together | Cluster":
+@asynccontextmanager
+async def _permitted(client: AsyncClient, permits: asyncio.Semaphore) -> AsyncIterator[AsyncClient]:
     """The client, whose callers wait when all its connections are in use: without, they fail."""
-    # Callers of a cluster do not wait: while a node does not answer, its callers would keep the
-    # callers of other nodes waiting.
-    if isinstance(client, redis.asyncio.RedisCluster):
-        return Cluster(client)
-    return Together(client, client.connection_pool.max_connections)
+    async with permits:
+        yield client
 
 
-class Cluster:
+class _Cluster:
     """A client of a cluster that knows the nodes before it sends a request."""
 
     # Without, redis-py sends first requests to any node, and closes connections that others use
-    # when these nodes answer that they do not have the key.
+    # when these nodes answer that they do not have the key. Callers do not wait for connections:
+    # while a node does not answer, its callers would keep the callers of other nodes waiting.
 
     def __init__(self, client: redis.asyncio.RedisCluster) -> None:
         self._client = client
         self._asking: asyncio.Task[object] | None = None
 
-    async def eval(self, *arguments: Any) -> object:
-        """Run a script."""
-        await self._know_nodes()
-        return await self._client.eval(*arguments)
-
-    async def evalsha(self, *arguments: Any) -> object:
-        """Run a script that the server knows."""
-        await self._know_nodes()
-        return await self._client.evalsha(*arguments)
-
-    async def _know_nodes(self) -> None:
-        """Wait until the client knows the nodes; it forgets them when it is closed."""
-        if self._client.get_default_node() is not None:
-            return
-        loop, asking = asyncio.get_running_loop(), self._asking
-        if asking is None or asking.done() or asking.get_loop() is not loop:
-            # A caller who is cancelled, or whose time is over, does not end this task.
-            asking = self._asking = loop.create_task(self._client.initialize())
-            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(asking)
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[redis.asyncio.RedisCluster]:
+        # The client forgets the nodes when it is closed.
+        if self._client.get_default_node() is None:
+            loop, asking = asyncio.get_running_loop(), self._asking
+            if asking is None or asking.done() or asking.get_loop() is not loop:
+                # A caller who is cancelled, or whose time is over, does not end this task.
+                asking = self._asking = loop.create_task(self._client.initialize())
+                asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(asking)
+        yield self._client
 
 
-_OfLoop = tuple[Together, AsyncGenerator[None]]
-"""The client of an event loop, and what closes it when the loop ends."""
+class _OfLoop(NamedTuple):
+    """The client of an event loop, and what closes it when the loop ends."""
+
+    client: redis.asyncio.Redis
+    # Permits, and not the pool, bound the connections: if a task is cancelled while it waits to
+    # give a connection back, the pool loses that connection.
+    permits: asyncio.Semaphore
+    closing: AsyncGenerator[None]
 
 
 class _Own:
@@ -277,10 +183,11 @@ class _Own:
             address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
             self.name = f"{scheme}://{address}/{options.get('db', 0)}"
 
-    def sync(self) -> SyncClient:
-        return self._sync
+    def opened(self, form: Form) -> AbstractAsyncContextManager[Any]:
+        return self._in_loop() if form else nullcontext(self._sync)
 
-    async def running(self) -> Together:
+    @asynccontextmanager
+    async def _in_loop(self) -> AsyncIterator[redis.asyncio.Redis]:
         loop = asyncio.get_running_loop()
         with self._lock:
             found = self._loops.get(loop)
@@ -288,8 +195,9 @@ class _Own:
             found = self._of_loop(loop)
             with self._lock:
                 self._loops[loop] = found
-            await anext(found[1])
-        return found[0]
+            await anext(found.closing)
+        async with found.permits:
+            yield found.client
 
     def close(self) -> None:
         self._sync.close()
@@ -299,11 +207,9 @@ class _Own:
         with self._lock:
             found = self._loops.get(asyncio.get_running_loop())
         if found is not None:
-            await found[1].aclose()
+            await found.closing.aclose()
 
     def _of_loop(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
-        # Permits, and not the pool, bound the connections: if a task is cancelled while it waits to
-        # give a connection back, the pool loses that connection.
         pool = redis.asyncio.ConnectionPool.from_url(
             self._url, max_connections=2**31, protocol=_PROTOCOL
         )
@@ -314,7 +220,8 @@ class _Own:
             "retry": AsyncRetry(NoBackoff(), 0),
         }
         client = redis.asyncio.Redis.from_pool(pool)
-        return Together(client, _CONNECTIONS), self._until_end(loop, client)
+        permits = asyncio.Semaphore(_CONNECTIONS)
+        return _OfLoop(client, permits, self._until_end(loop, client))
 
     async def _until_end(
         self, loop: asyncio.AbstractEventLoop, client: redis.asyncio.Redis

@@ -1,14 +1,12 @@
-"""The requests to the script in Redis, the names of keys there, and the script's answers."""
+"""The calls of the scripts in Redis, the names of keys there, and the scripts' answers."""
 
 import json
 import re
-import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import sha1, sha256
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Threshold
@@ -25,14 +23,6 @@ from langchain_quota.stores import (
 )
 from langchain_quota.stores.grants import Grant, details, read_grant
 
-_PARTS = [
-    (files("langchain_quota.stores") / name).read_text("utf-8")
-    for name in ("acquire.lua", "operations.lua")
-]
-_TIMES = f"local REMEMBERED, COMPENSATED, GRACE = {REMEMBERED}, {COMPENSATED}, {GRACE}"
-SCRIPT = "\n".join([_TIMES, *_PARTS])
-SHA = sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
-
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
 
@@ -40,8 +30,29 @@ _NONE = -1
 _ODD = -2
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Script(NamedTuple):
+    """A script, and the name by which a server knows it."""
+
+    text: str
+    sha: str
+
+    @classmethod
+    def of(cls, text: str) -> "Script":
+        """The script of a text."""
+        return cls(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _script(name: str) -> Script:
+    folder = files("langchain_quota.stores")
+    parts = [(folder / each).read_text("utf-8") for each in ("common.lua", name)]
+    times = f"local REMEMBERED, COMPENSATED, GRACE = {REMEMBERED}, {COMPENSATED}, {GRACE}"
+    return Script.of("\n".join([times, *parts]))
+
+
+SCRIPTS = {name: _script(f"{name}.lua") for name in ("acquire", "operations")}
+
+
+class Names(NamedTuple):
     """The names of keys in Redis."""
 
     prefix: str
@@ -49,168 +60,169 @@ class Names:
     is_in_keys: bool = False
     """Whether keys begin with it, too."""
 
-    def count(self, key: str) -> bytes:
-        """The name of a count in Redis."""
+    def name(self, kind: str, key: str) -> bytes:
+        """The name of what is kept for a key: its "count" or its "grants"."""
         rest = key.removeprefix(f"{self.prefix}/") if self.is_in_keys else key
-        return f"{{{self.prefix}}}:count:{rest}".encode(errors="surrogatepass")
+        return f"{{{self.prefix}}}:{kind}:{rest}".encode(errors="surrogatepass")
 
-    def key(self, name: bytes | str) -> str:
-        """The key of a count, by its name in Redis; the client may have decoded the name."""
-        text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
-        before, found, key = text.partition(f"{{{self.prefix}}}:count:")
-        if before or not found:
-            raise ValueError(f"not the name of a count: {text!r}")
-        return key
+    def key(self, kind: str, name: bytes | str) -> str | None:
+        """The key of a name in Redis, which the client may have decoded; `None` for another's."""
+        try:
+            text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
+        except UnicodeDecodeError:
+            return None
+        return text.removeprefix(f"{{{self.prefix}}}:{kind}:")
 
-    def pattern(self, keys: str) -> bytes:
-        """The pattern for Redis that finds all counts whose keys match a glob, and maybe others."""
+    def pattern(self, kind: str, keys: str) -> bytes:
+        """The pattern for Redis that finds all names whose keys match a glob, and maybe others."""
         # Redis reads character classes and escapes differently.
         simple, *others = re.split(r"[\[\\]", keys, maxsplit=1)
-        found = f"{{{self.prefix}}}:count:{simple}{'*' if others else ''}"
-        return found.encode(errors="surrogatepass")
+        return self.name(kind, f"{simple}{'*' if others else ''}")
 
     def marker(self, kind: str, name: str) -> bytes:
-        """The key in Redis that remembers something by a name of any length."""
+        """The name of what remembers something by a name of any length."""
         return f"{{{self.prefix}}}:{kind}:{_digest(name)}".encode()
 
 
 class ScriptCall:
-    """One call of the script: its operation, its arguments, and the keys that it may use."""
+    """One call of a script: what is asked, and the keys that it may use."""
 
-    def __init__(self, names: Names, op: str, idle: int) -> None:
+    def __init__(self, names: Names, idle: int = 0, op: str = "") -> None:
+        self.script = "operations" if op else "acquire"
         self._names = names
         self._idle = idle
         self._keys: dict[bytes, int] = {}
         self._attempts = 0
-        self._op = op
-        self._values: dict[str, Any] = {}
-        self._more: tuple[bytes | str, ...] = ()
+        self._asked: dict[str, Any] = {"op": op} if op else {}
 
     @classmethod
-    def reading(cls, op: str, names: Names, keys: Iterable[str]) -> "ScriptCall":
-        """The call that reads what is kept under keys: "peek" or "grants"."""
-        call = cls(names, op, 0)
+    def peek(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
+        """The call that reads counts."""
+        call = cls(names, op="peek")
         for key in keys:
-            call._index(names.count(key))
+            call._count(key)
         return call
 
     @classmethod
-    def reset(cls, names: Names, keys: Sequence[str], idle: int) -> "ScriptCall":
+    def grants(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
+        """The call that reads grants."""
+        call = cls(names, op="grants")
+        for key in keys:
+            call._index(names.name("grants", key))
+        return call
+
+    @classmethod
+    def reset(cls, names: Names, keys: Iterable[str], idle: int) -> "ScriptCall":
         """The call that sets counts to 0."""
-        call = cls(names, "reset", idle)
-        call._values["counts"] = [
-            call._count(key, window_end(key), 0) for key in dict.fromkeys(keys)
-        ]
+        call = cls(names, idle, "reset")
+        call._asked["counts"] = [call._count(key) for key in dict.fromkeys(keys)]
         return call
 
     @classmethod
     def grant(cls, names: Names, grant: Grant, idle: int) -> "ScriptCall":
         """The call that gives a grant."""
-        call = cls(names, "grant", idle)
-        call._values["grant"] = [
-            *call._count(grant.key, window_end(grant.key), 0),
-            _digest(grant.id)[:32],
-            _exact(grant.amount),
-            _exact(grant.ends or 0),
-            details(grant),
-        ]
+        call = cls(names, idle, "grant")
+        call._asked = {
+            **call._asked,
+            "count": call._count(grant.key),
+            "name": _digest(grant.id)[:32],
+            "amount": _exact(grant.amount),
+            "ends": _exact(grant.ends or 0),
+            "details": details(grant),
+        }
         return call
 
     @classmethod
     def revoke(cls, names: Names, key: str, name: str) -> "ScriptCall":
         """The call that ends a grant."""
-        call = cls(names, "revoke", 0)
-        call._values["grant"] = [call._index(names.count(key)), _digest(name)[:32]]
+        call = cls(names, op="revoke")
+        call._asked |= {"count": call._count(key), "name": _digest(name)[:32]}
         return call
 
     @classmethod
     def acquire(cls, names: Names, request: AcquireRequest, idle: int) -> "ScriptCall":
         """The call that admits a batch."""
-        call = cls(names, "acquire", idle)
-        beside = metadata(request)
-        numbers: list[int] = []
-        for counter in request.counters.values():
-            limit, lease = _NONE, _NONE
-            if counter.key is not None:
-                kept = beside[counter.key]
-                numbers += call._count(counter.key, kept.ends, counter.used)
-                if counter.lease is not None:
-                    lease = _exact(counter.lease)
-                    call._values["hold"] = _hold(request.idempotency_key)
-                limit = _clamped(kept.limit)
-            else:
-                numbers += (0, _NONE, 0, _exact(counter.used))
-            numbers += (limit, lease)
+        call = cls(names, idle)
+        beside, counters, hold = metadata(request), [], ""
+        for each in request.counters.values():
+            if each.key is None:
+                counters.append((0, 0, _NONE, 0, _exact(each.used), _NONE, _NONE))
+                continue
+            kept, lease = beside[each.key], _NONE
+            if each.lease is not None:
+                lease, hold = _exact(each.lease), _hold(request.idempotency_key)
+            start, limit = _exact(each.used), _clamped(kept.limit)
+            counters.append((*call._count(each.key, _clamped(kept.ends)), start, limit, lease))
         number = {name: number for number, name in enumerate(request.counters, 1)}
         number_of_limit: dict[str, int] = {}
         thresholds: dict[Threshold, int] = {}
-        calls: list[int] = []
+        calls = []
         for amounts, over in request.hits:
-            calls += (len(amounts), len(over))
-            for name, amount in amounts.items():
-                calls += (number[name], _exact(amount))
-            calls += [thresholds.setdefault(each, len(thresholds) + 1) for each in over]
-        for over_limit, _, counted, most, enforced in thresholds:
-            of_limit = number_of_limit.setdefault(over_limit, len(number_of_limit))
-            # It may be below 0, and grants may raise it.
-            bounded = max(-MAX_COUNT, min(most, MAX_COUNT))
-            numbers += (of_limit, number[counted], bounded, enforced)
-        for stopping, after in request.stops.items():
-            calls += (number_of_limit.get(stopping, _NONE), after)
-        if request.compensations:
-            call._values["compensations"] = [*map(call._compensation, request.compensations)]
-        numbers = [
-            call._marker("attempt", request.attempt_id),
-            call._marker("result", request.idempotency_key),
-            *(len(request.counters), len(thresholds), len(request.hits), len(request.stops)),
-            *numbers,
-            *calls,
-        ]
-        names_of = [_quoted(name) for each in thresholds for name in each[:2]]
-        call._more = (struct.pack(f">{len(numbers)}d", *numbers), " ".join([*names_of, ""]))
+            hits = [part for name, n in amounts.items() for part in (number[name], _exact(n))]
+            calls.append((hits, [thresholds.setdefault(t, len(thresholds) + 1) for t in over]))
+        call._asked = {
+            "attempt": call._marker("attempt", request.attempt_id),
+            "result": call._marker("result", request.idempotency_key),
+            "hold": hold,
+            "counters": counters,
+            "thresholds": [
+                (
+                    number_of_limit.setdefault(each.limit, len(number_of_limit)),
+                    number[each.counter],
+                    # It may be below 0, and grants may raise it.
+                    max(-MAX_COUNT, min(each.most, MAX_COUNT)),
+                    bool(each.enforced),
+                    f"{_quoted(each.limit)} {_quoted(each.scope)}",
+                )
+                for each in thresholds
+            ],
+            "calls": calls,
+            "stops": [(number_of_limit.get(name, _NONE), n) for name, n in request.stops.items()],
+            "compensations": [*map(call._compensation, request.compensations)],
+        }
         return call
 
-    def arguments(self) -> tuple[int, *tuple[bytes | str, ...]]:
-        """The arguments of `EVALSHA` after the script: number of keys, keys, values."""
-        values = json.dumps(self._values) if self._values else ""
-        others: tuple[bytes | str, ...] = (*self._keys, self._op, values, *self._more)
-        return (len(self._keys), *others)
+    def arguments(self) -> list[int | bytes | str]:
+        """The arguments of `EVALSHA` after the script: number of keys, keys, what is asked."""
+        return [len(self._keys), *self._keys, json.dumps(self._asked)]
 
     def again(self, reply: object) -> bool:
         """Whether the script must be called again, with further keys that it needs."""
         if not isinstance(reply, list) or not reply or _text(reply[0]) != "again":
             return False
-        names = reply[1:]
         # An attempt's charges are found only once.
         self._attempts -= 1
         if self._attempts < 0:
             raise ValueError("it asks for keys again and again")
-        for name in names:
+        for name in reply[1:]:
             self._index(name if isinstance(name, bytes) else _text(name).encode())
         return True
 
     def _compensation(self, compensation: Compensation) -> dict[str, Any]:
         self._attempts += compensation.attempt_id is not None
-        settling = {"hold": _hold(compensation.settles)} if compensation.settles else {}
-        kind, starts = "settled" if settling else "compensated", compensation.starts
+        starts, limits, settles = compensation.starts, compensation.limits, compensation.settles
+        kind = "settled" if settles else "compensated"
         return {
-            "marker": self._index(self._names.marker(kind, compensation.id)),
+            "marker": self._marker(kind, compensation.id),
             "attempt": self._marker("attempt", compensation.attempt_id),
             "result": self._marker("result", compensation.idempotency_key),
             "amounts": [
-                [
-                    *self._count(key, window_end(key), starts.get(key, 0)),
+                (
+                    *self._count(key),
+                    _exact(starts.get(key, 0)),
                     _exact(amount),
-                    *([_clamped(compensation.limits[key])] if key in compensation.limits else ()),
-                ]
+                    _clamped(limits.get(key)),
+                )
                 for key, amount in compensation.amounts.items()
             ],
-            **settling,
+            **({"hold": _hold(settles)} if settles else {}),
         }
 
-    def _count(self, key: str, ends: int | None, start: int) -> tuple[int, ...]:
-        name, idle = _place(self._names, key, self._idle)
-        return (self._index(name), _clamped(ends), idle, _exact(start))
+    def _count(self, key: str, ends: int | None = None) -> tuple[int, int, int, int]:
+        """What a script is told of a count; where it ends, if not where its text says."""
+        count, grants, window_ends, idle = _place(self._names, key, self._idle)
+        ends = window_ends if ends is None else ends
+        return self._index(count), self._index(grants), ends, idle
 
     def _marker(self, kind: str, name: str | None) -> int:
         return self._index(self._names.marker(kind, name)) if name else 0
@@ -220,9 +232,9 @@ class ScriptCall:
 
 
 @lru_cache(maxsize=4096)
-def _place(names: Names, key: str, idle: int) -> tuple[bytes, int]:
-    """The name of a count in Redis, and for how many seconds it is kept without a charge."""
-    return names.count(key), idle_time(key, idle)
+def _place(names: Names, key: str, idle: int) -> tuple[bytes, bytes, int, int]:
+    count, grants = (names.name(kind, key) for kind in ("count", "grants"))
+    return count, grants, _clamped(window_end(key)), idle_time(key, idle)
 
 
 def result(reply: object, request: AcquireRequest) -> AcquireResult:
@@ -256,54 +268,29 @@ def result(reply: object, request: AcquireRequest) -> AcquireResult:
     )
 
 
-def uses(keys: Iterable[str], reply: object) -> tuple[dict[str, QuotaUsage], list[str]]:
-    """The answer to a peek: the counts that there are, and the keys that hold something else."""
-    names = [*dict.fromkeys(keys)]
-    numbers = _numbers(reply)
-    found, odd = {}, []
-    for key, *kept, granted in zip(names, *[iter(numbers)] * 4, strict=True):
+def uses(keys: Iterable[str], reply: object) -> dict[str, QuotaUsage | None]:
+    """The answer to a peek: the counts that there are; `None` for what is something else."""
+    found: dict[str, QuotaUsage | None] = {}
+    numbers = _numbers(_list(reply))
+    for key, *kept, granted in zip(dict.fromkeys(keys), *[iter(numbers)] * 4, strict=True):
         used, limit, ends = (None if each == _NONE else each for each in kept)
-        if used == _ODD:
-            odd.append(key)
-        elif used is not None:
+        if used is not None:
             ends = window_end(key) if ends is None else ends
-            found[key] = QuotaUsage(key, used, limit, ends, granted)
-    return found, odd
+            found[key] = None if used == _ODD else QuotaUsage(key, used, limit, ends, granted)
+    return found
 
 
-def given(key: str, reply: object) -> tuple[Grant | None, bool]:
-    """The answer to a grant: what is kept, and whether it is new."""
-    parts = _list(reply)
-    if not parts:
-        return None, False
-    is_new, *kept = parts
-    return _grant(key, kept), _flag(is_new)
+def grants(keys: Iterable[str], reply: object) -> list[tuple[Grant, bool]]:
+    """The answer about grants of keys, and whether each is new."""
+    names, found = [*dict.fromkeys(keys)], []
+    for index, amount, ends, text, is_new in zip(*[iter(_list(reply))] * 5, strict=True):
+        _numbers([index, amount, ends])
+        grant = read_grant(names[index - 1], amount, ends, _text(text))
+        found.append((grant, _flag(is_new)))
+    return found
 
 
-def revoked(key: str, reply: object) -> Grant | None:
-    """The answer to a revocation."""
-    kept = _list(reply)
-    return _grant(key, kept) if kept else None
-
-
-def listed(keys: Iterable[str], reply: object) -> list[Grant]:
-    """The answer to a question for the grants of keys."""
-    names = [*dict.fromkeys(keys)]
-    parts = _list(reply)
-    return [
-        _grant(names[index - 1], kept)
-        for index, *kept in zip(*[iter(parts)] * 4, strict=True)
-        if 1 <= index <= len(names)
-    ]
-
-
-def _grant(key: str, kept: Sequence[Any]) -> Grant:
-    amount, ends, text = kept
-    _numbers([amount, ends])
-    return read_grant(key, amount, ends, _text(text))
-
-
-def done(reply: object) -> None:
+def done(_: Iterable[str], reply: object) -> None:
     """The answer to a reset."""
     if _list(reply):
         raise ValueError("it is not empty")
@@ -321,8 +308,7 @@ def _text(word: object) -> str:
     return word if isinstance(word, str) else word.decode()
 
 
-def _numbers(reply: object) -> list[int]:
-    numbers = _list(reply)
+def _numbers(numbers: list[Any]) -> list[int]:
     if not all(type(each) is int for each in numbers):
         raise ValueError("there is something else than a number in it")
     return numbers

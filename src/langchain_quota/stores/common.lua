@@ -1,0 +1,88 @@
+-- What the scripts share. A script follows these lines; a line before them has the constants
+-- REMEMBERED, COMPENSATED and GRACE, in seconds.
+-- KEYS     every key that is used; a key in ARGV[1] is an index into it, 0 for none
+-- ARGV[1]  JSON; numbers are whole, exact up to 2^53 - 1, and -1 stands for none
+-- Kept are
+--   a count     a hash: used, limit, ends. What is used includes what is held: a field "held:..." for
+--               each request has the amount and the end of its lease. No lease ends before the
+--               field next_end. Anything else in its place is an error: others can write there, too.
+--   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
+--               details}; new: no call has been judged by it. After its end a grant is remembered
+--               for as long as a compensation.
+--   an attempt  a packed list of {key, amount, field of what it holds}, or "refused"
+--   a result    the text of its answer
+
+local ask = cjson.decode(ARGV[1])
+local now = tonumber(redis.call('TIME')[1])
+
+-- tonumber() alone would take 'nan', which no limit refuses.
+local function whole(text)
+  return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text)
+end
+
+-- The text of a whole number from -1, made once: '%.0f', and what Redis makes of a number by itself,
+-- take longer than a command. '%d' is faster, but a server may have it for 32 bits only.
+local texts = {}
+local function digits(number)
+  texts[number] = texts[number] or string.format(number < 2^31 and '%d' or '%.0f', number)
+  return texts[number]
+end
+
+-- The amount, and the end of the lease; nothing if the text is not that of a hold.
+local function held(text)
+  local amount, ends = string.match(text or '', '^(%d+) (%d+)$')
+  amount, ends = whole(amount), whole(ends)
+  if amount and ends then return amount, ends end
+end
+
+-- What is used without the holds whose leases end by then; they are removed only if it is asked for.
+local function used_without(key, used, by, removes)
+  local next_end, kept = '', redis.call('HGETALL', key)
+  for i = 1, #kept, 2 do
+    local part, ends = held(string.sub(kept[i], 1, 5) == 'held:' and kept[i + 1])
+    if part and ends > by then
+      next_end = digits(math.min(ends, whole(next_end) or ends))
+    elseif part then
+      used = math.max(0, used - part)
+      if removes then redis.call('HDEL', key, kept[i]) end
+    end
+  end
+  if removes then redis.call('HSET', key, 'used', digits(used), 'next_end', next_end) end
+  return used
+end
+
+-- When a count that is written now is over.
+local function expiry(ends, idle)
+  return digits(ends < 0 and now + idle or math.max(ends, now) + GRACE)
+end
+
+-- The last arguments are further fields, and values.
+local function put(key, used, ends, idle, ...)
+  redis.call('HSET', key, 'used', digits(used), 'ends', digits(ends), ...)
+  redis.call('EXPIREAT', key, expiry(ends, idle))
+end
+
+local function grants_of(key)
+  local packed = redis.call('GET', key)
+  return packed and cmsgpack.unpack(packed) or {}
+end
+
+local function keep_grants(key, grants)
+  local last = 0
+  for _, grant in ipairs(grants) do last = math.max(last, grant[3]) end
+  redis.call('SET', key, cmsgpack.pack(grants))
+  redis.call('EXPIREAT', key, digits(last + COMPENSATED))
+end
+
+-- What is granted, and the part by which no call has been judged before.
+local function granted(grants)
+  local sum, news = 0, 0
+  for _, grant in ipairs(grants) do
+    local _, amount, ends, new = unpack(grant)
+    if ends > now then
+      sum = sum + amount
+      if new then news = news + amount end
+    end
+  end
+  return sum, news
+end

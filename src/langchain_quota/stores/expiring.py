@@ -1,0 +1,58 @@
+"""Values that expire."""
+
+import math
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+_PURGED_AT_ONCE = 100
+"""How many counts one operation looks at to make room, so that no operation takes long."""
+
+V = TypeVar("V")
+
+
+class Kept(Generic[V]):
+    """Values by name, each until it expires; expired ones are removed step by step."""
+
+    def __init__(self, most: float = math.inf) -> None:
+        self._most = most
+        self.all: dict[str, tuple[V, float]] = {}
+        # Of each name a time when it cannot have expired yet, and maybe of names that are gone.
+        self._due: list[tuple[float, str]] = []
+
+    def get(self, name: str, now: float) -> V | None:
+        """A value; `None` if there is none."""
+        value, expires = self.all.get(name, (None, now))
+        return None if expires <= now else value
+
+    def put(self, name: str, value: V, expires: float) -> None:
+        """Keep a value; if there are too many, the one that expires first goes."""
+        if name not in self.all:
+            heappush(self._due, (expires, name))
+        self.all[name] = value, expires
+        while len(self.all) > self._most:
+            self.look(math.inf)
+
+    def remove(self, name: str) -> None:
+        """Remove a value."""
+        del self.all[name]
+        if len(self._due) > 2 * len(self.all) + _PURGED_AT_ONCE:
+            self._due = [(expires, each) for each, (_, expires) in self.all.items()]
+            heapify(self._due)
+
+    def purge(self, now: float) -> None:
+        """Remove some of what has expired."""
+        for _ in range(_PURGED_AT_ONCE):
+            if not self.look(now):
+                break
+
+    def look(self, now: float) -> bool:
+        """Look at what can have expired first, and remove it if it has; whether it can have."""
+        if not self._due or self._due[0][0] > now:
+            return False
+        due, name = heappop(self._due)
+        _, expires = self.all.get(name, (None, -math.inf))
+        if expires > due:
+            heappush(self._due, (expires, name))
+        elif name in self.all:
+            self.remove(name)
+        return True
