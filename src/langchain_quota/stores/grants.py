@@ -1,6 +1,5 @@
 """Grants: more than its limits say, for one count, until they end."""
 
-import json
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -273,23 +272,6 @@ def _log(event: str, grant: Grant) -> None:
             "quota_by": grant.by,
         },
     )
-
-
-def details(grant: Grant) -> str:
-    """What a store keeps beside a grant's amount and end."""
-    given_at = grant.given_at.timestamp()
-    return json.dumps({"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by})
-
-
-def read_grant(key: str, amount: int, ends: int, text: str) -> Grant:
-    """A grant, read from what a store keeps."""
-    try:
-        known = json.loads(text)
-        given_at = in_utc(known["at"])
-        until = in_utc(ends)
-        return Grant(key, amount, known["id"], given_at, until, known["reason"], known["by"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no grant is kept under {key!r}") from error
 
 
 def in_utc(seconds: float) -> datetime:

@@ -1,12 +1,12 @@
--- Everything but acquiring: op says what. count is {key, key of its grants, end of window, idle time}.
---   peek    keys from the first on: a count, its grants, the next count ...
---           answer of each: used, limit, end of window, what is granted; used is -2 where something
+-- Everything but acquiring: op says what, for counts: each is {key, key of its grants, end of window,
+-- idle time}.
+--   peek    answer of each: used, limit, end of window, what is granted; used is -2 where something
 --           else than a count is kept
---   reset   counts
---   grant   count, name, amount, ends, details; answer: what is kept, nothing if it would be over
---   revoke  count, name; answer: what is ended, nothing if there is none
---   grants  keys of grants
---           answer of each grant: index of the key, amount, end, details, whether it is new
+--   reset
+--   grant   name, amount, ends, details; answer: what is kept, nothing if it would be over
+--   revoke  name; answer: what is ended, nothing if there is none
+--   grants  what is granted
+--           answer of each grant: number of the count, amount, end, details, whether it is new
 
 local answer, operations = {}, {}
 
@@ -26,63 +26,56 @@ local function use(key, grants)
   return used, limit or -1, ends or -1, more
 end
 
-function operations.peek()
-  for i = 1, #KEYS, 2 do
-    for _, number in ipairs({use(KEYS[i], KEYS[i + 1])}) do table.insert(answer, number) end
-  end
+function operations.peek(_, key, grants)
+  for _, number in ipairs({use(key, grants)}) do table.insert(answer, number) end
 end
 
-function operations.reset()
-  for _, count in ipairs(ask.counts) do
-    local index, _, ends, idle = unpack(count)
-    local key = KEYS[index]
-    if redis.call('HGET', key, 'next_end') then used_without(key, 0, math.huge, true) end
-    put(key, 0, ends, idle)
-  end
+function operations.reset(_, key, _, ends, idle)
+  if redis.call('HGET', key, 'next_end') then used_without(key, 0, math.huge, true) end
+  put(key, 0, ends, idle)
 end
 
-local function tell(index, grant, is_new)
+local function tell(number, grant, is_new)
   local _, amount, ends, _, details = unpack(grant)
-  for _, part in ipairs({index, amount, ends, details, is_new}) do table.insert(answer, part) end
+  for _, part in ipairs({number, amount, ends, details, is_new}) do table.insert(answer, part) end
 end
 
-function operations.grant()
-  local index, of_grants, ends, idle = unpack(ask.count)
-  local key, grants = KEYS[of_grants], {}
-  for _, kept in ipairs(grants_of(key)) do
+function operations.grant(number, key, of_grants, ends, idle)
+  local grants = {}
+  for _, kept in ipairs(grants_of(of_grants)) do
     if kept[3] + COMPENSATED > now then
-      if kept[1] == ask.name then return tell(1, kept, 0) end
+      if kept[1] == ask.name then return tell(number, kept, 0) end
       table.insert(grants, kept)
     end
   end
   if ask.ends <= now then return end
   local new = {ask.name, ask.amount, ask.ends, true, ask.details}
   table.insert(grants, new)
-  keep_grants(key, grants)
+  keep_grants(of_grants, grants)
   -- The idle time of the count begins anew, as after a charge.
-  redis.call('EXPIREAT', KEYS[index], expiry(ends, idle))
-  tell(1, new, 1)
+  redis.call('EXPIREAT', key, expiry(ends, idle))
+  tell(number, new, 1)
 end
 
-function operations.revoke()
-  local key = KEYS[ask.count[2]]
-  local grants = grants_of(key)
+function operations.revoke(number, _, of_grants)
+  local grants = grants_of(of_grants)
   for _, kept in ipairs(grants) do
     if kept[1] == ask.name and kept[3] > now then
       kept[3] = now
-      keep_grants(key, grants)
-      tell(1, kept, 0)
+      keep_grants(of_grants, grants)
+      tell(number, kept, 0)
     end
   end
 end
 
-function operations.grants()
-  for index, key in ipairs(KEYS) do
-    for _, kept in ipairs(grants_of(key)) do
-      if kept[3] > now then tell(index, kept, 0) end
-    end
+function operations.grants(number, _, of_grants)
+  for _, kept in ipairs(grants_of(of_grants)) do
+    if kept[3] > now then tell(number, kept, 0) end
   end
 end
 
-operations[ask.op]()
+for number, count in ipairs(ask.counts) do
+  local key, of_grants, ends, idle = unpack(count)
+  operations[ask.op](number, KEYS[key], KEYS[of_grants], ends, idle)
+end
 return answer

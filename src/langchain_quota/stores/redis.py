@@ -150,7 +150,7 @@ class RedisStore(Granting):
             QuotaStoreError: Redis failed, or did not answer in time.
             TypeError: The store was given a client of `redis.asyncio`.
         """
-        parts = now(self._scanned("count", pattern, ScriptCall.peek, script.uses))
+        parts = now(self._scanned("peek", "count", pattern, script.uses))
         found = {key: use for part in parts for key, use in part.items() if use is not None}
         return [found[key] for key in sorted(found)]
 
@@ -164,7 +164,7 @@ class RedisStore(Granting):
             QuotaStoreError: Redis failed, or did not answer in time.
             TypeError: The store was given a client of `redis.asyncio`.
         """
-        parts = now(self._scanned("grants", pattern, ScriptCall.grants, script.grants))
+        parts = now(self._scanned("grants", "grants", pattern, script.grants))
         found = {(each.key, each.id): each for each, _ in chain.from_iterable(parts)}
         return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
 
@@ -203,7 +203,7 @@ class RedisStore(Granting):
         found: dict[str, QuotaUsage | None] = {}
         for names, some in self._parts(keys) if keys else ():
             async with self._running(form) as run:
-                found |= script.uses(some, await run(ScriptCall.peek(names, some)))
+                found |= script.uses(some, await run(ScriptCall.of("peek", names, some)))
         for key, use in found.items():
             if use is None:
                 raise QuotaStoreError(f"no count is kept under {key!r}")
@@ -213,25 +213,23 @@ class RedisStore(Granting):
         check_keys(keys)
         for names, some in self._parts(keys) if keys else ():
             async with self._running(form) as run:
-                script.done(some, await run(ScriptCall.reset(names, some, self._idle)))
+                if await run(ScriptCall.of("reset", names, some, self._idle)) != []:
+                    raise ValueError("it is not empty")
 
     async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
-        call = ScriptCall.grant(self._of([asked.key]), asked, self._idle)
+        names, told = self._of([asked.key]), script.details(asked)
+        call = ScriptCall.of("grant", names, [asked.key], self._idle, **told)
         async with self._running(form) as run:
             return next(iter(script.grants([asked.key], await run(call))), (None, False))
 
     async def _revoke(self, form: Form, key: str, name: str) -> Grant | None:
-        call = ScriptCall.revoke(self._of([key]), key, name)
+        call = ScriptCall.of("revoke", self._of([key]), [key], name=script.short(name))
         async with self._running(form) as run:
             ended = script.grants([key], await run(call))
         return ended[0][0] if ended else None
 
     async def _scanned(
-        self,
-        kind: str,
-        pattern: str,
-        call: Callable[[Names, list[str]], ScriptCall],
-        read: Callable[[list[str], object], T],
+        self, op: str, kind: str, pattern: str, read: Callable[[list[str], object], T]
     ) -> list[T]:
         """What is read of the keys that match, some at a time."""
         names = self._names
@@ -246,7 +244,8 @@ class RedisStore(Granting):
             while some := [*islice(scanned, _AT_ONCE)]:
                 read_names = (names.key(kind, each) for each in some)
                 keys = [key for key in read_names if key is not None and fnmatchcase(key, pattern)]
-                found.append(read(keys, await run(call(names, keys)) if keys else []))
+                call = ScriptCall.of(op, names, keys)
+                found.append(read(keys, await run(call) if keys else []))
         return found
 
     @asynccontextmanager

@@ -21,7 +21,7 @@ from langchain_quota.stores import (
     metadata,
     window_end,
 )
-from langchain_quota.stores.grants import Grant, details, read_grant
+from langchain_quota.stores.grants import Grant, in_utc
 
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
@@ -87,62 +87,28 @@ class Names(NamedTuple):
 class ScriptCall:
     """One call of a script: what is asked, and the keys that it may use."""
 
-    def __init__(self, names: Names, idle: int = 0, op: str = "") -> None:
-        self.script = "operations" if op else "acquire"
+    def __init__(self, script: str, names: Names, idle: int) -> None:
+        self.script = script
         self._names = names
         self._idle = idle
         self._keys: dict[bytes, int] = {}
         self._attempts = 0
-        self._asked: dict[str, Any] = {"op": op} if op else {}
+        self._asked: dict[str, Any] = {}
 
     @classmethod
-    def peek(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
-        """The call that reads counts."""
-        call = cls(names, op="peek")
-        for key in keys:
-            call._count(key)
-        return call
-
-    @classmethod
-    def grants(cls, names: Names, keys: Iterable[str]) -> "ScriptCall":
-        """The call that reads grants."""
-        call = cls(names, op="grants")
-        for key in keys:
-            call._index(names.name("grants", key))
-        return call
-
-    @classmethod
-    def reset(cls, names: Names, keys: Iterable[str], idle: int) -> "ScriptCall":
-        """The call that sets counts to 0."""
-        call = cls(names, idle, "reset")
-        call._asked["counts"] = [call._count(key) for key in dict.fromkeys(keys)]
-        return call
-
-    @classmethod
-    def grant(cls, names: Names, grant: Grant, idle: int) -> "ScriptCall":
-        """The call that gives a grant."""
-        call = cls(names, idle, "grant")
-        call._asked = {
-            **call._asked,
-            "count": call._count(grant.key),
-            "name": _digest(grant.id)[:32],
-            "amount": _exact(grant.amount),
-            "ends": _exact(grant.ends or 0),
-            "details": details(grant),
-        }
-        return call
-
-    @classmethod
-    def revoke(cls, names: Names, key: str, name: str) -> "ScriptCall":
-        """The call that ends a grant."""
-        call = cls(names, op="revoke")
-        call._asked |= {"count": call._count(key), "name": _digest(name)[:32]}
+    def of(
+        cls, op: str, names: Names, keys: Iterable[str], idle: int = 0, **asked: Any
+    ) -> "ScriptCall":
+        """The call for another operation than acquiring."""
+        call = cls("operations", names, idle)
+        counts = [call._count(key) for key in dict.fromkeys(keys)]
+        call._asked = {"op": op, "counts": counts, **asked}
         return call
 
     @classmethod
     def acquire(cls, names: Names, request: AcquireRequest, idle: int) -> "ScriptCall":
         """The call that admits a batch."""
-        call = cls(names, idle)
+        call = cls("acquire", names, idle)
         beside, counters, hold = metadata(request), [], ""
         for each in request.counters.values():
             if each.key is None:
@@ -150,7 +116,7 @@ class ScriptCall:
                 continue
             kept, lease = beside[each.key], _NONE
             if each.lease is not None:
-                lease, hold = _exact(each.lease), _hold(request.idempotency_key)
+                lease, hold = _exact(each.lease), f"held:{short(request.idempotency_key)}"
             start, limit = _exact(each.used), _clamped(kept.limit)
             counters.append((*call._count(each.key, _clamped(kept.ends)), start, limit, lease))
         number = {name: number for number, name in enumerate(request.counters, 1)}
@@ -215,7 +181,7 @@ class ScriptCall:
                 )
                 for key, amount in compensation.amounts.items()
             ],
-            **({"hold": _hold(settles)} if settles else {}),
+            **({"hold": f"held:{short(settles)}"} if settles else {}),
         }
 
     def _count(self, key: str, ends: int | None = None) -> tuple[int, int, int, int]:
@@ -285,15 +251,20 @@ def grants(keys: Iterable[str], reply: object) -> list[tuple[Grant, bool]]:
     names, found = [*dict.fromkeys(keys)], []
     for index, amount, ends, text, is_new in zip(*[iter(_list(reply))] * 5, strict=True):
         _numbers([index, amount, ends])
-        grant = read_grant(names[index - 1], amount, ends, _text(text))
+        known = json.loads(_text(text))
+        times = in_utc(known["at"]), in_utc(ends)
+        about = known["reason"], known["by"]
+        grant = Grant(names[index - 1], amount, known["id"], *times, *about)
         found.append((grant, _flag(is_new)))
     return found
 
 
-def done(_: Iterable[str], reply: object) -> None:
-    """The answer to a reset."""
-    if _list(reply):
-        raise ValueError("it is not empty")
+def details(grant: Grant) -> dict[str, Any]:
+    """What a script is told of a grant."""
+    given_at = grant.given_at.timestamp()
+    kept = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
+    amount, ends = _exact(grant.amount), _exact(grant.ends or 0)
+    return {"name": short(grant.id), "amount": amount, "ends": ends, "details": json.dumps(kept)}
 
 
 def _list(reply: object) -> list[Any]:
@@ -332,15 +303,14 @@ def _flag(number: object) -> bool:
     return number in (1, "1")
 
 
-def _hold(name: str) -> str:
-    """The field of a count that has what a request holds, by the request's name."""
-    # A hash keeps its compact form while no field is longer than 64 characters.
-    return f"held:{_digest(name)[:32]}"
-
-
 def _digest(name: str) -> str:
     """A name for one that may be long, with any characters."""
     return sha256(name.encode(errors="surrogatepass")).hexdigest()
+
+
+def short(name: str) -> str:
+    """The same for what is kept in a count: a hash is compact while no field has 64 characters."""
+    return _digest(name)[:32]
 
 
 def _exact(number: int) -> int:
