@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 from weakref import WeakKeyDictionary
 
@@ -84,15 +84,11 @@ class _Given:
             self._open = partial(nullcontext, client)
 
     def opened(self, form: Form) -> AbstractAsyncContextManager[Any]:
-        if form and self.forms != ("async",):
+        asked, package = ("async", "redis.asyncio") if form else ("sync", "redis")
+        if asked not in self.forms:
             raise TypeError(
-                f"a sync client of redis serves no async calls ({self.name}): give RedisStore a "
-                "URL, or a client of redis.asyncio"
-            )
-        if not form and self.forms != ("sync",):
-            raise TypeError(
-                f"a client of redis.asyncio serves no sync calls ({self.name}): give RedisStore a "
-                "URL, or a client of redis"
+                f"{self.name} serves no {asked} calls: give RedisStore a URL, or a client of "
+                f"{package}"
             )
         return self._open()
 
@@ -104,7 +100,9 @@ class _Given:
 
 
 @asynccontextmanager
-async def _permitted(client: AsyncClient, permits: asyncio.Semaphore) -> AsyncIterator[AsyncClient]:
+async def _permitted(
+    client: redis.asyncio.Redis, permits: asyncio.Semaphore
+) -> AsyncIterator[redis.asyncio.Redis]:
     """The client, whose callers wait when all its connections are in use: without, they fail."""
     async with permits:
         yield client
@@ -134,14 +132,9 @@ class _Cluster:
         yield self._client
 
 
-class _OfLoop(NamedTuple):
-    """The client of an event loop, and what closes it when the loop ends."""
-
-    client: redis.asyncio.Redis
-    # Permits, and not the pool, bound the connections: if a task is cancelled while it waits to
-    # give a connection back, the pool loses that connection.
-    permits: asyncio.Semaphore
-    closing: AsyncGenerator[None]
+_Permitted = tuple[redis.asyncio.Redis, asyncio.Semaphore]
+_OfLoop = tuple[_Permitted, AsyncGenerator[_Permitted]]
+"""The client of an event loop, and what closes it when the loop ends."""
 
 
 class _Own:
@@ -192,12 +185,13 @@ class _Own:
         with self._lock:
             found = self._loops.get(loop)
         if found is None:
-            found = self._of_loop(loop)
+            making = self._of_loop(loop)
+            found = await anext(making), making
             with self._lock:
                 self._loops[loop] = found
-            await anext(found.closing)
-        async with found.permits:
-            yield found.client
+        (client, permits), _ = found
+        async with permits:
+            yield client
 
     def close(self) -> None:
         self._sync.close()
@@ -207,9 +201,12 @@ class _Own:
         with self._lock:
             found = self._loops.get(asyncio.get_running_loop())
         if found is not None:
-            await found.closing.aclose()
+            await found[1].aclose()
 
-    def _of_loop(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
+    async def _of_loop(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[_Permitted]:
+        """The client of an event loop, which ends all generators before it ends."""
+        # Permits, and not the pool, bound the connections: if a task is cancelled while it waits to
+        # give a connection back, the pool loses that connection.
         pool = redis.asyncio.ConnectionPool.from_url(
             self._url, max_connections=2**31, protocol=_PROTOCOL
         )
@@ -220,15 +217,8 @@ class _Own:
             "retry": AsyncRetry(NoBackoff(), 0),
         }
         client = redis.asyncio.Redis.from_pool(pool)
-        permits = asyncio.Semaphore(_CONNECTIONS)
-        return _OfLoop(client, permits, self._until_end(loop, client))
-
-    async def _until_end(
-        self, loop: asyncio.AbstractEventLoop, client: redis.asyncio.Redis
-    ) -> AsyncGenerator[None]:
-        """Closes the client with its event loop, which ends all generators before it ends."""
         try:
-            yield
+            yield client, asyncio.Semaphore(_CONNECTIONS)
         finally:
             with self._lock:
                 self._loops.pop(loop, None)
