@@ -84,12 +84,12 @@ class _Given:
             self._open = partial(nullcontext, client)
 
     def opened(self, form: Form) -> AbstractAsyncContextManager[Any]:
-        asked, package = ("async", "redis.asyncio") if form else ("sync", "redis")
+        asked, wrong, right = "sync", "a client of redis.asyncio serves no sync calls", "redis"
+        if form:
+            asked, wrong = "async", "a sync client of redis serves no async calls"
+            right = "redis.asyncio"
         if asked not in self.forms:
-            raise TypeError(
-                f"{self.name} serves no {asked} calls: give RedisStore a URL, or a client of "
-                f"{package}"
-            )
+            raise TypeError(f"{wrong} ({self.name}): give RedisStore a URL, or a client of {right}")
         return self._open()
 
     def close(self) -> None:
