@@ -158,5 +158,5 @@ $(VENV)/.dist: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing what tests and checks need into $(VENV): some minutes, only once …"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[demo]' --group test --group lint
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[demo,otlp]' --group test --group lint
 	@touch $@ $(VENV)/.demo

@@ -83,7 +83,7 @@ def run(combination: Combination, python: str) -> str:
             "--group",
             combination.group,
             "--editable",
-            ".[demo]",
+            ".[demo,otlp]",
         ),
         (
             *(venv_python, "-m", "pytest", "-m", "not rest", "tests"),

@@ -11,7 +11,6 @@ import re
 import time
 from pathlib import Path
 
-from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import generate_latest
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
@@ -30,7 +29,7 @@ FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 def drawn(seconds: int) -> dict[str, RenderableType]:
     """What the demo and `top` show when the demo's traffic is over."""
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
-    traffic = Traffic(THREADS, seconds, TracerProvider())
+    traffic = Traffic(THREADS, seconds)
     asyncio.run(traffic.run())
     known = figures([of_text(generate_latest().decode())])
     board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())

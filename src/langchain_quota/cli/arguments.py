@@ -25,7 +25,7 @@ NO_WINDOW = "none"
 """The value of `--window` for a count without a window."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
+_DURATION = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
 
 
 def parser() -> ArgumentParser:
@@ -102,7 +102,8 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     add = several.add_argument
     add("--key", action="extend", nargs="+", default=[], metavar="PATTERN", help=text)
     one = ArgumentParser(add_help=False, parents=[server])
-    one.add_argument("--key", required=True, help="the count's key, such as 'email:user_id:ada'")
+    text = "the count's key, such as email:user_id:ada: quotas show lists its parts"
+    one.add_argument("--key", type=_key, required=True, help=text)
 
     actions = quotas.add_subparsers(dest="action", required=True)
     text = "print what is used, of which limit, and until when"
@@ -166,6 +167,12 @@ def _duration(text: str) -> timedelta:
     if match is None:
         raise ArgumentTypeError(f"must be a time such as 30m, 12h, 1d or 2w, not {text!r}")
     return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
+
+
+def _key(text: str) -> str:
+    if text.count(":") in {2, 4}:
+        return text
+    raise ArgumentTypeError(f"must be the key of a count, such as email:user_id:ada, not {text!r}")
 
 
 def _window(text: str) -> timedelta | None:

@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -22,9 +21,7 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.memory import InMemorySaver
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry import trace
 from prometheus_client import generate_latest
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -44,7 +41,6 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.cli import INTERRUPTED
-from langchain_quota.cli.arguments import DEFAULT
 from langchain_quota.cli.printing import CommandError, one_line, say
 from langchain_quota.cli.top import STYLES, gauge
 from langchain_quota.decision import THREAD
@@ -115,9 +111,7 @@ def run(options: Namespace) -> int:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         stack.callback(signal.signal, signal.SIGTERM, before)
         try:
-            provider = _traced()
-            stack.callback(provider.shutdown)
-            traffic = Traffic(options.threads, options.seconds, provider)
+            traffic = Traffic(options.threads, options.seconds)
             server = stack.enter_context(start_metrics_server(options.port))
         except ValueError as error:
             raise CommandError(one_line(error)) from error
@@ -154,23 +148,6 @@ def _redrawn(traffic: "Traffic", heading: str, console: Console) -> AbstractCont
     return Live(get_renderable=drawn, console=console, screen=True, refresh_per_second=5)
 
 
-def _traced() -> TracerProvider:
-    """A provider of the demo's own: the process's global one stays as it is."""
-    named = Resource.create({"service.name": "langchain-quota-demo"})
-    provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-    given = os.environ.get
-    if given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or given("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        asked = given("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or given("OTEL_EXPORTER_OTLP_PROTOCOL")
-        protocol = asked or "grpc"
-        if protocol not in {"grpc", "http/protobuf"}:
-            raise CommandError(f"no OTLP exporter for {protocol!r}: grpc or http/protobuf")
-        # Each protocol's exporter brings packages of its own: only the one asked for is imported.
-        package = f"opentelemetry.exporter.otlp.proto.{protocol.partition('/')[0]}"
-        exporter = import_module(f"{package}.trace_exporter").OTLPSpanExporter()
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-    return provider
-
-
 def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
     """Say what happened, and what to do next, in the lines of a small terminal."""
     say()
@@ -190,9 +167,7 @@ def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
         command = min(sys.argv[0], os.path.relpath(sys.argv[0]), key=len)  # by `make demo`
     say(f"1. Limit your own agent: {_OWN_AGENTS}")
     watch = "run beside it" if serves else "with --serve, and beside it"
-    address = ""
-    if serves and url != DEFAULT:
-        address = f" {url.removeprefix('http://').removesuffix('/metrics')}"
+    address = f" {url.removeprefix('http://').removesuffix('/metrics')}" if serves else ""
     say(f"2. Watch it live: {watch} {command} top{address}")
     say(f"3. Get dashboards: {command} export grafana --to grafana")
 
@@ -226,9 +201,9 @@ class Row:
 class Traffic:
     """The conversations: each on its own thread, all at once, with a scripted model."""
 
-    def __init__(self, threads: int, seconds: float, provider: TracerProvider) -> None:
+    def __init__(self, threads: int, seconds: float) -> None:
         self._seconds = seconds
-        self._tracer = provider.get_tracer("langchain_quota.demo")
+        self._tracer = trace.get_tracer("langchain_quota.demo")
         named = [f"customer-{number}" for number in range(1, threads + 1)]
         self._rows = {thread: Row(thread) for thread in named}
         # Only a store gives grants.
@@ -239,7 +214,7 @@ class Traffic:
             [*LIMITS, at_once, RepeatLimit(3)],
             store=self._store,
             on_decision=self._take,
-            telemetry=Telemetry(tracer_provider=provider, near=NEAR),
+            telemetry=Telemetry(near=NEAR),
         )
         self._agent: Any = create_agent(
             ScriptedChatModel(script=_next_turn, keep_calls=0),

@@ -145,6 +145,15 @@ def sources(arguments: Namespace) -> list[Source]:
     return [Source(url, headers, context) for url in dict.fromkeys(arguments.addresses)]
 
 
+def ask(sources: Sequence[Source], interval: float | None) -> list[Thread]:
+    """Ask each once, or with an interval again and again, as long as the process lasts."""
+    # A slow one holds up neither the others nor, as a daemon thread, the end of the process.
+    asking = [Thread(target=each.poll, args=(interval,), daemon=True) for each in sources]
+    for thread in asking:
+        thread.start()
+    return asking
+
+
 class Use(NamedTuple):
     """What a thread, or a subject of the quota `scope`, has used of a limit, in its base unit."""
 
@@ -268,26 +277,3 @@ def _limits(values: Mapping[str, _Values], known: Sequence[Use]) -> tuple[Limit,
         )
         for (agent, limit), of in counts.items()
     )
-
-
-class Watch:
-    """Asks addresses, each in a thread: a slow one holds up neither keys nor the others."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = sources
-        self.figures: Figures | None = None
-        self._taken: list[Scrape] = []
-
-    def start(self, interval: float | None) -> list[Thread]:
-        """Ask each once, or with an interval again and again, as long as the process lasts."""
-        # Nobody waits for a daemon thread at the end of the process.
-        asking = [Thread(target=each.poll, args=(interval,), daemon=True) for each in self.sources]
-        for thread in asking:
-            thread.start()
-        return asking
-
-    def gather(self) -> None:
-        """Make figures of their latest answers, if there is a new one."""
-        now = [each.scrape for each in self.sources if each.scrape is not None]
-        if [*map(id, now)] != [*map(id, self._taken)]:
-            self._taken, self.figures = now, figures(now)

@@ -10,15 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from getpass import getuser
+from typing import Any
 from uuid import uuid4
 
 from langchain_quota.cli.arguments import NO_WINDOW
-from langchain_quota.cli.printing import CommandError, one_line, say, table
+from langchain_quota.cli.printing import CommandError, one_line, printable, say, table
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.options import UNITS
 from langchain_quota.stores import QuotaUsage, window_end
-from langchain_quota.stores.grants import Grant, in_window, unit_of
+from langchain_quota.stores.grants import Grant, unit_of
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.redis import PREFIX, RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
@@ -87,24 +88,23 @@ def _found(store: RedisStore, patterns: Sequence[str]) -> list[QuotaUsage]:
 def _row(use: QuotaUsage) -> tuple[str, ...]:
     try:
         key = CountKey.parse(use.key)
-        names = (_escaped(key.counter), _escaped(key.dimension), repr(key.subject))
+        names = (printable(key.counter), printable(key.dimension), repr(key.subject))
     except ValueError:  # another program's key
-        names = (_escaped(use.key), "-", "-")
+        names = (printable(use.key), "-", "-")
     unit = UNITS.get(names[0], "calls")
     limit = "-" if use.limit is None else shown(use.limit + use.granted, unit)
     return (*names, shown(use.used, unit), limit, _when(use.expires_at))
 
 
 def _grant(store: RedisStore, arguments: Namespace) -> int:
-    key = _whole_key(store, arguments)
+    key, window = arguments.key, vars(arguments).get("window")
+    if "window" not in arguments and _base(key) == key:
+        key = _key_now(store, key)
     text, unit = arguments.amount, unit_of(key)
     if unit != "microdollars" and not text.isdecimal():
         raise CommandError(f"amount must be a whole number of {unit}, not {text!r}")
     amount = text if unit == "microdollars" else int(text)
-    try:
-        until = arguments.for_time and datetime.now(UTC) + arguments.for_time
-    except OverflowError:
-        raise CommandError("--for must end before the year 10000") from None
+    until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     name = uuid4().hex if arguments.id is None else arguments.id
     by = arguments.by
     if by is None:
@@ -112,9 +112,8 @@ def _grant(store: RedisStore, arguments: Namespace) -> int:
             by = getuser()
     try:
         with _audited() as audit:
-            given = store.grant(
-                key, amount, until=until, reason=arguments.reason, by=by or "", id=name
-            )
+            of: Any = {"reason": arguments.reason, "by": by or "", "id": name}
+            given = store.grant(key, amount, window=window, until=until, **of)
     except QuotaStoreError as error:
         again = f"to try again without granting twice add --id {name}"
         raise QuotaStoreError(f"{error}; {again}") from error
@@ -142,10 +141,10 @@ def _grants(store: RedisStore, arguments: Namespace) -> int:
     found = {(each.key, each.id): each for one in patterns for each in store.grants(one)}
     rows = [
         (
-            _escaped(each.key),
+            printable(each.key),
             shown(each.amount, each.unit),
             _when(each.ends),
-            *(repr(each.by), repr(each.reason), _escaped(each.id)),
+            *(repr(each.by), repr(each.reason), printable(each.id)),
         )
         for each in sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
     ]
@@ -158,20 +157,8 @@ def _grants(store: RedisStore, arguments: Namespace) -> int:
 _ACTIONS = {"show": _show, "reset": _show, "grant": _grant, "revoke": _revoke, "grants": _grants}
 
 
-def _whole_key(store: RedisStore, arguments: Namespace) -> str:
-    """The whole key of the count; if it has a window, the key for the present one."""
-    text: str = arguments.key
-    try:
-        key = CountKey.parse(text)
-    except ValueError:
-        raise CommandError(
-            f"--key must be the key of a count, such as email:user_id:ada, not {text!r}: "
-            "quotas show lists what is counted, per what, and for whom"
-        ) from None
-    if key.window is not None or ("window" in arguments and arguments.window is None):
-        return text
-    if "window" in arguments:
-        return in_window(text, arguments.window, time.time())
+def _key_now(store: RedisStore, text: str) -> str:
+    """The key of the count that is kept now under a key without its window."""
     pattern = _glob(text) + "*"
     kept = {each.key for each in store.usages(pattern)}
     kept.update(each.key for each in store.grants(pattern))
@@ -180,15 +167,13 @@ def _whole_key(store: RedisStore, arguments: Namespace) -> str:
         for each in sorted(kept)
         if _base(each) == text and (window_end(each) or time.time() + 1) > time.time()
     ]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(found) > 1:
         several = "several counts are meant: give one of them, --key"
         raise CommandError(f"{several} {' or '.join(found)}")
-    raise CommandError(
-        f"nothing is counted under {text!r} now: add the window of the quota, such as --window 1d, "
-        f"or --window {NO_WINDOW}"
-    )
+    if not found:
+        remedy = f"add the window of the quota, such as --window 1d, or --window {NO_WINDOW}"
+        raise CommandError(f"nothing is counted under {text!r} now: {remedy}")
+    return found[0]
 
 
 def _base(text: str) -> str:
@@ -203,12 +188,8 @@ def _glob(text: str) -> str:
 
 def _line(grant: Grant) -> str:
     amount = shown(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
-    key, name = _escaped(grant.key), _escaped(grant.id)
+    key, name = printable(grant.key), printable(grant.id)
     return f"{amount} under {key} until {_when(grant.ends)}, id {name}"
-
-
-def _escaped(text: str) -> str:
-    return repr(text)[1:-1]
 
 
 def _when(seconds: float | None) -> str:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from langchain_quota.cli.arguments import ORDERS
-from langchain_quota.cli.metrics import Figures, Limit, Use, Watch, sources
+from langchain_quota.cli.metrics import Figures, Limit, Scrape, Source, Use, ask, figures, sources
 from langchain_quota.cli.printing import complain, printable, say
 from langchain_quota.decision import Outcome
 from langchain_quota.units import MICRODOLLARS, Level, Unit, as_dollars
@@ -98,37 +98,45 @@ class View:
 
 def run(arguments: Namespace) -> int:
     """Show the view in a terminal, else print the figures once."""
-    watch = Watch(sources(arguments))
+    asked = sources(arguments)
     view = View(arguments.view or "threads", arguments.sort, arguments.filter)
     # COLUMNS and LINES do not change with the terminal's size.
     sizes = ("COLUMNS", "LINES")
     console = Console(_environ={key: os.environ[key] for key in os.environ if key not in sizes})
     has_keys = termios is not None and sys.stdin.isatty() and sys.stdout.isatty()
     if has_keys and not console.is_dumb_terminal and not arguments.once:
-        watch.start(arguments.interval)
-        return _show(watch, view, console)
-    for thread in watch.start(None):
+        ask(asked, arguments.interval)
+        return _show(asked, view, console)
+    for thread in ask(asked, None):
         thread.join()
-    watch.gather()
-    faults = [fault for each in watch.sources if (fault := each.fault)]
+    scrapes, faults = _told(asked)
     for fault in faults:
         complain("top", fault)
-    if watch.figures is None:
+    if not scrapes:
         return ALL_FAILED
+    known = figures(scrapes)
     plain = Console(width=_WIDEST, force_terminal=False)
     with plain.capture() as printed:
-        plain.print(_summary(watch.figures))
+        plain.print(_summary(known))
         for name in [view.name] if arguments.view else ORDERS:
-            if found := rows(watch.figures, replace(view, name=name)):
+            if found := rows(known, replace(view, name=name)):
                 plain.print(f"\n{name}:", _table(found, name, plain, time.time()), sep="\n")
     for line in printed.get().splitlines():
         say(line.rstrip())
     return SOME_FAILED if faults else 0
 
 
-def _show(watch: Watch, view: View, console: Console) -> int:
+def _told(asked: Sequence[Source]) -> tuple[list[Scrape], list[str]]:
+    """What addresses have answered, and what is wrong with some."""
+    scrapes = [each.scrape for each in asked if each.scrape is not None]
+    return scrapes, [fault for each in asked if (fault := each.fault)]
+
+
+def _show(asked: Sequence[Source], view: View, console: Console) -> int:
     """Show the view until the user ends it; however it ends, the terminal is as before."""
     drawn: Any = None
+    known: Figures | None = None
+    taken: list[Scrape] = []
     write = console.file.write
     with ExitStack() as stack:
         _take_keys(stack)
@@ -136,20 +144,21 @@ def _show(watch: Watch, view: View, console: Console) -> int:
         # A character that is wider than expected must not move the lines below.
         stack.callback(write, _WRAPPING)
         write(_NO_WRAPPING)
-        beside: Any = {"console": console, "addresses": len(watch.sources)}
+        beside: Any = {"console": console, "addresses": len(asked)}
         while not view.ended:
-            watch.gather()
-            faults = [fault for each in watch.sources if (fault := each.fault)]
-            now = (watch.figures, view, faults, console.size)
+            scrapes, faults = _told(asked)
+            if scrapes != taken:
+                taken, known = scrapes, figures(scrapes)
+            now = (known, view, faults, console.size)
             if now != drawn:
                 drawn = now
-                shown = screen(watch.figures, view, faults=faults, now=time.time(), **beside)
+                shown = screen(known, view, faults=faults, now=time.time(), **beside)
                 live.update(shown, refresh=True)
             size = _page(console, faults)
             for key in _pressed(_PAUSE):
                 view = press(view, key, page=size)
             if view.first:
-                most = len(rows(watch.figures or Figures(), view)) - size
+                most = len(rows(known or Figures(), view)) - size
                 view = replace(view, first=max(0, min(view.first, most)))
     return 0
 
