@@ -105,23 +105,21 @@ class Telemetry:
         check_duration("thread_ttl", thread_ttl)
         if thread_ttl <= timedelta(0):
             raise ValueError(f"thread_ttl must be positive, not {thread_ttl!r}")
-        for argument, value in (
-            ("max_exported_threads", max_exported_threads),
-            ("max_exported_subjects", max_exported_subjects),
-            ("max_tools", max_tools),
-            ("max_agents", max_agents),
-        ):
+        bounds = {
+            "max_exported_threads": max_exported_threads,
+            "max_exported_subjects": max_exported_subjects,
+            "max_tools": max_tools,
+            "max_agents": max_agents,
+        }
+        for argument, value in bounds.items():
             check_count(argument, value, what="a whole number")
         check_switch("count_unjudged_calls", count_unjudged_calls)
         settings = Settings(
             near=near,
             thread_label=thread_label,
             subject_label=dict(subject_label),
-            max_exported_threads=max_exported_threads,
-            max_exported_subjects=max_exported_subjects,
             thread_ttl=thread_ttl,
-            max_tools=max_tools,
-            max_agents=max_agents,
+            **bounds,
         )
         instruments = instruments_of(registry, settings)
         tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)

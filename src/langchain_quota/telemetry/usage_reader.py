@@ -70,20 +70,19 @@ class UsageReader:
         """What the other processes have written."""
         found: list[Snapshot] = []
         paths: list[Path] = []
-        if self._directory is not None:
-            try:
-                paths += self._directory.glob(workers.FILES)
-            except Exception as error:
-                self._on_error(error)
         read: dict[Path, workers.Lines] = {}
+        try:
+            if self._directory is not None:
+                paths += self._directory.glob(workers.FILES)
+        except Exception as error:
+            self._on_error(error)
         for path in paths:
             if path != self._own:
                 try:
                     snapshot, read[path] = workers.read(path, self._lines.get(path, {}))
+                    found.append(snapshot)
                 except Exception as error:
                     self._on_error(error)
-                else:
-                    found.append(snapshot)
         self._lines = read
         return found
 
