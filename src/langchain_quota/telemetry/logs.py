@@ -42,35 +42,22 @@ def noticed(told: Judged) -> None:
             event = "refused" if status.enforced else "would refuse"
             resets = status.resets_at
             when = None if resets is None else resets.isoformat()
-            _log(logging.DEBUG, event, told.who, status, scope, quota_resets_at=when)
+            _log(logging.DEBUG, event, told.who, status, scope, resets_at=when)
 
 
 def question(who: Who, limits: Sequence[str]) -> None:
     """Log that a person is asked at limits."""
-    logger.info(
-        "agent %r asks a person whether it may go on at %s",
-        who.name,
-        ", ".join(map(repr, limits)),
-        extra={"quota_event": "asked", "quota_agent": who.name, "quota_limits": [*limits]},
-    )
+    text = "agent %r asks a person whether it may go on at %s"
+    fields = _fields(event="asked", agent=who.name, limits=[*limits])
+    logger.info(text, who.name, _listed(limits), extra=fields)
 
 
 def answer(who: Who, limits: Sequence[str], answer: Answer) -> None:
     """Log what a person has answered at limits."""
-    logger.info(
-        "agent %r was answered %r at %s, by %r",
-        who.name,
-        answer.type,
-        ", ".join(map(repr, limits)),
-        answer.by,
-        extra={
-            "quota_event": "answered",
-            "quota_agent": who.name,
-            "quota_limits": [*limits],
-            "quota_answer": answer.type,
-            "quota_by": answer.by,
-        },
-    )
+    said, by = answer.type, answer.by
+    fields = _fields(event="answered", agent=who.name, limits=[*limits], answer=said, by=by)
+    text = "agent %r was answered %r at %s, by %r"
+    logger.info(text, who.name, said, _listed(limits), by, extra=fields)
 
 
 def misspelt(who: Who, meant: Mapping[str, str]) -> None:
@@ -115,6 +102,15 @@ def nearly_full(store: Any) -> bool:
     return is_full
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _fields(**fields: object) -> dict[str, object]:
+    """The fields of a record."""
+    return {f"quota_{name}": value for name, value in fields.items()}
+
+
 def _log(
     severity: int, event: str, who: Who, status: LimitStatus, scope: Scope, **more: str | None
 ) -> None:
@@ -130,23 +126,17 @@ def _log(
     amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({what})"
     if status.needs and used is not None and threshold is not None and used < threshold:
         amounts += f", the call may need {shown(status.needs, unit)}"
-    logger.log(
-        severity,
-        "limit %r %s: agent %r, thread %r, %s",
-        status.limit,
-        event,
-        who.name,
-        who.thread,
-        "store unavailable" if scope == STORE else amounts,
-        extra={
-            "quota_event": str(event),
-            "quota_limit": status.limit,
-            "quota_scope": scope,
-            "quota_agent": who.name,
-            "quota_thread": who.thread,
-            "quota_used": None if used is None else in_base_unit(used, unit),
-            "quota_threshold": None if threshold is None else in_base_unit(threshold, unit),
-            "quota_unit": UNIT_LABELS[unit],
-            **more,
-        },
+    fields = _fields(
+        event=str(event),
+        limit=status.limit,
+        scope=scope,
+        agent=who.name,
+        thread=who.thread,
+        used=None if used is None else in_base_unit(used, unit),
+        threshold=None if threshold is None else in_base_unit(threshold, unit),
+        unit=UNIT_LABELS[unit],
+        **more,
     )
+    told = "store unavailable" if scope == STORE else amounts
+    text = "limit %r %s: agent %r, thread %r, %s"
+    logger.log(severity, text, status.limit, event, who.name, who.thread, told, extra=fields)

@@ -118,28 +118,28 @@ class Metrics:
     def judged(self, told: Judged) -> None:
         """Count decisions for the calls and for each limit that matches one, and time them."""
         agent, kind = told.who.agent, told.decisions[0].call.kind
-        each_call = [*zip(told.decisions, told.tools, told.exemplars, strict=True)]
         shared = any(status.shared for each in told.decisions for status in each.limits)
-        blocked = False
+        refused = False
         with self._lock:
             # The system's clock may have been set back since.
             seconds = max(0, told.took) / 1e9
             self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
-            for decision, tool, exemplar in each_call:
-                outcome = decision.outcome
-                blocked = blocked or outcome is Outcome.BLOCKED
-                self._calls[agent, kind, tool, outcome].inc(1, exemplar)
+            for index, decision in enumerate(told.decisions):
+                labels = agent, kind, told.tools[index], decision.outcome
+                self._calls[labels].inc(1, told.exemplars[index])
                 if told.after_refusal:
-                    self._after_refusal[agent, kind, outcome].inc()
-            for decision, _, exemplar in each_call:
+                    self._after_refusal[agent, kind, decision.outcome].inc()
+            for index, decision in enumerate(told.decisions):
+                exemplar = told.exemplars[index]
                 for status in decision.limits:
                     charged = self._meet(agent, status)
-                    on_trial = status.deferred and not status.enforced and not status.refused
-                    if status.charged or on_trial:
-                        charged.inc(decision.call.amount, exemplar)
-                    elif status.reason is not None and status.refusal_scope is not None:
+                    if status.reason is None:
+                        if status.charged or (status.deferred and not status.enforced):
+                            charged.inc(decision.call.amount, exemplar)
+                    elif status.refusal_scope is not None:
+                        refused = True
                         self._refuse(agent, status, status.refusal_scope, exemplar)
-            limit = ended_by(told.decisions) if blocked else None
+            limit = ended_by(told.decisions) if refused else None
             if limit is not None:
                 self._runs_ended[agent, limit_label(limit)].inc()
 

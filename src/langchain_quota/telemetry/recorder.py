@@ -92,7 +92,8 @@ class Seen:
                 known.is_new = False
                 return known
             told = self._known[task_id] = Told(what, None if known is None else known.trace)
-            self._known.move_to_end(task_id)
+            if known is not None:
+                self._known.move_to_end(task_id)
             if len(self._known) > self.MOST:
                 self._known.popitem(last=False)
         return told
@@ -456,14 +457,15 @@ class Recorder:
 
     def _who(self, agent: str | None, thread_id: object = None) -> Who:
         """The labels of an agent and, if there is one, a thread."""
-        thread = None
-        if thread_id is not None:
-            thread = self._tell(thread_id, thread_label=self._thread_label)
+        component, name, shown, thread = "metrics", UNNAMED, UNNAMED, None
         try:
-            return Who(self._agents["", agent], limit_label(agent) if agent else UNNAMED, thread)
+            name, shown = self._agents["", agent], limit_label(agent) if agent else UNNAMED
+            component = "thread_label"
+            if thread_id is not None:
+                thread = self._thread_label(thread_id)
         except Exception as error:
-            self.record_error("metrics", error)
-            return Who(UNNAMED, UNNAMED, thread)
+            self.record_error(component, error)
+        return Who(name, shown, thread)
 
     def _model(self, model: str | None) -> str:
         """The label of a model."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, get_current
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -96,8 +96,10 @@ class Tracing:
 
     def judged(self, told: Judged) -> None:
         """Make the spans of decisions that get one, and their exemplars."""
-        active = trace.get_current_span().get_span_context()
-        told.exemplars = exemplars = [exemplar(active)] * len(told.decisions)
+        context = get_current()
+        active = trace.get_current_span(context).get_span_context()
+        below = exemplar(active) if active.is_valid else None
+        told.exemplars = exemplars = [below] * len(told.decisions)
         tracer = self._tracer or self._found()
         if tracer is None:
             return
@@ -106,8 +108,10 @@ class Tracing:
             if self._spans == "refused" and decision.outcome is Outcome.ALLOWED:
                 continue
             if parent is None and told.trace and not active.is_valid:
-                # What else is in the active context, such as baggage, stays.
-                parent = trace.set_span_in_context(_span_of(*told.trace.items()))
+                parent = _below(*told.trace.items())
+                if context:
+                    # What else is in there, such as baggage, stays.
+                    parent = trace.set_span_in_context(trace.get_current_span(parent), context)
             error = told.error if decision.outcome is Outcome.BLOCKED else None
             tool = told.tools[index]
             span = tracer.start_span(
@@ -202,9 +206,9 @@ def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | No
 
 
 @lru_cache(maxsize=1024)
-def _span_of(*headers: tuple[str, str]) -> trace.Span:
-    """The span that the headers name."""
-    return trace.get_current_span(_PROPAGATOR.extract(dict(headers), Context()))
+def _below(*headers: tuple[str, str]) -> Context:
+    """The context of the span that the headers name, with nothing else."""
+    return _PROPAGATOR.extract(dict(headers), Context())
 
 
 def exemplar(context: trace.SpanContext) -> Exemplar:
