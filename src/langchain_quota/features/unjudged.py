@@ -14,8 +14,7 @@ from langchain_core.messages import AIMessage
 from langgraph.errors import GraphInterrupt
 
 from langchain_quota.decision import Kind
-from langchain_quota.features.budgets.model_runs import DECISION
-from langchain_quota.middleware.context import running_agent, running_config
+from langchain_quota.middleware.context import DECISION, running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.root_run import RootRun, root_run, watch_root_runs
 from langchain_quota.telemetry.recorder import Recorder

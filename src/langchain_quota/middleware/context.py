@@ -20,6 +20,9 @@ from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey, check_prefix
 from langchain_quota.telemetry.recorder import Recorder
 
+DECISION = "llm"
+"""The type by which callbacks tell a decision model of LangChain 1.5 from other chains."""
+
 
 class CallContext(NamedTuple):
     """The agent and thread of a hook's call."""

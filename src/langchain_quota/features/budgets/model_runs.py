@@ -17,14 +17,12 @@ from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.features.budgets.estimates import asked_in, estimated_usage
 from langchain_quota.features.budgets.model_errors import http_status, is_cut_off
+from langchain_quota.middleware.context import DECISION
 from langchain_quota.model_usage import ModelUsage, reported_usage
 
 logger = logging.getLogger("langchain_quota")
 
 Status = Literal["success", "error", "pending"]
-
-DECISION = "llm"
-"""The type by which callbacks tell a decision model of LangChain 1.5 from other chains."""
 
 _SAID = ("text", "thinking", "reasoning", "summary")
 """Where a block of an answer has its text."""

@@ -22,11 +22,11 @@ from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.concurrency import Form, fork_safe_lock
 from langchain_quota.decision import Call
 from langchain_quota.features.budgets.late_use import LateUse, added
-from langchain_quota.features.budgets.model_runs import DECISION, ModelRun, ModelRunCollector
+from langchain_quota.features.budgets.model_runs import ModelRun, ModelRunCollector
 from langchain_quota.features.budgets.settlements import charge_by_key, joined, mirror_root_run
 from langchain_quota.features.budgets.spending import record_run, record_standing
 from langchain_quota.middleware.calls import budget_counts, model_call
-from langchain_quota.middleware.context import running_config
+from langchain_quota.middleware.context import DECISION, running_config
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import LEDGER, ledger
 from langchain_quota.stores.client import StoreClient
