@@ -24,9 +24,8 @@ from langgraph.prebuilt import create_react_agent, tools_condition
 from langgraph.types import Command
 from pydantic import BaseModel
 
+import langchain_quota
 from langchain_quota import (
-    GraphQuota,
-    InlineQuotaMiddleware,
     Limit,
     MemoryStore,
     ModelCallLimitMiddleware,
@@ -177,7 +176,7 @@ class Scene:
         create: Callable[..., Any] = create_agent,
         **options: Any,
     ) -> None:
-        self.signals, self.form = signals, form
+        self.signals, self.kind, self.form = signals, kind, form
         self.context, self.thread_id = context, thread_id
         own = isinstance(script, BaseChatModel)
         self.model: ScriptedChatModel = script if own else ScriptedChatModel(script=script)
@@ -198,7 +197,7 @@ class Scene:
         if kind in ("graph", "react"):
             given["store"] = given.get("store") or MemoryStore()
             given |= {"name": made.pop("name")} if "name" in made else {}
-            self.quota = GraphQuota(limits, **given)
+            self.quota = langchain_quota.GraphQuota(limits, **given)
             self.agent = self._graph(made, state, loop) if kind == "graph" else self._react(made)
             return
         middleware: list[Middleware] = [*others]
@@ -291,7 +290,7 @@ class Scene:
 
     def used(self, limit: Limit) -> tuple[int, int]:
         """What the thread and the run have used of a limit, in the state or the graph's store."""
-        if isinstance(getattr(self, "quota", None), GraphQuota):
+        if self.kind in ("graph", "react"):
             thread = self._stored(f"{limit.counter}:thread:{self.thread_id}")
             return sum(thread), max(self._stored(f"{limit.counter}:run:*"), default=0)
         state = self.state()
@@ -426,7 +425,7 @@ def held_to(limits: Sequence[Limit], kind: Kind, options: dict[str, Any]) -> lis
     if kind == "quota":
         return [QuotaMiddleware(limits, **options)]
     if kind == "inline":
-        return [InlineQuotaMiddleware(limits, **options)]
+        return [langchain_quota.InlineQuotaMiddleware(limits, **options)]
     made: list[Middleware] = []
     for limit in limits:
         given = {"limit_name": limit.name, **options}
