@@ -85,25 +85,15 @@ class ModelUsage:
         return tuple(name for name in dict.fromkeys(names) if name)
 
 
-def charged_tokens(usage: ModelUsage, tokens: TokenKind) -> int:
+def charged_tokens(usage: ModelUsage, counter: str) -> int:
     """How many tokens a budget is charged: none for an answer from LangChain's response cache."""
-    if usage.cached:
-        return 0
-    return {
-        "total": usage.total_tokens,
-        "input": usage.input_tokens,
-        "output": usage.output_tokens,
-    }[tokens]
+    # Counters are named after the tokens that they count: `model.input_tokens`.
+    return 0 if usage.cached else int(getattr(usage, counter.rpartition(".")[2]))
 
 
 def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
-    """What a provider reports about one run. Without tokens in it, the caller estimates them.
-
-    Args:
-        result: What the callback `on_llm_end` is given. Its first message has the usage; further
-            ones repeat it.
-        asked: What is known from the request: the model and its provider.
-    """
+    """What a provider reports about one run; without tokens in it, the caller estimates them."""
+    # The first message has the usage; further ones repeat it.
     answer = next(iter(result.generations[0] if result.generations else ()), None)
     message = getattr(answer, "message", None)
     answered = {**(result.llm_output or {}), **getattr(message, "response_metadata", {})}

@@ -9,7 +9,7 @@ from langchain_quota.testing import captured_decisions
 from tests.scene import Kind, Scene
 from tests.stores import counts
 from tests.telemetry import Signals
-from tests.tokens import GLOBAL, RETRY, TOTAL, During, ProviderError, answer, either
+from tests.tokens import GLOBAL, RETRY, TOTAL, During, ProviderError, answer, either, spent
 
 RESERVES = pytest.mark.parametrize("reserve", [50, lambda _: 50], ids=["number", "function"])
 
@@ -40,6 +40,25 @@ async def test_a_retry_holds_its_own_amount(
     assert counts(store) == {GLOBAL: 100}
     assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 100}
     assert scene.state()["langchain_quota"]["thread_model"] == 1
+
+
+@either
+@pytest.mark.parametrize(("most", "calls"), [(50, 1), (61, 2)])
+async def test_a_retry_is_judged_with_what_its_first_attempt_used(
+    signals: Signals, kind: Kind, most: int, calls: int
+) -> None:
+    """Without a reserve, too, a call is made again only if the attempt before it left anything."""
+    failures = [ProviderError()]
+
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    items: list[Any] = [RETRY, TokenLimit(run_limit=most), During(fail)]
+    scene = Scene(signals, [answer(60), answer(40)], items, kind=kind)
+    await scene.play()
+    assert len(scene.model.calls) == calls
+    assert spent(scene)[1] == (60 if calls == 1 else 100)
 
 
 @either

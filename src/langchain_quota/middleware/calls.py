@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from langchain.agents.middleware.types import ModelRequest
@@ -241,15 +240,12 @@ def model_call(state: Mapping[str, Any], runtime: Any) -> Call:
     return Call("model", agent=context.agent, thread_id=context.thread_id)
 
 
-def budget_counts(
-    state: Mapping[str, Any], more: Mapping[str, int] = MappingProxyType({})
-) -> dict[str, int]:
-    """What model calls have used of budgets, by the name of the counter; `more` is not in there."""
+def budget_counts(state: Mapping[str, Any]) -> dict[str, int]:
+    """What model calls have used of budgets, by the name of the counter."""
     of_thread, of_run = spent(state)
     counts = {}
     for counter, thread, run in _BUDGETS:
-        counts[thread] = of_thread.get(counter, 0) + more.get(counter, 0)
-        counts[run] = of_run.get(counter, 0) + more.get(counter, 0)
+        counts[thread], counts[run] = of_thread.get(counter, 0), of_run.get(counter, 0)
     return counts
 
 

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from langchain.agents.middleware.types import ModelRequest
 from langchain.agents.structured_output import ToolStrategy
@@ -46,18 +46,12 @@ _LEAST_INLINE = 100
 """The shortest string that can be a medium, in characters; others are ids, types and the like."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Content:
-    """What is sent to a model, or what it answers."""
+class _Content(NamedTuple):
+    """What is sent to a model, or what it answers: bytes of text, media, and messages."""
 
-    text: str
+    size: int
     media: Sequence[int]
     messages: int
-
-    @property
-    def size(self) -> int:
-        """The bytes of the text, in UTF-8."""
-        return len(self.text.encode("utf-8", "surrogatepass"))
 
 
 def estimated_usage(
@@ -67,17 +61,8 @@ def estimated_usage(
     *,
     tools: object = None,
 ) -> ModelUsage:
-    """An estimate of what a model run has used, for a provider that reports nothing.
-
-    It is a token for three bytes of text in UTF-8, and 1,000 for a medium, such as an image.
-    Reasoning that is not in the answer is missing.
-
-    Args:
-        asked: What is known from the request: the model and its provider.
-        prompt: What was sent.
-        answer: What has arrived.
-        tools: The tools that the request offers, as they are sent.
-    """
+    """What a model run has used, where its provider reports nothing."""
+    # Reasoning that is not in the answer is missing.
     given, said = _estimated(_content(prompt, tools)), _estimated(_content(answer))
     return replace(
         asked, input_tokens=given, output_tokens=said, total_tokens=given + said, estimated=True
@@ -125,11 +110,10 @@ def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
         (924, 500)
     """
     asked = asked_of(request.model, request.model_settings)
-
-    given_settings = _settings(request.model, request.model_settings)
+    settings = _settings(request.model, request.model_settings)
 
     def setting(name: str) -> Any:
-        return next((each[name] for each in given_settings if each.get(name) is not None), None)
+        return next((each[name] for each in settings if each.get(name) is not None), None)
 
     reported, newer = _newest_report(request.messages, asked.provider)
     if reported:
@@ -156,22 +140,12 @@ def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
 
 
 def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
-    """The name of a model and its provider, before it is called, with nothing used.
-
-    Args:
-        model: The model.
-        settings: The settings of the request: they may name another model.
-    """
+    """The name of a model and its provider, before it is called: settings may name another one."""
     return asked_in(model._get_ls_params(**settings))  # noqa: SLF001 - as LangChain's middlewares
 
 
 def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsage:
-    """The same, from the metadata that LangChain gives to callbacks.
-
-    Args:
-        metadata: The metadata.
-        speed: The speed that the request asks Anthropic for, if it does.
-    """
+    """The same, from the metadata that LangChain gives to callbacks."""
     known = metadata or {}
     return _asked(str(known.get("ls_provider") or ""), str(known.get("ls_model_name") or ""), speed)
 
@@ -205,7 +179,8 @@ def _content(messages: Iterable[BaseMessage], tools: object = None) -> _Content:
                 texts.append(str(block.get("text")) if kind in _TEXTS else _json(block))
         if not has_calls:
             texts += map(_json, getattr(message, "tool_calls", None) or ())
-    return _Content(text="\n".join(texts), media=media, messages=count)
+    size = len("\n".join(texts).encode("utf-8", "surrogatepass"))
+    return _Content(size, media, count)
 
 
 def _json(value: object) -> str:
@@ -270,20 +245,6 @@ def _schemas(response_format: Any) -> Iterator[Mapping[str, Any]]:
             yield spec.json_schema
 
 
-def max_tokens_setting(model: BaseChatModel) -> str:
-    """The request's setting that can limit the model's answer to less than the model's own limit.
-
-    `max_tokens` is not enough for ChatOpenAI: with the Responses API its own limit wins.
-
-    Args:
-        model: The model.
-    """
-    fields = type(model).model_fields
-    if "max_tokens" in fields and fields["max_tokens"].alias in _MAX_TOKENS:
-        return str(fields["max_tokens"].alias)
-    return next((name for name in _MAX_TOKENS if name in fields), "max_tokens")
-
-
 def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Where a call's settings may be, the winning ones first: the body is sent as it is."""
     own = {
@@ -296,12 +257,15 @@ def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping
 def _max_tokens(model: BaseChatModel, settings: Mapping[str, Any]) -> int:
     """The limit of an answer; the higher of two, if it is not known which one holds."""
     body, *others = _settings(model, settings)
-    name = max_tokens_setting(model)
-    if _limits([settings], [name]):
-        others = [{name: settings[name]}]
+    fields = type(model).model_fields
+    # With ChatOpenAI's Responses API the model's own limit wins over `max_tokens`.
+    alias = fields["max_tokens"].alias if "max_tokens" in fields else None
+    known = [alias] if alias in _MAX_TOKENS else [name for name in _MAX_TOKENS if name in fields]
+    wins = _limits([settings], (known or ["max_tokens"])[:1])
     profile: Mapping[str, Any] = model.profile or {}
     default: int = profile.get("max_output_tokens") or DEFAULT_MAX_TOKENS
-    return max(_limits([body, *others], _MAX_TOKENS), default=default)
+    found = [*_limits([body], _MAX_TOKENS), *(wins or _limits(others, _MAX_TOKENS))]
+    return max(found, default=default)
 
 
 def _limits(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[int]:

@@ -28,27 +28,23 @@ _STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
 """The exceptions that end a run whose caller no longer waits."""
 
 
-def http_status(error: BaseException) -> int | None:
-    """The status of a provider's refusal; `None` if it has not refused."""
-    for each in _chain(error):
-        response = getattr(each, "response", None)
-        found = [getattr(each, "status_code", None), getattr(response, "status_code", None)]
-        names = _names(each)
-        # Google's client gives the status 504 to a call for which it no longer waits.
-        if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
-            found.append(getattr(each, "code", None))
-        for status in found:
-            if isinstance(status, int) and status in _REFUSED:
-                return int(status)
-    return None
-
-
-def is_cut_off(error: BaseException) -> bool:
+def is_paid(error: BaseException) -> bool:
     """Whether the provider may have served a request that has failed."""
-    names = set[str]().union(*map(_names, _chain(error)))
-    if names & _NOT_CONNECTED:
+    chain = [*_chain(error)]
+    names = set[str]().union(*map(_names, chain))
+    if any(map(_refuses, chain)) or names & _NOT_CONNECTED:
         return False
     return bool(names & _STOPPED) or any(name.endswith(_CUT_OFF) for name in names)
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether an error has the status of a provider's refusal."""
+    response, names = getattr(error, "response", None), _names(error)
+    found = [getattr(error, "status_code", None), getattr(response, "status_code", None)]
+    # Google's client gives the status 504 to a call for which it no longer waits.
+    if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
+        found.append(getattr(error, "code", None))
+    return any(isinstance(status, int) and status in _REFUSED for status in found)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

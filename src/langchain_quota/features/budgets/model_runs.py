@@ -1,13 +1,19 @@
-"""Collects the model runs that a block starts, at any depth, and what each of them has used."""
+"""Model runs: what each of them has used, and who is charged for it.
 
-import logging
+One callback handler sees all runs of a root run, or of a call, each with the run that has started
+it. So it knows in which agent's call a model run is made, and which graphs it is below.
+"""
+
+import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
-from typing import Any, Literal, cast
+from typing import Any, NamedTuple, cast
 from uuid import UUID
+from weakref import WeakValueDictionary
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
@@ -16,42 +22,50 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.features.budgets.estimates import asked_in, estimated_usage
-from langchain_quota.features.budgets.model_errors import http_status, is_cut_off
-from langchain_quota.middleware.context import DECISION
+from langchain_quota.features.budgets.model_errors import is_paid
+from langchain_quota.middleware.context import DECISION, running_config
 from langchain_quota.model_usage import ModelUsage, reported_usage
+from langchain_quota.telemetry.logs import logger
 
-logger = logging.getLogger("langchain_quota")
+MAX_ENDED = 10_000
+"""The most ended runs that a root run keeps: what they have started may go on."""
 
-Status = Literal["success", "error", "pending"]
+MAX_EARLY = 1_000
+"""The most model runs that a graph's run keeps for an agent whose first hook has not run yet."""
 
 _SAID = ("text", "thinking", "reasoning", "summary")
 """Where a block of an answer has its text."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ModelRun:
     """A model run, which is one call of a model, without the retries of the provider's own SDK."""
 
     id: str
-    status: Status
+    # What is asked, until it has ended.
     usage: ModelUsage
-    error: str = ""
-    http_status: int | None = None
-    shared: bool = False
-
-
-@dataclass(kw_only=True)
-class _Started:
-    """A run that has not ended."""
-
-    asked: ModelUsage
     prompt: Sequence[BaseMessage]
     params: Mapping[str, Any]
+    # Whether several agents may be charged for it.
+    shared: bool
+    task: "asyncio.Task[Any] | None"
+    kept_in: "Sequence[Runs]"
     chunks: list[AIMessageChunk] = field(default_factory=list)
+    has_ended: bool = False
+    succeeded: bool = False
+
+    def end(self, usage: ModelUsage, *, succeeded: bool = False) -> None:
+        """Note what it has used."""
+        self.usage, self.succeeded, self.has_ended = usage, succeeded, True
+        self.prompt, self.params, self.chunks = (), {}, []
+
+    def now(self) -> "ModelRun":
+        """What is to be charged now: an estimate, if it has not ended."""
+        return self if self.has_ended else replace(self, usage=self.used_so_far())
 
     def used(self, result: LLMResult, answer: BaseMessage) -> ModelUsage:
         """What the provider reports, or an estimate."""
-        usage = reported_usage(result, self.asked)
+        usage = reported_usage(result, self.usage)
         if usage.estimated:
             return estimated_usage(usage, self.prompt, [answer], tools=self.params.get("tools"))
         if usage.cache_creation_tokens and not usage.cache_creation_1h_tokens and self._keeps_1h():
@@ -71,8 +85,67 @@ class _Started:
         return any(_keeps_1h(each) for each in sent)
 
 
-Admit = Callable[[ModelUsage], None]
-"""Raises an exception if a model may not be called. Its argument names the model; no tokens."""
+# Threads change them, each by single operations.
+Runs = dict[UUID, ModelRun]
+
+
+@dataclass(eq=False)
+class GraphRun:
+    """A run of a graph, and the model runs below it that its agent is not charged for yet."""
+
+    runs: Runs = field(default_factory=dict)
+    # What the newest hook of its agent knows, and what charges the rest when the run ends.
+    step: Any = None
+    charge: Callable[[Any, Sequence[ModelRun]], object] | None = None
+
+    def take(self) -> list[ModelRun]:
+        """The model runs that have ended since this was last called."""
+        # LangChain tells nobody of the end of a run that is cancelled.
+        ended = [
+            run_id
+            for run_id, run in [*self.runs.items()]
+            if run.has_ended or (run.task is not None and run.task.done())
+        ]
+        return [self.runs.pop(run_id).now() for run_id in ended]
+
+    def end(self) -> None:
+        """Charge what no later hook will charge."""
+        runs = self.take()
+        if self.charge is not None and runs:
+            self.charge(self.step, runs)
+
+
+@dataclass(eq=False)
+class OwnCall:
+    """The model call of an agent, and the model runs that are made in it, at any depth."""
+
+    # Raises an exception if a model may not be called.
+    admit: Callable[[ModelUsage], None]
+    around: "OwnCall | None"
+    graph: GraphRun | None
+    kept: Runs = field(default_factory=dict)
+    is_open: bool = True
+
+    def runs(self) -> list[ModelRun]:
+        """The model runs so far, in the order in which they have started."""
+        return [each.now() for each in [*self.kept.values()]]
+
+
+class _Place(NamedTuple):
+    """Where a run is: in which task and in which graphs, the innermost first, and in which call."""
+
+    task: str | None = None
+    graphs: tuple[GraphRun, ...] = ()
+    call: OwnCall | None = None
+
+    def calls(self) -> list[OwnCall]:
+        """The calls in which it is, the outermost first."""
+        found, call = list[OwnCall](), self.call
+        while call is not None:
+            # What a call leaves running may start more model runs.
+            found += [call] if call.is_open else []
+            call = call.around
+        return found[::-1]
 
 
 def _raises_nothing(noting: Callable[..., None]) -> Callable[..., None]:
@@ -82,78 +155,43 @@ def _raises_nothing(noting: Callable[..., None]) -> Callable[..., None]:
     def noted(*args: Any, **more: Any) -> None:
         try:
             noting(*args, **more)
-        except Exception:
+        except Exception:  # noqa: BLE001 - it is logged
             logger.warning("a model run was not understood", exc_info=True)
 
     return noted
 
 
-class ModelRunCollector(BaseCallbackHandler):
-    """Collects model runs by their ids, from callbacks of any thread."""
+class ModelRuns(BaseCallbackHandler):
+    """Keeps model runs for all who are charged for them, from callbacks of any thread."""
 
-    run_inline = True
-    ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
+    # An exception in `on_chat_model_start` ends the call before it is made.
+    run_inline = raise_error = True
+    ignore_retry = ignore_custom_event = True
 
-    def __init__(
-        self, admit: Admit | None = None, around: "ModelRunCollector | None" = None
-    ) -> None:
-        self._runs: dict[UUID, _Started | ModelRun] = {}
-        self._admit = admit
-        self._around = around
-        # With this, an exception in `on_chat_model_start` ends the call before it is made.
-        self.raise_error = admit is not None
-        self.refused: list[UUID] = []
-        """The model runs that were refused: their ends are not noted."""
-        self.shares = False
-        """Whether an outer or inner collector may have some of the same runs."""
+    def __init__(self) -> None:
+        # Those that somebody keeps.
+        self._started: WeakValueDictionary[UUID, ModelRun] = WeakValueDictionary()
+        self._places: dict[UUID | None, _Place] = {}
+        self._graphs: dict[UUID | None, GraphRun] = {}
+        self._ended: deque[UUID] = deque()
 
-    def runs(self) -> list[ModelRun]:
-        """The model runs so far, in the order in which they have started."""
-        # A run that is pending may end later; then another object has the same id.
-        found = [_as_run(run_id, each) for run_id, each in [*self._runs.items()]]
-        return [replace(each, shared=True) for each in found] if self.shares else found
+    def graph_of(self, run_id: UUID | None) -> GraphRun | None:
+        """The run of the graph in which a run is; `None` if it is not known."""
+        return next(iter(self._places.get(run_id, _Place()).graphs), None)
 
-    def __contains__(self, run_id: str) -> bool:
-        """Whether a model run has started here."""
-        return UUID(run_id) in self._runs
+    def on_chat_model_start(self, *given: Any, **more: Any) -> None:
+        """Keep what was asked; raise an exception if the model may not be called."""
+        self._start([message for each in given[1] for message in each], **more)
 
-    def pop(self, run_id: UUID) -> ModelRun | None:
-        """Remove a model run and return it; `None` if it is not known."""
-        found = self._runs.pop(run_id, None)
-        return None if found is None else _as_run(run_id, found)
-
-    def on_chat_model_start(
-        self,
-        serialized: Mapping[str, Any] | None,  # noqa: ARG002 - by position
-        messages: Sequence[Sequence[BaseMessage]],
-        *,
-        run_id: UUID,
-        metadata: Mapping[str, Any] | None = None,
-        **more: Any,
-    ) -> None:
-        """Keep what was asked."""
-        self._refuse(run_id, metadata, more)
-        prompt = [message for each in messages for message in each]
-        self._start(run_id, prompt, metadata, more)
-
-    def on_llm_start(
-        self,
-        serialized: Mapping[str, Any] | None,  # noqa: ARG002 - by position
-        prompts: Sequence[str],
-        *,
-        run_id: UUID,
-        metadata: Mapping[str, Any] | None = None,
-        **more: Any,
-    ) -> None:
+    def on_llm_start(self, *given: Any, **more: Any) -> None:
         """Keep what was asked of a completion model."""
-        self._refuse(run_id, metadata, more)
-        self._start(run_id, [*map(HumanMessage, prompts)], metadata, more)
+        self._start([*map(HumanMessage, given[1])], **more)
 
     @_raises_nothing
     def on_llm_new_token(self, token: Any, *, run_id: UUID, chunk: Any = None, **_: object) -> None:
         """Keep what has arrived."""
-        started = self._runs.get(run_id)
-        if isinstance(started, _Started):
+        started = self._started.get(run_id)
+        if started is not None:
             message = getattr(chunk, "message", None)
             if not isinstance(message, AIMessageChunk):
                 message = AIMessageChunk(content=token or "")
@@ -162,42 +200,36 @@ class ModelRunCollector(BaseCallbackHandler):
     @_raises_nothing
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: object) -> None:
         """Note what has been used."""
-        started = self._runs.get(run_id)
-        if isinstance(started, _Started):
+        started = self._started.get(run_id)
+        if started is not None:
             answers = response.generations[0] if response.generations else []
             answer = answers[0] if answers else None
             message = getattr(answer, "message", None) or AIMessage(answer.text if answer else "")
-            self._end(run_id, status="success", usage=started.used(response, message))
+            self._end(run_id, started.used(response, message), succeeded=True)
 
     @_raises_nothing
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """Note what may have been used."""
-        started = self._runs.get(run_id)
-        if isinstance(started, _Started):
-            status = http_status(error)
-            paid = started.chunks or (status is None and is_cut_off(error))
-            usage = started.used_so_far() if paid else started.asked
-            name = type(error).__name__
-            self._end(run_id, status="error", usage=usage, error=name, http_status=status)
+        started = self._started.get(run_id)
+        if started is not None:
+            paid = started.chunks or is_paid(error)
+            self._end(run_id, started.used_so_far() if paid else started.usage)
 
     def on_chain_start(
-        self,
-        serialized: Mapping[str, Any] | None,  # noqa: ARG002 - by position
-        inputs: object,
-        *,
-        run_id: UUID,
-        run_type: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **more: Any,
+        self, *given: Any, run_id: UUID, run_type: str | None = None, **more: Any
     ) -> None:
-        """Keep what was asked of a decision model: for callbacks it is a chain of this type."""
+        """Learn where a run is; for callbacks, a decision model is a chain, too."""
         if run_type == DECISION:
-            self._refuse(run_id, metadata, more)
-            self._start(run_id, [HumanMessage(str(inputs))], metadata, more)
+            self._start([HumanMessage(str(given[1]))], run_id=run_id, **more)
+        else:
+            self._learn(run_id, **more)
 
+    on_tool_start = on_retriever_start = on_chain_start
+
+    @_raises_nothing
     def on_chain_end(self, outputs: object, *, run_id: UUID, **_: object) -> None:
-        """Note what a decision model has used."""
-        if run_id in self._runs:
+        """Note that a run has ended, and what a decision model has used."""
+        if run_id in self._started:
             message = AIMessage(
                 str(getattr(outputs, "answers", "")),
                 usage_metadata=getattr(outputs, "usage", None),
@@ -205,79 +237,141 @@ class ModelRunCollector(BaseCallbackHandler):
             )
             generation = ChatGeneration(message=message)
             self.on_llm_end(LLMResult(generations=[[generation]]), run_id=run_id)
+        graph = self._graphs.pop(run_id, None)
+        if graph is not None:
+            graph.end()
+        self._forget_oldest(run_id)
+
+    on_tool_end = on_tool_error = on_retriever_end = on_retriever_error = on_chain_end
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
-        """Note what a decision model may have used."""
-        if run_id in self._runs:
+        """Note that a run has failed, and what a decision model may have used."""
+        if run_id in self._started:
             self.on_llm_error(error, run_id=run_id)
+        self.on_chain_end(error, run_id=run_id)
 
-    def _refuse(
-        self, run_id: UUID, metadata: Mapping[str, Any] | None, more: Mapping[str, Any]
-    ) -> None:
-        """Raise an exception if the model may not be called."""
-        if self._admit is None:
-            return
-        try:
-            self._admit(_asked_in(metadata, more))
-        except Exception:
-            self.refused.append(run_id)
-            around = self._around
-            while around is not None:
-                # The outer collector saw the run first.
-                around._runs.pop(run_id, None)  # noqa: SLF001 - of the same class
-                around = around._around  # noqa: SLF001
-            raise
+    def _start(self, prompt: Sequence[BaseMessage], *, run_id: UUID, **more: Any) -> None:
+        params = more.get("invocation_params") or {}
+        asked = asked_in(more.get("metadata"), speed=str(params.get("speed") or ""))
+        place = self._learn(run_id, **more)
+        calls = place.calls()
+        for call in calls:
+            call.admit(asked)
+        # A decision model that asks another model is not charged beside that one.
+        parent = cast("UUID", more.get("parent_run_id"))
+        asking = self._started.get(parent)
+        for runs in () if asking is None else asking.kept_in:
+            runs.pop(parent, None)
+        # The agent's own call is charged for what is made in it.
+        own = [call.graph for call in calls]
+        graphs = [each.runs for each in place.graphs if each not in own]
+        task = None
+        with suppress(RuntimeError):
+            task = asyncio.current_task()
+        started = ModelRun(
+            id=str(run_id),
+            usage=asked,
+            prompt=prompt,
+            params=params,
+            shared=bool(place.graphs) or len(calls) > 1,
+            task=task,
+            kept_in=[*(call.kept for call in calls), *graphs],
+        )
+        for runs in started.kept_in:
+            runs[run_id] = self._started[run_id] = started
 
-    @_raises_nothing
-    def _start(
+    def _end(self, run_id: UUID, usage: ModelUsage, *, succeeded: bool = False) -> None:
+        self._started.pop(run_id).end(usage, succeeded=succeeded)
+        for graph in self._places[run_id].graphs:
+            if graph.charge is None and len(graph.runs) > MAX_EARLY:
+                graph.runs.pop(next(iter(graph.runs)), None)
+        self._forget_oldest(run_id)
+
+    def _learn(
         self,
         run_id: UUID,
-        prompt: Sequence[BaseMessage],
-        metadata: Mapping[str, Any] | None,
-        more: Mapping[str, Any],
-    ) -> None:
-        params = more.get("invocation_params") or {}
-        asked = _asked_in(metadata, more)
-        # A decision model that asks another model is not charged beside that one.
-        self._runs.pop(cast("UUID", more.get("parent_run_id")), None)
-        self._runs[run_id] = _Started(asked=asked, prompt=prompt, params=params)
+        *,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **_: object,
+    ) -> _Place:
+        """Learn where a run is: where the one is that has started it, or in another task."""
+        if parent_run_id is None:
+            # Its callbacks may not have been passed on.
+            runs, running = _running()
+            parent_run_id = running if runs is self else None
+        around = self._places.get(parent_run_id, _Place())
+        task = (metadata or {}).get("langgraph_checkpoint_ns") or around.task
+        graphs = around.graphs
+        if task != around.task:
+            # It is a node of the graph that has started it.
+            graphs = (self._graphs.setdefault(parent_run_id, GraphRun()), *graphs)
+        place = self._places[run_id] = _Place(task, graphs, _call.get() or around.call)
+        return place
 
-    def _end(self, run_id: UUID, **run: Any) -> None:
-        self._runs[run_id] = ModelRun(id=str(run_id), **run)
+    def _forget_oldest(self, run_id: UUID) -> None:
+        """Forget the run that ended first, if too many have ended."""
+        self._ended.append(run_id)
+        if len(self._ended) > MAX_ENDED:
+            self._places.pop(self._ended.popleft(), None)
 
 
-_collector: ContextVar[ModelRunCollector | None] = ContextVar("model_run_collector", default=None)
+_call: ContextVar[OwnCall | None] = ContextVar("langchain_quota_model_call", default=None)
 
 
-@contextmanager
-def collect_model_runs(admit: Admit | None = None) -> Iterator[ModelRunCollector]:
-    """Collect the model runs that the block starts, also those in sub-agents, tools and threads."""
-    # Blocks may be nested: each one collects all of its runs. A run that ends after its block is
-    # collected, too.
-    _register()
-    around = _collector.get()
-    collector = ModelRunCollector(admit, around)
-    if around is not None:
-        around.shares = collector.shares = True
-    token = _collector.set(collector)
-    try:
-        yield collector
-    finally:
-        # A coroutine that outlives its event loop is closed in another context.
-        with suppress(ValueError):
-            _collector.reset(token)
+class _Handler:
+    """Gives LangChain a handler for each run that has inherited none, as a context variable."""
+
+    for_all = False
+
+    def get(self) -> ModelRuns | None:
+        if _call.get() is None and not self.for_all:
+            return None
+        return _running()[0] or ModelRuns()
 
 
 @cache
-def _register() -> None:
-    """Have LangChain look for a collector, from the first one on."""
-    register_configure_hook(_collector, inheritable=True)
+def _handler() -> _Handler:
+    """Have LangChain look for a handler, from the first budget on."""
+    found = _Handler()
+    register_configure_hook(
+        cast("ContextVar[Any]", found), inheritable=True, handle_class=ModelRuns
+    )
+    return found
 
 
-def _asked_in(metadata: Mapping[str, Any] | None, more: Mapping[str, Any]) -> ModelUsage:
-    """The model and its provider, from what LangChain gives to callbacks."""
-    params = more.get("invocation_params") or {}
-    return asked_in(metadata, speed=str(params.get("speed") or ""))
+def watch_all_models() -> None:
+    """Watch every root run of the process that begins from now on."""
+    _handler().for_all = True
+
+
+@contextmanager
+def own_call(admit: Callable[[ModelUsage], None], graph: GraphRun | None) -> Iterator[OwnCall]:
+    """Collect the model runs that the block starts, also those in sub-agents, tools and threads."""
+    _handler()
+    call = OwnCall(admit, _call.get(), graph)
+    token = _call.set(call)
+    try:
+        yield call
+    finally:
+        call.is_open = False
+        # A coroutine that outlives its event loop is closed in another context.
+        with suppress(ValueError):
+            _call.reset(token)
+
+
+def running_graph() -> GraphRun | None:
+    """The run of the graph that the running node belongs to; `None` if it is not known."""
+    runs, node = _running()
+    return None if runs is None else runs.graph_of(node)
+
+
+def _running() -> tuple[ModelRuns | None, UUID | None]:
+    """The handler of the running node, and the run of that node; `None` where there is none."""
+    callbacks = running_config().get("callbacks")
+    handlers = getattr(callbacks, "inheritable_handlers", ())
+    found = next((each for each in handlers if isinstance(each, ModelRuns)), None)
+    return found, getattr(callbacks, "parent_run_id", None)
 
 
 def _joined(chunks: Sequence[AIMessageChunk]) -> AIMessage:
@@ -300,12 +394,6 @@ def _joined(chunks: Sequence[AIMessageChunk]) -> AIMessage:
 def _said(part: Mapping[str, Any]) -> str:
     """The text of a block of an answer, from any provider."""
     return next((str(part[key]) for key in _SAID if part.get(key)), "")
-
-
-def _as_run(run_id: UUID, known: _Started | ModelRun) -> ModelRun:
-    if isinstance(known, ModelRun):
-        return known
-    return ModelRun(id=str(run_id), status="pending", usage=known.used_so_far())
 
 
 def _keeps_1h(sent: object) -> bool:

@@ -44,39 +44,19 @@ def check_prices(prices: object) -> None:
 
 
 def resolve_prices(prices: object) -> Prices:
-    """The prices that an argument `prices` means.
-
-    It loads genai-prices where it is needed, which takes up to a second.
-
-    Args:
-        prices: `None` for those of genai-prices; a function; or a table of `Price` by the name of
-            the model, as the request or the answer has it. The table wins over genai-prices.
-
-    Raises:
-        ModuleNotFoundError: They need genai-prices, which is not installed.
-        TypeError: It is none of these.
-    """
+    """The prices that an argument `prices` means; a table wins over genai-prices."""
     if prices is None:
         if not _has_list():
             raise ModuleNotFoundError(_MISSING, name="genai_prices")
         return listed_price
     check_prices(prices)
     if isinstance(prices, Mapping):
-        return partial(_tabled_price, dict(prices), listed_price if _has_list() else _no_price)
+        return partial(_tabled_price, dict(prices), listed_price if _has_list() else lambda _: None)
     return cast("Prices", prices)
 
 
 def priced(usage: ModelUsage, prices: Prices) -> Decimal:
-    """What a model run costs, in dollars, exactly.
-
-    With nothing used it only checks that the model has a price, before a call.
-
-    Raises:
-        TypeError: The user's function gives no `Decimal`.
-        ValueError: It gives one that is negative, not finite, or over a billion.
-        UnknownPriceError: There is no price for the model: the function gives `None`, or raises a
-            `LookupError`.
-    """
+    """What a model run costs, in dollars; with nothing used, whether its model has a price."""
     unknown = UnknownPriceError(next(iter(usage.models), ""), usage.provider)
     try:
         dollars = prices(usage)
@@ -117,11 +97,8 @@ def highest_cost(usage: ModelUsage, prices: Prices) -> int:
 
 
 def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | None:
-    """What a model run costs by the price list of genai-prices; `None` if the model is not in it.
-
-    The list comes with that package. Nothing is downloaded, unless the application makes
-    genai-prices update it; a newer list is used within a minute.
-    """
+    """What a model run costs by the list of genai-prices; `None` if the model is not in it."""
+    # A newer list, which an application may have genai-prices load, is used within a minute.
     minute = int((time.time() if at is None else at.timestamp()) // 60)
     for name in usage.models:
         try:
@@ -186,10 +163,6 @@ def _has_list() -> bool:
         return False
     get_snapshot()
     return True
-
-
-def _no_price(_: ModelUsage) -> None:
-    """The prices without a list: none."""
 
 
 def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage) -> Decimal | None:
