@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache, wraps
+from functools import cache
 from typing import Any, NamedTuple, cast
 from uuid import UUID
 from weakref import WeakValueDictionary
@@ -25,7 +25,6 @@ from langchain_quota.features.budgets.estimates import asked_in, estimated_usage
 from langchain_quota.features.budgets.model_errors import is_paid
 from langchain_quota.middleware.context import DECISION, running_config
 from langchain_quota.model_usage import ModelUsage, reported_usage
-from langchain_quota.telemetry.logs import logger
 
 MAX_ENDED = 10_000
 """The most ended runs that a root run keeps: what they have started may go on."""
@@ -62,6 +61,11 @@ class ModelRun:
     def now(self) -> "ModelRun":
         """What is to be charged now: an estimate, if it has not ended."""
         return self if self.has_ended else replace(self, usage=self.used_so_far())
+
+    def forget(self) -> None:
+        """Charge nobody for it."""
+        for runs in self.kept_in:
+            runs.pop(UUID(self.id), None)
 
     def used(self, result: LLMResult, answer: BaseMessage) -> ModelUsage:
         """What the provider reports, or an estimate."""
@@ -116,8 +120,12 @@ class GraphRun:
 
 
 @dataclass(eq=False)
-class OwnCall:
+class OwnCall(BaseCallbackHandler):
     """The model call of an agent, and the model runs that are made in it, at any depth."""
+
+    # An exception in `on_chat_model_start` ends the call before it is made.
+    run_inline = raise_error = True
+    ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
 
     # Raises an exception if a model may not be called.
     admit: Callable[[ModelUsage], None]
@@ -129,6 +137,18 @@ class OwnCall:
     def runs(self) -> list[ModelRun]:
         """The model runs so far, in the order in which they have started."""
         return [each.now() for each in [*self.kept.values()]]
+
+    def on_chat_model_start(self, *_: Any, run_id: UUID, **__: Any) -> None:
+        """Raise an exception if the model may not be called, and forget the run."""
+        run = self.kept.get(run_id)
+        if run is not None:
+            try:
+                self.admit(run.usage)
+            except Exception:
+                run.forget()
+                raise
+
+    on_llm_start = on_chain_start = on_chat_model_start
 
 
 class _Place(NamedTuple):
@@ -148,25 +168,10 @@ class _Place(NamedTuple):
         return found[::-1]
 
 
-def _raises_nothing(noting: Callable[..., None]) -> Callable[..., None]:
-    """Log exceptions of a callback: raised, they would end the call of the model."""
-
-    @wraps(noting)
-    def noted(*args: Any, **more: Any) -> None:
-        try:
-            noting(*args, **more)
-        except Exception:  # noqa: BLE001 - it is logged
-            logger.warning("a model run was not understood", exc_info=True)
-
-    return noted
-
-
 class ModelRuns(BaseCallbackHandler):
     """Keeps model runs for all who are charged for them, from callbacks of any thread."""
 
-    # An exception in `on_chat_model_start` ends the call before it is made.
-    run_inline = raise_error = True
-    ignore_retry = ignore_custom_event = True
+    run_inline = ignore_retry = ignore_custom_event = True
 
     def __init__(self) -> None:
         # Those that somebody keeps.
@@ -180,14 +185,13 @@ class ModelRuns(BaseCallbackHandler):
         return next(iter(self._places.get(run_id, _Place()).graphs), None)
 
     def on_chat_model_start(self, *given: Any, **more: Any) -> None:
-        """Keep what was asked; raise an exception if the model may not be called."""
+        """Keep what was asked."""
         self._start([message for each in given[1] for message in each], **more)
 
     def on_llm_start(self, *given: Any, **more: Any) -> None:
         """Keep what was asked of a completion model."""
         self._start([*map(HumanMessage, given[1])], **more)
 
-    @_raises_nothing
     def on_llm_new_token(self, token: Any, *, run_id: UUID, chunk: Any = None, **_: object) -> None:
         """Keep what has arrived."""
         started = self._started.get(run_id)
@@ -197,7 +201,6 @@ class ModelRuns(BaseCallbackHandler):
                 message = AIMessageChunk(content=token or "")
             started.chunks.append(message)
 
-    @_raises_nothing
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: object) -> None:
         """Note what has been used."""
         started = self._started.get(run_id)
@@ -207,7 +210,6 @@ class ModelRuns(BaseCallbackHandler):
             message = getattr(answer, "message", None) or AIMessage(answer.text if answer else "")
             self._end(run_id, started.used(response, message), succeeded=True)
 
-    @_raises_nothing
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """Note what may have been used."""
         started = self._started.get(run_id)
@@ -226,10 +228,10 @@ class ModelRuns(BaseCallbackHandler):
 
     on_tool_start = on_retriever_start = on_chain_start
 
-    @_raises_nothing
-    def on_chain_end(self, outputs: object, *, run_id: UUID, **_: object) -> None:
+    def on_chain_end(self, *given: Any, run_id: UUID, **_: object) -> None:
         """Note that a run has ended, and what a decision model has used."""
         if run_id in self._started:
+            outputs = given[0]
             message = AIMessage(
                 str(getattr(outputs, "answers", "")),
                 usage_metadata=getattr(outputs, "usage", None),
@@ -255,13 +257,10 @@ class ModelRuns(BaseCallbackHandler):
         asked = asked_in(more.get("metadata"), speed=str(params.get("speed") or ""))
         place = self._learn(run_id, **more)
         calls = place.calls()
-        for call in calls:
-            call.admit(asked)
         # A decision model that asks another model is not charged beside that one.
-        parent = cast("UUID", more.get("parent_run_id"))
-        asking = self._started.get(parent)
-        for runs in () if asking is None else asking.kept_in:
-            runs.pop(parent, None)
+        asking = self._started.get(cast("UUID", more.get("parent_run_id")))
+        if asking is not None:
+            asking.forget()
         # The agent's own call is charged for what is made in it.
         own = [call.graph for call in calls]
         graphs = [each.runs for each in place.graphs if each not in own]
@@ -334,9 +333,10 @@ class _Handler:
 def _handler() -> _Handler:
     """Have LangChain look for a handler, from the first budget on."""
     found = _Handler()
-    register_configure_hook(
-        cast("ContextVar[Any]", found), inheritable=True, handle_class=ModelRuns
-    )
+    variable = cast("ContextVar[Any]", found)
+    register_configure_hook(variable, inheritable=True, handle_class=ModelRuns)
+    # Behind it: handlers behind the one that refuses a model are told nothing.
+    register_configure_hook(_call, inheritable=True)
     return found
 
 
