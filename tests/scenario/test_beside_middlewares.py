@@ -14,7 +14,7 @@ from langchain.agents.middleware import (
 from langchain_core.messages import AIMessage, RemoveMessage, ToolCall
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 
-from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, ToolCallLimit
 from tests.scene import (
     CONFIG,
     Kind,
@@ -69,6 +69,18 @@ async def test_jumps_after_the_model(target: str, order: Order, signals: Signals
         await scene.play()
         scene.check()
     assert len(scene.model.calls) == (5 if target == "model" else 4)
+
+
+@needs_inline
+@pytest.mark.parametrize("limit", [ModelCallLimit, ToolCallLimit])
+async def test_an_ended_run_that_is_led_back(limit: Any, signals: Signals) -> None:
+    """An inline quota raises: its hooks cannot keep another middleware from going round."""
+    items = [limit(run_limit=1, exit_behavior="end"), JumpAfterModel("model", 99)]
+    scene = Scene(signals, lambda _: ["search"] * 2, items, kind="inline")
+    for turn in (1, 2):
+        with pytest.raises(ModelCallLimitExceededError, match="has ended this run"):
+            await scene.play()
+        assert len(scene.model.calls) == turn
 
 
 @orders(3)

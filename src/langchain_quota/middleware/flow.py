@@ -249,13 +249,13 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         return limits
 
     async def _judge_model(
-        self, form: Form, state: Mapping[str, Any], runtime: Any, *, task: str = ""
+        self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
         """Judge the model call that is about to be made; what follows."""
         limits = await self._limits_now(form, "model", state, runtime)
         for known in self._hooks["known"]:
             await known(form, state, runtime, limits)
-        batch = model_batch(state, runtime, limits, task=task or self.name)
+        batch = model_batch(state, runtime, limits, task=self.name)
         return await self._concluded(form, batch, conclude_model)
 
     async def _judge_tools(

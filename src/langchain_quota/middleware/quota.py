@@ -135,6 +135,9 @@ class QuotaMiddleware(
     )
     _takes_store = True
 
+    why_nobody_is_asked: ClassVar[str] = ""
+    """What a middleware needs in place of itself, if no limit of it can ask."""
+
     def __new__(cls, limits: Any = None, *_: Any, **__: Any) -> Self:
         """Make an object of a class that has only the hooks which the limits need."""
         # LangChain makes a node for each hook that the class overrides, and a wrapper around each

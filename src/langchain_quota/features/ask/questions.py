@@ -43,6 +43,10 @@ class Questions(Feature):
         ]
         if not asking:
             return None
+        if limiter.why_nobody_is_asked:
+            raise ValueError(
+                f"limit {asking[0]!r} has exit_behavior='ask', which {limiter.why_nobody_is_asked}"
+            )
         client = limiter._store  # noqa: SLF001 - the kernel gives it
         store = None if client is None else client.store
         if store is not None and not isinstance(store, Granting):
