@@ -47,17 +47,18 @@ def noticed(told: Judged) -> None:
 
 def question(who: Who, limits: Sequence[str]) -> None:
     """Log that a person is asked at limits."""
-    text = "agent %r asks a person whether it may go on at %s"
     fields = _fields(event="asked", agent=who.name, limits=[*limits])
-    logger.info(text, who.name, _listed(limits), extra=fields)
+    logger.info(
+        "agent %r asks a person whether it may go on at %s", who.name, _listed(limits), extra=fields
+    )
 
 
 def answer(who: Who, limits: Sequence[str], answer: Answer) -> None:
     """Log what a person has answered at limits."""
     said, by = answer.type, answer.by
     fields = _fields(event="answered", agent=who.name, limits=[*limits], answer=said, by=by)
-    text = "agent %r was answered %r at %s, by %r"
-    logger.info(text, who.name, said, _listed(limits), by, extra=fields)
+    names = _listed(limits)
+    logger.info("agent %r was answered %r at %s, by %r", who.name, said, names, by, extra=fields)
 
 
 def misspelt(who: Who, meant: Mapping[str, str]) -> None:
