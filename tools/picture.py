@@ -9,6 +9,7 @@ import io
 import logging
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from prometheus_client import generate_latest
@@ -30,7 +31,7 @@ def drawn(seconds: int) -> dict[str, RenderableType]:
     """What the demo and `top` show when the demo's traffic is over."""
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
     traffic = Traffic(THREADS, seconds)
-    asyncio.run(traffic.run())
+    asyncio.run(traffic.run(nullcontext()))
     known = figures([of_text(generate_latest().decode())])
     board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())
     return {

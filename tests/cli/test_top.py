@@ -315,7 +315,7 @@ def test_amounts() -> None:
     assert {value: compact(value, "microdollars") for value in dollars} == dollars
     shares = {None: "-", 0: "0%", 0.001: "1%", 0.999: "99%", 1: "100%", 1.5: "150%", 1e9: "999%"}
     assert {value: percent(value) for value in shares} == shares
-    times = {None: "", -5: "0s", 0.4: "0s", 59: "59s", 60: "1m", 7_300: "2h", 1e9: "999d"}
+    times = {None: "", -5: "0s", 0.4: "0s", 59: "59s", 60: "1m", 7_300: "2h", 1e9: "11574d"}
     assert {value: lasting(value) for value in times} == times
 
 
@@ -377,6 +377,6 @@ def test_beside_the_rows() -> None:
     assert "filter: 7_" in shown[23]
     assert "1-19 of 3,439" in shown[2]
     assert "asking ..." in drawn(None)[0]
-    assert "no thread has used anything yet" in drawn(Figures())[4]
+    assert "nothing has been used yet" in drawn(Figures())[4]
     assert "are seen with subject_label" in drawn(Figures(), View("quotas"))[4]
     assert "nothing matches; Esc clears" in drawn(MANY, View(text="zz"))[4]

@@ -25,7 +25,7 @@ END = [
     r"(\S )?6 threads for \d+ s, Ctrl-C ends them; metrics: http://127\.0\.0\.1:\d+/metrics",
     r"thread +search +tools +model +tokens +blocked( +last refusal)?",
     *(
-        rf"customer-{number} +\d/\d{BAR} \d+/16{BAR} \d+/20{BAR} [\d.]+k?/6k{BAR} [ \d]+\d"
+        rf"customer-{number} +\d/\d{BAR} \d+/16{BAR} \d+/20{BAR} [\d,]+/6,000{BAR} [ \d]+\d"
         r"( \w+ \((run|thread)\))?"
         for number in range(1, 7)
     ),
@@ -33,7 +33,7 @@ END = [
     r'Some of http://127\.0\.0\.1:\d+/metrics, all with agent="support":',
     *[r"  langchain_quota_\w+\{\S+\} \d+"] * 5,
     "",
-    r"customer-\d asked for \d+ calls? over its limits; none ran\.",
+    r"Calls over its limits that customer-\d asked for: \d+; none ran\.",
     "",
     r"1\. Limit your own agent: https://\S+",
     r"2\. Watch it live: .* top",

@@ -85,7 +85,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 def top(*arguments: str, program: str = COMMAND_LINE) -> str:
     """A line for a shell that shows the view, and says how it ended."""
-    return f"{command('top', *arguments, program=program)}; echo ended with $?"
+    return f"unset COLUMNS LINES; {command('top', *arguments, program=program)}; echo ended with $?"
 
 
 def test_keys_in_a_terminal(workers: list[str], terminal: Terminal) -> None:
@@ -124,7 +124,7 @@ def test_news_are_shown(terminal: Terminal) -> None:
         slow = f"127.0.0.1:{silent.getsockname()[1]}"
         with worker.server:
             terminal.type(top(worker.address, slow, "--interval", "0.5"))
-            terminal.wait_for("1 of 2 addresses", "no thread has used anything yet")
+            terminal.wait_for("1 of 2 addresses", "nothing has been used yet")
             worker.play("ann", 6, 4_000)
             terminal.wait_for("ann", "5/5", "1 refused")
         terminal.wait_for(" s old): [Errno 111] Connection refused", "5/5")
@@ -185,7 +185,7 @@ def test_the_terminal_is_as_before(
 def test_where_no_keys_are_read(workers: list[str], terminal: Terminal) -> None:
     """Without a terminal to read keys from, as on Windows, the figures are printed once."""
     windows = f"import sys; sys.modules['termios'] = None; {COMMAND_LINE}"
-    for line in (top(*workers, program=windows), f": | {top(*workers)}"):
+    for line in (top(*workers, program=windows), f": | ({top(*workers)})"):
         terminal.type(f"clear; {line}")
         terminal.wait_for("quotas:", "87%~ near", "ended with 0")
         assert terminal.flags()["alternate_on"] is False

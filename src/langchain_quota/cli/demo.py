@@ -42,7 +42,7 @@ from langchain_quota import (
 )
 from langchain_quota.cli import INTERRUPTED
 from langchain_quota.cli.printing import CommandError, one_line, say
-from langchain_quota.cli.top import STYLES, gauge
+from langchain_quota.cli.top import STYLES, compact, gauge
 from langchain_quota.decision import THREAD
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
@@ -93,10 +93,8 @@ _SHOWN_METRICS = (
 )
 """How the series begin that are shown, without the agent's label: so they fit 80 columns."""
 
-_THOUSAND = 1000
 _WIDE = 100
 """From how many columns on there is room for the last refusal."""
-_OWN_AGENTS = "https://github.com/langchain-quota/langchain-quota"
 
 
 def run(options: Namespace) -> int:
@@ -107,9 +105,6 @@ def run(options: Namespace) -> int:
         logger = logging.getLogger("langchain_quota")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
-        # Ended by SIGTERM, too, the user's own screen must come back.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        stack.callback(signal.signal, signal.SIGTERM, before)
         try:
             traffic = Traffic(options.threads, options.seconds)
             server = stack.enter_context(start_metrics_server(options.port))
@@ -122,10 +117,16 @@ def run(options: Namespace) -> int:
         say(heading)
         # Without a terminal no colors, even where the environment forces them.
         console = Console(force_terminal=sys.stdout.isatty())
+
+        def drawn() -> Group:
+            return Group(Text(heading, no_wrap=True), table(traffic.rows(), console.width))
+
+        # A screen of its own is not torn by keys.
+        screen = Live(get_renderable=drawn, console=console, screen=True, refresh_per_second=5)
+        redraws = console.is_terminal and not console.is_dumb_terminal
         try:
-            with _redrawn(traffic, heading, console):
-                asyncio.run(traffic.run())
-        except KeyboardInterrupt:
+            asyncio.run(traffic.run(screen if redraws else nullcontext()))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             code = INTERRUPTED
         console.print(table(traffic.rows(), console.width))
         serves = options.serve and not code
@@ -137,35 +138,21 @@ def run(options: Namespace) -> int:
     return code
 
 
-def _redrawn(traffic: "Traffic", heading: str, console: Console) -> AbstractContextManager[Any]:
-    """Redraw the table, where it can be, on a screen of its own that keys do not tear."""
-    if not console.is_terminal or console.is_dumb_terminal:
-        return nullcontext()
-
-    def drawn() -> Group:
-        return Group(Text(heading, no_wrap=True), table(traffic.rows(), console.width))
-
-    return Live(get_renderable=drawn, console=console, screen=True, refresh_per_second=5)
-
-
 def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
     """Say what happened, and what to do next, in the lines of a small terminal."""
-    say()
-    say(f'Some of {url}, all with agent="{AGENT}":')
+    say(f'\nSome of {url}, all with agent="{AGENT}":')
     samples = generate_latest().decode().replace(f'agent="{AGENT}",', "").splitlines()
     for shown in _SHOWN_METRICS:
         for series in [each for each in samples if each.startswith(shown)][:1]:
             say(f"  {series.removesuffix('.0')}")
     say()
     worst = max(traffic.rows(), key=lambda row: row.blocked)
-    calls = "1 call" if worst.blocked == 1 else f"{worst.blocked} calls"
-    prevented = f"{worst.thread} asked for {calls} over its limits; none ran."
-    say(prevented if worst.blocked else "No thread asked for a call over its limits.")
+    say(f"Calls over its limits that {worst.thread} asked for: {worst.blocked}; none ran.")
     say()
     command = "langchain-quota"
     if shutil.which(command) is None and Path(sys.argv[0]).name == command:
         command = min(sys.argv[0], os.path.relpath(sys.argv[0]), key=len)  # by `make demo`
-    say(f"1. Limit your own agent: {_OWN_AGENTS}")
+    say("1. Limit your own agent: https://github.com/langchain-quota/langchain-quota")
     watch = "run beside it" if serves else "with --serve, and beside it"
     address = f" {url.removeprefix('http://').removesuffix('/metrics')}" if serves else ""
     say(f"2. Watch it live: {watch} {command} top{address}")
@@ -204,7 +191,7 @@ class Traffic:
     def __init__(self, threads: int, seconds: float) -> None:
         self._seconds = seconds
         self._tracer = trace.get_tracer("langchain_quota.demo")
-        named = [f"customer-{number}" for number in range(1, threads + 1)]
+        named = (f"customer-{number}" for number in range(1, threads + 1))
         self._rows = {thread: Row(thread) for thread in named}
         # Only a store gives grants.
         self._store = MemoryStore()
@@ -231,10 +218,15 @@ class Traffic:
             row.uses = [self._use(row.thread, limit) for limit in LIMITS]
         return [*self._rows.values()]
 
-    async def run(self) -> None:
-        """Hold the conversations."""
+    async def run(self, screen: AbstractContextManager[Any]) -> None:
+        """Hold the conversations, while a screen shows them."""
         conversations = map(self._converse, self._rows, count())
-        await asyncio.gather(asyncio.sleep(self._seconds), *conversations)
+        held = asyncio.gather(asyncio.sleep(self._seconds), *conversations)
+        # After SIGTERM, too, the user's own screen must come back.
+        with suppress(NotImplementedError):  # Windows
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, held.cancel)
+        with screen:
+            await held
 
     async def _converse(self, thread: str, number: int) -> None:
         config: RunnableConfig = {"configurable": {"thread_id": thread}}
@@ -296,16 +288,11 @@ def table(rows: Sequence[Row], width: int) -> Table:
         cells: list[RenderableType] = [Text(row.thread)]
         for used, most in row.uses:
             # Only the bar has a color, so that the numbers can be read anywhere.
-            cells.append(Text(f"{_short(used)}/{_short(most)}"))
+            cells.append(Text(f"{compact(used)}/{compact(most)}"))
             cells.append(gauge(used, most, STYLES[level(used, most, NEAR)]))
         cells += [Text(str(row.blocked), "red" if row.blocked else ""), Text(row.last_refusal)]
         shown.add_row(*cells[: len(shown.columns)])
     return shown
-
-
-def _short(amount: int) -> str:
-    """An amount in few characters, such as `950` or `8.9k`, and never more than it is."""
-    return str(amount) if amount < _THOUSAND else f"{amount * 10 // _THOUSAND / 10:g}k"
 
 
 def _title(limit: str) -> str:

@@ -157,10 +157,10 @@ def ask(sources: Sequence[Source], interval: float | None) -> list[Thread]:
 class Use(NamedTuple):
     """What a thread, or a subject of the quota `scope`, has used of a limit, in its base unit."""
 
+    subject: str
     agent: str
     limit: str
     scope: str
-    subject: str
     unit: Unit = "calls"
     used: float | None = None
     most: float | None = None
@@ -200,14 +200,15 @@ class Figures(NamedTuple):
     processes: int = 0
 
 
-_Part = dict[str, Any]
+_Parts = defaultdict[int, dict[str, Any]]
+"""What each process says of a thread or of a subject."""
 _Values = list[tuple[Series, float]]
 """The labels and values of a metric in all processes."""
 
 
 def figures(scrapes: Sequence[Scrape]) -> Figures:
     """What processes say: the sums, and what a thread or subject has used by who judged it last."""
-    uses: defaultdict[Series, defaultdict[int, _Part]] = defaultdict(lambda: defaultdict(dict))
+    uses: defaultdict[Series, _Parts] = defaultdict(lambda: defaultdict(dict))
     values: defaultdict[str, _Values] = defaultdict(list)
     for process, scrape in enumerate(scrapes):
         for (name, *labels), value in scrape.items():
@@ -233,7 +234,7 @@ def figures(scrapes: Sequence[Scrape]) -> Figures:
     )
 
 
-def _use(key: Series, parts: list[_Part], near: float | None) -> Use:
+def _use(key: Series, parts: list[dict[str, Any]], near: float | None) -> Use:
     latest = max(parts, key=lambda part: part.get("decided", 0))
     used, most, unit = latest.get("used"), latest.get("most"), latest["unit"]
     is_at = None
@@ -243,7 +244,7 @@ def _use(key: Series, parts: list[_Part], near: float | None) -> Use:
     refused_at = [part["refused_at"] for part in parts if "refused_at" in part]
     agent, limit, scope, subject = key
     return Use(
-        *(agent, limit, scope, subject, unit, used, most, is_at),
+        *(subject, agent, limit, scope, unit, used, most, is_at),
         refused=sum(part.get("refused", 0) for part in parts),
         refused_at=max(refused_at, default=None),
         resets_at=latest.get("resets_at"),
@@ -263,14 +264,14 @@ def _limits(values: Mapping[str, _Values], known: Sequence[Use]) -> tuple[Limit,
             units[labels[:2]] = unit
     # Each process counts whom it has served: a sum would count some of them twice.
     subjects: defaultdict[Series, float] = defaultdict(float)
-    shown = Counter((*each[:3], str(each.level)) for each in known if each.level)
+    shown = Counter((*each[1:4], str(each.level)) for each in known if each.level)
     for labels, value in (*values[names.SUBJECTS.name], *shown.items()):
         subjects[labels] = max(subjects[labels], value)
     for labels, value in subjects.items():
         counts[labels[:2]][labels[-1]] += value
     refused_at: defaultdict[Series, float] = defaultdict(float)
     for each in known:
-        refused_at[each[:2]] = max(refused_at[each[:2]], each.refused_at or 0)
+        refused_at[each[1:3]] = max(refused_at[each[1:3]], each.refused_at or 0)
     return tuple(
         Limit(
             agent, limit, of, refused_at[agent, limit] or None, units.get((agent, limit), "calls")

@@ -41,7 +41,6 @@ FAULTS = 3
 """How many lines name addresses that fail."""
 
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
-_LONGEST_FILTER = 100
 _NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
 _PAUSE = 0.2
 """The seconds between two looks at new answers."""
@@ -61,19 +60,11 @@ _COLUMNS = {
         *("ended runs", "granted"),
     ),
 }
-_ONLY_WIDE = {
-    "threads": ("state", "ends in"),
-    "quotas": ("state",),
-    "limits": ("ended runs", "granted"),
-}
+_ONLY_WIDE = ("state", "ended runs", "granted")
 """The columns that need a wide terminal."""
 _MARKS = {None: " ", OK: " ", NEAR: "~", EXHAUSTED: "!"}
 """They say the same without colors."""
-_NOTHING = {
-    "threads": "no thread has used anything yet",
-    "quotas": "no subject has used anything yet; users and tenants are seen with subject_label",
-    "limits": "no limit has judged anything yet",
-}
+_NOTHING = "nothing has been used yet; users and tenants are seen with subject_label"
 
 Row = Use | Limit
 
@@ -100,9 +91,7 @@ def run(arguments: Namespace) -> int:
     """Show the view in a terminal, else print the figures once."""
     asked = sources(arguments)
     view = View(arguments.view or "threads", arguments.sort, arguments.filter)
-    # COLUMNS and LINES do not change with the terminal's size.
-    sizes = ("COLUMNS", "LINES")
-    console = Console(_environ={key: os.environ[key] for key in os.environ if key not in sizes})
+    console = Console()
     has_keys = termios is not None and sys.stdin.isatty() and sys.stdout.isatty()
     if has_keys and not console.is_dumb_terminal and not arguments.once:
         ask(asked, arguments.interval)
@@ -166,10 +155,8 @@ def _show(asked: Sequence[Source], view: View, console: Console) -> int:
 def _take_keys(stack: ExitStack) -> None:
     """Get keys as they are pressed; a signal ends the view like an error."""
     # Ctrl-Z would leave the screen to the shell.
-    for number, handler in (
-        *((signal.SIGTERM, _end), (signal.SIGHUP, _end)),
-        (signal.SIGTSTP, signal.SIG_IGN),
-    ):
+    signals: Any = {signal.SIGTERM: _end, signal.SIGHUP: _end, signal.SIGTSTP: signal.SIG_IGN}
+    for number, handler in signals.items():
         stack.callback(signal.signal, number, signal.signal(number, handler))
     terminal = sys.stdin.fileno()
     stack.callback(termios.tcsetattr, terminal, termios.TCSAFLUSH, termios.tcgetattr(terminal))
@@ -194,7 +181,7 @@ def press(view: View, key: str, *, page: int = 10) -> View:
         if key in "\r\n\x1b":
             return replace(view, is_typing=False, text="" if key == "\x1b" else view.text)
         text = view.text[:-1] if key in "\x7f\b" else view.text
-        if key.isprintable() and len(text) < _LONGEST_FILTER:
+        if key.isprintable():
             text += key
         return replace(view, text=text, first=0)
     orders = ORDERS[view.name]
@@ -219,10 +206,7 @@ def rows(figures: Figures, view: View) -> list[Row]:
 
 
 def _names(row: Row) -> tuple[str, ...]:
-    names: tuple[str, ...] = (row.agent, row.limit)
-    if isinstance(row, Use):
-        names = (row.subject, *names, row.scope)
-    return tuple(each.casefold() for each in names)
+    return tuple(str(each).casefold() for each in row[: 4 if isinstance(row, Use) else 2])
 
 
 def _order(row: Row, by: str) -> tuple[float, ...]:
@@ -273,7 +257,7 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
         _table(found[first : first + shown], view.name, console, now),
     ]
     if not found:
-        nothing = "nothing matches; Esc clears" if view.text else _NOTHING[view.name]
+        nothing = "nothing matches; Esc clears" if view.text else _NOTHING
         parts.append(Text(nothing, "dim"))
     parts += [Text("")] * (shown - max(1, min(shown, len(found))))
     prompt = f"filter: {view.text}_   Enter keeps it, Esc clears it"
@@ -298,7 +282,7 @@ def _summary(figures: Figures) -> Text:
 
 def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Table:
     wide = console.width >= _WIDE
-    columns = [each for each in _COLUMNS[name] if wide or each not in _ONLY_WIDE[name]]
+    columns = [each for each in _COLUMNS[name] if wide or each not in _ONLY_WIDE]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     overflow: Any = "ellipsis" if console.encoding.startswith("utf") else "crop"
     for column in columns:
@@ -387,7 +371,6 @@ def lasting(seconds: float | None) -> str:
     """A length of time, by its largest unit: `"3m"`; empty for none."""
     if seconds is None:
         return ""
-    for length, suffix in ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s")):
-        if seconds >= length:
-            return f"{int(min(seconds // length, 999))}{suffix}"
-    return "0s"
+    units = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
+    found = (f"{seconds // length:.0f}{unit}" for length, unit in units if seconds >= length)
+    return next(found, "0s")
