@@ -18,11 +18,11 @@ from prometheus_client import (
     start_http_server,
 )
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector, RestrictedRegistry
+from prometheus_client.registry import RestrictedRegistry
 
 from langchain_quota.arguments import check_type
 from langchain_quota.telemetry.recorder import usage_of
-from langchain_quota.telemetry.usage_reader import UsageReader, families
+from langchain_quota.telemetry.usage_reader import UsageReader
 from langchain_quota.telemetry.workers import multiprocess_directory, unusable
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
@@ -39,52 +39,38 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class _WorkersUsage(Collector):
-    """What the subjects of all workers have used, even if this process judges no calls."""
-
-    def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
-        self._registry = registry
-        self._reader = UsageReader(directory, None, _log)
-
-    def describe(self) -> Iterator[Metric]:
-        """The families without samples."""
-        return iter(families().values())
-
-    def collect(self) -> Iterator[Metric]:
-        """Render what all workers know, by this worker's settings, else by another's."""
-        return (usage_of(self._registry) or self._reader).collect()
-
-
 def _log(error: Exception) -> None:
     """Log an error where no telemetry counts errors yet."""
     logger.error("what other workers know cannot be read", exc_info=error)
 
 
-class _WorkersMetrics(MultiProcessCollector):
-    """What all workers have counted, without files that a worker is just making."""
+class _Workers(MultiProcessCollector):
+    """What all workers have counted and used, even if this process judges no calls."""
 
-    def collect(self) -> Iterable[Metric]:
-        # They are empty for a moment, which prometheus_client cannot read.
+    def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
+        super().__init__(None, str(directory))  # type: ignore[no-untyped-call]  # so there
+        self._registry = registry
+        self._reader = UsageReader(directory, None, _log)
+
+    def collect(self) -> Iterator[Metric]:
+        """Render what all workers know, by this worker's settings, else by another's."""
+        # Files that a worker is just making are empty, which prometheus_client cannot read.
         made = [str(each) for each in Path(self._path).glob("*.db") if each.stat().st_size]
-        found: Iterable[Metric] = self.merge(made, accumulate=True)  # type: ignore[no-untyped-call]
-        return found
+        yield from self.merge(made, accumulate=True)  # type: ignore[no-untyped-call]
+        yield from (usage_of(self._registry) or self._reader).collect()
 
 
 class _WorkersRegistry(CollectorRegistry):
     """The metrics of all workers that share a directory."""
 
-    def __init__(
-        self, usage: _WorkersUsage, directory: Path, *, auto_describe: bool = False
-    ) -> None:
+    def __init__(self, workers: _Workers, *, auto_describe: bool = False) -> None:
         super().__init__(auto_describe=auto_describe)
-        _WorkersMetrics(self, str(directory))  # type: ignore[no-untyped-call]  # so there
-        self.register(usage)
-        self._usage = usage
-        self._directory = directory
+        self.register(workers)
+        self._workers = workers
 
     def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
         """Only the named metrics; the set of metrics changes, so it is looked up each time."""
-        now = _WorkersRegistry(self._usage, self._directory, auto_describe=True)
+        now = _WorkersRegistry(self._workers, auto_describe=True)
         return CollectorRegistry.restricted_registry(now, names)
 
 
@@ -95,7 +81,7 @@ def _served(registry: CollectorRegistry) -> CollectorRegistry:
         return registry
     if not directory.is_dir():
         raise unusable(directory, "read")
-    return _WorkersRegistry(_WorkersUsage(registry, directory), directory)
+    return _WorkersRegistry(_Workers(registry, directory))
 
 
 class MetricsServer:

@@ -148,11 +148,10 @@ def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
     say()
     worst = max(traffic.rows(), key=lambda row: row.blocked)
     say(f"Calls over its limits that {worst.thread} asked for: {worst.blocked}; none ran.")
-    say()
     command = "langchain-quota"
     if shutil.which(command) is None and Path(sys.argv[0]).name == command:
         command = min(sys.argv[0], os.path.relpath(sys.argv[0]), key=len)  # by `make demo`
-    say("1. Limit your own agent: https://github.com/langchain-quota/langchain-quota")
+    say("\n1. Limit your own agent: https://github.com/langchain-quota/langchain-quota")
     watch = "run beside it" if serves else "with --serve, and beside it"
     address = f" {url.removeprefix('http://').removesuffix('/metrics')}" if serves else ""
     say(f"2. Watch it live: {watch} {command} top{address}")
