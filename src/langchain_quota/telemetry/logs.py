@@ -138,6 +138,13 @@ def _log(
         unit=UNIT_LABELS[unit],
         **more,
     )
-    told = "store unavailable" if scope == STORE else amounts
-    text = "limit %r %s: agent %r, thread %r, %s"
-    logger.log(severity, text, status.limit, event, who.name, who.thread, told, extra=fields)
+    logger.log(
+        severity,
+        "limit %r %s: agent %r, thread %r, %s",
+        status.limit,
+        event,
+        who.name,
+        who.thread,
+        "store unavailable" if scope == STORE else amounts,
+        extra=fields,
+    )

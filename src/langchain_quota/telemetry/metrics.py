@@ -121,14 +121,17 @@ class Metrics:
         shared = any(status.shared for each in told.decisions for status in each.limits)
         refused = False
         with self._lock:
-            # The system's clock may have been set back since.
-            seconds = max(0, told.took) / 1e9
-            self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
-            for index, decision in enumerate(told.decisions):
-                labels = agent, kind, told.tools[index], decision.outcome
-                self._calls[labels].inc(1, told.exemplars[index])
-                if told.after_refusal:
-                    self._after_refusal[agent, kind, decision.outcome].inc()
+            try:
+                # The system's clock may have been set back since.
+                seconds = max(0, told.took) / 1e9
+                self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
+                for index, decision in enumerate(told.decisions):
+                    labels = agent, kind, told.tools[index], decision.outcome
+                    self._calls[labels].inc(1, told.exemplars[index])
+                    if told.after_refusal:
+                        self._after_refusal[agent, kind, decision.outcome].inc()
+            finally:
+                told.notice(self._near_share)
             for index, decision in enumerate(told.decisions):
                 exemplar = told.exemplars[index]
                 for status in decision.limits:
@@ -143,24 +146,21 @@ class Metrics:
             if limit is not None:
                 self._runs_ended[agent, limit_label(limit)].inc()
 
-    def noticed(self, told: Judged) -> None:
-        """Find refusals and the thresholds that charges have crossed; count the latter."""
-        for decision in told.decisions:
-            for status in decision.limits:
-                if status.reason is not None and status.refusal_scope is not None:
-                    told.notices.append((status, status.refusal_scope, None))
-                elif status.charged:
-                    crossed = status.threshold_events(self._near_share)
-                    told.notices.extend((status, *each) for each in crossed)
+    def crossed(self, told: Judged) -> None:
+        """Count the thresholds that charges have crossed."""
         for status, scope, reached in told.notices:
             if reached is not None:
                 series = self._near if reached is Level.NEAR else self._exhausted
                 self.add(series, 1, told.who.agent, limit_label(status.limit), scope)
 
-    def charged(self, who: Who, status: LimitStatus, amount: int, exemplar: Exemplar) -> None:
+    def charged(self, told: Judged, amount: int, exemplar: Exemplar) -> None:
         """Count a charge that is no part of a decision."""
-        with self._lock:
-            self._meet(who.agent, status).inc(amount, exemplar)
+        (status,) = told.decisions[0].limits
+        try:
+            with self._lock:
+                self._meet(told.who.agent, status).inc(amount, exemplar)
+        finally:
+            told.notice(self._near_share)
 
     def refunded(self, who: Who, refund: Refund) -> None:
         """Count a charge taken back."""

@@ -309,9 +309,9 @@ class Recorder:
         who = self._who(call.agent, call.thread_id)
         # A limit on trial counts a call when it judges it: it may let it run and would refuse it.
         counted = call.amount if is_call and status.enforced else 0
-        shown = self._tell(tracing=active_exemplar)
-        self._tell(who, status, counted, shown, metrics=self._metrics.charged)
         charged = Judged([Decision(call, Outcome.ALLOWED, (status,))], who)
+        shown = self._tell(tracing=active_exemplar)
+        self._tell(charged, counted, shown, metrics=self._metrics.charged)
         self._tell(charged, threads=self._usage.judged)
         self._notice(charged)
 
@@ -408,7 +408,9 @@ class Recorder:
         for status in decision.refused_by:
             shown = self._tell(tracing=active_exemplar)
             self._tell(who, status, shown, metrics=self._metrics.refused_at_once)
-        self._notice(Judged([Decision(call, decision.outcome, decision.refused_by)], who))
+        turn = Judged([Decision(call, decision.outcome, decision.refused_by)], who)
+        turn.notice(self.near)
+        self._notice(turn)
 
     def record_fallback(self, agent: str | None, action: str, calls: int) -> None:
         """Count the calls that were judged without the shared store: `"deny"` or `"allow"`."""
@@ -480,6 +482,5 @@ class Recorder:
 
     def _notice(self, judged: Judged) -> None:
         """Log refusals; count and log the thresholds that charges have crossed."""
-        self._tell(judged, metrics=self._metrics.noticed)
         if judged.notices:
-            self._tell(judged, observer=logs.noticed)
+            self._tell(judged, metrics=self._metrics.crossed, observer=logs.noticed)

@@ -81,6 +81,15 @@ class Judged:
     notices: list[Notice] = field(default_factory=list)
     """What is worth a line in the log."""
 
+    def notice(self, near: float) -> None:
+        """Find refusals, and the thresholds that charges have crossed."""
+        for decision in self.decisions:
+            for status in decision.limits:
+                if status.reason is not None and status.refusal_scope is not None:
+                    self.notices.append((status, status.refusal_scope, None))
+                elif status.charged:
+                    self.notices += [(status, *each) for each in status.threshold_events(near)]
+
 
 class Tracing:
     """The sink that makes spans."""
