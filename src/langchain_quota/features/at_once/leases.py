@@ -1,15 +1,14 @@
-"""A call's place among those that run at the same time anywhere, held in a store by a lease.
+"""A call's place among those that run at the same time anywhere: a lease in a store.
 
-The store holds 1 under each count of the call. The lease is renewed while the call runs, and ends
-by itself when the process has died. A renewal is one step of the store: it gives the old hold back,
-and holds anew.
+The store holds 1 under each count of the call. While the call runs, the lease is renewed: in one
+step, the store gives the old hold back and holds anew. It ends by itself when the process has died.
 """
 
 import asyncio
 import random
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from threading import Event, Thread
 from uuid import uuid4
@@ -22,7 +21,7 @@ from langchain_quota.admission import (
     Hits,
     Threshold,
 )
-from langchain_quota.concurrency import Form, fork_safe_lock, now
+from langchain_quota.concurrency import Form, now
 from langchain_quota.decision import AT_ONCE
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.rule import stored_as
@@ -33,8 +32,8 @@ SLOT_LEASE = 60
 """How long a store holds a place without a renewal, in seconds: as long as it stays taken after a
 worker has died."""
 
-RENEWALS = 3
-"""How many renewals fit into a lease: one may be late, and one may fail."""
+RENEWAL = SLOT_LEASE / 3
+"""How often it is renewed, in seconds: one renewal may be late, and one may fail."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """How long a waiting call pauses between two questions to the store, in seconds. The pause grows by
@@ -55,129 +54,99 @@ class Lease:
             for each in limits
         )
         self._hits = (Hits(dict.fromkeys(self._counters, 1), thresholds),)
-        self._id = uuid4().hex
-        self._number = 0
         # The requests that may hold something: without an answer it is unknown.
-        self._open: list[str] = []
-        self._over = False
-        self._ended = Event()
-        self._renewing = fork_safe_lock()
-        self._kept = False
-        # What renews it in an event loop, if something does.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._woken: asyncio.Event
-        self._keeper: asyncio.Task[None]
+        self._open: tuple[str, ...] = ()
+        self._over = Event()
+        self._wake: Callable[[], object] = self._over.set
+        self.waits = False
 
-    async def ask(self, form: Form, *settled: Compensation) -> AcquireResult | None:
+    async def take(self, form: Form, until: float) -> AcquireResult | None:
+        """Wait for a place; the store's newest answer, `None` if it does not answer."""
+        pause = FIRST_PAUSE
+        try:
+            result = await self._ask(form)
+            while result is not None and not result.admitted[0]:
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self.waits = True
+                some = min(left, pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
+                if form:
+                    await asyncio.sleep(some)
+                else:
+                    time.sleep(some)  # noqa: ASYNC251 - in the sync form
+                pause = min(LONGEST_PAUSE, pause * 1.5)
+                result = await self._ask(form)
+        except BaseException:
+            await self.end(form)
+            raise
+        if result is None:
+            # The store may have counted it.
+            self._store.settle_soon(self._return())
+        return result
+
+    def keep(self, form: Form) -> None:
+        """Renew the lease until it ends, in this event loop or in a thread."""
+        if form:
+            loop = asyncio.get_running_loop()
+            keeper = loop.create_task(self._keep_in_loop())
+            self._wake = lambda: loop.call_soon_threadsafe(keeper.cancel)
+        else:
+            Thread(target=self._keep, name="langchain-quota lease", daemon=True).start()
+
+    async def end(self, form: Form) -> None:
+        """Note that the call has ended, and give its place back."""
+        self._over.set()
+        # The thread of a tool may outlive the event loop that renews the lease.
+        with suppress(RuntimeError):
+            self._wake()
+            if not form and "sync" not in self._store.forms:
+                # That loop gives it back.
+                return
+        # What a store that serves only event loops cannot take now, it gets with the next request.
+        with suppress(TypeError):
+            await self._give_back(form)
+
+    async def _give_back(self, form: Form) -> None:
+        back, self._open = self._return(), ()
+        if form and isinstance(sys.exception(), GeneratorExit):
+            # The call is dropped: nothing can be awaited.
+            self._store.settle_soon(back)
+        elif back.compensations:
+            await self._store.settle(form, back)
+
+    def _keep(self) -> None:
+        while not self._over.wait(RENEWAL):
+            now(self._renew(""))
+
+    async def _keep_in_loop(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(RENEWAL)
+                await self._renew("a")
+        except asyncio.CancelledError:
+            if self._over.is_set():
+                await self._give_back("a")
+            raise
+
+    async def _renew(self, form: Form) -> None:
+        await self._ask(form)
+        if self._over.is_set():
+            await self._give_back(form)
+
+    async def _ask(self, form: Form) -> AcquireResult | None:
         """Hold the place, if there is one; `None` if the store does not answer."""
-        name = f"{self._id}/{self._number}"
-        if name not in self._open:
-            self._open.append(name)
-        request = AcquireRequest(
-            name, uuid4().hex, self._counters, self._hits, compensations=settled
-        )
+        name, before = uuid4().hex, self._return().compensations
+        self._open = (*self._open, name)
+        request = AcquireRequest(name, name, self._counters, self._hits, compensations=before)
         result: AcquireResult | None = await self._store.ask(form, request)
         if result is not None:
             # What was held before is given back.
-            self._open = [name] if all(result.admitted) else []
+            self._open = (name,) if all(result.admitted) else ()
         return result
 
-    async def give_back(self, form: Form) -> None:
-        """Give the place back; what cannot be sent now is sent with the next request."""
-        if self._open:
-            await self._store.settle(form, self._return())
-            self._open.clear()
-
-    def give_back_later(self) -> None:
-        """Give the place back with the next request, where nobody can wait."""
-        if self._open:
-            self._store.settle_soon(self._return())
-
-    def keep(self) -> None:
-        """Renew the lease in a thread until the call ends, while no event loop does."""
-        if not self._kept:
-            self._kept = True
-            Thread(target=self._keep, name="langchain-quota lease", daemon=True).start()
-
-    def akeep(self) -> None:
-        """Renew the lease in this event loop until the call ends."""
-        self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
-        self._keeper = self._loop.create_task(self._akeep())
-
-    def end(self) -> None:
-        """Note that the call has ended, and give its place back."""
-        if not self._told():
-            self._ended.set()
-            # A renewal that is being sent would hold again what is given back.
-            with self._renewing, suppress(TypeError):
-                # A store that serves only event loops gets it with the next request.
-                now(self.give_back(""))
-
-    async def aend(self) -> None:
-        """Note that the call has ended in its event loop, and give its place back."""
-        told = self._told()
-        if isinstance(sys.exception(), GeneratorExit):
-            # The call is dropped: nothing can be awaited.
-            if not told:
-                self.give_back_later()
-            return
-        self._ended.set()
-        try:
-            # It may be cancelled, and be done: the loop ends.
-            await asyncio.shield(self._keeper)
-        finally:
-            if self._keeper.done():
-                await self.give_back("a")
-
-    def _told(self) -> bool:
-        """Note that the call is over; whether its event loop gives the place back."""
-        self._over = True
-        if self._loop is not None and self._renews():
-            # The loop may be closed meanwhile.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._woken.set)
-                return True
-        return False
-
-    def _renews(self) -> bool:
-        """Whether an event loop renews it."""
-        return self._loop is not None and self._loop.is_running() and not self._keeper.done()
-
-    def _keep(self) -> None:
-        # A store that serves only event loops cannot be asked here: the lease ends by itself.
-        with suppress(TypeError):
-            while not (self._ended.wait(SLOT_LEASE / RENEWALS) or self._over):
-                with self._renewing:
-                    if not (self._over or self._renews()):
-                        now(self._renew(""))
-
-    async def _akeep(self) -> None:
-        while not self._over:
-            try:
-                async with asyncio.timeout(SLOT_LEASE / RENEWALS):
-                    await self._woken.wait()
-            except TimeoutError:
-                await self._renew("a")
-        await self.give_back("a")
-
-    async def _renew(self, form: Form) -> None:
-        settled = self._return().compensations
-        self._number += 1
-        await self.ask(form, *settled)
-
     def _return(self) -> AcquireRequest:
-        """What gives back all that may be held."""
-        counters = {each.key: Counter(each.key) for each in self._counters.values() if each.key}
-        settled = [
-            Compensation(f"{each}/returned", dict.fromkeys(counters, 0), settles=each)
-            for each in self._open
-        ]
-        return AcquireRequest("", "", counters, compensations=tuple(settled))
-
-
-def pauses(until: float) -> Iterator[float]:
-    """How long to pause before each further question, in seconds, up to a `time.monotonic`."""
-    pause = FIRST_PAUSE
-    while (left := until - time.monotonic()) > 0:
-        yield min(left, pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
-        pause = min(LONGEST_PAUSE, pause * 1.5)
+        """What gives back all that may be held, also if a request arrives later."""
+        nothing = {str(each.key): 0 for each in self._counters.values()}
+        returned = (Compensation(each, nothing, each, each, settles=each) for each in self._open)
+        return AcquireRequest("", "", compensations=tuple(returned))

@@ -7,12 +7,14 @@ wait, and never during a wait. Who comes first is served first.
 import asyncio
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from threading import TIMEOUT_MAX, Event
+from typing import Any
 from weakref import WeakValueDictionary
 
-from langchain_quota.concurrency import fork_safe_lock
+from langchain_quota.concurrency import Form, fork_safe_lock
 
 
 class Slot:
@@ -34,43 +36,30 @@ class Slot:
 
 
 class Semaphore:
-    """The calls of one count that are `running`, those that wait, and those that have `ended`."""
+    """The calls of one count that run, those that wait, and those that have `ended`."""
 
     def __init__(self) -> None:
-        self.running = 0
         self.ended: deque[Slot] = deque()
+        self._running = 0
         self._lock = fork_safe_lock()
         self._line: OrderedDict[Slot, None] = OrderedDict()
 
-    @property
-    def waiting(self) -> int:
-        """How many calls wait."""
-        return len(self._line)
-
-    def take(self, most: int | None, seconds: float) -> Slot:
+    async def take(self, form: Form, most: int | None, seconds: float) -> Slot:
         """Wait until fewer than `most` run (`None`: only count); not `taken` if the time is up."""
-        woken = Event()
-        with self._asking(most, woken.set) as slot:
-            if slot.waits and seconds > 0:
-                woken.wait(min(seconds, TIMEOUT_MAX))
-        return slot
-
-    async def atake(self, most: int | None, seconds: float) -> Slot:
-        """The async form of `take`."""
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
-        with self._asking(most, lambda: loop.call_soon_threadsafe(woken.set)) as slot:
-            if slot.waits and seconds > 0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await woken.wait()
-        return slot
-
-    @contextmanager
-    def _asking(self, most: int | None, wake: Callable[[], object]) -> Iterator[Slot]:
+        woken: Any = asyncio.Event() if form else Event()
+        wake: Callable[[], object] = woken.set
+        if form:
+            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, wake)
         slot = Slot(self, most, wake)
         try:
             self.change(slot, sure=True)
-            yield slot
+            if slot.waits and seconds > 0:
+                if form:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(seconds):
+                            await woken.wait()
+                else:
+                    woken.wait(min(seconds, TIMEOUT_MAX))
         except BaseException:
             # Cancelled, perhaps just when it got its slot.
             slot.give_back()
@@ -78,6 +67,7 @@ class Semaphore:
         if not slot.taken:
             self.ended.append(slot)
             self.change(sure=True)
+        return slot
 
     def change(self, asks: Slot | None = None, *, sure: bool = False) -> None:
         """Count a call that asks and those that have ended, and wake those that may run."""
@@ -103,42 +93,37 @@ class Semaphore:
         while self.ended:
             slot = self.ended.popleft()
             self._line.pop(slot, None)
-            self.running -= slot.taken
+            self._running -= slot.taken
             slot.taken = False
         granted: list[Slot] = []
         if asks is not None:
-            asks.found = self.running
+            asks.found = self._running
             self._line[asks] = None
             if asks.most is None:
                 self._line.move_to_end(asks, last=False)
         while self._line:
             slot = next(iter(self._line))
-            if slot.most is not None and self.running >= slot.most:
+            if slot.most is not None and self._running >= slot.most:
                 break
             del self._line[slot]
             slot.taken = True
-            self.running += 1
+            self._running += 1
             granted += [slot] if slot.waits else []
         if asks is not None:
             asks.waits = not asks.taken
         return granted
 
 
-class Semaphores(dict[tuple[int, str], Semaphore]):
-    """The semaphores of all counts. A forked child has its own: it runs no calls of its parent."""
-
-    def of(self, count: str) -> Semaphore:
-        """The semaphore of a count, made when it is first used."""
-        key = os.getpid(), count
-        return self.get(key) or self.setdefault(key, Semaphore())
+_lock = fork_safe_lock()
+_semaphores: WeakValueDictionary[tuple[int, int, str], Semaphore] = WeakValueDictionary()
+"""Those that calls are in. A forked child has its own: it runs no calls of its parent."""
 
 
-PROCESS = Semaphores()
-"""The calls that no store counts, of all middlewares."""
-
-_of_stores: WeakValueDictionary[int, Semaphores] = WeakValueDictionary()
-
-
-def semaphores_of(store: object | None) -> Semaphores:
-    """The semaphores of a store, whose `id` stays its own while the caller keeps it, too."""
-    return PROCESS if store is None else _of_stores.setdefault(id(store), Semaphores())
+def semaphore_of(store: object, count: str) -> Semaphore:
+    """The semaphore of a count, for a store; `None` for the calls that no store counts."""
+    key = os.getpid(), id(store), count
+    with _lock:
+        found = _semaphores.get(key)
+        if found is None:
+            found = _semaphores[key] = Semaphore()
+        return found
