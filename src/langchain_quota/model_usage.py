@@ -105,12 +105,12 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
         return replace(asked, **about, estimated=True)
     # For an answer from its cache, LangChain sets the cost to zero, and leaves the tokens.
     cached = usage.get("total_cost") == 0
-    counted = _counted(usage)
-    if counted is None:
+    tokens = counted(usage)
+    if tokens is None:
         return replace(asked, **about, cached=cached, estimated=not cached)
-    estimated = message is not None and not cached and not counted["total_tokens"]
+    estimated = message is not None and not cached and not tokens["total_tokens"]
     return ModelUsage(
-        request_model=asked.request_model, **about, **counted, cached=cached, estimated=estimated
+        request_model=asked.request_model, **about, **tokens, cached=cached, estimated=estimated
     )
 
 
@@ -137,7 +137,7 @@ def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
     }
 
 
-def _counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
+def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
     """The reported tokens; `None` if a number cannot be one of tokens."""
     given = usage.get("input_tokens") or 0
     made = usage.get("output_tokens") or 0

@@ -12,7 +12,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from langchain_quota.model_usage import ModelUsage
+from langchain_quota.model_usage import ModelUsage, counted
 
 DEFAULT_MAX_TOKENS = 16_384
 """The bound of an answer where the request, the model and its profile have none."""
@@ -212,21 +212,11 @@ def _newest_report(
         by = message.response_metadata.get("model_provider") or provider
         # Azure's answers say "openai".
         if by == provider or {by, provider} == {"azure", "openai"}:
-            total = _total(message.usage_metadata)
+            total = (counted(message.usage_metadata) or {}).get("total_tokens", 0)
             if _explains(total, messages[: index + 1]):
                 return total, messages[index + 1 :]
         return 0, messages
     return 0, messages
-
-
-def _total(reported: Mapping[str, Any]) -> int:
-    """The tokens of a report; 0 if it is of no use."""
-    total, given, made = (
-        reported.get(f"{each}_tokens") or 0 for each in ("total", "input", "output")
-    )
-    if not all(isinstance(each, int) and each >= 0 for each in (total, given, made)):
-        return 0
-    return int(max(total, given + made))
 
 
 def _explains(tokens: int, messages: Sequence[AnyMessage]) -> bool:

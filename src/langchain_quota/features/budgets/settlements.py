@@ -70,9 +70,7 @@ def settlements(
 def mirror_root_run(limits: ResolvedLimits, answer: AcquireResult | None) -> None:
     """Keep what the store has counted of the root run, if a budget is per root run."""
     run = root_run()
-    if run is None or run.subject is None or answer is None:
-        return
-    counts = answer.used
-    checks = (check for each in limits.budgets for check in each.checks)
-    keys = {check.key for check in checks if check.per == ROOT_RUN}
-    run.learn_used({key: counts[key] for key in counts.keys() & keys})
+    if run is not None and run.subject is not None and answer is not None:
+        checks = (check for each in limits.budgets for check in each.checks)
+        keys = {check.key for check in checks if check.per == ROOT_RUN}
+        run.learn_used({key: n for key, n in answer.used.items() if key in keys})
