@@ -98,7 +98,7 @@ class Budgets(Feature):
         self._late = self._charging.late
         # Whether a call asks for its reserve when its request is known.
         self._reserves = any(getattr(limit, "reserve", None) is not None for limit in limits)
-        # By the id of the final message: what is raised behind the model's step.
+        # By the id of the final message: what is raised, once, behind the model's step.
         self._errors: dict[str, Exception] = {}
         self._charges_all: bool = options["charge_all_models"]
         if self._charges_all:
@@ -221,12 +221,8 @@ class Budgets(Feature):
             written.update(await self._refuse(form, batch, conclusion, made_before))
             return shaped, None
         (asked,) = batch.asked
-        hold = Hold(
-            {
-                each.limit.counter: asked.hits.amounts[run_counter(each.limit)]
-                for each in asked.limits
-            }
-        )
+        of = asked.hits.amounts
+        hold = Hold({each.limit.counter: of[run_counter(each.limit)] for each in asked.limits})
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
         try:
@@ -248,12 +244,11 @@ class Budgets(Feature):
             # The reserve is priced before anything is called.
             self._admit(step)(asked_of(request.model, request.model_settings))
         holding = []
+        lease = LEASE if self._reserves else None
         for each in step.limits.budgets:
             reserve = getattr(each.limit, "reserve", None)
-            amount = self._charging.most(
-                each.limit, reserve(request) if callable(reserve) else reserve or 0
-            )
-            lease = LEASE if self._reserves else None
+            bound = reserve(request) if callable(reserve) else reserve or 0
+            amount = self._charging.most(each.limit, bound)
             holding.append(each.with_checks(hit=amount, lease=lease))
         task = f"{self._limiter.name}.held"
         batch = model_batch(_state(request), request.runtime, step.limits, task=task)
@@ -291,21 +286,14 @@ class Budgets(Feature):
     ) -> Update:
         """Write, and do not raise: an exception would lose the update, and others would retry."""
         update: Update = {**(conclusion.update or {})}
+        update.pop("jump_to", None)
         error: Any = conclusion.error
         if error is not None:
-            name = batch.context.own_name
-            message = AIMessage(content=str(error), name=name, id=str(uuid4()))
-            update = {"messages": [message]}
-            numbers = [
-                error.thread_count,
-                error.run_count,
-                error.thread_limit,
-                error.run_limit,
-            ]
+            message = AIMessage(str(error), name=batch.context.own_name, id=str(uuid4()))
+            numbers = [error.thread_count, error.run_count, error.thread_limit, error.run_limit]
             written = Ledger(ended=message.id, error=[*numbers, str(error)])
-            update[LEDGER] = written
+            update = {"messages": [message], LEDGER: written}
             self._errors[str(message.id)] = error
-        update.pop("jump_to", None)
         admitted = batch.known.get("admitted")
         if not made_before:
             # It was let through and counted before.
@@ -318,14 +306,11 @@ class Budgets(Feature):
                 known["thread_model"] = of_thread
             if admitted and admitted["keys"]:
                 back = {key: -amount for key, amount in admitted["keys"].items()}
-                made = Compensation(uuid4().hex, back)
-                sent = AcquireRequest("", "", compensations=(made,))
-                await self._charging.settle(form, sent)
+                made = (Compensation(uuid4().hex, back),)
+                await self._charging.settle(form, AcquireRequest("", "", compensations=made))
         update[LEDGER] = merge_ledgers(update[LEDGER], self._late.of(batch.state))
-        told = await self._limiter._tell(  # noqa: SLF001 - the kernel's
-            form, batch, conclusion._replace(update=update)
-        )
-        return told or update
+        told = conclusion._replace(update=update)
+        return await self._limiter._tell(form, batch, told) or update  # noqa: SLF001 - the kernel's
 
     def _admit(self, step: Step) -> Callable[[ModelUsage], None]:
         """A check that a model has a price, also if a middleware has chosen another model."""
