@@ -302,7 +302,7 @@ class ModelRuns(BaseCallbackHandler):
         around = self._places.get(parent_run_id, _Place())
         task = (metadata or {}).get("langgraph_checkpoint_ns") or around.task
         graphs = around.graphs
-        if task != around.task:
+        if task != around.task and parent_run_id in self._places:
             # It is a node of the graph that has started it.
             graphs = (self._graphs.setdefault(parent_run_id, GraphRun()), *graphs)
         place = self._places[run_id] = _Place(task, graphs, _call.get() or around.call)
