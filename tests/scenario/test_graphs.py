@@ -12,7 +12,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.constants import END, START
 from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import create_react_agent, tools_condition
-from langgraph.types import Send, interrupt
+from langgraph.types import Command, Send, interrupt
 
 from langchain_quota import (
     CostLimit,
@@ -21,6 +21,7 @@ from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
+    Quota,
     QuotaWarning,
     TokenLimit,
     ToolCallLimit,
@@ -29,7 +30,16 @@ from langchain_quota import (
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.loops import looped, shapes
-from tests.scene import CONFIG, Scene, Weather, both_forms, check_history, delegate, recording
+from tests.scene import (
+    CONFIG,
+    Scene,
+    Weather,
+    asking,
+    both_forms,
+    check_history,
+    delegate,
+    recording,
+)
 from tests.stores import counts, run_counts
 from tests.telemetry import Signals, telling
 from tests.tokens import THREAD, answer
@@ -462,9 +472,7 @@ def test_outside_of_a_run(signals: Signals) -> None:
 
 
 def test_arguments(signals: Signals) -> None:
-    """A limit that asks is refused, a bound model too; a thread limit without a store warns."""
-    with pytest.raises(ValueError, match="exit_behavior='ask', which GraphQuota cannot do"):
-        GraphQuota([ToolCallLimit(run_limit=1, exit_behavior="ask")])
+    """A bound model is refused; a thread limit without a store warns."""
     quota = GraphQuota([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
     bound: Any = ScriptedChatModel(script=[]).bind_tools([])
     wrong: list[Any] = [bound, 3]
@@ -564,3 +572,148 @@ async def test_an_error_of_the_model_limit(signals: Signals) -> None:
     with pytest.raises(ModelCallLimitExceededError):
         await scene.play()
     assert len(scene.model.calls) == 2
+
+
+def said(kind: str, **more: Any) -> dict[str, Any]:
+    """What a person answers."""
+    return {"decisions": [{"type": kind, **more}]}
+
+
+APPROVE = said("approve")
+ASKS = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
+
+
+async def answered(scene: Scene, given: Any) -> dict[str, Any]:
+    """The run goes on with an answer to each question that waits."""
+    waiting = scene.agent.get_state(CONFIG).interrupts
+    assert waiting
+    return await scene.resume({each.id: given for each in waiting})
+
+
+@both_forms
+@shapes
+@pytest.mark.parametrize(
+    ("given", "made", "last"),
+    [
+        (APPROVE, 2, "done"),
+        (said("approve", amount=0), 1, "Model call limits exceeded: run limit (1/1)"),
+        (said("reject", message="No."), 1, "No."),
+    ],
+    ids=["approve", "amount", "reject"],
+)
+async def test_a_question_before_the_model(
+    *, given: Any, made: int, last: str, shape: str, form: Any, signals: Signals
+) -> None:
+    """A person is asked before a model call that is refused, and what they say is done."""
+    limit = ModelCallLimit(run_limit=1, exit_behavior="ask")
+    scene = looped(shape, signals, [["search"], "done"], [limit], form=form)
+    await scene.play()
+    assert len(scene.model.calls) == 1
+    result = await answered(scene, given)
+    assert (len(scene.model.calls), scene.ran) == (made, ["search"])
+    assert result["messages"][-1].text == last
+    check_history(result["messages"])
+
+
+@both_forms
+@shapes
+@pytest.mark.parametrize(
+    ("given", "ran", "last"),
+    [(APPROVE, 3, "done"), (said("approve", amount=0), 1, "done"), (said("reject"), 0, "exceeded")],
+    ids=["approve", "amount", "reject"],
+)
+async def test_a_question_before_the_tools(
+    *, given: Any, ran: int, last: str, shape: str, form: Any, signals: Signals
+) -> None:
+    """A person is asked behind the model, which is not called again, before any of its calls runs.
+
+    But `create_react_agent` runs each call by itself: there, those that are refused ask.
+    """
+    scene = looped(shape, signals, [["search"] * 3, "done"], [ASKS], form=form)
+    await scene.play()
+    alone = shape == "react"
+    assert (len(scene.model.calls), len(scene.ran)) == (1, 1 if alone else 0)
+    result = await answered(scene, given)
+    assert len(scene.ran) == max(ran, 1 if alone else 0)
+    assert last in result["messages"][-1].text
+    check_history(result["messages"])
+
+
+@pytest.mark.parametrize("shape", ["graph", "react"])
+async def test_an_answer_in_another_process(shape: Any, signals: Signals) -> None:
+    """Whichever process goes on with the answer: what was approved is made, once."""
+    store, saver = MemoryStore(), InMemorySaver()
+    limits: list[Limit] = [ASKS, ModelCallLimit(run_limit=1, exit_behavior="ask")]
+
+    def worker(*script: Any) -> Scene:
+        return Scene(signals, [*script], limits, kind=shape, store=store, checkpointer=saver)
+
+    first, second, third = worker(["search"] * 2), worker("never"), worker("done")
+    await first.play()
+    await answered(second, APPROVE)
+    result = await answered(third, APPROVE)
+    assert (len(first.ran + second.ran), third.ran) == (2, [])
+    assert [len(each.model.calls) for each in (first, second, third)] == [1, 0, 1]
+    assert result["messages"][-1].text == "done"
+    assert run_counts(store, "search") == run_counts(store, "model") == [2]
+
+
+@both_forms
+@pytest.mark.parametrize("fits", [False, True], ids=["needed", "not needed any more"])
+async def test_a_question_beside_that_of_a_tool(fits: Any, form: Any, signals: Signals) -> None:
+    """The answer to a limit's question is never one to a tool's own, in whichever process."""
+    heard, store, saver = list[Any](), MemoryStore(), InMemorySaver()
+    limit = ToolCallLimit("pay", quotas=[Quota(1, per="global")], exit_behavior="ask")
+    pay = recording("pay", [], lambda: heard.append(interrupt("Sure?")))
+    given: Any = {"kind": "graph", "form": form, "store": store, "checkpointer": saver}
+
+    def worker() -> Scene:
+        return Scene(signals, asking("pay", "pay"), [limit], tools=[pay], **given)
+
+    await worker().play()
+    if fits:
+        store.grant("pay:global:", 1)
+    await answered(worker(), APPROVE)
+    for _ in range(2):
+        assert APPROVE not in heard
+        result = await answered(worker(), "yes")
+    assert result["messages"][-1].text == "done"
+    assert set(heard) == {"yes"}
+    assert counts(store)["pay:global:"] == 2
+
+
+async def test_an_approval_is_used_once(signals: Signals) -> None:
+    """A node that runs again does not use the answer to its question a second time."""
+    model = ScriptedChatModel(script=lambda _: "hm")
+    limit = ModelCallLimit(run_limit=1, exit_behavior="ask")
+    limited = GraphQuota([limit], telemetry=signals.telemetry).model(model)
+    graph: Any = StateGraph(MessagesState)
+
+    def node(state: Any) -> Any:
+        answers = [limited.invoke([*state["messages"], ("user", text)]) for text in ("One", "Two")]
+        interrupt("Sure?")
+        return {"messages": answers[-1:]}
+
+    graph.add_node("model", node)
+    graph.add_edge(START, "model")
+    app = graph.compile(checkpointer=InMemorySaver())
+    app.invoke(HELLO, CONFIG)
+    for given, made in ((APPROVE, 2), (APPROVE, 3), ("yes", 3)):
+        app.invoke(Command(resume=given), CONFIG)
+        assert len(model.calls) == made
+
+
+def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> None:
+    """A graph that could not wait, or whose tools nothing judges, raises before a call is made."""
+    ran: list[str] = []
+    model = ScriptedChatModel(script=lambda _: ["search"])
+    quota, asked = GraphQuota([ASKS], telemetry=signals.telemetry), dict(HELLO)
+    asked["messages"] = [forged("search")]
+    with pytest.raises(RuntimeError, match="needs a checkpointer"):
+        alone(quota, ran).invoke(asked)
+    unjudged = GraphQuota([ASKS], telemetry=signals.telemetry).model(model)
+    tools, saver = [recording("search", ran)], InMemorySaver()
+    agent: Any = create_react_agent(unjudged, tools, checkpointer=saver)
+    with pytest.raises(RuntimeError, match=r"limits\.tools"):
+        agent.invoke(HELLO, CONFIG)
+    assert ran == []

@@ -3,14 +3,12 @@
 The store numbers the root runs of a thread, so another process finds a run that it resumes.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Counter, Hits
+from langchain_quota.admission import AcquireResult
 from langchain_quota.concurrency import Form
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.limits import Limit
@@ -18,15 +16,16 @@ from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
 from langchain_quota.middleware.root_run import (
+    Notes,
     RootRun,
     in_tool,
     log_lost,
     root_run,
+    thread_of,
     watch_root_runs,
 )
 from langchain_quota.state import ledger
 from langchain_quota.stores.client import StoreClient
-from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.recorder import Recorder
 
 
@@ -56,15 +55,8 @@ class RootRuns(Feature):
         subject = _known(run, state, caller, self._recorder)
         if run is None or subject is not None:
             return subject or caller.run()
-        thread, key = _numbered(run, caller, prefix)
-        found = (await self._store.peek(form, [key]) or {}).get(key) if run.resumes else None
-        number = None if found is None else found.used
-        if number is None:
-            answer = await self._store.ask(form, _addition(key, run.key))
-            number = None if answer is None else answer.used[key] + 1
-        if number is None:
-            return run.key
-        return _count(run, f"{thread}@{number}", caller, self._recorder)
+        name = await Notes(self._store, prefix).numbered(form, run, caller)
+        return run.key if name is None else _count(run, name, caller, self._recorder)
 
     def checks(self, batch: Batch) -> None:
         """Know what the root run has used."""
@@ -118,7 +110,7 @@ def _known(
         run.learn_used(known.get("root_used") or {})
         run.lost = None
         return run.count_as(kept)
-    if run.subject is None and _thread(run, caller) is None:
+    if run.subject is None and thread_of(run, caller) is None:
         return _count(run, run.key, caller, recorder)
     return run.subject
 
@@ -131,20 +123,3 @@ def _count(run: RootRun, subject: str, caller: CallContext, recorder: Recorder) 
         recorder.record_lost_root_run(caller.agent, lost)
         log_lost(lost)
     return subject
-
-
-def _numbered(run: RootRun, caller: CallContext, prefix: str) -> tuple[object, str]:
-    """The thread of a root run, and where a store keeps the number of its newest one."""
-    # The number begins with the time. So a thread whose number has expired never gets an old one.
-    thread = _thread(run, caller)
-    return thread, str(CountKey("", ROOT_RUN, str(thread), prefix=prefix))
-
-
-def _addition(key: str, name: str) -> AcquireRequest:
-    """A request to add one to a count that begins with the time; its name makes it count once."""
-    counters = {key: Counter(key, used=int(time.time()), mirrored=True)}
-    return AcquireRequest(name, uuid4().hex, counters, (Hits({key: 1}),))
-
-
-def _thread(run: RootRun, caller: CallContext) -> object:
-    return caller.run_thread_id if run.thread_id is None else run.thread_id

@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessage
 from langgraph.errors import GraphInterrupt
 
 from langchain_quota.decision import Kind
+from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import DECISION, running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.root_run import RootRun, root_run, watch_root_runs
@@ -40,14 +41,14 @@ class CountingRootRun(RootRun):
         self.running: dict[UUID, _Where] = {}
         self.seen: list[_Where] = []
         # By message: stacked limiters judge the same one.
-        self._judged: dict[tuple[str, str | None, str | int], int] = {}
+        self._judged: dict[tuple[str, str | None, str | int], tuple[int, int]] = {}
 
-    def judge(self, graph: str, agent: str | None, messages: Sequence[Any]) -> None:
+    def judge(self, graph: str, agent: str | None, messages: Sequence[Any], models: int) -> None:
         """Note that a limiter judges the newest answer of a model, with its tool calls."""
         for number, message in enumerate(reversed(messages)):
             if isinstance(message, AIMessage) and len(self._judged) < MOST_CALLS:
                 name = message.id or len(messages) - number
-                self._judged[graph, agent, name] = len(message.tool_calls)
+                self._judged.setdefault((graph, agent, name), (models, len(message.tool_calls)))
                 return
 
     def on_chain_start(self, *given: Any, **more: Any) -> None:
@@ -68,8 +69,8 @@ class CountingRootRun(RootRun):
         if more["run_id"] != self._outermost or self.recorder is None or not is_known:
             return
         judged = Counter[_Where]()
-        for (graph, agent, _name), tools in self._judged.items():
-            judged[graph, agent, "model"] += 1
+        for (graph, agent, _name), (models, tools) in self._judged.items():
+            judged[graph, agent, "model"] += models
             judged[graph, agent, "tool"] += tools
         unjudged = Counter[tuple[str | None, Kind]]()
         for (graph, agent, kind), count in Counter(self.seen).items():
@@ -147,11 +148,20 @@ class Unjudged(Feature):
 
     def after_model(self, state: Any, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
         """Note that the running agent's newest model call is judged, and its tool calls."""
+        self._note(state.get("messages") or (), models=1)
+
+    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+        """Note tool calls that are judged without the call of the model that has made them."""
+        if batch.pending is not None:
+            self._note([batch.pending.message], models=0)
+        return conclusion
+
+    def _note(self, messages: Sequence[Any], *, models: int) -> None:
         run = root_run()
         if isinstance(run, CountingRootRun):
             run.recorder = run.recorder or self._recorder
             task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
-            run.judge(_graph_of(task), running_agent(), state.get("messages") or ())
+            run.judge(_graph_of(task), running_agent(), messages, models)
 
 
 def _graph_of(checkpoint_ns: str) -> str:

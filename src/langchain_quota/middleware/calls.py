@@ -26,7 +26,7 @@ from langchain_quota.admission import (
 from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import RUN, THREAD, Answer, Call, Decision, Exit, Refund
 from langchain_quota.limits.options import BUDGETS, MODEL
-from langchain_quota.middleware.context import CallContext, call_context
+from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.counts import ToolCounts
 from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
 from langchain_quota.rule import Asked, Outage, ResolvedLimits, hits_of
@@ -114,6 +114,14 @@ class Batch:
     def message(self) -> str | None:
         """The id of the message whose calls they are; `None` for a model call."""
         return None if self.pending is None else self.pending.message.id or ""
+
+    @property
+    def question(self) -> str:
+        """Names what a person is asked about them: the same if the node runs again."""
+        # In a graph, a model call is then another one.
+        said = [(each.type, each.content) for each in self.state.get("messages") or ()]
+        node = call_context(running_runtime(), model_name=None)
+        return node.step(f"{self.middleware}/{self.message or said}")
 
     def by_state(self) -> AcquireResult:
         """The answer by the state's counts."""

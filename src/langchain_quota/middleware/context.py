@@ -1,12 +1,15 @@
 """The caller, its agent, thread and run, and the limits that depend on them."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import RunnableConfig, ensure_config
+from langchain_core.runnables.config import var_child_runnable_config
 from langgraph.config import get_config
 from langgraph.runtime import get_runtime
 
@@ -105,12 +108,32 @@ def _agent(config: Mapping[str, Any]) -> str | None:
     return name
 
 
-def running_runtime() -> Any:
-    """The runtime of the running node; `None` outside of a graph."""
+def running_runtime(work: str = "") -> Any:
+    """The runtime of the running node, as if a piece of work in it were a task of its own.
+
+    `None` outside of a graph.
+    """
     try:
-        return get_runtime()
+        runtime: Any = get_runtime()
     except (RuntimeError, KeyError):
         return None
+    info = runtime.execution_info
+    if not work or info is None:
+        return runtime
+    return runtime.override(execution_info=replace(info, task_id=f"{info.task_id}/{work}"))
+
+
+@contextmanager
+def running_as(agent: str | None, config: RunnableConfig | None = None) -> Iterator[RunnableConfig]:
+    """Run under an agent's name, as LangGraph does for an agent that has one."""
+    given = ensure_config(config)
+    if agent is not None:
+        given["metadata"] = {**given.get("metadata", {}), "lc_agent_name": agent}
+    token = var_child_runnable_config.set(given)
+    try:
+        yield given
+    finally:
+        var_child_runnable_config.reset(token)
 
 
 def running_config() -> Mapping[str, Any]:
@@ -162,7 +185,7 @@ class LimitsNow:
         if self._fixed:
             return self._fixed[kind]
         caller = call_context(runtime, model_name=None)
-        prefix = _prefix(self._prefix, state, runtime)
+        prefix = prefix_of(self._prefix, state, runtime)
         subject = ""
         for root_run in root_runs:
             subject = await root_run(form, state, caller, prefix)
@@ -261,7 +284,7 @@ def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Mome
     )
 
 
-def _prefix(prefix: object, state: Any, runtime: Any) -> str:
+def prefix_of(prefix: object, state: Any, runtime: Any) -> str:
     """What the store's keys begin with; empty where its prefix is no function."""
     if not callable(prefix):
         return ""

@@ -10,6 +10,7 @@ of the tool's config.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -24,9 +25,13 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.middleware.context import running_config
+from langchain_quota.admission import AcquireRequest, Counter, Hits
+from langchain_quota.concurrency import Form, fork_safe_lock
+from langchain_quota.decision import ROOT_RUN
+from langchain_quota.middleware.context import CallContext, running_config
 from langchain_quota.state import Ledger
+from langchain_quota.stores.client import StoreClient
+from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.logs import logger
 
 _METADATA = "__langchain_quota_root_run"
@@ -191,3 +196,41 @@ def in_tool(request: ToolCallRequest) -> Iterator[None]:
     finally:
         with _lock:
             root.tools -= 1
+
+
+class Notes:
+    """Numbers that a store keeps beside the counts, so that another process finds them."""
+
+    def __init__(self, store: StoreClient, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    async def numbered(self, form: Form, run: RootRun, caller: CallContext) -> str | None:
+        """The thread of a root run and its number there; `None` without one of them."""
+        thread = thread_of(run, caller)
+        if thread is None:
+            return None
+        number = await self.read(form, "", str(thread)) if run.resumes else None
+        if number is None:
+            number = await self.add(form, "", str(thread), run.key)
+        return None if number is None else f"{thread}@{number}"
+
+    async def read(self, form: Form, kind: str, subject: str) -> int | None:
+        """The number of something; `None` if there is none."""
+        key = str(CountKey(kind, ROOT_RUN, subject, prefix=self._prefix))
+        found = (await self._store.peek(form, [key]) or {}).get(key)
+        return None if found is None else found.used
+
+    async def add(self, form: Form, kind: str, subject: str, name: str = "") -> int | None:
+        """One more, once for a name; `None` if the store does not answer."""
+        # It begins with the time: one that has expired is not given again.
+        key = str(CountKey(kind, ROOT_RUN, subject, prefix=self._prefix))
+        counters = {key: Counter(key, used=int(time.time()), mirrored=True)}
+        sent = AcquireRequest(name or key, uuid4().hex, counters, (Hits({key: 1}),))
+        answer = await self._store.ask(form, sent)
+        return None if answer is None else answer.used[key] + 1
+
+
+def thread_of(run: RootRun, caller: CallContext) -> object:
+    """The thread of a root run, or that of who asks."""
+    return caller.run_thread_id if run.thread_id is None else run.thread_id

@@ -122,15 +122,14 @@ class Questions(Feature):
 
     def _answered(self, question: "Question") -> Answer:
         """What the person answers: LangGraph interrupts the run here, and resumes it with it."""
-        context, task = question.request.context, question.request.task
+        context, name = question.request.context, question.request.question
         limits = sorted(question.offered)
         problem = ""
         while True:
             try:
                 resumed = interrupt(question.payload(problem))
             except GraphInterrupt:
-                name = context.task(f"{task}/question")
-                self._recorder.record_question(context.agent, limits, problem, name)
+                self._recorder.record_question(context.agent, limits, problem, f"{name}/question")
                 raise
             try:
                 answer = read_answer(resumed, question.offered, question.units)
@@ -138,8 +137,7 @@ class Questions(Feature):
             except ValueError as error:
                 # LangGraph keeps an answer: only a new question can get another one.
                 problem = f"The answer could not be used: {error}. "
-        name = context.task(f"{task}/answer")
-        if self._recorder.record_answer(context.agent, limits, answer, name):
+        if self._recorder.record_answer(context.agent, limits, answer, f"{name}/answer"):
             granted = [
                 (each.limit.name, each.scope, each.limit.unit, each.amount)
                 for each in question.granted(answer.granted)
@@ -231,7 +229,7 @@ class Question:
             "amount": Decimal(amount).scaleb(-6)
             if granted.limit.unit == "microdollars"
             else amount,
-            "id": f"{context.step(self.request.task)}/{granted.counter}"[:MAX_TEXT],
+            "id": f"{self.request.question}/{granted.counter}"[:MAX_TEXT],
             "by": answer.by[:MAX_TEXT],
             "reason": reason[:MAX_TEXT],
         }
