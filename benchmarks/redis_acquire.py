@@ -26,7 +26,7 @@ _COMMANDS = """
 redis.call('TIME')
 redis.call('GET', KEYS[1])
 redis.call('GET', KEYS[2])
-for i = 3, #KEYS do redis.call('HMGET', KEYS[i], 'used', 'next_end', 'granted') end
+for i = 3, #KEYS do redis.call('HMGET', KEYS[i], 'used', 'next_end') end
 for i = 3, #KEYS do
   redis.call('HSET', KEYS[i], 'used', '1', 'ends', '-1', 'limit', '1')
   redis.call('EXPIREAT', KEYS[i], ARGV[1])
@@ -199,8 +199,7 @@ async def _asked(url: str) -> AsyncIterator[dict[str, Ask]]:
     from tests.server.stores import batch, compensating, fresh  # noqa: PLC0415 - needs redis
 
     store = RedisStore(url)
-    together: Any = await store._clients.running()
-    client = together._client  # each request goes alone
+    client: Any = (await store._clients.opened("a"))._client  # each request goes alone
     sha = await client.script_load(_SCRIPT)
     commands = await client.script_load(_COMMANDS)
     later = 2**31 - 1

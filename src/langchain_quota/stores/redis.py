@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, nullcontext
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
+from types import TracebackType
 from typing import Any, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
@@ -49,10 +50,11 @@ class RedisStore(Granting):
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
     Each operation is one run of one script, in one round trip; a compensation that has something to
-    undo takes a second one. All keys of a prefix have one hash tag: in Redis Cluster they are in
-    one hash slot, on one node. Every key expires. Counts are exact up to 2^53 - 1. They are as
-    durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and counts survive a
-    restart of Redis only if it persists them.
+    undo takes a second one. Async operations that begin in the same turn of the event loop may
+    share a round trip, except in a cluster. All keys of a prefix have one hash tag: in Redis
+    Cluster they are in one hash slot, on one node. Every key expires. Counts are exact up to
+    2^53 - 1. They are as durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and
+    counts survive a restart of Redis only if it persists them.
 
     A prefix may be a function: then each tenant, for example, has its own prefix, and a cluster
     spreads the tenants over its nodes. A run for which the function gives no prefix fails, and
@@ -251,10 +253,20 @@ class RedisStore(Granting):
     @asynccontextmanager
     async def _running(self, form: Form) -> AsyncIterator["_Run"]:
         """Runs scripts; what fails meanwhile is a failure of Redis."""
-        opened, ticks = self._clients.opened(form), _Ticks(self._timeout)
+        if form and "async" not in self.forms:
+            raise TypeError(
+                f"a sync client of redis serves no async calls ({self._clients.name}): give "
+                "RedisStore a URL, or a client of redis.asyncio"
+            )
+        if not form and "sync" not in self.forms:
+            raise TypeError(
+                f"a client of redis.asyncio serves no sync calls ({self._clients.name}): give "
+                "RedisStore a URL, or a client of redis"
+            )
+        ticks = _Ticks(self._timeout)
         try:
-            async with ticks.running() if form else nullcontext(), opened as client:
-                yield _Run(form, client)
+            async with ticks if form else nullcontext():
+                yield _Run(form, await self._clients.opened(form))
         except FAILED as error:
             raise self._failure(error, ticks.blocked) from error
 
@@ -327,15 +339,20 @@ class _Ticks:
         self._tick = seconds / _TICKS
         self._left = _TICKS
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def __aenter__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with asyncio.timeout(None) as self._timeout:
-            self._next()
-            try:
-                yield
-            finally:
-                self._timer.cancel()
+        self._timeout = asyncio.timeout(None)
+        await self._timeout.__aenter__()
+        self._next()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, where)
 
     def _next(self) -> None:
         self._due = self._loop.time() + self._tick

@@ -3,9 +3,7 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from functools import partial
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 from weakref import WeakKeyDictionary
@@ -33,6 +31,9 @@ _PROTOCOL = 2
 
 _CONNECTIONS = 32
 """Most connections, for all threads and for each event loop; other operations wait."""
+
+_MOST = 16
+"""Most requests of a pipeline. While the server answers one pipeline, the next one is packed."""
 
 NoScriptError = exceptions.NoScriptError
 FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
@@ -74,23 +75,14 @@ class _Given:
         self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
         self.secrets = _secrets(client.get_connection_kwargs())
         self.forms = ("async",) if isinstance(client, AsyncClient) else ("sync",)
-        self._open: Callable[[], AbstractAsyncContextManager[Any]]
+        self._client: Any = client
         if isinstance(client, redis.asyncio.RedisCluster):
-            self._open = _Cluster(client).opened
+            self._client = _Cluster(client)
         elif isinstance(client, redis.asyncio.Redis):
-            permits = asyncio.Semaphore(client.connection_pool.max_connections)
-            self._open = partial(_permitted, client, permits)
-        else:
-            self._open = partial(nullcontext, client)
+            self._client = _Together(client, client.connection_pool.max_connections)
 
-    def opened(self, form: Form) -> AbstractAsyncContextManager[Any]:
-        asked, wrong, right = "sync", "a client of redis.asyncio serves no sync calls", "redis"
-        if form:
-            asked, wrong = "async", "a sync client of redis serves no async calls"
-            right = "redis.asyncio"
-        if asked not in self.forms:
-            raise TypeError(f"{wrong} ({self.name}): give RedisStore a URL, or a client of {right}")
-        return self._open()
+    async def opened(self, _: Form) -> Any:
+        return self._client
 
     def close(self) -> None:
         pass
@@ -99,13 +91,78 @@ class _Given:
         pass
 
 
-@asynccontextmanager
-async def _permitted(
-    client: redis.asyncio.Redis, permits: asyncio.Semaphore
-) -> AsyncIterator[redis.asyncio.Redis]:
-    """The client, whose callers wait when all its connections are in use: without, they fail."""
-    async with permits:
-        yield client
+class _Together:
+    """A client that sends what is asked in one turn of the event loop in one pipeline."""
+
+    # Permits bound the connections: without, callers fail when all are in use. The pool does not:
+    # if a task is cancelled while it waits to give a connection back, the pool loses it.
+
+    def __init__(self, client: redis.asyncio.Redis, connections: int) -> None:
+        self._client = client
+        self._permits = asyncio.Semaphore(connections)
+        self._callers = 0
+        self._next: tuple[_Batch, asyncio.Task[None]] | None = None
+
+    async def eval(self, *arguments: Any) -> object:
+        """Run a script."""
+        async with self._permits:
+            return await self._client.eval(*arguments)
+
+    async def evalsha(self, *arguments: Any) -> object:
+        """Run a script that the server knows."""
+        self._callers += 1
+        try:
+            if self._callers > 1:
+                return await self._with_others(arguments)
+            async with self._permits:
+                return await self._client.evalsha(*arguments)
+        finally:
+            self._callers -= 1
+
+    async def _with_others(self, arguments: tuple[Any, ...]) -> object:
+        # A task of its own sends them: a caller who is cancelled, or whose time is over, takes
+        # nothing from the others. It ends with its last caller at the latest.
+        loop = asyncio.get_running_loop()
+        if self._next is None or len(self._next[0]) == _MOST:
+            asked: _Batch = {}
+            self._next = asked, loop.create_task(self._send(asked))
+        batch, task = self._next
+        waiting = loop.create_future()
+        batch[waiting] = arguments
+        try:
+            answer = await waiting
+        except asyncio.CancelledError:
+            del batch[waiting]
+            if not batch:
+                self._close(batch)
+                task.cancel()
+                await asyncio.wait([task])
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _close(self, batch: "_Batch") -> None:
+        if self._next is not None and self._next[0] is batch:
+            self._next = None
+
+    async def _send(self, batch: "_Batch") -> None:
+        self._close(batch)
+        sent = dict(batch)
+        pipeline = self._client.pipeline(transaction=False)
+        for arguments in sent.values():
+            pipeline.evalsha(*arguments)
+        try:
+            async with self._permits:
+                answers = await pipeline.execute(raise_on_error=False)
+        except Exception as error:  # noqa: BLE001 - it fails for all who still wait
+            answers = [error] * len(sent)
+        for waiting, answer in zip(sent, answers, strict=True):
+            if not waiting.done():
+                waiting.set_result(answer)
+
+
+_Batch = dict[asyncio.Future[Any], tuple[Any, ...]]
 
 
 class _Cluster:
@@ -119,8 +176,12 @@ class _Cluster:
         self._client = client
         self._asking: asyncio.Task[object] | None = None
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[redis.asyncio.RedisCluster]:
+    async def eval(self, *arguments: Any) -> object:
+        """Run a script."""
+        return await self._client.eval(*arguments)
+
+    async def evalsha(self, *arguments: Any) -> object:
+        """Run a script that the servers know."""
         # The client forgets the nodes when it is closed.
         if self._client.get_default_node() is None:
             loop, asking = asyncio.get_running_loop(), self._asking
@@ -129,11 +190,10 @@ class _Cluster:
                 asking = self._asking = loop.create_task(self._client.initialize())
                 asking.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(asking)
-        yield self._client
+        return await self._client.evalsha(*arguments)
 
 
-_Permitted = tuple[redis.asyncio.Redis, asyncio.Semaphore]
-_OfLoop = tuple[_Permitted, AsyncGenerator[_Permitted]]
+_OfLoop = tuple[_Together, AsyncGenerator[_Together]]
 """The client of an event loop, and what closes it when the loop ends."""
 
 
@@ -176,11 +236,9 @@ class _Own:
             address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
             self.name = f"{scheme}://{address}/{options.get('db', 0)}"
 
-    def opened(self, form: Form) -> AbstractAsyncContextManager[Any]:
-        return self._in_loop() if form else nullcontext(self._sync)
-
-    @asynccontextmanager
-    async def _in_loop(self) -> AsyncIterator[redis.asyncio.Redis]:
+    async def opened(self, form: Form) -> Any:
+        if not form:
+            return self._sync
         loop = asyncio.get_running_loop()
         with self._lock:
             found = self._loops.get(loop)
@@ -189,9 +247,7 @@ class _Own:
             found = await anext(making), making
             with self._lock:
                 self._loops[loop] = found
-        (client, permits), _ = found
-        async with permits:
-            yield client
+        return found[0]
 
     def close(self) -> None:
         self._sync.close()
@@ -203,10 +259,8 @@ class _Own:
         if found is not None:
             await found[1].aclose()
 
-    async def _of_loop(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[_Permitted]:
+    async def _of_loop(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[_Together]:
         """The client of an event loop, which ends all generators before it ends."""
-        # Permits, and not the pool, bound the connections: if a task is cancelled while it waits to
-        # give a connection back, the pool loses that connection.
         pool = redis.asyncio.ConnectionPool.from_url(
             self._url, max_connections=2**31, protocol=_PROTOCOL
         )
@@ -218,7 +272,7 @@ class _Own:
         }
         client = redis.asyncio.Redis.from_pool(pool)
         try:
-            yield client, asyncio.Semaphore(_CONNECTIONS)
+            yield _Together(client, _CONNECTIONS)
         finally:
             with self._lock:
                 self._loops.pop(loop, None)
