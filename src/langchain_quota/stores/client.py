@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Self
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.concurrency import Form, ask, fork_safe_lock, now
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.corrections import MAX_PENDING, PendingCompensations, send_later
+from langchain_quota.stores.keys import prefix_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -38,25 +39,23 @@ class StoreClient:
         """Itself: a copy of the middleware asks the same store."""
         return self
 
-    async def acquire(self, form: Form, sent: AcquireRequest) -> AcquireResult | None:
-        """The store's answer; `None` if there is none: then the caller compensates later."""
+    async def acquire(
+        self, form: Form, sent: AcquireRequest, *, undo: bool = True
+    ) -> AcquireResult | None:
+        """The store's answer; `None` if there is none: then the caller compensates later.
+
+        Where the caller is cancelled, the request is undone later, if there is anything to undo.
+        """
         result: AcquireResult | None = None
-        with self._asking("acquire", sent):
+        with self._asking("acquire", sent if undo else None):
             result = _checked(await self._send(form, sent), sent)
         return result  # noqa: RET504 - without an answer it is None
-
-    async def ask(self, form: Form, sent: AcquireRequest) -> AcquireResult | None:
-        """The same, where nothing needs to be corrected if the caller is cancelled."""
-        result: AcquireResult | None = None
-        with self._asking("acquire"):
-            result = _checked(await self._send(form, sent), sent)
-        return result  # noqa: RET504 - the same
 
     async def settle(self, form: Form, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held: now, or later if it cannot be sent."""
         result: AcquireResult | None = None
         try:
-            result = await self.ask(form, sent)
+            result = await self.acquire(form, sent, undo=False)
         finally:
             if result is None:
                 self._make_later(sent.compensations)
@@ -83,9 +82,10 @@ class StoreClient:
     async def reset(self, form: Form, keys: Sequence[str]) -> None:
         """Set what is used of keys to 0. Corrections of them that wait are made first."""
         with self._timing("reset"):
-            last = False
+            last = not keys
             while not last:
-                last, _ = await self._correct(form, [Counter(key, used=1) for key in keys])
+                with self._carrying(prefix_of(keys[0]), keys) as (carried, last):
+                    await self._correct(form, carried)
             await ask(form, self.store, "reset", keys)
 
     def compensate_later(
@@ -121,37 +121,46 @@ class StoreClient:
             with self._asking("acquire"):
                 sent = True
                 while sent:
-                    _, sent = await self._correct(form, [Counter(f"{prefix}/")])
+                    with self._carrying(prefix, ()) as (carried, _):
+                        await self._correct(form, carried)
+                    sent = bool(carried)
 
-    async def _correct(self, form: Form, about: Sequence[Counter]) -> tuple[bool, bool]:
-        """Send the next corrections; whether the counts need no more, and whether any was sent."""
-        counters = {str(number): each for number, each in enumerate(about)}
-        with self._carrying(AcquireRequest("", "", counters)) as (asked, last):
-            if asked.compensations:
-                await ask(form, self.store, "acquire", replace(asked, counters={}))
-        return last, bool(asked.compensations)
+    async def _correct(self, form: Form, carried: tuple[Compensation, ...]) -> None:
+        if carried:
+            await ask(form, self.store, "acquire", AcquireRequest("", "", compensations=carried))
 
     async def _send(self, form: Form, sent: AcquireRequest) -> AcquireResult:
         """The answer to a request, ahead of which the corrections go that it needs."""
-        last = False
-        while not last:
-            with self._carrying(sent) as (asked, last):
-                answer: AcquireResult = await ask(form, self.store, "acquire", asked)
-        return answer
+        answer: AcquireResult
+        if not self._pending:
+            answer = await ask(form, self.store, "acquire", sent)
+            return answer
+        counters = [each for each in sent.counters.values() if each.key is not None]
+        corrected = [key for each in sent.compensations for key in (*each.amounts, *each.starts)]
+        prefix = prefix_of(next(iter([*(str(each.key) for each in counters), *corrected]), ""))
+        # The counts that the caller has, or corrects.
+        keys = {str(each.key) for each in counters if each.used}
+        keys.update(*(each.amounts for each in sent.compensations))
+        while True:
+            with self._carrying(prefix, keys, sent.idempotency_key) as (carried, last):
+                if last:
+                    first = (*carried, *sent.compensations)
+                    asked = replace(sent, compensations=first) if carried else sent
+                    answer = await ask(form, self.store, "acquire", asked)
+                    return answer
+                await self._correct(form, carried)
 
     @contextmanager
-    def _carrying(self, request: AcquireRequest) -> Iterator[tuple[AcquireRequest, bool]]:
-        """What to send next, and whether it is the request itself: corrections may come first."""
-        # If the store answers, the corrections that were sent are done.
+    def _carrying(
+        self, prefix: str, keys: Collection[str], name: str = ""
+    ) -> Iterator[tuple[tuple[Compensation, ...], bool]]:
+        """The corrections to send next, and whether the request itself can go with them."""
         with self._lock:
-            carried, last = self._pending.take(request)
-        asked = AcquireRequest("", "", compensations=carried)
-        if last:
-            compensations = (*carried, *request.compensations)
-            asked = replace(request, compensations=compensations) if carried else request
+            carried, last = self._pending.take(prefix, keys, name)
         made = False
         try:
-            yield asked, last
+            yield carried, last
+            # The store has answered.
             made = True
         finally:
             if carried:

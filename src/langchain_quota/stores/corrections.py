@@ -1,4 +1,4 @@
-"""Corrections of a store's counts that wait until it can be asked, and who sends them then.
+"""StoreClient of a store's counts that wait until it can be asked, and who sends them then.
 
 The next requests take them along. When there are none, a task of the event loop sends them alone.
 """
@@ -8,12 +8,15 @@ import atexit
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import count, islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
-from langchain_quota.admission import AcquireRequest, Compensation
-from langchain_quota.concurrency import Form, now
+from langchain_quota.admission import Compensation
+from langchain_quota.concurrency import now
 from langchain_quota.stores.keys import prefix_of
+
+if TYPE_CHECKING:
+    from langchain_quota.stores.client import StoreClient
 
 MAX_PENDING = 10_000
 """The most corrections that wait for the store to come back."""
@@ -26,7 +29,7 @@ _FIRST, _LONGEST = 1.0, 30.0
 
 
 class PendingCompensations:
-    """Corrections that the store has not confirmed, the oldest first."""
+    """StoreClient that the store has not confirmed, the oldest first."""
 
     # Only one request at a time carries old ones. Otherwise every caller would send the same ones
     # to a store that has just come back. It carries those of its own prefix: the node of another
@@ -56,21 +59,21 @@ class PendingCompensations:
             self._remove(next(iter(self._waiting)))
         return full
 
-    def take(self, request: AcquireRequest) -> tuple[tuple[Compensation, ...], bool]:
-        """The corrections to send next, and whether the request itself can be sent with them."""
+    def take(
+        self, prefix: str, keys: Iterable[str], name: str
+    ) -> tuple[tuple[Compensation, ...], bool]:
+        """The corrections to send next, and whether a request itself can be sent with them."""
         # The store must first get the corrections of the request's earlier attempts, and those of
         # keys whose counts the caller has or corrects. One request at a time carries others of its
         # prefix, too.
-        if not self._waiting:
-            return (), True
-        ids = set(self._made_again(request.idempotency_key))
-        for key in _callers(request):
+        ids = set(self._made_again(name))
+        for key in keys:
             ids.update(self._about.get(key, ()))
         # The oldest goes first: its `starts` is the right start.
         first = [each for _, each in sorted(self._waiting[each] for each in ids)]
         others: list[Compensation] = []
         if len(first) < COMPENSATED_AT_ONCE and not self._travelling:
-            oldest = islice(self._about.get(_prefix(request), ()), COMPENSATED_AT_ONCE)
+            oldest = islice(self._about.get(f"{prefix}/", ()), COMPENSATED_AT_ONCE)
             others = [self._waiting[each][1] for each in oldest if each not in ids]
             others = others[: COMPENSATED_AT_ONCE - len(first)]
             self._travelling = {each.id for each in others}
@@ -100,43 +103,18 @@ class PendingCompensations:
 
 
 def _subjects(compensation: Compensation) -> set[str]:
-    prefix = _prefix(AcquireRequest("", "", compensations=(compensation,)))
-    return {compensation.idempotency_key, *compensation.starts, prefix}
+    key = next(iter([*compensation.amounts, *compensation.starts]), "")
+    # No key ends with a slash.
+    return {compensation.idempotency_key, *compensation.starts, f"{prefix_of(key)}/"}
 
 
-def _prefix(request: AcquireRequest) -> str:
-    """What all keys of a request begin with, and a slash, with which no key ends."""
-    keys = [each.key for each in request.counters.values() if each.key is not None]
-    for each in request.compensations[:1]:
-        keys += [*each.amounts, *each.starts]
-    return f"{prefix_of(keys[0]) if keys else ''}/"
-
-
-def _callers(request: AcquireRequest) -> set[str]:
-    """The keys whose counts the caller has, or corrects."""
-    keys = {each.key for each in request.counters.values() if each.key is not None and each.used}
-    return keys.union(*(each.amounts for each in request.compensations))
-
-
-class Corrections(Protocol):
-    """Corrections that wait, and the forms in which they can be sent: "sync", "async"."""
-
-    forms: Collection[str]
-
-    def waits(self) -> bool:
-        """Whether there is any."""
-
-    async def send_waiting(self, form: Form) -> None:
-        """Send them."""
-
-
-_at_exit: WeakSet[Corrections] = WeakSet()
-_tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Corrections, asyncio.Task[None]]] = (
+_at_exit: WeakSet["StoreClient"] = WeakSet()
+_tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict["StoreClient", asyncio.Task[None]]] = (
     WeakKeyDictionary()
 )
 
 
-def send_later(corrections: Corrections) -> None:
+def send_later(corrections: "StoreClient") -> None:
     """Send what no next request takes along, at the latest when the loop or the process ends."""
     _at_exit.add(corrections)
     try:
@@ -149,7 +127,7 @@ def send_later(corrections: Corrections) -> None:
         task.add_done_callback(lambda _: tasks.pop(corrections, None))
 
 
-async def _until_sent(corrections: Corrections) -> None:
+async def _until_sent(corrections: "StoreClient") -> None:
     wait = _FIRST
     try:
         while corrections.waits():

@@ -139,7 +139,7 @@ class Lease:
         name, before = uuid4().hex, self._return().compensations
         self._open = (*self._open, name)
         request = AcquireRequest(name, name, self._counters, self._hits, compensations=before)
-        result: AcquireResult | None = await self._store.ask(form, request)
+        result: AcquireResult | None = await self._store.acquire(form, request, undo=False)
         if result is not None:
             # What was held before is given back.
             self._open = (name,) if all(result.admitted) else ()
