@@ -284,7 +284,18 @@ class Recorder:
                 captured.extend(decisions)
             who = self._who(decisions[0].call.agent, decisions[0].call.thread_id)
             tools = [self._tools[who.agent, decision.call.tool] for decision in decisions]
-            judged = Judged(decisions, who, tools, started, took, error, after_refusal, told.trace)
+            judged = Judged(
+                decisions,
+                who,
+                tools,
+                started,
+                took,
+                error,
+                after_refusal,
+                told.trace,
+                # If tracing fails, there are none.
+                exemplars=[None] * len(decisions),
+            )
             self._tell(
                 judged,
                 tracing=self._tracing.judged,
