@@ -227,7 +227,7 @@ class Notes:
         key = str(CountKey(kind, ROOT_RUN, subject, prefix=self._prefix))
         counters = {key: Counter(key, used=int(time.time()), mirrored=True)}
         sent = AcquireRequest(name or key, uuid4().hex, counters, (Hits({key: 1}),))
-        answer = await self._store.ask(form, sent)
+        answer = await self._store.acquire(form, sent, undo=False)
         return None if answer is None else answer.used[key] + 1
 
 
