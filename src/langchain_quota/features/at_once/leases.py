@@ -21,7 +21,7 @@ from langchain_quota.admission import (
     Hits,
     Threshold,
 )
-from langchain_quota.concurrency import Form, now
+from langchain_quota.concurrency import Form, fork_safe_lock, now
 from langchain_quota.decision import AT_ONCE
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.rule import stored_as
@@ -57,6 +57,9 @@ class Lease:
         # The requests that may hold something: without an answer it is unknown.
         self._open: tuple[str, ...] = ()
         self._over = Event()
+        self._renewing = fork_safe_lock()
+        # What renews it in an event loop, if something does.
+        self._keeper: asyncio.Task[None] | None = None
         self._wake: Callable[[], object] = self._over.set
         self.waits = False
 
@@ -88,9 +91,9 @@ class Lease:
     def keep(self, form: Form) -> None:
         """Renew the lease until it ends, in this event loop or in a thread."""
         if form:
-            loop = asyncio.get_running_loop()
-            keeper = loop.create_task(self._keep_in_loop())
-            self._wake = lambda: loop.call_soon_threadsafe(keeper.cancel)
+            loop, woken = asyncio.get_running_loop(), asyncio.Event()
+            self._keeper = loop.create_task(self._keep_in_loop(woken))
+            self._wake = lambda: loop.call_soon_threadsafe(woken.set)
         else:
             Thread(target=self._keep, name="langchain-quota lease", daemon=True).start()
 
@@ -103,6 +106,18 @@ class Lease:
             if not form and "sync" not in self._store.forms:
                 # That loop gives it back.
                 return
+        # Who is renewing it gives it back: a store must not get that first.
+        if not self._renewing.acquire(blocking=not form):
+            return
+        self._renewing.release()
+        if form and self._keeper is not None and not isinstance(sys.exception(), GeneratorExit):
+            try:
+                # It may be cancelled, and be done: the loop ends.
+                await asyncio.shield(self._keeper)
+            finally:
+                if self._keeper.done():
+                    await self._give_back(form)
+            return
         # What a store that serves only event loops cannot take now, it gets with the next request.
         with suppress(TypeError):
             await self._give_back(form)
@@ -117,22 +132,19 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._over.wait(RENEWAL):
-            now(self._renew(""))
+            with self._renewing:
+                if not self._over.is_set():
+                    now(self._ask(""))
+        now(self._give_back(""))
 
-    async def _keep_in_loop(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(RENEWAL)
-                await self._renew("a")
-        except asyncio.CancelledError:
-            if self._over.is_set():
-                await self._give_back("a")
-            raise
-
-    async def _renew(self, form: Form) -> None:
-        await self._ask(form)
-        if self._over.is_set():
-            await self._give_back(form)
+    async def _keep_in_loop(self, woken: asyncio.Event) -> None:
+        while not self._over.is_set():
+            try:
+                async with asyncio.timeout(RENEWAL):
+                    await woken.wait()
+            except TimeoutError:
+                await self._ask("a")
+        await self._give_back("a")
 
     async def _ask(self, form: Form) -> AcquireResult | None:
         """Hold the place, if there is one; `None` if the store does not answer."""

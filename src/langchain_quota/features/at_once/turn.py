@@ -61,7 +61,7 @@ class Turn:
     @property
     def waited(self) -> float:
         """How long it has waited, in seconds; 0 if it did not have to."""
-        return time.monotonic() - self._began if self._waits else 0.0
+        return self.age if self._waits else 0.0
 
     @property
     def age(self) -> float:
