@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from langchain_quota.admission import Hits, Threshold
 from langchain_quota.decision import RUN, STORE, THREAD, Call, Kind, Reason, Scope
-from langchain_quota.limits import Limit, named_tools
-from langchain_quota.limits.options import UNITS, whole_amount
+from langchain_quota.limits import Limit
+from langchain_quota.limits.options import UNITS, LimitOptions, whole_amount
 from langchain_quota.units import Unit
 
-Outage = Literal["deny", "allow"]
+OnStoreError = Literal["deny", "allow"]
 """What happens to calls that need a store which cannot be asked."""
 
 
@@ -128,7 +128,7 @@ class ResolvedLimit(NamedTuple):
         """The limit after grants."""
         return self._replace(checks=tuple(each.raised(granted) for each in self.checks))
 
-    def without_store(self, outage: Outage) -> "ResolvedLimit":
+    def without_store(self, outage: OnStoreError) -> "ResolvedLimit":
         """The limit while the store cannot be asked: without quotas."""
         denied = outage == "deny" and self.shared
         return self._replace(checks=self.checks[:2], denied=denied)
@@ -213,11 +213,13 @@ class ResolvedLimits:
             if each.enforce and each.exit_behavior == "ask"
         )
         """The names of those that ask a person whether the run may go on."""
-        self._named = {tool for each in self.limits for tool in named_tools(each.limit)}
-        self._are_ours = {type(each.limit) for each in self.limits} <= {*get_args(Limit)}
+        self._named = {tool for each in self.limits for tool in each.limit.named_tools}
+        self._match_by_name = all(
+            type(each.limit).matches is LimitOptions.matches for each in self.limits
+        )
         self._asked: dict[tuple[Kind, str | None], Asked] = {}
 
-    def without_store(self, outage: Outage) -> "ResolvedLimits":
+    def without_store(self, outage: OnStoreError) -> "ResolvedLimits":
         """The same limits while the store cannot be asked."""
         return ResolvedLimits(each.without_store(outage) for each in self.limits)
 
@@ -250,8 +252,8 @@ class ResolvedLimits:
         found = self._asked.get(key)
         if found is None:
             found = Asked.of(each for each in self.limits if each.limit.matches(call))
-            # A user's own kind of limit may match by anything.
-            if self._are_ours:
+            # A kind of limit may match by anything.
+            if self._match_by_name:
                 self._asked[key] = found
         return found
 

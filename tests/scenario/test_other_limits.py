@@ -8,7 +8,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
 from langchain_core.tools import ToolException, tool
 
-from langchain_quota import CostLimit, MemoryStore, Price, Quota, RepeatLimit, ToolCallLimit
+from langchain_quota import Call, CostLimit, MemoryStore, Price, Quota, RepeatLimit, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
 from tests.scene import Scene, asking
 from tests.stores import DAY, FickleStore
@@ -32,6 +32,22 @@ async def test_money_is_rounded_up(tokens: int, details: Any, spent: int, signal
     assert scene.usage().spent["model.microdollars"] == spent
     shown = {"agent": "unnamed", "limit": "cost", "scope": "run"}
     assert signals.value("langchain_quota_limit_dollars", **shown) == 2.5
+
+
+class BeginningLimit(ToolCallLimit):
+    """A limit of a user's own kind, on tools by how their names begin."""
+
+    def matches(self, call: Call) -> bool:
+        return (call.tool or "").startswith("mcp_")
+
+
+async def test_a_kind_of_limit_that_matches_by_something_else(signals: Signals) -> None:
+    """Which calls a limit's own `matches` takes is asked for each tool, whichever came first."""
+    script = [["calc"], ["mcp_read"], ["calc", "mcp_write"], "done"]
+    names = ("calc", "mcp_read", "mcp_write")
+    scene = Scene(signals, script, [BeginningLimit(run_limit=1)], tools=names)
+    await scene.play()
+    assert scene.ran == ["calc", "mcp_read", "calc"]
 
 
 async def test_failures_that_the_model_has_not_read_count_once(signals: Signals) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from langchain_quota.limits import named_tools
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -18,7 +17,7 @@ class OfferedTools(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "OfferedTools | None":
         """The feature, if limits name tools."""
-        named = {name for limit in limiter.limits for name in named_tools(limit)}
+        named = {name for limit in limiter.limits for name in limit.named_tools}
         return cls(named, limiter._recorder) if named else None  # noqa: SLF001 - the kernel's
 
     def __init__(self, named: set[str], recorder: Recorder) -> None:

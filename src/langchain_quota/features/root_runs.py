@@ -14,7 +14,7 @@ from langchain_quota.decision import ROOT_RUN
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import CallContext
-from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
+from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.root_run import (
     Notes,
     RootRun,
@@ -92,7 +92,7 @@ class RootRuns(Feature):
         form: Form,  # noqa: ARG002 - as for every feature
         request: ToolCallRequest,
         call: ToolHandler,
-    ) -> Answer:
+    ) -> ToolAnswer:
         """Name the root run to what the tool starts."""
         with in_tool(request):
             return await call(request)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import get_args
 
 from langchain_quota.arguments import shown
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
@@ -18,11 +19,6 @@ def is_dynamic(limit: Limit) -> bool:
     return callable(limit.thread_limit) or callable(limit.run_limit)
 
 
-def named_tools(limit: Limit) -> tuple[str, ...]:
-    """The tools that a limit names: those that it limits, and those that it excludes."""
-    return tuple(limit.tools or getattr(limit, "exclude", ()))
-
-
 def check_together(limits: Sequence[Limit]) -> None:
     """Check that limits can be judged together."""
     given: object = limits
@@ -32,12 +28,10 @@ def check_together(limits: Sequence[Limit]) -> None:
         )
     if not limits:
         raise ValueError("limits must have at least one limit, such as ToolCallLimit(…)")
+    *kinds, last_kind = (each.__name__ for each in get_args(Limit))
     for limit in limits:
         if not isinstance(limit, Limit):
-            raise TypeError(
-                "limits must be ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit or "
-                f"RepeatLimit, not {shown(limit)}"
-            )
+            raise TypeError(f"limits must be {', '.join(kinds)} or {last_kind}, not {shown(limit)}")
     for name, count in Counter(limit.name for limit in limits).items():
         if count > 1:
             raise ValueError(f"{count} limits are named {name!r}: give each a name of its own")

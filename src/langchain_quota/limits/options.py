@@ -59,11 +59,22 @@ Checks = Mapping[str, Check]
 
 
 class LimitOptions:
-    """The base of all kinds of limits: dataclasses whose options are checked by a table."""
+    """The base of all kinds of limits: frozen dataclasses, whose options are checked by a table."""
+
+    # A kind has `kind`, `unit`, `counted`, `tools` and `give_up_after`, as a field or for the whole
+    # class, and `thread_limit`, `run_limit`, `quotas` and `exit_behavior`. It ends its
+    # `__post_init__` with a `counter`: limits with one counter share a count, so two kinds must not
+    # take the same one. `Limit` lists all kinds.
 
     __slots__ = ()
 
     _checks: ClassVar[Checks]
+    """What checks each option."""
+
+    @property
+    def named_tools(self: Any) -> tuple[str, ...]:
+        """The tools that the limit names: those that it limits, and those that it excludes."""
+        return tuple(self.tools or getattr(self, "exclude", ()))
 
     def matches(self: Any, call: Call) -> bool:
         """Whether the limit applies to the call.

@@ -1,7 +1,7 @@
 """The calls of a step: what they ask of counts, and what is decided about them.
 
 batch = tool_batch(…) or model_batch(…)
-result = the answer of the state's counts, or of a store
+result = batch.by_state(), the store's answer to batch.to_store(), or batch.without_store(…)
 conclusion = conclude(batch, result)
 """
 
@@ -29,7 +29,7 @@ from langchain_quota.limits.options import BUDGETS, MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.counts import ToolCounts
 from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
-from langchain_quota.rule import Asked, Outage, ResolvedLimits, hits_of
+from langchain_quota.rule import Asked, OnStoreError, ResolvedLimits, hits_of
 from langchain_quota.state import (
     LEDGER,
     Amounts,
@@ -128,7 +128,7 @@ class Batch:
         return admit(self.hits, self.used, self.stops)
 
     def to_store(self) -> AcquireRequest:
-        """What a store is asked."""
+        """What a store is asked; kept as `sent`."""
         counters: dict[str, Counter] = {}
         for check in (check for each in self.asked for check in each.checks):
             known = counters.get(check.counter)
@@ -157,8 +157,10 @@ class Batch:
         )
         return self.sent
 
-    def without_store(self, outage: Outage) -> AcquireResult:
+    def without_store(self, outage: OnStoreError) -> AcquireResult:
         """The answer while the store cannot be asked: what the state alone knows."""
+        # "deny" refuses every call of a limit with a count in the store, by a threshold of -1.
+        # "allow" leaves out quotas.
         self.limits = self.limits.without_store(outage)
         self.ask(Asked.of(one.without_store(outage) for one in each.limits) for each in self.asked)
         return self.by_state()
@@ -306,7 +308,9 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         # What a store charged for these calls before. The names are the same if the request is made
         # again, so that no refund is made twice.
         step = context.step(task or middleware)
-        renewed = {f"{step}/{each}": counts.renew(each, limits.keys()) for each in sorted(matched)}
+        renewed = {
+            f"{step}/{each}": counts.forget_keys(each, limits.keys()) for each in sorted(matched)
+        }
     return Batch(
         state=state,
         known=known,

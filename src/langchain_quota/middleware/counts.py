@@ -77,8 +77,8 @@ class ToolCounts:
         if keys:
             self.owed[uuid4().hex] = keys
 
-    def renew(self, call_id: str, keys: Collection[str]) -> Amounts:
-        """Forget, and return, what a store charged for a call under keys: they count it once."""
+    def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
+        """Forget, and return, what a store charged for a call under keys: it charges it anew."""
         charged = self.calls[call_id]["keys"] if call_id in self.calls else {}
         return {key: charged.pop(key) for key in sorted(charged.keys() & set(keys))}
 

@@ -18,9 +18,9 @@ from langchain_quota.state import Ledger
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Limiter
 
-Answer = ToolMessage | Command[Any]
+ToolAnswer = ToolMessage | Command[Any]
 Handler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
-ToolHandler = Callable[[ToolCallRequest], Awaitable[Answer]]
+ToolHandler = Callable[[ToolCallRequest], Awaitable[ToolAnswer]]
 
 
 class Feature:
@@ -93,6 +93,8 @@ class Feature:
         """Make a model call that was let through, and write what follows; `None` if refused."""
         return await call(request)
 
-    async def around_tool(self, form: Form, request: ToolCallRequest, call: ToolHandler) -> Answer:
+    async def around_tool(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    ) -> ToolAnswer:
         """Make a tool call that was let through, or answer it instead."""
         return await call(request)

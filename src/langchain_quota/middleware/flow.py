@@ -1,6 +1,7 @@
 """The one flow of every limiting middleware: a run begins, its calls are judged."""
 
 import time
+from collections import Counter as Counts
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -15,7 +16,7 @@ from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota import messages
-from langchain_quota.admission import AcquireResult
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import Form, ask
 from langchain_quota.decision import Call, Kind, Refund
@@ -31,7 +32,7 @@ from langchain_quota.middleware.history import (
     since,
     unfinished_calls,
 )
-from langchain_quota.rule import Outage, ResolvedLimits
+from langchain_quota.rule import OnStoreError, ResolvedLimits
 from langchain_quota.state import LEDGER, NEW_RUN, THREAD_TOOLS, Ledger, ledger, thread_tools
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
@@ -77,7 +78,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         limit_name: str | None = None,
         telemetry: Telemetry | None,
         store: QuotaStore | None = None,
-        on_store_error: Outage = "deny",
+        on_store_error: OnStoreError = "deny",
         on_decision: Observer | Sequence[Observer] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -89,7 +90,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._recorder.watch_limits(limits)
         self._observers = Observers(on_decision, self._recorder)
         self._store = None if store is None else StoreClient(store, self._recorder)
-        self._outage: Outage = on_store_error
+        self._on_store_error: OnStoreError = on_store_error
         self._options = options or {}
         self._model_mode: ModelMode | None = None
         self._now = LimitsNow(
@@ -302,29 +303,37 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._observers.check(form)
         sent = batch.to_store()
         result = await self._store.acquire(form, sent)
-        if result is not None:
-            batch.answered = True
-            batch.raise_limits(sent.keyed(result.granted))
-            new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
-            self._recorder.record_granted(batch.context.agent, new)
-            for answered in self._hooks["answered"]:
-                answered(batch, result)
-            return result
+        if result is None:
+            # The store's client has counted and logged why.
+            return self._without_store(batch, sent, self._store)
+        batch.answered = True
+        batch.raise_limits(sent.keyed(result.granted))
+        new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
+        self._recorder.record_granted(batch.context.agent, new)
+        for answered in self._hooks["answered"]:
+            answered(batch, result)
+        return result
+
+    def _without_store(
+        self, batch: Batch, sent: AcquireRequest, store: StoreClient
+    ) -> AcquireResult:
+        """The answer while the store cannot be asked; what runs is charged there later."""
         for unanswered in self._hooks["unanswered"]:
             unanswered(batch)
         calls = sum(asked.shared for asked in batch.asked)
-        result = batch.without_store(self._outage)
-        # Even with "deny" a call runs if only limits on trial refuse it.
-        ran: dict[str, int] = {}
+        result = batch.without_store(self._on_store_error)
+        # What would only be held is charged when it is known what was used.
+        held = {name for name, each in sent.counters.items() if each.lease is not None}
+        # With "deny" a call runs only if limits on trial alone refuse it.
+        ran = Counts[str]()
         for hits, admitted in zip(sent.hits, result.admitted, strict=True):
             if admitted and not result.stopped:
-                # What would only be held is charged later, when it is known what was used.
-                held = {name for name, each in sent.counters.items() if each.lease is not None}
-                amounts = {name: n for name, n in hits.amounts.items() if name not in held}
-                for key, amount in sent.keyed(amounts).items():
-                    ran[key] = ran.get(key, 0) + amount
-        self._store.compensate_later(sent, ran)
-        self._recorder.record_fallback(batch.context.agent, self._outage, calls)
+                ran.update(
+                    sent.keyed({name: n for name, n in hits.amounts.items() if name not in held})
+                )
+        # A request that was charged after all is taken back, too.
+        store.compensate_later(sent, ran)
+        self._recorder.record_fallback(batch.context.agent, self._on_store_error, calls)
         return result
 
     async def _tell(self, form: Form, batch: Batch, conclusion: Conclusion) -> Update | None:

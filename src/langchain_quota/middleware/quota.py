@@ -33,9 +33,9 @@ from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
-from langchain_quota.middleware.feature import Answer, Feature, Handler, ToolHandler
+from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import ContextT, Limiter
-from langchain_quota.rule import Outage
+from langchain_quota.rule import OnStoreError
 from langchain_quota.state import QuotaState, ledger
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
@@ -157,7 +157,7 @@ class QuotaMiddleware(
         hide_exhausted: bool = False,
         on_decision: Observer | Sequence[Observer] = (),
         store: QuotaStore | None = None,
-        on_store_error: Outage = "deny",
+        on_store_error: OnStoreError = "deny",
         prices: Prices | Mapping[str, Price] | None = None,
         unknown_price: UnknownPrice = "error",
         charge_all_models: bool = False,
@@ -291,18 +291,18 @@ class QuotaMiddleware(
         return request
 
     def wrap_tool_call(
-        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Answer]
-    ) -> Answer:
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], ToolAnswer]
+    ) -> ToolAnswer:
         """Make a tool call when it may run, and as a part of its root run."""
         return now(self._wrap_tool_call("", request, in_sync(handler)))
 
-    async def awrap_tool_call(self, request: ToolCallRequest, handler: ToolHandler) -> Answer:
+    async def awrap_tool_call(self, request: ToolCallRequest, handler: ToolHandler) -> ToolAnswer:
         """`wrap_tool_call`, without blocking the event loop."""
         return await self._wrap_tool_call("a", request, handler)
 
     async def _wrap_tool_call(
         self, form: Form, request: ToolCallRequest, call: ToolHandler
-    ) -> Answer:
+    ) -> ToolAnswer:
         for around_tool in reversed(self._hooks["around_tool"]):
             call = partial(around_tool, form, call=call)
         return await call(request)
@@ -338,8 +338,8 @@ def _has_ended(state: Mapping[str, Any]) -> bool:
 
 def _tool_call(
     middleware: Any, request: ToolCallRequest, handler: ToolHandler
-) -> Awaitable[Answer]:
-    made: Awaitable[Answer] = type(middleware).awrap_tool_call(middleware, request, handler)
+) -> Awaitable[ToolAnswer]:
+    made: Awaitable[ToolAnswer] = type(middleware).awrap_tool_call(middleware, request, handler)
     return made
 
 

@@ -21,7 +21,7 @@ from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, Refund
 from langchain_quota.errors import QuotaWarning
-from langchain_quota.limits import Limit, named_tools
+from langchain_quota.limits import Limit
 from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.labels import (
     NONE,
@@ -249,7 +249,7 @@ class Recorder:
     def watch_limits(self, limits: Iterable[Limit]) -> None:
         """Learn the limits of a middleware: the tools that they name keep their names."""
         for limit in limits:
-            self._tools.keep(named_tools(limit))
+            self._tools.keep(limit.named_tools)
 
     def watch_store(self, store: object) -> bool:
         """Show how full a store is, if it has a property `occupancy`; whether it has."""

@@ -15,9 +15,9 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.counts import owed_for
-from langchain_quota.middleware.feature import Answer, Feature, ToolHandler
+from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer, answer_of_refused
-from langchain_quota.rule import Outage
+from langchain_quota.rule import OnStoreError
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.observers import Observers
@@ -40,7 +40,7 @@ class AtOnce(Feature):
     def __init__(self, limiter: Any) -> None:
         self._limits: Sequence[ToolCallLimit] = [*filter(_cap, limiter.limits)]
         self._store: StoreClient | None = limiter._store  # noqa: SLF001 - the kernel gives these
-        self._outage: Outage = limiter._outage  # noqa: SLF001
+        self._on_store_error: OnStoreError = limiter._on_store_error  # noqa: SLF001
         self._recorder: Recorder = limiter._recorder  # noqa: SLF001
         self._observers: Observers = limiter._observers  # noqa: SLF001
         # The store that keeps the places; `None` if this process keeps them. Before it is asked,
@@ -49,7 +49,9 @@ class AtOnce(Feature):
         in_process = self._store is None or isinstance(self._store.store, MemoryStore)
         self._leases = None if in_process else self._store
 
-    async def around_tool(self, form: Form, request: ToolCallRequest, call: ToolHandler) -> Answer:
+    async def around_tool(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    ) -> ToolAnswer:
         """Make a tool call when it may run; if its wait is over first, answer it instead."""
         made = Call("tool", request.tool_call["name"])
         limits = {each.name: each for each in self._limits if each.matches(made)}
@@ -71,8 +73,8 @@ class AtOnce(Feature):
             self._recorder.record_wait(turn.call.agent, turn.waited_for, "cancelled", turn.age)
             raise
         if turn.unchecked:
-            self._recorder.record_fallback(turn.call.agent, self._outage, 1)
-        decision = turn.decision(self._outage)
+            self._recorder.record_fallback(turn.call.agent, self._on_store_error, 1)
+        decision = turn.decision(self._on_store_error)
         self._recorder.record_turn(decision, turn.waited_for, turn.waited)
         if decision.outcome is not Outcome.ALLOWED:
             await ask(form, self._observers, "notify", [decision], None)

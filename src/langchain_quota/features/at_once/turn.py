@@ -18,7 +18,7 @@ from langchain_quota.features.at_once.semaphores import Slot, semaphore_of
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.history import newest_name
-from langchain_quota.rule import Outage, stored_as
+from langchain_quota.rule import OnStoreError, stored_as
 from langchain_quota.state import ledger
 from langchain_quota.stores.client import StoreClient
 
@@ -124,7 +124,7 @@ class Turn:
                 self._waits, self.waited_for = True, name
                 self._refused += [] if slot.taken else [name]
 
-    def decision(self, outage: Outage) -> Decision:
+    def decision(self, outage: OnStoreError) -> Decision:
         """What is decided about the call, also while the store cannot be asked."""
         refused = self._refused
         if self.unchecked:

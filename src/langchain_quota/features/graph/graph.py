@@ -39,7 +39,7 @@ from langchain_quota.middleware.context import (
 from langchain_quota.middleware.history import answer_of_refused, answered_history, dangling_calls
 from langchain_quota.middleware.quota import QuotaMiddleware
 from langchain_quota.middleware.root_run import Notes, RootRun, root_run, watch_root_runs
-from langchain_quota.rule import Outage
+from langchain_quota.rule import OnStoreError
 from langchain_quota.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.memory import MemoryStore
@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
     tell_model: bool
     hide_exhausted: bool
     on_decision: Observer | Sequence[Observer]
-    on_store_error: Outage
+    on_store_error: OnStoreError
     prices: Prices | Mapping[str, Price] | None
     unknown_price: UnknownPrice
     telemetry: Telemetry | None
