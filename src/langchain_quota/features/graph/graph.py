@@ -48,9 +48,10 @@ from langchain_quota.telemetry.observers import Observer
 
 Tools = Sequence[BaseTool | Callable[..., Any] | dict[str, Any]]
 Config = RunnableConfig | None
-Refused = Mapping[str, str]  # what answers a call that does not run, by the call's id
+Refused = Mapping[str, str | None]  # what answers a call that does not run, by the call's id
 
 _MARK = "langchain_quota"  # in a message's `response_metadata`: which of its calls are refused
+_UNKNOWN = "\0"  # in place of an answer, where limits have judged nothing
 _MOST_RUNS = 10_000  # that are remembered; of one that is forgotten the store keeps the counts
 
 
@@ -204,7 +205,7 @@ class _Limits(InlineQuotaMiddleware[Any, Any]):
             if self._asks_at_tools:
                 return answer
             proof = run.proof(answer, refused)
-            run.proven.add(proof)
+            run.wait(answer, refused, proof)
             if self.is_shared:
                 await self._notes.add(form, "judged", proof)
             marked = {**answer.response_metadata, _MARK: {"refused": refused}}
@@ -216,48 +217,38 @@ class _Limits(InlineQuotaMiddleware[Any, Any]):
         known = known.get(key) if isinstance(known, Mapping) else getattr(known, key, known)
         history = [each for each in known or () if not isinstance(each, dict)]
         run = await self._run(form, history)
-        made = [(each["id"], each["name"]) for each in calls]
+        message: Any = next((each for each in reversed(history) if each.type == "ai"), None)
+        made = [(message and message.id, each["id"], each["name"]) for each in calls]
         info = getattr(running_runtime(), "execution_info", None)
-        task = uuid4().hex if info is None else info.task_id
-        message: Any = None
-        answered: set[str] = set()
-        for each in reversed(history):
-            if calls[0]["id"] in [one["id"] for one in getattr(each, "tool_calls", ())]:
-                message = each
-                break
-            answered.add(getattr(each, "tool_call_id", ""))
-        said = getattr(message, "id", None)
-        # In another task, or once more in this one, it would be a further call.
-        tasks = {run.taken.setdefault((said, each["id"]), task) for each in calls}
-        refused = await self._marked(form, run, message, made)
-        if refused is None or tasks != {task} or not answered.isdisjoint(dict(made)):
-            # As their message does not say it, they are judged now.
-            work = _digest(task, said, made)
-            if work in run.judged:
-                await self._pass_over(form, work)
-            else:
-                judged = AIMessage("", id=work, tool_calls=calls)
-                given = {**run.state, "messages": [*history, judged]}
-                update = await self._judge_tools(form, given, running_runtime(work)) or {}
-                answers: list[Any] = update.get("messages") or []
-                if run.learn(update):
-                    run.ended = answers[-1]
-                run.judged[work] = {e.tool_call_id: e.text for e in answers if e.type == "tool"}
-            refused = run.judged[work]
+        work = _digest(uuid4() if info is None else info.task_id, made)
+        if work in run.judged:
+            await self._pass_over(form, work)
+            return {**run.state, "messages": history}, run.judged[work]
+        if history and message is history[-1]:
+            await self._read_mark(form, run, message)
+        # What is taken here is a further call in another task.
+        taken = {each: run.waiting.pop(each, _UNKNOWN) for each in {*made}}
+        refused = {call_id: text for (_, call_id, _), text in taken.items()}
+        if _UNKNOWN in taken.values():
+            judged = AIMessage("", id=work, tool_calls=calls)
+            given = {**run.state, "messages": [*history, judged]}
+            update = await self._judge_tools(form, given, running_runtime(work)) or {}
+            answers: list[Any] = update.get("messages") or []
+            if run.learn(update):
+                run.ended = answers[-1]
+            refused = {each.tool_call_id: each.text for each in answers if each.type == "tool"}
+        run.judged[work] = refused
         return {**run.state, "messages": history}, refused
 
-    async def _marked(self, form: Form, run: "_Run", message: Any, calls: Any) -> Refused | None:
-        """The refusals that stand in a message, if limits have really judged it so."""
-        mark = message.response_metadata.get(_MARK) if message is not None else None
+    async def _read_mark(self, form: Form, run: "_Run", message: Any) -> None:
+        """Learn from a message what another process has judged, if it really has."""
+        mark = message.response_metadata.get(_MARK)
         refused = mark.get("refused") if isinstance(mark, dict) else None
-        if not isinstance(refused, dict):
-            return None
+        if not self.is_shared or not isinstance(refused, dict):
+            return
         proof = run.proof(message, refused)
-        proven = proof in run.proven or (
-            self.is_shared and await self._notes.read(form, "judged", proof)
-        )
-        own = {(each["id"], each["name"]) for each in message.tool_calls}
-        return refused if proven and own.issuperset(calls) else None
+        if proof not in run.proven and await self._notes.read(form, "judged", proof) is not None:
+            run.wait(message, refused, proof)
 
     async def _judge_tools(
         self, form: Form, state: Any, runtime: Any, *, task: str = ""
@@ -320,9 +311,10 @@ class _Run:
 
     root: str
     state: dict[str, Any]
-    # Which marks limits have made; which task has made a call; what tools were refused in a task.
+    # What answers each call that was judged behind the model; the marks that say so; and what
+    # answers the calls of a task.
+    waiting: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
     proven: set[str] = field(default_factory=set)
-    taken: dict[tuple[Any, ...], str] = field(default_factory=dict)
     judged: dict[str, Refused] = field(default_factory=dict)
     # The answer that has ended the run.
     ended: AIMessage | None = None
@@ -334,6 +326,14 @@ class _Run:
         known = merge_ledgers(self.state[LEDGER], new.get(LEDGER) or Ledger())
         self.state.update(new, langchain_quota={**known, "ended": None})
         return "jump_to" in update
+
+    def wait(self, message: Any, refused: Refused, proof: str) -> None:
+        """Keep what was judged for the tools, once."""
+        if proof not in self.proven:
+            self.proven.add(proof)
+            for each in message.tool_calls:
+                key = message.id, each["id"], each["name"]
+                self.waiting[key] = refused.get(each["id"])
 
     def proof(self, message: Any, refused: Refused) -> str:
         """Names what limits have said about the calls of a message."""
@@ -349,7 +349,7 @@ class _LimitedTools(ToolNode):
     """A node of tools that judges all its calls before it runs one."""
 
     def __init__(self, limits: _Limits, tools: Tools, options: dict[str, Any]) -> None:
-        self._limits = limits
+        self._limits, self._key = limits, options.get("messages_key", "messages")
         super().__init__(
             [each for each in tools if not isinstance(each, dict)],
             wrap_tool_call=lambda request, call: now(_calling.get()("", request, in_sync(call))),
@@ -373,9 +373,10 @@ class _LimitedTools(ToolNode):
             return ToolMessage("", tool_call_id=request.tool_call["id"])
 
         async def make(form: Form, request: Any, call: Any) -> Any:
-            made = request.tool_call
-            if made["id"] in refused:
-                return answer_of_refused(made["id"], made["name"], refused[made["id"]])
+            call_id, name = request.tool_call["id"], request.tool_call["name"]
+            text = refused.get(call_id)
+            if text is not None:
+                return answer_of_refused(call_id, name, text)
             given = request.override(state=state)
             inner = lambda each: call(each.override(state=request.state))  # noqa: E731
             return await self._limits._wrap_tool_call(form, given, inner)  # noqa: SLF001
@@ -385,7 +386,7 @@ class _LimitedTools(ToolNode):
             _calling.set(see)
             given = await run(named)
             if asked:
-                state, refused = await self._limits.refused(form, asked, self._messages_key)
+                state, refused = await self._limits.refused(form, asked, self._key)
                 _calling.set(make)
                 given = await run(named)
             return given
