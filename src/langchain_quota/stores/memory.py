@@ -209,12 +209,11 @@ class MemoryStore(Granting):
         return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
 
     def _compensate(self, compensation: Compensation, now: float) -> None:
-        made, seconds = self._compensated, COMPENSATED
-        if compensation.settles:
-            made, seconds = self._settled, REMEMBERED
+        made = self._settled if compensation.settles else self._compensated
         if made.get(compensation.id, now):
             return
         made.purge(now)
+        seconds = REMEMBERED if compensation.settles else COMPENSATED
         made.put(compensation.id, True, now + seconds)
         if compensation.attempt_id:
             self._undo(compensation.attempt_id, now)
@@ -277,7 +276,9 @@ class MemoryStore(Granting):
             used = counter.used if known is None else known.used
             count = self._write(key, used + amount, beside[key].ends, now)
             count.limit = beside[key].limit
-            self._counts.may_drop(key, may=beside[key].mirrored)
+            self._counts.droppable.pop(key, None)
+            if beside[key].mirrored:
+                self._counts.droppable[key] = None
             if counter.lease is not None:
                 count.hold(request.idempotency_key, amount, int(now) + counter.lease + 1)
             made.charged.append((key, amount, counter.lease is not None))
@@ -302,16 +303,16 @@ class MemoryStore(Granting):
         counts, wanted = self._counts, set(keys)
         counts.purge(now)
         while True:
-            new = [key for key in wanted if key not in counts.all]
-            excess = len(counts.all) + len(new) - self._max_keys
+            excess = len(counts.all) + len(wanted.difference(counts.all)) - self._max_keys
             if excess <= 0 or not counts.look(now):
                 break
         if excess > 0:
             droppable = (key for key in counts.droppable if key not in wanted)
             dropped = [*islice(droppable, excess)]
             if len(dropped) < excess:
-                most = self._max_keys
-                raise QuotaStoreError(f"the store is full: it keeps {most} counts at most")
+                raise QuotaStoreError(
+                    f"the store is full: it keeps {self._max_keys} counts at most"
+                )
             for key in dropped:
                 counts.remove(key)
 
@@ -397,8 +398,3 @@ class _Counts(Kept[_Count]):
     def remove(self, name: str) -> None:
         self.droppable.pop(name, None)
         super().remove(name)
-
-    def may_drop(self, key: str, *, may: bool) -> None:
-        self.droppable.pop(key, None)
-        if may:
-            self.droppable[key] = None
