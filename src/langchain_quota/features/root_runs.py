@@ -15,7 +15,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
-from langchain_quota.middleware.root_run import (
+from langchain_quota.root_run import (
     Notes,
     RootRun,
     in_tool,

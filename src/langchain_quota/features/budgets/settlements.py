@@ -7,7 +7,7 @@ from uuid import uuid4
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.features.budgets.model_runs import ModelRun
-from langchain_quota.middleware.root_run import root_run
+from langchain_quota.root_run import root_run
 from langchain_quota.rule import ResolvedLimits
 
 Used = tuple[ModelRun, Mapping[str, int]]

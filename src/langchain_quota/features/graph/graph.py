@@ -38,7 +38,7 @@ from langchain_quota.middleware.context import (
 )
 from langchain_quota.middleware.history import answer_of_refused, answered_history, dangling_calls
 from langchain_quota.middleware.quota import QuotaMiddleware
-from langchain_quota.middleware.root_run import Notes, RootRun, root_run, watch_root_runs
+from langchain_quota.root_run import Notes, RootRun, root_run, watch_root_runs
 from langchain_quota.rule import OnStoreError
 from langchain_quota.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.stores import QuotaStore, check_store
