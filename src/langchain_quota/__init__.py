@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         ToolCallLimitExceededError,
         UnknownPriceError,
     )
-    from langchain_quota.exposition import MetricsServer, metrics_app, start_metrics_server
     from langchain_quota.features.budgets.estimates import usage_bound
     from langchain_quota.features.deep_agents.with_limits import with_limits
     from langchain_quota.features.graph.graph import GraphQuota
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from langchain_quota.limits import Limit
     from langchain_quota.limits.budgets import CostLimit, Price, TokenLimit
     from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
+    from langchain_quota.limits.model_usage import ModelUsage
     from langchain_quota.limits.quotas import Quota
     from langchain_quota.limits.repeats import RepeatLimit
     from langchain_quota.middleware.drop_ins import (
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         ToolCallLimitMiddleware,
     )
     from langchain_quota.middleware.quota import QuotaMiddleware
-    from langchain_quota.model_usage import ModelUsage
     from langchain_quota.state import (
         ModelCallLimitState,
         QuotaState,
@@ -43,6 +42,11 @@ if TYPE_CHECKING:
     from langchain_quota.stores.memory import MemoryStore
     from langchain_quota.stores.redis import RedisStore
     from langchain_quota.telemetry import Telemetry, hmac_label
+    from langchain_quota.telemetry.exposition import (
+        MetricsServer,
+        metrics_app,
+        start_metrics_server,
+    )
     from langchain_quota.units import Level
 else:
     from importlib import import_module
@@ -62,14 +66,14 @@ else:
             "UnknownPriceError",
         ),
         "features.budgets.estimates": ("usage_bound",),
-        "exposition": ("MetricsServer", "metrics_app", "start_metrics_server"),
+        "telemetry.exposition": ("MetricsServer", "metrics_app", "start_metrics_server"),
         "features.graph.graph": ("GraphQuota",),
         "limits": ("Limit",),
         "limits.calls": ("ExitBehavior", "ModelCallLimit", "ToolCallLimit"),
         "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
         "features.graph.inline": ("InlineQuotaMiddleware",),
         "middleware.quota": ("QuotaMiddleware",),
-        "model_usage": ("ModelUsage",),
+        "limits.model_usage": ("ModelUsage",),
         "limits.quotas": ("Quota",),
         "limits.repeats": ("RepeatLimit",),
         "state": (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from langchain_quota.exposition import ADDR_VARIABLE
+from langchain_quota.telemetry.exposition import ADDR_VARIABLE
 from tests.forked import COMMAND_LINE, Program, start_python
 from tests.server.prometheus import eventually
 

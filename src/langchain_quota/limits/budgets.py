@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from langchain_quota.arguments import by_name, check_sync_function
 from langchain_quota.decision import Decision
+from langchain_quota.limits.model_usage import ModelUsage, TokenKind
 from langchain_quota.limits.options import (
     INPUT_TOKENS,
     MICRODOLLARS,
@@ -24,7 +25,6 @@ from langchain_quota.limits.options import (
     whole_amount,
 )
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.model_usage import ModelUsage, TokenKind
 from langchain_quota.units import Dollars, Unit, checked_dollars
 
 Prices = Callable[[ModelUsage], Decimal | None]

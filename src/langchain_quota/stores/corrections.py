@@ -1,4 +1,4 @@
-"""StoreClient of a store's counts that wait until it can be asked, and who sends them then.
+"""Corrections of a store's counts that wait until it can be asked, and who sends them then.
 
 The next requests take them along. When there are none, a task of the event loop sends them alone.
 """

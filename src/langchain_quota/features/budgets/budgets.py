@@ -28,6 +28,7 @@ from langchain_quota.features.budgets.estimates import asked_of
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import check_prices, resolve_prices
 from langchain_quota.features.budgets.settlements import Hold, settlements
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.calls import (
     OF_RUN,
     OF_THREAD,
@@ -41,7 +42,6 @@ from langchain_quota.middleware.calls import (
 )
 from langchain_quota.middleware.conclude import conclude_model
 from langchain_quota.middleware.feature import Feature, Handler
-from langchain_quota.model_usage import ModelUsage
 from langchain_quota.rule import Asked, ResolvedLimits, run_counter
 from langchain_quota.state import (
     LEDGER,

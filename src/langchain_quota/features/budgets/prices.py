@@ -11,7 +11,7 @@ from typing import Any, cast
 from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits.budgets import Price, Prices
-from langchain_quota.model_usage import ModelUsage
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.units import checked_dollars, microdollars
 
 _PER = Decimal(10**6)
