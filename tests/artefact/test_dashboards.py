@@ -249,6 +249,10 @@ class Searchers:
         self._telemetry = Telemetry(
             registry=registry, tracer_provider=provider, subject_label={"tenant": str}
         )
+        # Exemplars lead to spans, which the demo makes only where an SDK is set up around it.
+        self._traced = Telemetry(
+            registry=registry, tracer_provider=TracerProvider(), subject_label={"tenant": str}
+        )
         self._saver = InMemorySaver()
         hour = timedelta(hours=1)
 
@@ -298,6 +302,8 @@ class Searchers:
 
     def go_on(self) -> None:
         """Search under limits of each kind; spend; wait; ask a person."""
+        traced = QuotaMiddleware([ToolCallLimit("search", run_limit=1)], telemetry=self._traced)
+        self.run([["search"], ["search"], "done"], traced, "finder", "quiet")
         self.run([["search"], "done"], self.thread, "finder", "quiet")
         # Again and again, though the limit of a run refuses it.
         self.run([["search"]] * 3 + ["done"], self._once, "looping")
