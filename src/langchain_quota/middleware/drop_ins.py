@@ -19,6 +19,7 @@ from langchain_quota.concurrency import now
 from langchain_quota.decide import status
 from langchain_quota.decision import Call, Decision
 from langchain_quota.features.deep_agents.checks import DeepAgents
+from langchain_quota.features.forgetful import Forgetful
 from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.calls import Update, model_batch, model_counts, tool_batch
@@ -89,7 +90,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
     """
 
     state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
-    feature_kinds = (Unjudged,)
+    feature_kinds = (Forgetful, Unjudged)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -197,7 +198,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     """
 
     state_schema: type[ModelCallLimitState[Any]] = ModelCallLimitState
-    feature_kinds = (DeepAgents, Unjudged)
+    feature_kinds = (Forgetful, DeepAgents, Unjudged)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,

@@ -70,6 +70,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
     """The features that it may have, in the order in which they are called."""
+    takes_store: ClassVar[bool] = False
+    """Whether it can be given a store."""
 
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -101,7 +103,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
         if not tracing_is_enabled():
             vars(self)["awrap_model_call"] = untraced(self)
-        self._warned = False
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
         made = [kind.of(self) for kind in self.feature_kinds]
@@ -141,7 +142,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         # Around the model call, another middleware could take the error for one of the model.
         self._observers.check(form)
         context = call_context(runtime, model_name=None)
-        self._warn_if_forgetful(context)
         update: Update = {}
         history = state.get("messages") or ()
         known = ledger(state)
@@ -213,21 +213,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             f"{self.name} and another middleware of this agent both count its model calls: put "
             "all model limits into one QuotaMiddleware"
         )
-
-    def _warn_if_forgetful(self, context: CallContext) -> None:
-        """Warn once if the counts of threads do not outlive the run."""
-        in_store = self._store is not None and context.run_thread_id is not None
-        limited = any(limit.thread_limit is not None for limit in self.limits)
-        if self._warned or in_store or context.remembers or not limited:
-            return
-        self._warned = True
-        remedy = _remedy(context, has_store=self._store is not None, takes_store=self._takes_store)
-        self._made_at.warn(
-            f"{self.name} has a thread limit, but this agent's state does not outlive the run: the "
-            f"limit holds within one run only. {remedy}"
-        )
-
-    _takes_store = False
 
     def _learn_tools(self, request: ModelRequest[Any]) -> None:
         """Learn which tools there really are, before the model invents others."""
@@ -393,25 +378,6 @@ def _model_call(
     handler: Callable[[ModelRequest[Any]], Awaitable[Any]],
 ) -> Awaitable[Any]:
     return type(middleware).awrap_model_call(middleware, request, handler)
-
-
-def _remedy(context: CallContext, *, has_store: bool, takes_store: bool) -> str:
-    """What to do where the counts of threads do not outlive the run."""
-    thread_id = '{"configurable": {"thread_id": …}}'
-    if not context.is_nested:
-        if has_store:
-            return f"Call the agent with {thread_id}: the store counts by it"
-        return "Give create_agent a checkpointer, or use run_limit"
-    root_run = 'limit the outermost run: Quota(…, per="root_run")'
-    if has_store:
-        return f"Call the outermost graph with {thread_id}: the store counts by it. Or {root_run}"
-    user = "give the middleware" if takes_store else "use QuotaMiddleware with"
-    return (
-        f"To count all agents of a thread together, {user} store=MemoryStore() or RedisStore(), "
-        f"and call the outermost graph with {thread_id}; or, with a store, {root_run}. To count "
-        "this agent alone, give create_agent checkpointer=True, and the outermost graph a "
-        "checkpointer"
-    )
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:

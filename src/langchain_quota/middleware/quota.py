@@ -23,6 +23,7 @@ from langchain_quota.features.ask.questions import Questions
 from langchain_quota.features.at_once.at_once import AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.deep_agents.checks import DeepAgents
+from langchain_quota.features.forgetful import Forgetful
 from langchain_quota.features.grants import Grantable
 from langchain_quota.features.offered_tools import OfferedTools
 from langchain_quota.features.repeats.repeats import Repeats
@@ -123,6 +124,7 @@ class QuotaMiddleware(
 
     state_schema: type[QuotaState[Any]] = QuotaState
     feature_kinds: ClassVar[Sequence[type[Feature]]] = (
+        Forgetful,
         RootRuns,
         Questions,
         Repeats,
@@ -133,7 +135,7 @@ class QuotaMiddleware(
         Unjudged,
         AtOnce,
     )
-    _takes_store = True
+    takes_store = True
 
     why_nobody_is_asked: ClassVar[str] = ""
     """What a middleware needs in place of itself, if no limit of it can ask."""
