@@ -102,7 +102,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             clock=None if store is None else clock_of(store),
         )
         if not tracing_is_enabled():
-            vars(self)["awrap_model_call"] = untraced(self)
+            vars(self)["awrap_model_call"] = untraced(self, "awrap_model_call")
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
         made = [kind.of(self) for kind in self.feature_kinds]
@@ -362,22 +362,19 @@ def clock_of(store: QuotaStore) -> Callable[[], float]:
     return clock
 
 
-def untraced(middleware: AgentMiddleware[Any, Any, Any]) -> Callable[..., Awaitable[Any]]:
-    """A stand-in for `awrap_model_call` that is not `async`, while LangSmith is switched off."""
+def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
+    """A stand-in for an async hook that is not `async` itself, while LangSmith is switched off."""
     # LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
-    stand_in: Any = partial(_model_call, middleware)
+    stand_in: Any = partial(_call, middleware, hook)
     # LangSmith reads the signature at every call. If it is missing, LangSmith computes it again.
     stand_in.__signature__ = signature(stand_in)
     made: Callable[..., Awaitable[Any]] = stand_in
     return made
 
 
-def _model_call(
-    middleware: AgentMiddleware[Any, Any, Any],
-    request: ModelRequest[Any],
-    handler: Callable[[ModelRequest[Any]], Awaitable[Any]],
-) -> Awaitable[Any]:
-    return type(middleware).awrap_model_call(middleware, request, handler)
+def _call(middleware: Any, hook: str, request: Any, handler: Any) -> Awaitable[Any]:
+    made: Awaitable[Any] = getattr(type(middleware), hook)(middleware, request, handler)
+    return made
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
-from langchain_quota.middleware.flow import ContextT, Limiter
+from langchain_quota.middleware.flow import ContextT, Limiter, untraced
 from langchain_quota.rule import OnStoreError
 from langchain_quota.state import QuotaState, ledger
 from langchain_quota.stores import QuotaStore, check_store
@@ -187,7 +187,7 @@ class QuotaMiddleware(
         self._model_mode = "admitted" if self._now.of_kind["model"] else None
         if not tracing_is_enabled():
             # As with the hook around the model: without `async`, LangSmith adds no wrapper.
-            vars(self)["awrap_tool_call"] = partial(_tool_call, self)
+            vars(self)["awrap_tool_call"] = untraced(self, "awrap_tool_call")
 
     @hook_config(can_jump_to=["end"])
     def before_model(
@@ -336,13 +336,6 @@ def _has_ended(state: Mapping[str, Any]) -> bool:
     # The graph may go on nevertheless: LangChain does so if it waits for a structured response.
     newest = (state.get("messages") or (None,))[-1]
     return newest is not None and newest.id is not None and newest.id == ledger(state).get("ended")
-
-
-def _tool_call(
-    middleware: Any, request: ToolCallRequest, handler: ToolHandler
-) -> Awaitable[ToolAnswer]:
-    made: Awaitable[ToolAnswer] = type(middleware).awrap_tool_call(middleware, request, handler)
-    return made
 
 
 def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
