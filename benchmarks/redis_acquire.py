@@ -195,11 +195,13 @@ def _cpu_time(process: int) -> int | None:
 @asynccontextmanager
 async def _asked(url: str) -> AsyncIterator[dict[str, Ask]]:
     """What sends each kind of request, by name."""
+    from redis.asyncio import Redis  # noqa: PLC0415 - needs redis
+
     from langchain_quota import RedisStore  # noqa: PLC0415 - needs redis
     from tests.server.stores import batch, compensating, fresh  # noqa: PLC0415 - needs redis
 
     store = RedisStore(url)
-    client: Any = (await store._clients.opened("a"))._client  # each request goes alone
+    client: Any = Redis.from_url(url)
     sha = await client.script_load(_SCRIPT)
     commands = await client.script_load(_COMMANDS)
     later = 2**31 - 1
@@ -241,3 +243,4 @@ async def _asked(url: str) -> AsyncIterator[dict[str, Ask]]:
         SETTLE: settling,
     }
     await store.aclose()
+    await client.aclose()

@@ -1,6 +1,7 @@
 """Callers of RedisStore on one event loop at the same time: they share nothing but a pipeline."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -84,6 +85,28 @@ async def test_an_error_is_its_callers(store: RedisStore, redis_server: RedisSer
     assert isinstance(failed, QuotaStoreError)
     assert "WRONGTYPE" in str(failed)
     assert all(isinstance(each, AcquireResult) for each in results)
+
+
+async def test_a_failure_is_for_all(redis_server: RedisServer) -> None:
+    """The task of a pipeline ends: all who wait in it fail, and the next ones are served."""
+    before = asyncio.all_tasks()
+    async with held_up(redis_server, b"}:count:first") as (way, store):
+        alone, *others = asking(store, "alone", *["first"] * (MOST - 1))
+        assert await asyncio.to_thread(way.held.wait, LONG)
+        for task in asyncio.all_tasks() - before - {alone, *others}:
+            task.cancel()
+        failed = await asyncio.gather(*others, return_exceptions=True)
+        assert all(isinstance(each, QuotaStoreError) and not each.timed_out for each in failed)
+        way.open()
+        assert all(await asyncio.gather(alone, *asking(store, "a", "b", "c")))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python has no eager tasks")
+async def test_eager_tasks(store: RedisStore) -> None:
+    """A pipeline begins when somebody has asked, also if tasks begin when they are made."""
+    asyncio.get_running_loop().set_task_factory(getattr(asyncio, "eager_task_factory"))  # noqa: B009
+    results = await asyncio.gather(*asking(store, *["search"] * CALLERS))
+    assert sorted(result.used["search"] for result in results) == [*range(CALLERS)]
 
 
 class TestCancelled:

@@ -92,7 +92,7 @@ class _Given:
 
 
 class _Together:
-    """A client that sends what is asked in one turn of the event loop in one pipeline."""
+    """A client that sends the requests of one turn in pipelines, but one alone without."""
 
     # Permits bound the connections: without, callers fail when all are in use. The pool does not:
     # if a task is cancelled while it waits to give a connection back, the pool loses it.
@@ -101,7 +101,7 @@ class _Together:
         self._client = client
         self._permits = asyncio.Semaphore(connections)
         self._callers = 0
-        self._next: tuple[_Batch, asyncio.Task[None]] | None = None
+        self._next: _Pipeline | None = None
 
     async def eval(self, *arguments: Any) -> object:
         """Run a script."""
@@ -112,57 +112,69 @@ class _Together:
         """Run a script that the server knows."""
         self._callers += 1
         try:
-            if self._callers > 1:
-                return await self._with_others(arguments)
-            async with self._permits:
-                return await self._client.evalsha(*arguments)
+            if self._callers == 1:
+                async with self._permits:
+                    return await self._client.evalsha(*arguments)
+            if self._next is None or not self._next.is_open:
+                self._next = _Pipeline(self._client, self._permits)
+            return await self._next.answer(arguments)
         finally:
             self._callers -= 1
 
-    async def _with_others(self, arguments: tuple[Any, ...]) -> object:
-        # A task of its own sends them: a caller who is cancelled, or whose time is over, takes
-        # nothing from the others. It ends with its last caller at the latest.
-        loop = asyncio.get_running_loop()
-        if self._next is None or len(self._next[0]) == _MOST:
-            asked: _Batch = {}
-            self._next = asked, loop.create_task(self._send(asked))
-        batch, task = self._next
-        waiting = loop.create_future()
-        batch[waiting] = arguments
+
+class _Pipeline:
+    """Requests that are sent together; it is open for more until a connection is free."""
+
+    # A task of its own sends them: a caller who is cancelled, or whose time is over, takes nothing
+    # from the others. The task ends with its last caller at the latest. If it fails, or somebody
+    # cancels it, it fails for all who still wait.
+
+    def __init__(self, client: redis.asyncio.Redis, permits: asyncio.Semaphore) -> None:
+        self._client = client
+        self._permits = permits
+        self._requests: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
+        self._task = asyncio.get_running_loop().create_task(self._send())
+        self._task.add_done_callback(self._hand_out)
+        self.is_open = True
+
+    async def answer(self, arguments: tuple[Any, ...]) -> object:
+        """Send a request, and wait for the answer."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._requests[waiting] = arguments
+        self.is_open = len(self._requests) < _MOST
         try:
             answer = await waiting
         except asyncio.CancelledError:
-            del batch[waiting]
-            if not batch:
-                self._close(batch)
-                task.cancel()
-                await asyncio.wait([task])
+            del self._requests[waiting]
+            if not self._requests:
+                self.is_open = False
+                self._task.cancel()
+                await asyncio.wait([self._task])
             raise
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def _close(self, batch: "_Batch") -> None:
-        if self._next is not None and self._next[0] is batch:
-            self._next = None
+    async def _send(self) -> dict[asyncio.Future[Any], Any]:
+        # Others ask in the same turn; and with an eager task factory, nobody has asked yet.
+        await asyncio.sleep(0)
+        async with self._permits:
+            self.is_open = False
+            sent = dict(self._requests)
+            pipeline = self._client.pipeline(transaction=False)
+            for arguments in sent.values():
+                pipeline.evalsha(*arguments)
+            return dict(zip(sent, await pipeline.execute(raise_on_error=False), strict=True))
 
-    async def _send(self, batch: "_Batch") -> None:
-        self._close(batch)
-        sent = dict(batch)
-        pipeline = self._client.pipeline(transaction=False)
-        for arguments in sent.values():
-            pipeline.evalsha(*arguments)
-        try:
-            async with self._permits:
-                answers = await pipeline.execute(raise_on_error=False)
-        except Exception as error:  # noqa: BLE001 - it fails for all who still wait
-            answers = [error] * len(sent)
-        for waiting, answer in zip(sent, answers, strict=True):
+    def _hand_out(self, task: asyncio.Task[dict[asyncio.Future[Any], Any]]) -> None:
+        self.is_open = False
+        failure = (
+            ConnectionError("the pipeline was cancelled") if task.cancelled() else task.exception()
+        )
+        answers = {} if failure else task.result()
+        for waiting in self._requests:
             if not waiting.done():
-                waiting.set_result(answer)
-
-
-_Batch = dict[asyncio.Future[Any], tuple[Any, ...]]
+                waiting.set_result(answers.get(waiting, failure))
 
 
 class _Cluster:
