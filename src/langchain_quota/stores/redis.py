@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import check_type
@@ -23,6 +22,7 @@ from langchain_quota.stores.redis_clients import (
     TIMEOUTS,
     UNREADABLE,
     AsyncClient,
+    Clients,
     NoScriptError,
     SyncClient,
     clients,
@@ -44,6 +44,7 @@ _REASON = 300
 """How much of a client's error text is shown: it may quote a whole reply."""
 
 T = TypeVar("T")
+_Failure = Callable[[BaseException, float], QuotaStoreError]
 
 
 class RedisStore(Granting):
@@ -250,25 +251,8 @@ class RedisStore(Granting):
                 found.append(read(keys, await run(call) if keys else []))
         return found
 
-    @asynccontextmanager
-    async def _running(self, form: Form) -> AsyncIterator["_Run"]:
-        """Runs scripts; what fails meanwhile is a failure of Redis."""
-        if form and "async" not in self.forms:
-            raise TypeError(
-                f"a sync client of redis serves no async calls ({self._clients.name}): give "
-                "RedisStore a URL, or a client of redis.asyncio"
-            )
-        if not form and "sync" not in self.forms:
-            raise TypeError(
-                f"a client of redis.asyncio serves no sync calls ({self._clients.name}): give "
-                "RedisStore a URL, or a client of redis"
-            )
-        ticks = _Ticks(self._timeout)
-        try:
-            async with ticks if form else nullcontext():
-                yield _Run(form, await self._clients.opened(form))
-        except FAILED as error:
-            raise self._failure(error, ticks.blocked) from error
+    def _running(self, form: Form) -> "_Run":
+        return _Run(form, self._clients, self._timeout, self._failure)
 
     def _of(self, keys: Sequence[str]) -> Names:
         """The names of keys that are used in one step."""
@@ -289,7 +273,7 @@ class RedisStore(Granting):
             found.setdefault(prefix_of(key), []).append(key)
         return [(Names(prefix, is_in_keys=True), some) for prefix, some in found.items()]
 
-    def _failure(self, error: BaseException, blocked: float = 0.0) -> QuotaStoreError:
+    def _failure(self, error: BaseException, blocked: float) -> QuotaStoreError:
         """What is raised when something fails, and the event loop was blocked for some seconds."""
         scrub(error, self._clients.secrets)
         timed_out = isinstance(error, TIMEOUTS)
@@ -311,11 +295,42 @@ class RedisStore(Granting):
 
 
 class _Run:
-    """Runs scripts with a client."""
+    """Runs scripts within the timeout; what fails meanwhile is a failure of Redis."""
 
-    def __init__(self, form: Form, client: Any) -> None:
+    # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
+    # it is read. So this one counts ticks of the event loop. A late tick counts as one.
+
+    def __init__(self, form: Form, clients: Clients, seconds: float, failure: _Failure) -> None:
         self._form = form
-        self.client = client
+        self._clients = clients
+        self._failure = failure
+        self._tick = seconds / _TICKS
+        self._left = _TICKS
+        self._blocked = 0.0
+
+    async def __aenter__(self) -> Self:
+        self.client = await self._clients.opened(self._form)
+        if self._form:
+            self._loop = asyncio.get_running_loop()
+            self._timeout = asyncio.timeout(None)
+            await self._timeout.__aenter__()
+            self._next()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._form:
+            self._timer.cancel()
+            try:
+                await self._timeout.__aexit__(kind, error, where)
+            except TimeoutError as late:
+                error = late
+        if isinstance(error, FAILED):
+            raise self._failure(error, self._blocked) from error
 
     async def __call__(self, call: ScriptCall) -> object:
         known, arguments = SCRIPTS[call.script], call.arguments()
@@ -327,39 +342,12 @@ class _Run:
     async def _given(self, answer: Any) -> object:
         return await answer if self._form else answer
 
-
-class _Ticks:
-    """A timeout without the time in which the event loop was blocked."""
-
-    # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
-    # it is read. So this one counts ticks of the event loop. A late tick counts as one.
-
-    def __init__(self, seconds: float) -> None:
-        self.blocked = 0.0
-        self._tick = seconds / _TICKS
-        self._left = _TICKS
-
-    async def __aenter__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(None)
-        await self._timeout.__aenter__()
-        self._next()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        await self._timeout.__aexit__(kind, error, where)
-
     def _next(self) -> None:
         self._due = self._loop.time() + self._tick
         self._timer = self._loop.call_at(self._due, self._passed)
 
     def _passed(self) -> None:
-        self.blocked += self._loop.time() - self._due
+        self._blocked += self._loop.time() - self._due
         self._left -= 1
         if self._left:
             self._next()

@@ -81,7 +81,13 @@ class _Given:
         elif isinstance(client, redis.asyncio.Redis):
             self._client = _Together(client, client.connection_pool.max_connections)
 
-    async def opened(self, _: Form) -> Any:
+    async def opened(self, form: Form) -> Any:
+        asked, wrong, right = "sync", "a client of redis.asyncio serves no sync calls", "redis"
+        if form:
+            asked, wrong = "async", "a sync client of redis serves no async calls"
+            right = "redis.asyncio"
+        if asked not in self.forms:
+            raise TypeError(f"{wrong} ({self.name}): give RedisStore a URL, or a client of {right}")
         return self._client
 
     def close(self) -> None:
