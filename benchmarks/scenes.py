@@ -49,6 +49,7 @@ from langchain_quota.state import (
     ModelCallLimitState,
     QuotaState,
     ToolCallLimitState,
+    merge_ledgers,
 )
 
 TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
@@ -190,14 +191,14 @@ def _together(
 
 _CALL: dict[str, Any] = {
     THREAD_MODEL: 1,
-    LEDGER: Ledger(run_model=1, final=""),
+    LEDGER: Ledger(counts={"run_model": 1}, final=""),
 }
 """What is written when a model call is judged."""
 
 _BATCH: dict[str, Any] = {
     THREAD_TOOLS: {"__all__": 1},
     RUN_TOOLS: {"__all__": 1},
-    LEDGER: Ledger(run_tools={"__all__": 1}, refusals={}),
+    LEDGER: Ledger(counts={"run_tools": {"__all__": 1}}, refusals={}),
 }
 """What is written when tool calls are judged."""
 
@@ -230,7 +231,7 @@ class _WritingWrap(AgentMiddleware[Any, Any, Any]):
         return self._write(handler(request))
 
     async def _write(self, response: Awaitable[ModelResponse[Any]]) -> ExtendedModelResponse[Any]:
-        written = {**_CALL, **_BATCH, LEDGER: {**_CALL[LEDGER], **_BATCH[LEDGER]}}
+        written = {**_CALL, **_BATCH, LEDGER: merge_ledgers(_CALL[LEDGER], _BATCH[LEDGER])}
         return ExtendedModelResponse(await response, Command(update=written))
 
 
@@ -292,14 +293,14 @@ class _DropInModelHooks(_Wrapping):
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return {LEDGER: Ledger(model_counted=False)}
+        return {LEDGER: Ledger(counts={"model_counted": False})}
 
     async def awrap_model_call(
         self,
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
     ) -> Any:
-        written = {THREAD_MODEL: 1, LEDGER: Ledger(run_model=1, model_counted=True)}
+        written = {THREAD_MODEL: 1, LEDGER: Ledger(counts={"run_model": 1, "model_counted": True})}
         return ExtendedModelResponse(await handler(request), Command(update=written))
 
     async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:

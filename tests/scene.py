@@ -295,9 +295,9 @@ class Scene:
             return sum(thread), max(self._stored(f"{limit.counter}:run:*"), default=0)
         state = self.state()
         if limit.kind == "model":
-            return state["thread_model_call_count"], state["langchain_quota"]["run_model"]
+            return state["thread_model_call_count"], state["langchain_quota"]["counts"]["run_model"]
         thread = state.get("thread_tool_call_count", {}).get(limit.counter, 0)
-        return thread, state["langchain_quota"]["run_tools"].get(limit.counter, 0)
+        return thread, state["langchain_quota"]["counts"]["run_tools"].get(limit.counter, 0)
 
     def _stored(self, pattern: str) -> list[int]:
         return [each.used for each in self.quota.store.usages(pattern)]

@@ -29,7 +29,6 @@ from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.concurrency import Form, fork_safe_lock
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.middleware.context import CallContext, running_config
-from langchain_quota.state import Ledger
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.logs import logger
@@ -93,9 +92,9 @@ class RootRun(BaseCallbackHandler):
         known = self.used
         self.used = {**known, **{key: max(n, known.get(key, 0)) for key, n in counts.items()}}
 
-    def unsaved(self, known: Ledger) -> Ledger:
+    def unsaved(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """What the state has to keep, so that a resumed run goes on with the same counts."""
-        found = Ledger()
+        found: dict[str, Any] = {}
         if self.subject != known.get("root_run"):
             found["root_run"] = self.subject
         if self.used != (known.get("root_used") or {}):

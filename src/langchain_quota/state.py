@@ -3,7 +3,7 @@
 The annotations here are resolved by LangGraph at run time, in this module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, NotRequired, cast
@@ -29,6 +29,9 @@ RUN_MODEL = "run_model_call_count"
 Amounts = dict[str, int]
 """Numbers of calls, by a store's key."""
 
+Own = dict[str, dict[str, Any]]
+"""What features keep, by their names."""
+
 
 class Charge(TypedDict):
     """What is charged to one tool call, kept for refunds."""
@@ -51,13 +54,17 @@ class ToolBatch(TypedDict):
     """The names of the middlewares of this run that have not judged them yet."""
 
 
-class Admitted(TypedDict):
-    """A model call that is let through, and told when its request is known."""
+class Counts(TypedDict, total=False):
+    """How many calls were let through, where LangChain's keys do not say it."""
 
-    used: dict[str, int]
-    """The counts before it, by counter."""
-    keys: Amounts
-    """What a store charged."""
+    run_tools: dict[str, int]
+    """Tool calls of this run, by counter."""
+    run_model: int
+    """Model calls of this run."""
+    thread_model: int
+    """Model calls of the thread, if all limits are budgets."""
+    model_counted: bool
+    """Whether the model call of this step is counted already."""
 
 
 class Ledger(TypedDict, total=False):
@@ -65,57 +72,68 @@ class Ledger(TypedDict, total=False):
 
     run: str | None
     """Names this run in a store; `None` if the state alone counts it."""
-    root_run: str | None
-    """Names the root run in a store, where quotas count by it."""
-    root_used: dict[str, int]
-    """What a store had counted of the root run when this agent last asked, by key."""
-    run_tools: dict[str, int]
-    """Tool calls let through in this run, by counter."""
-    run_model: int
-    """Model calls let through in this run."""
-    thread_model: int
-    """Model calls of the thread, if all limits are budgets."""
-    model_mode: str | None
-    """When this run's model calls are counted: when `"admitted"`, or when `"returned"`."""
-    model_counted: bool
-    """Whether the model call of this step is counted already."""
+    turn: str | int | None
+    """The newest message when the run began: its id or, without one, how many there were."""
+    begun_by: dict[str, str | None]
+    """The names of the middlewares that have begun the run. Of those with limits on model calls it
+    says when they count them: when `"admitted"`, or when `"returned"`."""
+    trace: dict[str, str] | None
+    """The first span of this run as W3C headers, if no span was active."""
+    counts: Counts
     batch: ToolBatch | None
     """The newest tool calls, and what is charged to them."""
     refusals: dict[str, dict[str, int]]
     """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
-    repeats: dict[str, dict[str, Any]]
-    """The tool calls of this run, as each repeat limit remembers them, by middleware and name."""
-    final: str
-    """The run's final text if this step's model call is its last and has no answer; else empty."""
     refused: str | None
     """The id of this run's first message with a call that a limit refused."""
-    turn: str | int | None
-    """The newest message when the run began: its id or, without one, how many there were."""
+    final: str
+    """The run's final text if this step's model call is its last and has no answer; else empty."""
     ended: str | None
     """The id of the message with which a limit ended this run."""
-    error: list[Any] | None
-    """What is raised behind the model's step: the counts, the limits, and the text."""
-    begun_by: list[str]
-    """The names of the middlewares that have begun the run."""
-    trace: dict[str, str] | None
-    """The first span of this run as W3C headers, if no span was active."""
-    thread_spent: dict[str, int]
-    """What the model calls of the thread have used of budgets, by counter."""
-    run_spent: dict[str, int]
-    """What the model calls of this run have used of budgets, by counter."""
-    spent_by: str | None
-    """Names the newest call whose use these numbers include: this process may know later ones."""
-    admitted: Admitted | None
-    """The model call that is let through and not told yet."""
-    granted: dict[str, int]
-    """What people have granted to the thread and to this run, if the state counts them."""
     owed: dict[str, Amounts]
     """What a store charged and is to take back with the next request, by the refund's name."""
+    own: Own
+    """What each feature alone reads and writes, by its name."""
 
 
 def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
-    """The reducer: fields that are written replace the old ones, the others stay."""
-    return {**old, **new}
+    """The reducer: keys that are written replace the old ones, also within counts and features."""
+    if "run_model" in old:
+        old = _moved(old)
+    merged: Ledger = {**old, **new}
+    if "counts" in new:
+        merged["counts"] = {**old.get("counts", {}), **new["counts"]}
+    if "own" in new:
+        own = old.get("own", {})
+        written = {name: {**own.get(name, {}), **kept} for name, kept in new["own"].items()}
+        merged["own"] = {**own, **written}
+    return merged
+
+
+_MOVED = {
+    "budgets": ("thread_spent", "run_spent", "spent_by", "admitted", "error"),
+    "root_runs": ("root_run", "root_used"),
+    "ask": ("granted",),
+    "repeats": ("repeats",),
+}
+"""What of features stood beside the kernel's keys."""
+
+
+def _moved(saved: Mapping[str, Any]) -> Ledger:
+    """The ledger of a thread that the version before has saved, with all its counts."""
+    known = dict(saved)
+
+    def taken(names: Iterable[str]) -> Any:
+        return {each: known.pop(each) for each in names if each in known}
+
+    known.pop("model_mode", None)
+    made = Ledger(
+        # How they count was checked when they began the run.
+        begun_by=dict.fromkeys(known.pop("begun_by", ())),
+        counts=taken(Counts.__annotations__),
+        own={name: taken(keys) for name, keys in _MOVED.items()},
+    )
+    return merge_ledgers(cast("Ledger", known), made)
 
 
 def latest(_old: int, new: int) -> int:
@@ -185,11 +203,7 @@ class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
 
 NEW_RUN: Ledger = {
     "run": None,
-    "root_run": None,
-    "root_used": {},
-    "run_tools": {},
-    "run_model": 0,
-    "model_counted": False,
+    "counts": {"run_tools": {}, "run_model": 0, "model_counted": False},
     "refusals": {},
     "refused": None,
     "ended": None,
@@ -201,7 +215,13 @@ NEW_RUN: Ledger = {
 
 def ledger(state: Mapping[str, Any]) -> Ledger:
     """Our part of the ledger; empty on a thread that never ran under our limits."""
-    return cast("Ledger", state.get(LEDGER) or {})
+    known: Ledger = state.get(LEDGER) or Ledger()
+    return _moved(known) if "run_model" in known else known
+
+
+def own_of(state: Mapping[str, Any], feature: str) -> Mapping[str, Any]:
+    """What a feature keeps in the ledger; empty if it has kept nothing."""
+    return ledger(state).get("own", {}).get(feature, {})
 
 
 def thread_tools(state: Mapping[str, Any]) -> dict[str, int]:
@@ -211,24 +231,25 @@ def thread_tools(state: Mapping[str, Any]) -> dict[str, int]:
 
 def run_tools(state: Mapping[str, Any]) -> dict[str, int]:
     """Tool calls let through in the run, by counter; LangChain's count if ours is missing."""
-    own = ledger(state).get("run_tools")
+    own = ledger(state).get("counts", {}).get("run_tools")
     return dict(own if own is not None else state.get(RUN_TOOLS) or {})
 
 
 def thread_model(state: Mapping[str, Any]) -> int:
     """Model calls of the thread."""
-    return max(int(state.get(THREAD_MODEL) or 0), ledger(state).get("thread_model", 0))
+    own = ledger(state).get("counts", {}).get("thread_model", 0)
+    return max(int(state.get(THREAD_MODEL) or 0), own)
 
 
 def run_model(state: Mapping[str, Any]) -> int:
     """Model calls let through in the run; LangChain's count if ours is missing."""
-    own = ledger(state).get("run_model")
+    own = ledger(state).get("counts", {}).get("run_model")
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
 
 def spent(state: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """What model calls have used of budgets, by counter: those of the thread, and of the run."""
-    known = ledger(state)
+    known = own_of(state, "budgets")
     return dict(known.get("thread_spent") or {}), dict(known.get("run_spent") or {})
 
 
@@ -301,19 +322,9 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
     )
 
 
-NOTHING_SPENT: Ledger = {"run_spent": {}, "admitted": None, "error": None}
-"""What a run with budgets begins with, beside `NEW_RUN`."""
-
 UNUSED: Mapping[str, Any] = {
     THREAD_TOOLS: {},
     THREAD_MODEL: 0,
-    LEDGER: {
-        **NEW_RUN,
-        **NOTHING_SPENT,
-        "thread_spent": {},
-        "thread_model": 0,
-        "repeats": {},
-        "batch": None,
-    },
+    LEDGER: {**NEW_RUN, "counts": {**NEW_RUN["counts"], "thread_model": 0}, "batch": None},
 }
-"""The counts of a thread that has used nothing."""
+"""The counts of a thread that has used nothing; features have their own."""

@@ -137,7 +137,7 @@ class World:
     def grants(self, thread: str) -> Grants:
         """What is granted."""
         known = self.snapshot(thread).values.get("langchain_quota") or {}
-        found: Grants = Counter(known.get("granted"))
+        found: Grants = Counter(known.get("own", {}).get("ask", {}).get("granted"))
         for each in self.store.grants() if self.store else ():
             found[each.key] += each.amount
         return found

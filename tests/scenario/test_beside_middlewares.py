@@ -185,6 +185,6 @@ async def test_per_call(kinds: Sequence[str], order: Order, signals: Signals) ->
     await scene.resume({each.id: forms[kind] for each, kind in zip(asked, kinds, strict=True)})
 
     assert scene.ran == (["search"] * 2 if "approve" in kinds else [])
-    assert scene.state()["langchain_quota"]["run_tools"] == {"__all__": 2}
+    assert scene.state()["langchain_quota"]["counts"]["run_tools"] == {"__all__": 2}
     check_history(scene.state()["messages"])
     scene.check_requests()

@@ -38,8 +38,8 @@ async def test_a_retry_holds_its_own_amount(
     await scene.play()
     assert when_paid == seen
     assert counts(store) == {GLOBAL: 100}
-    assert scene.state()["langchain_quota"]["run_spent"] == {TOTAL: 100}
-    assert scene.state()["langchain_quota"]["thread_model"] == 1
+    assert dict(scene.usage().run_spent) == {TOTAL: 100}
+    assert scene.state()["langchain_quota"]["counts"]["thread_model"] == 1
 
 
 @either

@@ -132,7 +132,7 @@ def test_a_hook_called_directly(message_id: str | None, signals: Signals) -> Non
     assert (bool(first), third) == (True, "a")
     assert [each.tool_call_id for each in merged[2:]] == [second, "a"]
     assert message_id is None or again["messages"][0].tool_calls == merged[1].tool_calls
-    assert update["langchain_quota"]["run_tools"] == {"__all__": 1}
+    assert update["langchain_quota"]["counts"]["run_tools"] == {"__all__": 1}
 
 
 @pytest.mark.parametrize("exit_behavior", ["continue", "end"])

@@ -126,7 +126,7 @@ async def test_a_call_that_had_begun(end: str, signals: Signals) -> None:
     assert kinds(scene) == ["human", "ai", "tool", "tool", "human", "ai"]
     assert "error" in {status for _, status in scene.answers()}
     assert scene.state()["thread_tool_call_count"] == {"__all__": 2, "search": 1}
-    assert scene.state()["langchain_quota"]["run_tools"].get("__all__", 0) == 0
+    assert scene.state()["langchain_quota"]["counts"]["run_tools"].get("__all__", 0) == 0
     assert scene.metric("tool:*", "refunded") == 0
     check_history(scene.state()["messages"])
     scene.check_requests()

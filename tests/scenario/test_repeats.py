@@ -380,7 +380,7 @@ async def test_what_is_remembered_is_bounded(signals: Signals) -> None:
     tools = [as_tool("search", echoing("about {query}"))]
     scene = Scene(signals, [*steps, [SEARCH] * 4, "done"], [RepeatLimit(3)], tools=tools)
     result = await scene.play()
-    kept = json.dumps(scene.state()["langchain_quota"]["repeats"])
+    kept = json.dumps(scene.state()["langchain_quota"]["own"]["repeats"])
     assert len(kept) < 10_000
     assert "rome" not in kept
     assert len(errors(result)) == 1

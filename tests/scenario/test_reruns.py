@@ -169,7 +169,7 @@ async def test_a_run_whose_checkpoints_are_lost(kind: Kind, keeps: int, signals:
     assert 2 <= len(set(started)) <= 3
     assert run_counts(store, "search") == [3]
     assert counts(store)["search:thread:thread-1"] == 3
-    state = scene.state()["langchain_quota"]
+    state = scene.state()["langchain_quota"]["counts"]
     assert run_counts(store, "model") == [state["run_model"]]
     assert state["run_tools"] == {"search": 3}
     scene.check_requests()

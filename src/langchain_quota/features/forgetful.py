@@ -4,7 +4,7 @@ from typing import Any
 
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.state import Ledger
+from langchain_quota.state import Own
 
 
 class Forgetful(Feature):
@@ -20,7 +20,7 @@ class Forgetful(Feature):
         self._limiter = limiter
         self._warned = False
 
-    def begin(self, state: Any, written: Ledger) -> None:  # noqa: ARG002 - not of interest
+    def begin(self, state: Any, own: Own) -> None:  # noqa: ARG002 - not of interest
         """Warn if neither a checkpointer nor a store keeps the counts of threads."""
         limiter, context = self._limiter, call_context(running_runtime(), model_name=None)
         has_store = limiter._store is not None  # noqa: SLF001 - the kernel gives it

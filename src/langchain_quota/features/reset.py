@@ -17,7 +17,7 @@ from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.context import prefix_in
 from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
 from langchain_quota.rule import stored_as
-from langchain_quota.state import UNUSED
+from langchain_quota.state import LEDGER, UNUSED
 from langchain_quota.stores.keys import CountKey
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
@@ -68,7 +68,9 @@ class Resettable(Limiter[Any, ContextT, ResponseT]):
             prefix = prefix_in(config, self._store.prefix)
             keys = thread_keys(self.limits, config, clock_of(self._store.store)(), prefix)
             await self._store.reset(form, keys)
-        await ask(form, agent, "update_state", config, dict(UNUSED), as_node=node)
+        own = {each.name: {**each.unused} for each in self.feature_kinds if each.unused}
+        unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": own}}
+        await ask(form, agent, "update_state", config, unused, as_node=node)
         # The update has made nodes due that must not run.
         await ask(form, agent, "update_state", config, None, as_node=END)
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")

@@ -4,7 +4,7 @@ The store numbers the root runs of a thread, so another process finds a run that
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -24,13 +24,18 @@ from langchain_quota.root_run import (
     thread_of,
     watch_root_runs,
 )
-from langchain_quota.state import ledger
+from langchain_quota.state import Own, own_of
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.recorder import Recorder
 
 
 class RootRuns(Feature):
     """Counts calls per root run."""
+
+    name = "root_runs"
+    unused: ClassVar[Mapping[str, Any]] = {"root_run": None, "root_used": {}}
+    """What names the root run in a store; what the store had counted of it, by key, when this agent
+    last asked."""
 
     @classmethod
     def of(cls, limiter: Any) -> "RootRuns | None":
@@ -48,6 +53,11 @@ class RootRuns(Feature):
     def __init__(self, store: StoreClient, recorder: Recorder) -> None:
         self._store = store
         self._recorder = recorder
+
+    def begin(self, state: Any, own: Own) -> None:
+        """A new run finds its root run again."""
+        if own_of(state, self.name):
+            own[self.name] = {**self.unused}
 
     async def root_run(self, form: Form, state: Any, caller: CallContext, prefix: str) -> str:
         """Whose calls a store counts together with those of the running node."""
@@ -84,7 +94,7 @@ class RootRuns(Feature):
         """Write what a resumed run needs to go on with the same counts."""
         run = root_run()
         if run is not None:
-            batch.written.update(run.unsaved(batch.known))
+            batch.keep(self.name, run.unsaved(own_of(batch.state, self.name)))
         return conclusion
 
     async def around_tool(
@@ -102,7 +112,7 @@ def _known(
     run: RootRun | None, state: Mapping[str, Any], caller: CallContext, recorder: Recorder
 ) -> str | None:
     """The subject if it is known without the store. A run that resumes has it in its state."""
-    known = ledger(state)
+    known = own_of(state, RootRuns.name)
     kept = known.get("root_run")
     if run is None or (kept is not None and run.subject is not None):
         return kept

@@ -91,8 +91,9 @@ class Batch:
     answered: bool = False
     # What a person answered at a limit.
     answer: Answer | None = None
-    # What features know of it, by their names, and what they write.
+    # What features know of it, by their names.
     own: dict[str, Any] = field(default_factory=dict)
+    # What is written beside what follows.
     written: Ledger = field(default_factory=Ledger)
     # Of tool calls: those that wait, and what is charged to them.
     middleware: str = ""
@@ -109,6 +110,11 @@ class Batch:
         """Ask for something else."""
         self.asked = [*asked]
         self.hits, self.index_of = hits_of(self.calls, self.asked)
+
+    def keep(self, feature: str, kept: Mapping[str, Any]) -> None:
+        """Write what a feature keeps."""
+        if kept:
+            self.written = merge_ledgers(self.written, Ledger(own={feature: {**kept}}))
 
     @property
     def message(self) -> str | None:

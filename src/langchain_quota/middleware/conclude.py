@@ -1,6 +1,6 @@
 """What follows from the answer about calls: decisions, what is written, refunds, an exception."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -50,11 +50,11 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
     after = {name: used + charged[name] for name, used in result.used.items()}
     update: Update = {LEDGER: written}
     if OF_RUN in asked.hits.amounts:
-        update[THREAD_MODEL], written["run_model"] = after[OF_THREAD], after[OF_RUN]
+        update[THREAD_MODEL], written["counts"] = after[OF_THREAD], {"run_model": after[OF_RUN]}
     else:
         # Budgets alone: another middleware may count calls where LangChain does.
-        written["thread_model"] = thread_model(batch.state) + 1
-        written["run_model"] = batch.used[OF_RUN] + 1
+        of_thread, of_run = thread_model(batch.state) + 1, batch.used[OF_RUN] + 1
+        written["counts"] = {"thread_model": of_thread, "run_model": of_run}
     written["final"] = _final(batch, after)
     return Conclusion(decisions, update)
 
@@ -254,7 +254,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
             counts.thread.setdefault(counter, 0)
             attempted[counter] = attempted.get(counter, 0) + 1
     before = known.get("batch")
-    waiting = known.get("begun_by", ())
+    waiting: Iterable[str] = known.get("begun_by", ())
     if before is not None and before["message"] == message:
         waiting = before.get("waiting", ())
     judged = ToolBatch(
@@ -262,7 +262,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
         calls=counts.calls,
         waiting=[each for each in waiting if each != batch.middleware],
     )
-    written = Ledger(run_tools=counts.run, batch=judged)
+    written = Ledger(counts={"run_tools": counts.run}, batch=judged)
     refusals = {each: dict(by_limit) for each, by_limit in (known.get("refusals") or {}).items()}
     for breach in breaches:
         limit = breach.limit.limit

@@ -35,6 +35,7 @@ from langchain_quota.state import (
     ModelCallLimitState,
     ToolCallLimitState,
     ledger,
+    merge_ledgers,
     run_model,
 )
 from langchain_quota.telemetry import Telemetry
@@ -283,8 +284,10 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         limits = now(self._limits_now("", "model", state, runtime))
         batch = model_batch(state, runtime, limits, task=self.name)
         update = now(self._concluded("", batch, partial(conclude_model, charging=False))) or {}
-        if "jump_to" not in update and ledger(state).get("model_counted"):
-            update[LEDGER] = {**update.get(LEDGER, {}), "model_counted": False}
+        if "jump_to" not in update and _is_counted(state):
+            update[LEDGER] = merge_ledgers(
+                update.get(LEDGER, {}), Ledger(counts={"model_counted": False})
+            )
         return update or None
 
     def _counted(
@@ -299,7 +302,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     ) -> Update:
         for after_model in self._hooks["after_model"]:
             after_model(state, saved=True)
-        if ledger(state).get("model_counted"):
+        if _is_counted(state):
             return {RUN_MODEL: run_model(state)}
         attempted = int(state.get("run_model_call_count") or 0) + 1
         name = newest_name(state.get("messages") or ())
@@ -311,8 +314,13 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         charged = status(fixed(self.limits[0]), model_counts(state), call.amount)
         # Two limiters count one call in one task.
         self._recorder.record_charge(call, charged, task_id=context.task(self.name))
-        written = Ledger(run_model=charged.run_used, model_counted=True)
+        written = Ledger(counts={"run_model": charged.run_used, "model_counted": True})
         return {THREAD_MODEL: charged.thread_used, LEDGER: written}
+
+
+def _is_counted(state: Mapping[str, Any]) -> bool:
+    """Whether the model call of this step is counted already."""
+    return ledger(state).get("counts", {}).get("model_counted", False)
 
 
 def _check_given(*limits: object) -> None:

@@ -1,7 +1,7 @@
 """The seam: what a feature may do around the one flow. Only what a feature overrides is called."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
 from langchain_core.messages import ToolMessage
@@ -13,7 +13,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Conclusion, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.rule import ResolvedLimits
-from langchain_quota.state import Ledger
+from langchain_quota.state import Own
 
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Limiter
@@ -25,6 +25,12 @@ ToolHandler = Callable[[ToolCallRequest], Awaitable[ToolAnswer]]
 
 class Feature:
     """A part of a middleware that is there only if one of its limits or options needs it."""
+
+    name: ClassVar[str] = ""
+    """The name under which the ledger has what it keeps, if it keeps anything."""
+
+    unused: ClassVar[Mapping[str, Any]] = {}
+    """What it keeps of a thread that has used nothing."""
 
     @classmethod
     def of(cls, limiter: "Limiter[Any, Any, Any]") -> "Feature | None":
@@ -43,8 +49,8 @@ class Feature:
     def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Learn the tools that an agent offers its model."""
 
-    def begin(self, state: Any, written: Ledger) -> None:
-        """Add to what a new run writes."""
+    def begin(self, state: Any, own: Own) -> None:
+        """Add to what a new run writes for features."""
 
     async def root_run(self, form: Form, state: Any, caller: CallContext, prefix: str) -> str:
         """Whose calls a store counts together in a root run."""

@@ -33,7 +33,15 @@ from langchain_quota.middleware.history import (
     unfinished_calls,
 )
 from langchain_quota.rule import OnStoreError, ResolvedLimits
-from langchain_quota.state import LEDGER, NEW_RUN, THREAD_TOOLS, Ledger, ledger, thread_tools
+from langchain_quota.state import (
+    LEDGER,
+    NEW_RUN,
+    THREAD_TOOLS,
+    Ledger,
+    ledger,
+    merge_ledgers,
+    thread_tools,
+)
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, recorder_of
@@ -166,15 +174,15 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             **NEW_RUN,
             "run": before.get("run") or context.run(),
             "turn": known.get("turn") if begun else _turn(history),
-            "begun_by": [*before.get("begun_by", ()), self.name],
-            "model_mode": self._checked_mode(before.get("model_mode")),
+            "begun_by": self._also_begun(before.get("begun_by", {})),
             "owed": counts.owed,
+            "own": {},
         }
         batch = known.get("batch")
         if batch is not None:
             written["batch"] = {**batch, "calls": counts.calls}
         for begin in self._hooks["begin"]:
-            begin(state, written)
+            begin(state, written["own"])
         return {**update, LEDGER: written}
 
     def _taken_back(self, state: Mapping[str, Any], context: CallContext) -> ToolCounts:
@@ -202,13 +210,12 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._recorder.record_refunds(refunds)
         return counts
 
-    def _checked_mode(self, begun: str | None) -> str | None:
-        """How this run counts model calls, from all middlewares that have begun it."""
-        own = self._model_mode
-        if begun is None or own is None:
-            return own or begun
-        if begun == own == "returned":
-            return own
+    def _also_begun(self, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
+        """The middlewares that have begun a run, this one included."""
+        made = {**begun_by, self.name: self._model_mode}
+        counting = [each for each in made.values() if each is not None]
+        if self._model_mode is None or len(counting) == 1 or {*counting} == {"returned"}:
+            return made
         raise RuntimeError(
             f"{self.name} and another middleware of this agent both count its model calls: put "
             "all model limits into one QuotaMiddleware"
@@ -341,7 +348,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             # Later steps of the run belong to this trace.
             batch.written["trace"] = dict(told.trace)
         if batch.written:
-            update = {**(update or {}), LEDGER: {**(update or {}).get(LEDGER, {}), **batch.written}}
+            written = merge_ledgers((update or {}).get(LEDGER, {}), batch.written)
+            update = {**(update or {}), LEDGER: written}
         if self._observers.present:
             await ask(form, self._observers, "notify", conclusion.decisions, told)
         return update

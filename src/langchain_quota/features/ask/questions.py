@@ -23,7 +23,7 @@ from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.rule import ResolvedLimits
-from langchain_quota.state import Ledger, ledger
+from langchain_quota.state import Own, own_of
 from langchain_quota.stores.grants import MAX_TEXT, Granting
 from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.units import Unit, as_dollars
@@ -34,6 +34,8 @@ _Needs = Mapping[tuple[str, Scope], int]
 
 class Questions(Feature):
     """Asks people at the limits of a middleware."""
+
+    name = "ask"
 
     @classmethod
     def of(cls, limiter: Any) -> "Questions | None":
@@ -64,7 +66,7 @@ class Questions(Feature):
         self._limiter = limiter
         self._recorder: Recorder = limiter._recorder  # noqa: SLF001 - the same
 
-    def begin(self, state: Any, written: Ledger) -> None:
+    def begin(self, state: Any, own: Own) -> None:
         """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
         context = call_context(running_runtime(), model_name=None)
         if not (context.remembers or context.invocation):
@@ -72,14 +74,14 @@ class Questions(Feature):
                 f"limit {self._limit!r} has exit_behavior='ask', and a run that waits for a person "
                 "needs a checkpointer: create_agent(…, checkpointer=…)"
             )
-        granted = ledger(state).get("granted") or {}
+        granted = _granted(state)
         if granted:
             of_thread = {name: n for name, n in granted.items() if name.endswith(f"/{THREAD}")}
-            written["granted"] = of_thread
+            own[self.name] = {"granted": of_thread}
 
     def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
         """Raise limits by what people have granted in the thread's state."""
-        return limits.raised(ledger(state).get("granted") or {})
+        return limits.raised(_granted(state))
 
     def unanswered(self, batch: Batch) -> None:
         """Fail a run that is resumed with an answer; it can be resumed again."""
@@ -112,9 +114,9 @@ class Questions(Feature):
             checks(again)
         again.answer = answer
         if more:
-            known = ledger(batch.state).get("granted") or {}
+            known = _granted(batch.state)
             more = {name: known.get(name, 0) + amount for name, amount in more.items()}
-            again.written["granted"] = {**known, **more}
+            again.keep(self.name, {"granted": {**known, **more}})
         # Nobody is asked about what is refused now.
         asking = again.limits.asking
         again.stops = {name: n for name, n in again.stops.items() if name not in asking}
@@ -147,6 +149,11 @@ class Questions(Feature):
         return answer
 
 
+def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:
+    """What people have granted to the thread and to this run, if the state counts them."""
+    return own_of(state, Questions.name).get("granted") or {}
+
+
 class Exhausted(NamedTuple):
     """A threshold that an approval raises, and by how much."""
 
@@ -168,7 +175,7 @@ class Question:
         self.exhausted: list[Exhausted] = []
         # How much an approval grants, by the name of the limit.
         self.offered: dict[str, int] = {}
-        in_state = ledger(request.state).get("granted") or {}
+        in_state = _granted(request.state)
         for resolved in request.limits.limits if needs else ():
             limit = resolved.limit
             rows = [each for each in resolved.checks if (limit.name, each.scope) in needs]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Any
+from typing import Any, ClassVar, TypedDict
 from uuid import uuid4
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
@@ -25,6 +25,7 @@ from langchain_quota.decision import STORE
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import Charging, Step
 from langchain_quota.features.budgets.estimates import asked_of
+from langchain_quota.features.budgets.late_use import OWN
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import check_prices, resolve_prices
 from langchain_quota.features.budgets.settlements import Hold, settlements
@@ -45,12 +46,14 @@ from langchain_quota.middleware.feature import Feature, Handler
 from langchain_quota.rule import Asked, ResolvedLimits, run_counter
 from langchain_quota.state import (
     LEDGER,
-    NOTHING_SPENT,
     THREAD_MODEL,
-    Admitted,
+    Amounts,
+    Counts,
     Ledger,
+    Own,
     ledger,
     merge_ledgers,
+    own_of,
 )
 
 LEASE = 900
@@ -59,8 +62,28 @@ because the process has died. A call that takes longer is charged nevertheless; 
 its amount by then. Clients of providers give up after 600 seconds by default."""
 
 
+_NEW_RUN: Mapping[str, Any] = {"run_spent": {}, "admitted": None, "error": None}
+"""What a run begins with."""
+
+
+class _Admitted(TypedDict):
+    """A model call that is let through, and told when its request is known."""
+
+    # The counts before it, by counter.
+    used: dict[str, int]
+    # What a store charged.
+    keys: Amounts
+
+
 class Budgets(Feature):
     """Charges the model calls of an agent to its budgets."""
+
+    # The ledger also has:
+    # - `spent_by`: names the newest call whose use is in it. This process may know later ones.
+    # - `admitted`: the model call that is let through and not told yet.
+    # - `error`: what is raised behind the model's step: the counts, the limits, and the text.
+    name = OWN
+    unused: ClassVar[Mapping[str, Any]] = {"thread_spent": {}, **_NEW_RUN}
 
     @classmethod
     def of(cls, limiter: Any) -> "Budgets | None":
@@ -104,10 +127,10 @@ class Budgets(Feature):
         if self._charges_all:
             watch_all_models()
 
-    def begin(self, state: Any, written: Ledger) -> None:
+    def begin(self, state: Any, own: Own) -> None:
         """A new run has used nothing; its thread has what calls of the last run have used."""
         self._late.forget(state)
-        written.update({**self._late.of(state), **NOTHING_SPENT})
+        own[self.name] = {**self._late.of(state), **_NEW_RUN}
 
     async def known(self, form: Form, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
         """Charge what tools, sub-agents and other middlewares have used."""
@@ -125,7 +148,7 @@ class Budgets(Feature):
         if batch.pending is None:
             self._late.forget(batch.state)
             batch.used |= self._late.counts(batch.state)
-            batch.written.update(self._late.of(batch.state))
+            batch.keep(self.name, self._late.of(batch.state))
 
     def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
         """A call with a reserve is told when its request is known."""
@@ -137,9 +160,10 @@ class Budgets(Feature):
         ):
             return conclusion
         keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
-        batch.written["admitted"] = Admitted(
+        admitted = _Admitted(
             used=dict(batch.counted), keys={key: amount for key, amount in keys.items() if amount}
         )
+        batch.keep(self.name, {"admitted": admitted})
         return conclusion._replace(decisions=())
 
     def after_model(self, state: Any, *, saved: bool) -> None:
@@ -149,11 +173,11 @@ class Budgets(Feature):
             graph = running_graph() if self._charges_all else None
             if graph is not None and graph.step is not None:
                 graph.step = graph.step._replace(state={LEDGER: ledger(state)})
-        known = ledger(state)
-        error = known.get("error")
+        error = own_of(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
-            raise self._errors.pop(known.get("ended") or "", None) or ModelCallLimitExceededError(
+            ended = ledger(state).get("ended") or ""
+            raise self._errors.pop(ended, None) or ModelCallLimitExceededError(
                 *numbers, message=text
             )
 
@@ -188,8 +212,8 @@ class Budgets(Feature):
                 await charge(form if waits else None, runs=made.runs())
                 raise
         runs = made.runs()
-        known = merge_ledgers(written.get(LEDGER, {}), await charge(form, runs=runs))
-        written[LEDGER] = merge_ledgers(known, Ledger(admitted=None))
+        kept = {**await charge(form, runs=runs), "admitted": None}
+        written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: kept}))
         for run in runs:
             if run.usage.estimated and run.succeeded:
                 model = next(iter(run.usage.models), "")
@@ -226,7 +250,7 @@ class Budgets(Feature):
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
         try:
-            if self._reserves and not made_before and batch.known.get("admitted"):
+            if self._reserves and not made_before and self._admitted(batch):
                 told = self._told(batch, step.limits, result)
                 written.update(await limiter._tell(form, batch, told) or {})  # noqa: SLF001
         except (Exception, CancelledError):
@@ -262,7 +286,7 @@ class Budgets(Feature):
 
     def _told(self, batch: Batch, limits: ResolvedLimits, result: AcquireResult) -> Conclusion:
         """What is decided about the call by all limits, those that judged it before included."""
-        admitted = batch.known.get("admitted")
+        admitted = self._admitted(batch)
         # The state has counted the call by now.
         held = {check.counter: result.used[check.counter] for check in batch.asked[0].checks}
         used = {**(admitted["used"] if admitted else {}), **held}
@@ -291,26 +315,32 @@ class Budgets(Feature):
         if error is not None:
             message = AIMessage(str(error), name=batch.context.own_name, id=str(uuid4()))
             numbers = [error.thread_count, error.run_count, error.thread_limit, error.run_limit]
-            written = Ledger(ended=message.id, error=[*numbers, str(error)])
+            kept = {"error": [*numbers, str(error)]}
+            written = Ledger(ended=message.id, own={self.name: kept})
             update = {"messages": [message], LEDGER: written}
             self._errors[str(message.id)] = error
-        admitted = batch.known.get("admitted")
+        admitted = self._admitted(batch)
         if not made_before:
             # It was let through and counted before.
-            known: Ledger = update[LEDGER]
-            known["run_model"] = max(0, batch.used[OF_RUN] - 1)
+            known = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
             of_thread = max(0, batch.used[OF_THREAD] - 1)
             if any(not each.is_budget for each in batch.given.limits):
                 update[THREAD_MODEL] = of_thread
             else:
                 known["thread_model"] = of_thread
+            update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=known))
             if admitted and admitted["keys"]:
                 back = {key: -amount for key, amount in admitted["keys"].items()}
                 made = (Compensation(uuid4().hex, back),)
                 await self._charging.settle(form, AcquireRequest("", "", compensations=made))
-        update[LEDGER] = merge_ledgers(update[LEDGER], self._late.of(batch.state))
+        batch.keep(self.name, self._late.of(batch.state))
         told = conclusion._replace(update=update)
         return await self._limiter._tell(form, batch, told) or update  # noqa: SLF001 - the kernel's
+
+    def _admitted(self, batch: Batch) -> _Admitted | None:
+        """The model call of a batch, if it was let through before and is not told yet."""
+        admitted: _Admitted | None = own_of(batch.state, self.name).get("admitted")
+        return admitted
 
     def _admit(self, step: Step) -> Callable[[ModelUsage], None]:
         """A check that a model has a price, also if a middleware has chosen another model."""

@@ -17,7 +17,6 @@ from langchain_quota.limits.budgets import CostLimit, Prices
 from langchain_quota.limits.model_usage import ModelUsage, charged_tokens
 from langchain_quota.limits.options import BUDGETS, MICRODOLLARS, whole_amount
 from langchain_quota.rule import ResolvedLimits
-from langchain_quota.state import Ledger
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -73,7 +72,7 @@ class Charging:
         hold: Hold | None = None,
         *,
         task: str | None = None,
-    ) -> Ledger:
+    ) -> Mapping[str, Any]:
         """Charge model runs, those of the agent's own call in place of what is held for it.
 
         Without a form nobody waits for the store. It gives what is to be written to the state.

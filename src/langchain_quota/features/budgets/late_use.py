@@ -10,7 +10,10 @@ from uuid import uuid4
 
 from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.middleware.calls import budget_counts
-from langchain_quota.state import LEDGER, Ledger, ledger, spent
+from langchain_quota.state import LEDGER, ledger, own_of
+
+OWN = "budgets"
+"""The name under which the ledger has what budgets keep."""
 
 MAX_LATE = 10_000
 """The most runs for which this process keeps what the state may not have."""
@@ -20,7 +23,7 @@ class _Kept(NamedTuple):
     """The newest counts of a run, and the names of the uses that lead to them, in order."""
 
     names: tuple[str, ...] = ()
-    counts: Ledger = Ledger()
+    counts: Mapping[str, Any] = {}
     # The task of the newest call.
     task: str | None = None
 
@@ -35,15 +38,15 @@ class LateUse:
         self._kept: dict[str, _Kept] = {}
         self._lock = fork_safe_lock()
 
-    def of(self, state: Mapping[str, Any]) -> Ledger:
+    def of(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The newest counts of the state's run; empty if the state has them."""
         run, newest = _place(state)
         kept = self._kept.get(run, _Kept())
-        return kept.counts if newest in kept.names[:-1] else Ledger()
+        return kept.counts if newest in kept.names[:-1] else {}
 
     def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
         """What is used of budgets, by the name of the count."""
-        return budget_counts({LEDGER: {**ledger(state), **self.of(state)}})
+        return budget_counts({LEDGER: {"own": {OWN: {**own_of(state, OWN), **self.of(state)}}}})
 
     def has_made(self, task: str | None, state: Mapping[str, Any]) -> bool:
         """Whether the newest call of the state's run was made in this task."""
@@ -62,23 +65,21 @@ class LateUse:
 
     def keep(
         self, state: Mapping[str, Any], amounts: Mapping[str, int], task: str | None = None
-    ) -> Ledger:
+    ) -> Mapping[str, Any]:
         """Keep what was used until it is written; the counts with it, which are to be written."""
         run, newest = _place(state)
         with self._lock:
             kept = self._kept.pop(run, _Kept())
-            of_thread, of_run = spent({LEDGER: kept.counts})
             if newest not in kept.names:
-                kept = _Kept((newest,))
-                of_thread, of_run = spent(state)
-            counts = Ledger(
-                thread_spent=added([of_thread, amounts]),
-                run_spent=added([of_run, amounts]),
-                spent_by=uuid4().hex,
-            )
+                kept = _Kept((newest,), own_of(state, OWN))
+            name = uuid4().hex
+            counts = {
+                "thread_spent": added([kept.counts.get("thread_spent") or {}, amounts]),
+                "run_spent": added([kept.counts.get("run_spent") or {}, amounts]),
+                "spent_by": name,
+            }
             if run:
-                names = *kept.names, str(counts["spent_by"])
-                self._kept[run] = _Kept(names, counts, task or kept.task)
+                self._kept[run] = _Kept((*kept.names, name), counts, task or kept.task)
             if len(self._kept) > MAX_LATE:
                 del self._kept[next(iter(self._kept))]
             return counts
@@ -95,5 +96,4 @@ def added(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _place(state: Mapping[str, Any]) -> tuple[str, str]:
     """The run of a state, and the newest use that it has; empty for none."""
-    known = ledger(state)
-    return known.get("run") or "", known.get("spent_by") or ""
+    return ledger(state).get("run") or "", own_of(state, OWN).get("spent_by") or ""

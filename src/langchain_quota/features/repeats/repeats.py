@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from langchain_core.messages import AnyMessage
 
@@ -22,7 +22,7 @@ from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.rule import Asked, Check, ResolvedLimit, run_counter, thread_counter
-from langchain_quota.state import Ledger, ledger
+from langchain_quota.state import Own, own_of
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 
@@ -42,6 +42,10 @@ class _Known:
 class Repeats(Feature):
     """Refuses calls that repeat earlier ones."""
 
+    name = "repeats"
+    unused: ClassVar[Mapping[str, Any]] = {"repeats": {}}
+    """The tool calls of this run, as each limit remembers them, by middleware and name."""
+
     @classmethod
     def of(cls, limiter: Any) -> "Repeats | None":
         """The feature, if a limit is one on repeats."""
@@ -52,14 +56,14 @@ class Repeats(Feature):
         self._limiter = limiter
         self._limits = limits
 
-    def begin(self, state: Any, written: Ledger) -> None:
+    def begin(self, state: Any, own: Own) -> None:
         """A new run may repeat what an earlier one did."""
-        if ledger(state).get("repeats"):
-            written["repeats"] = {}
+        if _records(state):
+            own[self.name] = {**self.unused}
 
     def counts(self, state: Any) -> dict[str, int]:
         """How often the most repeated call or failure has come, by the name of the counter."""
-        records = (ledger(state).get("repeats") or {}).get(self._limiter.name, {})
+        records = _records(state).get(self._limiter.name, {})
         found: dict[str, int] = {}
         for limit in self._limits:
             most = most_repeated(records.get(limit.name, NOTHING), state.get("messages") or ())
@@ -73,15 +77,20 @@ class Repeats(Feature):
         known = _Message(self._limits, batch)
         batch.ask(known.ask(batch.asked))
         batch.used |= known.used
-        batch.own["repeats"] = known
+        batch.own[self.name] = known
 
     def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
         """Remember the calls."""
-        known: _Message | None = batch.own.get("repeats")
+        known: _Message | None = batch.own.get(self.name)
         if known is not None and conclusion.error is None:
             runs = [each.outcome not in _NOT_RUN for each in conclusion.decisions]
-            batch.written["repeats"] = known.noted(runs)
+            batch.keep(self.name, {"repeats": known.noted(runs)})
         return conclusion
+
+
+def _records(state: Mapping[str, Any]) -> Mapping[str, dict[str, Record]]:
+    """What the limits of all middlewares remember."""
+    return own_of(state, Repeats.name).get("repeats") or {}
 
 
 class _Message:
@@ -93,7 +102,7 @@ class _Message:
         self._middleware = batch.middleware
         self._message = pending.message.id or ""
         self._calls = pending.calls
-        self._records = ledger(state).get("repeats") or {}
+        self._records = _records(state)
         messages: Sequence[AnyMessage] = state.get("messages") or ()
         own = self._records.get(batch.middleware, {})
         self._known = {
