@@ -12,7 +12,7 @@ from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import CallContext, fixed
 from langchain_quota.rule import (
-    Outage,
+    OnStoreError,
     ResolvedLimit,
     ResolvedLimits,
     run_counter,
@@ -59,7 +59,7 @@ def judge(
     *,
     stops: bool = True,
     charging: bool = True,
-    outage: Outage | None = None,
+    outage: OnStoreError | None = None,
     kept: Mapping[str, int] | None = None,
 ) -> Judged:
     """Judge calls by counts that are given by what is counted.

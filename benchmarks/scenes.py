@@ -240,7 +240,7 @@ class _Wrapping(AgentMiddleware[Any, Any, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        vars(self)["awrap_model_call"] = untraced(self)
+        vars(self)["awrap_model_call"] = untraced(self, "awrap_model_call")
 
     async def awrap_model_call(
         self,

@@ -315,6 +315,31 @@ async def test_a_resume_in_another_process(tampered: Any, form: Any, signals: Si
     assert third.ran == ["search"] * 2
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_remark_before_the_tools(elsewhere: Any, signals: Signals) -> None:
+    """A node between model and tools may add a message: the calls are judged once all the same."""
+    store, saver, ran = MemoryStore(), InMemorySaver(), list[str]()
+    limit, tools = ToolCallLimit("search", thread_limit=1), [recording("search", ran)]
+
+    def remark(_: MessagesState) -> Any:
+        interrupt("Go on?")
+        return {"messages": [HumanMessage("a remark")]}
+
+    def worker() -> Any:
+        limits = GraphQuota([limit], store=store, telemetry=signals.telemetry)
+        model = limits.model(ScriptedChatModel(script=[["search"]]), tools)
+        graph: Any = StateGraph(MessagesState)
+        graph.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
+        graph.add_edge(START, "model").add_node(remark).add_node("tools", limits.tools(tools))
+        graph.add_edge("model", "remark").add_edge("remark", "tools")
+        return graph.compile(checkpointer=saver)
+
+    first = worker()
+    await first.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+    await (worker() if elsewhere else first).ainvoke(Command(resume="yes"), CONFIG)
+    assert (ran, counts(store)["search:thread:thread-1"]) == (["search"], 1)
+
+
 async def test_an_interrupt_in_a_tool(signals: Signals) -> None:
     """A run that waits goes on with what is left, and its calls are charged once."""
     ran: list[str] = []

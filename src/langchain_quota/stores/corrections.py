@@ -29,7 +29,7 @@ _FIRST, _LONGEST = 1.0, 30.0
 
 
 class PendingCompensations:
-    """StoreClient that the store has not confirmed, the oldest first."""
+    """Corrections that the store has not confirmed, the oldest first."""
 
     # Only one request at a time carries old ones. Otherwise every caller would send the same ones
     # to a store that has just come back. It carries those of its own prefix: the node of another

@@ -217,14 +217,14 @@ class _Limits(InlineQuotaMiddleware[Any, Any]):
         known = known.get(key) if isinstance(known, Mapping) else getattr(known, key, known)
         history = [each for each in known or () if not isinstance(each, dict)]
         run = await self._run(form, history)
-        message: Any = next((each for each in reversed(history) if each.type == "ai"), None)
+        message, is_open = _message_of(calls, history)
         made = [(message and message.id, each["id"], each["name"]) for each in calls]
         info = getattr(running_runtime(), "execution_info", None)
         work = _digest(uuid4() if info is None else info.task_id, made)
         if work in run.judged:
             await self._pass_over(form, work)
             return {**run.state, "messages": history}, run.judged[work]
-        if history and message is history[-1]:
+        if is_open:
             await self._read_mark(form, run, message)
         # What is taken here is a further call in another task.
         taken = {each: run.waiting.pop(each, _UNKNOWN) for each in {*made}}
@@ -458,6 +458,16 @@ class _LimitedModel(BaseChatModel):
 
     def _generate(self, messages: Any, *_: Any, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self.invoke(messages, **options))])
+
+
+def _message_of(calls: Sequence[Any], history: Sequence[Any]) -> tuple[Any, bool]:
+    """The message that made the calls, if it is there, and whether they have no answer yet."""
+    ids, answered = {each["id"] for each in calls}, set[Any]()
+    for message in reversed(history):
+        if message.type == "ai" and ids <= {each["id"] for each in message.tool_calls}:
+            return message, ids.isdisjoint(answered)
+        answered.add(getattr(message, "tool_call_id", None))
+    return None, False
 
 
 def _as_tools(tools: Tools) -> tuple[Any, ...]:
