@@ -5,13 +5,10 @@ from typing import Any
 import langchain.agents.middleware as langchain_middleware
 import pytest
 from langchain.agents.middleware import HumanInTheLoopMiddleware
-from langchain_core.messages import HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import Limit, ModelCallLimit, RepeatLimit, TokenLimit, ToolCallLimit
 from tests.scene import CONFIG, Scene, model_limiter, tool_limiter
 from tests.telemetry import Signals
-from tests.tokens import TOTAL, answer, spent
 
 
 def for_ever(messages: Any) -> list[str]:
@@ -61,55 +58,3 @@ async def test_a_thread_begun_under_langchains_limiters(signals: Signals) -> Non
 
     assert scene.ran == ["search"]
     assert len(scene.model.calls) == 2
-
-
-SAVED: dict[str, Any] = {
-    "run": "a-run",
-    "root_run": None,
-    "root_used": {},
-    "run_tools": {"search": 1},
-    "run_model": 2,
-    "thread_model": 5,
-    "model_counted": False,
-    "refusals": {},
-    "refused": None,
-    "ended": None,
-    "final": "",
-    "trace": None,
-    "turn": "question",
-    "begun_by": ["QuotaMiddleware"],
-    "model_mode": "admitted",
-    "owed": {},
-    "thread_spent": {TOTAL: 700},
-    "run_spent": {TOTAL: 200},
-    "spent_by": "a-call",
-    "admitted": None,
-    "error": None,
-    "granted": {"model/run": 1},
-    "batch": None,
-    "repeats": {},
-}
-"""What the version before kept of a thread in mid-run, beside LangChain's keys."""
-
-
-async def test_a_thread_that_the_version_before_has_saved(signals: Signals) -> None:
-    """It goes on in mid-run with all its counts: calls, tokens, and what a person has granted."""
-    limits: list[Limit] = [
-        ModelCallLimit(run_limit=3, exit_behavior="ask"),
-        ToolCallLimit("search", run_limit=2),
-        TokenLimit(thread_limit=800),
-        RepeatLimit(9),
-    ]
-    script = [answer(30, ("search", {"query": each})) for each in "ab"]
-    scene = Scene(signals, script, limits)
-    saved = {"messages": [HumanMessage("hi", id="question")], "langchain_quota": SAVED}
-    scene.agent.update_state(CONFIG, saved, as_node="QuotaMiddleware.before_agent")
-    assert (scene.usage().model, scene.usage().run_model, spent(scene)) == (5, 2, (700, 200))
-
-    result = await scene.go_on()
-    # One call is left of the limit, and one of the grant.
-    assert (len(scene.model.calls), scene.ran) == (2, ["search"])
-    assert "__interrupt__" in result
-    assert (scene.usage().run_model, dict(scene.usage().run_tools)) == (4, {"search": 2})
-    assert spent(scene) == (760, 260)
-    assert len(scene.state()["langchain_quota"]) <= 12
