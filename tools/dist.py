@@ -304,7 +304,9 @@ def check_types(there: Elsewhere) -> None:
         DistError: A type checker finds something.
     """
     # Packages that users of the API have, too.
-    there.install("redis", "starlette", "--group", f"{ROOT / 'pyproject.toml'}:lint")
+    there.install(
+        "opentelemetry-sdk", "redis", "starlette", "--group", f"{ROOT / 'pyproject.toml'}:lint"
+    )
     shutil.copytree(
         ROOT / "tests" / "typing",
         there.directory / "api",
