@@ -114,29 +114,29 @@ _tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict["StoreClient", asyncio
 )
 
 
-def send_later(corrections: "StoreClient") -> None:
+def send_later(client: "StoreClient") -> None:
     """Send what no next request takes along, at the latest when the loop or the process ends."""
-    _at_exit.add(corrections)
+    _at_exit.add(client)
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return
     tasks = _tasks.setdefault(loop, {})
-    if "async" in corrections.forms and corrections not in tasks:
-        task = tasks[corrections] = loop.create_task(_until_sent(corrections))
-        task.add_done_callback(lambda _: tasks.pop(corrections, None))
+    if "async" in client.forms and client not in tasks:
+        task = tasks[client] = loop.create_task(_until_sent(client))
+        task.add_done_callback(lambda _: tasks.pop(client, None))
 
 
-async def _until_sent(corrections: "StoreClient") -> None:
+async def _until_sent(client: "StoreClient") -> None:
     wait = _FIRST
     try:
-        while corrections.waits():
+        while client.waits():
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST)
-            await corrections.send_waiting("a")
+            await client.send_waiting("a")
     except asyncio.CancelledError:
         # The event loop ends.
-        await corrections.send_waiting("a")
+        await client.send_waiting("a")
         raise
 
 
