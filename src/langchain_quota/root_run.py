@@ -36,6 +36,9 @@ from langchain_quota.telemetry.logs import logger
 _METADATA = "__langchain_quota_root_run"
 """The key of the metadata that name the root run; checkpoints leave out keys that begin so."""
 
+DECISION = "llm"
+"""The type by which callbacks tell a decision model of LangChain 1.5 from other chains."""
+
 Lost = Literal["inside", "thread"]
 """Why a run may belong to another root run: it began inside one, or in a thread without context."""
 

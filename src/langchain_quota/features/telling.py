@@ -13,7 +13,7 @@ from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
 from langchain_quota.limits.options import INPUT_TOKENS, MICRODOLLARS, OUTPUT_TOKENS, TOTAL_TOKENS
 from langchain_quota.limits.repeats import RepeatLimit
-from langchain_quota.middleware.calls import budget_counts, model_counts
+from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.rule import ResolvedLimits, run_counter, thread_counter
 from langchain_quota.state import ledger, run_tools, thread_tools
@@ -80,9 +80,10 @@ class Telling(Feature):
             limits, kept = limits.without_store("allow"), {}
         limits = limits.raised({key: each.granted for key, each in kept.items()})
         used = {key: each.used for key, each in kept.items()}
-        counts = counts_now(_state(request), limits, used)
+        own: dict[str, int] = {}
         for more in limiter._hooks["counts"]:  # noqa: SLF001 - the same
-            counts |= more(request.state)
+            own |= more(request.state)
+        counts = counts_now(_state(request), limits, used, own)
         notes = []
         if self._tells:
             near = limiter._recorder.near  # noqa: SLF001 - the same
@@ -102,17 +103,17 @@ def counts_now(
     state: Mapping[str, Any],
     limits: ResolvedLimits,
     kept: Mapping[str, int],
+    own: Mapping[str, int],
 ) -> dict[str, int]:
-    """The counts by the name of the counter: the store's, and the state's for all others."""
+    """The counts by the name of the counter: the store's, those of features, and the state's."""
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
-    if limits.budgets:
-        counts |= budget_counts(state)
     for each in limits.limits:
         if each.limit.kind == "tool":
             counter = each.limit.counter
             counts[thread_counter(each.limit)] = thread.get(counter, 0)
             counts[run_counter(each.limit)] = run.get(counter, 0)
+    counts |= own
     for each in limits.limits:
         for check in each.checks:
             counts[check.counter] = counts.get(check.counter, 0)

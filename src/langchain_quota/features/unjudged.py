@@ -15,9 +15,9 @@ from langgraph.errors import GraphInterrupt
 
 from langchain_quota.decision import Kind
 from langchain_quota.middleware.calls import Batch, Conclusion
-from langchain_quota.middleware.context import DECISION, running_agent, running_config
+from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.root_run import RootRun, root_run, watch_root_runs
+from langchain_quota.root_run import DECISION, RootRun, root_run, watch_root_runs
 from langchain_quota.telemetry.recorder import Recorder
 
 MOST_CALLS = 10_000

@@ -25,19 +25,17 @@ from langchain_quota.admission import (
 )
 from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import RUN, THREAD, Answer, Call, Decision, Exit, Refund
-from langchain_quota.limits.options import BUDGETS, MODEL
+from langchain_quota.limits.options import MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.counts import ToolCounts
 from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
 from langchain_quota.rule import Asked, OnStoreError, ResolvedLimits, hits_of
 from langchain_quota.state import (
-    LEDGER,
     Amounts,
     Ledger,
     ledger,
     merge_ledgers,
     run_model,
-    spent,
     thread_model,
 )
 
@@ -47,10 +45,6 @@ Update = dict[str, Any]
 OF_THREAD = f"{MODEL}/{THREAD}"
 OF_RUN = f"{MODEL}/{RUN}"
 """The names of the counts of model calls."""
-
-
-_BUDGETS = [(each, f"{each}/{THREAD}", f"{each}/{RUN}") for each in BUDGETS]
-"""What model calls use, and the names of its counts."""
 
 
 class Conclusion(NamedTuple):
@@ -217,13 +211,6 @@ def with_state(request: ModelRequest[Any], state: Any) -> ModelRequest[Any]:
     return made
 
 
-def with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
-    """The request, with something else in its ledger."""
-    state: Any = copy(request.state)
-    state[LEDGER] = merge_ledgers(ledger(state), known)
-    return with_state(request, state)
-
-
 def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
     """The state's counts of model calls, by the name of the counter."""
     return {OF_THREAD: thread_model(state), OF_RUN: run_model(state)}
@@ -248,21 +235,6 @@ def model_batch(
         stops=limits.stops,
         refunds=known.get("owed") or {},
     )
-
-
-def model_call(state: Mapping[str, Any], runtime: Any) -> Call:
-    """The model call that is being made."""
-    context = model_context(state, runtime)
-    return Call("model", agent=context.agent, thread_id=context.thread_id)
-
-
-def budget_counts(state: Mapping[str, Any]) -> dict[str, int]:
-    """What model calls have used of budgets, by the name of the counter."""
-    of_thread, of_run = spent(state)
-    counts = {}
-    for counter, thread, run in _BUDGETS:
-        counts[thread], counts[run] = of_thread.get(counter, 0), of_run.get(counter, 0)
-    return counts
 
 
 def model_context(state: Mapping[str, Any], runtime: Any) -> CallContext:

@@ -1,15 +1,13 @@
 """The caller, its agent, thread and run, and the limits that depend on them."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
-from langchain_core.runnables import RunnableConfig, ensure_config
-from langchain_core.runnables.config import var_child_runnable_config
+from langchain_core.runnables import RunnableConfig
 from langgraph.config import get_config
 from langgraph.runtime import get_runtime
 
@@ -22,9 +20,6 @@ from langchain_quota.rule import Check, ResolvedLimit, ResolvedLimits, stored_as
 from langchain_quota.state import ledger
 from langchain_quota.stores.keys import CountKey, check_prefix
 from langchain_quota.telemetry.recorder import Recorder
-
-DECISION = "llm"
-"""The type by which callbacks tell a decision model of LangChain 1.5 from other chains."""
 
 
 class CallContext(NamedTuple):
@@ -121,19 +116,6 @@ def running_runtime(work: str = "") -> Any:
     if not work or info is None:
         return runtime
     return runtime.override(execution_info=replace(info, task_id=f"{info.task_id}/{work}"))
-
-
-@contextmanager
-def running_as(agent: str | None, config: RunnableConfig | None = None) -> Iterator[RunnableConfig]:
-    """Run under an agent's name, as LangGraph does for an agent that has one."""
-    given = ensure_config(config)
-    if agent is not None:
-        given["metadata"] = {**given.get("metadata", {}), "lc_agent_name": agent}
-    token = var_child_runnable_config.set(given)
-    try:
-        yield given
-    finally:
-        var_child_runnable_config.reset(token)
 
 
 def running_config() -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ the store, where it replaces what was held.
 
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
@@ -21,11 +22,11 @@ from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, admit
 from langchain_quota.arguments import check_choice, check_switch
 from langchain_quota.concurrency import Form, now
-from langchain_quota.decision import STORE
+from langchain_quota.decision import STORE, Call
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import Charging, Step
 from langchain_quota.features.budgets.estimates import asked_of
-from langchain_quota.features.budgets.late_use import OWN
+from langchain_quota.features.budgets.late_use import OWN, counts_of
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import check_prices, resolve_prices
 from langchain_quota.features.budgets.settlements import Hold, settlements
@@ -37,9 +38,8 @@ from langchain_quota.middleware.calls import (
     Conclusion,
     Update,
     model_batch,
-    model_call,
     model_context,
-    with_ledger,
+    with_state,
 )
 from langchain_quota.middleware.conclude import conclude_model
 from langchain_quota.middleware.feature import Feature, Handler
@@ -137,11 +137,15 @@ class Budgets(Feature):
         graph = running_graph() if self._charges_all else None
         if graph is not None:
             charge = self._charging.charge
-            graph.step = Step({LEDGER: ledger(state)}, limits, model_call(state, runtime))
+            graph.step = Step({LEDGER: ledger(state)}, limits, _model_call(state, runtime))
             graph.charge = lambda step, runs: now(charge(None, step, runs))
             runs = graph.take()
             if runs:
                 await charge(form, graph.step, runs)
+
+    def counts(self, state: Any) -> Mapping[str, int]:
+        """What the state has of the budgets' use."""
+        return counts_of(own_of(state, self.name))
 
     def checks(self, batch: Batch) -> None:
         """Know what is used of the budgets."""
@@ -190,7 +194,7 @@ class Budgets(Feature):
             form, "model", state, runtime
         )
         await self.known(form, state, runtime, limits)
-        step = Step(state, limits, model_call(state, runtime))
+        step = Step(state, limits, _model_call(state, runtime))
         task = model_context(state, runtime).task(limiter.name)
         # The call was judged before, but not what the task has used since.
         made_before = self._late.has_made(task, state)
@@ -239,7 +243,7 @@ class Budgets(Feature):
             # Ask for a call without tools, the last one of its budget.
             _, breaches = batch.decided(result)
             final = messages.final(breaches, is_last=True)
-            last, request = True, with_ledger(request, Ledger(final=final))
+            last, request = True, _with_ledger(request, Ledger(final=final))
         if not all(result.admitted):
             conclusion = conclude_model(batch, result)
             written.update(await self._refuse(form, batch, conclusion, made_before))
@@ -345,6 +349,19 @@ class Budgets(Feature):
     def _admit(self, step: Step) -> Callable[[ModelUsage], None]:
         """A check that a model has a price, also if a middleware has chosen another model."""
         return partial(self._charging.check_price, agent=step.call.agent)
+
+
+def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
+    """The request, with something else in its ledger."""
+    state: Any = copy(request.state)
+    state[LEDGER] = merge_ledgers(ledger(state), known)
+    return with_state(request, state)
+
+
+def _model_call(state: Mapping[str, Any], runtime: Any) -> Call:
+    """The model call that is being made."""
+    context = model_context(state, runtime)
+    return Call("model", agent=context.agent, thread_id=context.thread_id)
 
 
 def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:

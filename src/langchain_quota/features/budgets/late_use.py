@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.middleware.calls import budget_counts
-from langchain_quota.state import LEDGER, ledger, own_of
+from langchain_quota.decision import RUN, THREAD
+from langchain_quota.limits.options import BUDGETS
+from langchain_quota.state import ledger, own_of
 
 OWN = "budgets"
 """The name under which the ledger has what budgets keep."""
+
+_COUNTS = [(each, f"{each}/{THREAD}", f"{each}/{RUN}") for each in BUDGETS]
+"""What model calls use, and the names of its counts."""
 
 MAX_LATE = 10_000
 """The most runs for which this process keeps what the state may not have."""
@@ -46,7 +50,7 @@ class LateUse:
 
     def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
         """What is used of budgets, by the name of the count."""
-        return budget_counts({LEDGER: {"own": {OWN: {**own_of(state, OWN), **self.of(state)}}}})
+        return counts_of({**own_of(state, OWN), **self.of(state)})
 
     def has_made(self, task: str | None, state: Mapping[str, Any]) -> bool:
         """Whether the newest call of the state's run was made in this task."""
@@ -83,6 +87,15 @@ class LateUse:
             if len(self._kept) > MAX_LATE:
                 del self._kept[next(iter(self._kept))]
             return counts
+
+
+def counts_of(kept: Mapping[str, Any]) -> dict[str, int]:
+    """What is used of budgets by what the ledger keeps, by the name of the count."""
+    of_thread, of_run = kept.get("thread_spent") or {}, kept.get("run_spent") or {}
+    counts = {}
+    for counter, thread, run in _COUNTS:
+        counts[thread], counts[run] = of_thread.get(counter, 0), of_run.get(counter, 0)
+    return counts
 
 
 def added(several: Iterable[Mapping[str, int]]) -> dict[str, int]:

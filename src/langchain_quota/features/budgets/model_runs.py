@@ -24,7 +24,8 @@ from langchain_core.tracers.context import register_configure_hook
 from langchain_quota.features.budgets.estimates import asked_in, estimated_usage
 from langchain_quota.features.budgets.model_errors import is_paid
 from langchain_quota.limits.model_usage import ModelUsage, reported_usage
-from langchain_quota.middleware.context import DECISION, running_config
+from langchain_quota.middleware.context import running_config
+from langchain_quota.root_run import DECISION
 
 MAX_ENDED = 10_000
 """The most ended runs that a root run keeps: what they have started may go on."""

@@ -1,8 +1,8 @@
 """GraphQuota: limits for any graph of LangGraph, by a limited model and limited tools."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -17,6 +17,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, ensure_config
+from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tools import BaseTool
 from langchain_core.tools import tool as as_tool
 from langgraph.errors import GraphInterrupt
@@ -32,7 +33,6 @@ from langchain_quota.messages import ABANDONED
 from langchain_quota.middleware.context import (
     call_context,
     prefix_of,
-    running_as,
     running_runtime,
     runs_tools,
 )
@@ -180,7 +180,7 @@ class _Limits(InlineQuotaMiddleware[Any, Any]):
         async def handler(asked: ModelRequest[Any]) -> ModelResponse[Any]:
             return ModelResponse(result=[await call(asked)])
 
-        with running_as(self.agent):
+        with _running_as(self.agent):
             run = await self._run(form, given)
             if run.ended is not None:
                 return run.ended.model_copy(update={"id": str(uuid4())})
@@ -381,7 +381,7 @@ class _LimitedTools(ToolNode):
             inner = lambda each: call(each.override(state=request.state))  # noqa: E731
             return await self._limits._wrap_tool_call(form, given, inner)  # noqa: SLF001
 
-        with running_as(self._limits.agent, config) as named:
+        with _running_as(self._limits.agent, config) as named:
             # The node itself says which calls it is to make.
             _calling.set(see)
             given = await run(named)
@@ -458,6 +458,19 @@ class _LimitedModel(BaseChatModel):
 
     def _generate(self, messages: Any, *_: Any, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self.invoke(messages, **options))])
+
+
+@contextmanager
+def _running_as(agent: str | None, config: Config = None) -> Iterator[RunnableConfig]:
+    """Run under an agent's name, as LangGraph does for an agent that has one."""
+    given = ensure_config(config)
+    if agent is not None:
+        given["metadata"] = {**given.get("metadata", {}), "lc_agent_name": agent}
+    token = var_child_runnable_config.set(given)
+    try:
+        yield given
+    finally:
+        var_child_runnable_config.reset(token)
 
 
 def _message_of(calls: Sequence[Any], history: Sequence[Any]) -> tuple[Any, bool]:
