@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from langchain_quota.decision import Scope
-from langchain_quota.frozen import quick_init
 
 
 class Threshold(NamedTuple):
@@ -135,7 +134,6 @@ class AcquireRequest:
         return found
 
 
-@quick_init
 @dataclass(frozen=True, slots=True)
 class AcquireResult:
     """The answer to a request.

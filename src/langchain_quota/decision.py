@@ -6,7 +6,6 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Literal
 
-from langchain_quota.frozen import quick_init
 from langchain_quota.units import Level, Unit, near_threshold
 
 Kind = Literal["model", "tool"]
@@ -57,7 +56,6 @@ class Outcome(StrEnum):
     """A limit with `enforce=False` would refuse the call: it runs."""
 
 
-@quick_init
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call that is to be judged.
@@ -87,7 +85,6 @@ class Call:
     thread_id: object = None
 
 
-@quick_init
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
     """A quota at one call: its count before the call and after it.
@@ -118,7 +115,6 @@ class QuotaStatus:
     per: str = ""
 
 
-@quick_init
 @dataclass(frozen=True, slots=True)
 class LimitStatus:
     """One limit at one call: its counts before the call and after it.
@@ -344,7 +340,6 @@ class Answer:
     message: str = ""
 
 
-@quick_init
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What was decided about one call, and by which limits.

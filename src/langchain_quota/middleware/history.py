@@ -9,7 +9,6 @@ from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
 
-from langchain_quota.frozen import quick_init
 from langchain_quota.messages import NOT_RUN
 
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
@@ -67,7 +66,6 @@ def _identified_block(block: Any, given: list[ToolCall]) -> Any:
     return block
 
 
-@quick_init
 @dataclass(frozen=True, slots=True)
 class PendingCalls:
     """The tool calls of the newest AIMessage that wait for an answer."""
