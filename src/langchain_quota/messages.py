@@ -115,7 +115,7 @@ def _refusal(limit: Limit | None, decision: Decision, *, unchecked: bool = False
         repeats, remedy = _repeats(limit, decision)
         return f"This call was not run: {repeats}. {remedy}"
     if limit is None or not limit.tools:
-        allowed = [f"'{tool}'" for tool in getattr(limit, "exclude", ())]
+        allowed = [f"'{tool}'" for tool in (limit.exclude if limit else ())]
         but = f" other than to {' or '.join(allowed)}" if allowed else ""
         return f"Tool call limit exceeded. Do not make additional tool calls{but}."
     names = " or ".join(f"'{tool}'" for tool in limit.tools)

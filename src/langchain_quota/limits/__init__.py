@@ -58,18 +58,14 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         or getattr(limit, "at_once", None) is not None
     ):
         return False
-    thread, run = _number(limit, "thread_limit"), _number(limit, "run_limit")
-    other_thread, other_run = _number(other, "thread_limit"), _number(other, "run_limit")
+    thread, run, other_thread, other_run = (
+        None if each is None else whole_amount(limit.unit, "limit", each)
+        for each in (limit.thread_limit, limit.run_limit, other.thread_limit, other.run_limit)
+    )
     # A run is part of a thread: an exhausted thread limit of the other ends this run, too.
     return _is_later(thread, other_thread) and (
         _is_later(run, other_run) or _is_later(run, other_thread)
     )
-
-
-def _number(limit: Limit, argument: str) -> int | None:
-    """A number that is no function, as it is counted."""
-    value = getattr(limit, argument)
-    return None if value is None else whole_amount(limit.unit, argument, value)
 
 
 def _is_later(limit: int | None, other: int | None) -> bool:

@@ -1,30 +1,21 @@
 """What model calls may use up: limits in tokens and in US dollars, and what tokens cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from langchain_quota.arguments import by_name, check_sync_function
-from langchain_quota.decision import Decision
+from langchain_quota.arguments import by_name, check_choice
 from langchain_quota.limits.model_usage import ModelUsage, TokenKind
 from langchain_quota.limits.options import (
     INPUT_TOKENS,
     MICRODOLLARS,
     OUTPUT_TOKENS,
     TOTAL_TOKENS,
-    Checks,
-    MaxDollars,
-    MaxTokens,
-    ModelExitBehavior,
+    Amount,
     ModelLimit,
-    check_amount,
-    checks,
-    one_of,
     whole_amount,
 )
-from langchain_quota.limits.quotas import Quota
 from langchain_quota.units import Dollars, Unit, checked_dollars
 
 Prices = Callable[[ModelUsage], Decimal | None]
@@ -40,26 +31,72 @@ _COUNTERS: dict[TokenKind, str] = {
 }
 
 
-def _check_reserve(unit: Unit, argument: str, value: object) -> None:
-    if callable(value):
-        check_sync_function(argument, value, "request")
-    else:
-        check_amount(unit, argument, value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget(ModelLimit[Amount]):
+    """The base of limits on what model calls use up."""
+
+    reserve: Amount | Callable[[Any], ModelUsage | Amount] | None = None
+    keep: Amount | None = None
+
+    def _check_budget(self) -> None:
+        """Check that a budget admits a call, and that its first call is not its last."""
+        if self.exit_behavior == "ask" and self.reserve is not None:
+            raise ValueError(
+                f"exit_behavior='ask' cannot be used with reserve={self.reserve!r}: a person is "
+                "asked when nothing is left, before the next call is known; leave reserve out"
+            )
+        finalizes = self.exit_behavior == "finalize"
+        if finalizes and self.keep is None:
+            raise ValueError(
+                "exit_behavior='finalize' needs keep: how much of the budget is kept for the last "
+                "answer"
+            )
+        if self.keep is not None and not finalizes:
+            raise ValueError(f"keep={self.keep!r} needs exit_behavior='finalize'")
+        keep, hold = self._known(self.keep), self._known(self.reserve)
+        given: list[tuple[Any, str]] = [
+            (self.thread_limit, f"thread_limit={self.thread_limit!r}"),
+            (self.run_limit, f"run_limit={self.run_limit!r}"),
+            *((each.limit, f"limit={each.limit!r} of quota {each.name!r}") for each in self.quotas),
+        ]
+        for value, text in given:
+            # A limit of 0 refuses all calls on purpose.
+            most = self._known(value)
+            if most and keep >= most:
+                raise ValueError(
+                    f"keep={self.keep!r} must be less than {text}: the first call would be the "
+                    "last one; keep less, or raise the limit"
+                )
+            if most and self.enforce and hold > most:
+                raise ValueError(
+                    f"reserve={self.reserve!r} must be at most {text}: every call would be "
+                    "refused; reserve less, or raise the limit"
+                )
+        if keep and keep < hold:
+            raise ValueError(
+                f"keep={self.keep!r} must be at least reserve={self.reserve!r}: the last answer "
+                "needs that, too; keep more, or reserve less"
+            )
+
+    def _known(self, amount: object) -> int:
+        """An amount as it is counted; 0 for none, and for one that is not computed yet."""
+        known = amount is not None and not callable(amount)
+        return whole_amount(self.unit, "limit", amount) if known else 0
 
 
 @by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLimit(ModelLimit):
+class TokenLimit(Budget[int]):
     """How many tokens the model calls of a thread and of a run may use.
 
     A model call is refused when nothing is left. What a call uses is known only when it is done.
     So all calls that run at the same time can exceed the budget. A `reserve` that is never too low
     prevents this.
 
+    `ToolCallLimit` says what the other arguments mean, here in tokens: `thread_limit`, `run_limit`,
+    `grant`, `message`, `near`, `enforce`, `alert` and `quotas`.
+
     Args:
-        thread_limit: Most tokens over the life of a thread, a number or a function; see
-            `ToolCallLimit`.
-        run_limit: Most tokens in one run (one invocation): as `thread_limit`.
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
             of the answer (`"output"`, with reasoning), or both (`"total"`).
         reserve: How many tokens of the budget a call holds while it runs, from 1; `None` for none.
@@ -73,21 +110,14 @@ class TokenLimit(ModelLimit):
             can exceed the budget.
         exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
             with a `reserve`.
-        grant: With `"ask"`: how many more tokens an approval grants, from 1; by default as many as
-            the limit that is reached.
         keep: How many tokens are kept for the last answer, from 1. `"finalize"` needs it, and it
             needs `"finalize"`. When no more than these are left, the next call is the last one.
             It must be at least a `reserve` that is a number, and less than every limit and quota
             except those of 0. If `reserve` is a function, a call whose reserve is more than what
             is left becomes the last one, too. The last call has no tools. If its reserve does not
             fit either, the run ends as with `"end"`: keep twice as much as `reserve` gives.
-        message: The final message instead of the default text; see `ToolCallLimit`.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `tokens`, `input_tokens` or `output_tokens`. `dataclasses.replace` keeps it.
-        near: The used share from which this limit counts as near; see `ToolCallLimit`.
-        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
-        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
-        quotas: Further limits, in tokens, counted in a store that runs share; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -105,66 +135,40 @@ class TokenLimit(ModelLimit):
     unit: ClassVar[Unit] = "tokens"
     """What is counted."""
 
-    _checks: ClassVar[Checks] = checks(
-        unit,
-        ModelExitBehavior,
-        tokens=one_of(TokenKind),
-        reserve=partial(_check_reserve, unit),
-        keep=partial(check_amount, unit),
-    )
-
-    thread_limit: MaxTokens = None
-    run_limit: MaxTokens = None
     tokens: TokenKind = "total"
-    reserve: int | Callable[[Any], ModelUsage | int] | None = None
-    exit_behavior: ModelExitBehavior = "end"
-    grant: int | None = None
-    keep: int | None = None
-    message: str | Callable[[Decision], str] | None = None
-    name: str = ""
-    near: float | None = None
-    enforce: bool = True
-    alert: bool = True
-    quotas: Sequence[Quota] = ()
     counter: str = field(init=False, repr=False)
     """The key under which tokens are counted: limits with one counter share its count."""
 
     def __post_init__(self) -> None:
+        check_choice("tokens", self.tokens, get_args(TokenKind))
         self._check_options("tokens" if self.tokens == "total" else f"{self.tokens}_tokens")
-        _check_budget(self)
+        self._check_budget()
         self._set(counter=_COUNTERS[self.tokens])
 
 
 @by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostLimit(ModelLimit):
+class CostLimit(Budget[Dollars]):
     """How much the model calls of a thread and of a run may cost, in US dollars.
 
     Amounts of money are strings, whole numbers or `Decimal`, with at most six decimal places;
     never floats, which cannot hold most of them. See `TokenLimit` for when a call is refused, and
     `prices` of `QuotaMiddleware` for what tokens cost.
 
+    `ToolCallLimit` says what the other arguments mean, here in dollars: `thread_limit`,
+    `run_limit`, `grant` (above 0), `message`, `near`, `enforce`, `alert` and `quotas`.
+
     Args:
-        thread_limit: Most dollars over the life of a thread, an amount or a function; see
-            `ToolCallLimit`.
-        run_limit: Most dollars in one run (one invocation): as `thread_limit`.
         reserve: How many dollars of the budget a call holds while it runs; `None` for none.
             A function of the `ModelRequest`, such as `usage_bound`, gives dollars, or a
             `ModelUsage` with the most that the call can use. The highest price of this usage is
             held. See `TokenLimit`.
         exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
             with a `reserve`.
-        grant: With `"ask"`: how many more dollars an approval grants, above 0; by default as many
-            as the limit that is reached.
         keep: How many dollars are kept for the last answer. `"finalize"` needs it, and it needs
             `"finalize"`; see `TokenLimit`.
-        message: The final message instead of the default text; see `ToolCallLimit`.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `cost`.
-        near: The used share from which this limit counts as near; see `ToolCallLimit`.
-        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
-        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
-        quotas: Further limits, in dollars, counted in a store; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type, such as a float for an amount.
@@ -186,73 +190,9 @@ class CostLimit(ModelLimit):
     counter: ClassVar[str] = MICRODOLLARS
     """The key under which money is counted: limits with one counter share its count."""
 
-    _checks: ClassVar[Checks] = checks(
-        unit,
-        ModelExitBehavior,
-        reserve=partial(_check_reserve, unit),
-        keep=partial(check_amount, unit),
-    )
-
-    thread_limit: MaxDollars = None
-    run_limit: MaxDollars = None
-    reserve: Dollars | Callable[[Any], ModelUsage | Dollars] | None = None
-    exit_behavior: ModelExitBehavior = "end"
-    grant: Dollars | None = None
-    keep: Dollars | None = None
-    message: str | Callable[[Decision], str] | None = None
-    name: str = ""
-    near: float | None = None
-    enforce: bool = True
-    alert: bool = True
-    quotas: Sequence[Quota] = ()
-
     def __post_init__(self) -> None:
         self._check_options("cost")
-        _check_budget(self)
-
-
-def _check_budget(limit: TokenLimit | CostLimit) -> None:
-    """Check that a budget admits a call, and that its first call is not its last."""
-    if limit.exit_behavior == "ask" and limit.reserve is not None:
-        raise ValueError(
-            f"exit_behavior='ask' cannot be used with reserve={limit.reserve!r}: a person is asked "
-            "when nothing is left, before the next call is known; leave reserve out"
-        )
-    finalizes = limit.exit_behavior == "finalize"
-    if finalizes and limit.keep is None:
-        raise ValueError(
-            "exit_behavior='finalize' needs keep: how much of the budget is kept for the last "
-            "answer"
-        )
-    if limit.keep is not None and not finalizes:
-        raise ValueError(f"keep={limit.keep!r} needs exit_behavior='finalize'")
-    keep = None if limit.keep is None else whole_amount(limit.unit, "keep", limit.keep)
-    hold = 0
-    if limit.reserve is not None and not callable(limit.reserve):
-        hold = whole_amount(limit.unit, "reserve", limit.reserve)
-    given: list[tuple[Any, str]] = [
-        (limit.thread_limit, f"thread_limit={limit.thread_limit!r}"),
-        (limit.run_limit, f"run_limit={limit.run_limit!r}"),
-        *((each.limit, f"limit={each.limit!r} of quota {each.name!r}") for each in limit.quotas),
-    ]
-    for value, text in given:
-        # A computed limit is not known yet, and a limit of 0 refuses all calls on purpose.
-        most = 0 if value is None or callable(value) else whole_amount(limit.unit, "limit", value)
-        if keep is not None and most and keep >= most:
-            raise ValueError(
-                f"keep={limit.keep!r} must be less than {text}: the first call would be the last "
-                "one; keep less, or raise the limit"
-            )
-        if limit.enforce and most and hold > most:
-            raise ValueError(
-                f"reserve={limit.reserve!r} must be at most {text}: every call would be refused; "
-                "reserve less, or raise the limit"
-            )
-    if keep is not None and keep < hold:
-        raise ValueError(
-            f"keep={limit.keep!r} must be at least reserve={limit.reserve!r}: the last answer "
-            "needs that, too; keep more, or reserve less"
-        )
+        self._check_budget()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Limits on the number of calls: of tools, and of the model."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from langchain_quota.arguments import (
     ALL_TOOLS,
@@ -12,19 +12,7 @@ from langchain_quota.arguments import (
     checked_excluded,
     checked_tools,
 )
-from langchain_quota.decision import Decision
-from langchain_quota.limits.options import (
-    MODEL,
-    Checks,
-    MaxCalls,
-    ModelExitBehavior,
-    ModelLimit,
-    ToolLimit,
-    checks,
-    counts_calls,
-)
-from langchain_quota.limits.quotas import Quota
-from langchain_quota.units import Unit
+from langchain_quota.limits.options import MODEL, ModelLimit, ToolLimit, counts_calls
 
 ToolExitBehavior = Literal["continue", "error", "end", "ask"]
 ExitBehavior = Literal["continue", "error", "end"]
@@ -96,28 +84,17 @@ class ToolCallLimit(ToolLimit):
         ValueError: run_limit must be 0 or more, not -1: leave it out for no limit
     """
 
+    _exits: ClassVar[Any] = ToolExitBehavior
+
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
-    exclude: Sequence[str] = ()
-    thread_limit: MaxCalls = None
-    run_limit: MaxCalls = None
     exit_behavior: ToolExitBehavior = "continue"
-    grant: int | None = None
-    message: str | Callable[[Decision], str] | None = None
-    name: str = ""
-    near: float | None = None
-    enforce: bool = True
-    alert: bool = True
-    give_up_after: int | None = None
-    quotas: Sequence[Quota] = ()
     at_once: int | None = None
     wait: float | None = None
     tools: tuple[str, ...] = field(init=False, repr=False)
     """The tools that the limit names; empty for all tools."""
     counter: str = field(init=False, repr=False)
     """The key under which calls are counted: limits with one counter share its count."""
-
-    _checks: ClassVar[Checks] = checks("calls", ToolExitBehavior)
 
     def __post_init__(self) -> None:
         tools = checked_tools("tool_name", self.tool_name)
@@ -132,32 +109,50 @@ class ToolCallLimit(ToolLimit):
                 f"run_limit ({run}) cannot exceed thread_limit ({thread}): "
                 "a run is part of a thread"
             )
-        _check_at_once(self)
+        self._check_at_once()
         if not isinstance(self.tool_name, str | None):
             self._set(tool_name=tools)
         self._set(tools=tools, exclude=excluded, counter=",".join(tools) or ALL_TOOLS + without)
 
+    def _check_at_once(self) -> None:
+        """Check the options of calls at once."""
+        if self.at_once is None:
+            if self.wait is not None:
+                raise ValueError(f"wait={self.wait!r} needs at_once: give at_once, too")
+            return
+        check_count("at_once", self.at_once, least=1)
+        wait: object = DEFAULT_WAIT if self.wait is None else self.wait
+        if isinstance(wait, bool) or not isinstance(wait, int | float):
+            raise TypeError(f"wait must be a number of seconds, not {wait!r}")
+        if not 0 <= wait <= sys.float_info.max:
+            raise ValueError(f"wait must be 0 or more seconds, and finite, not {wait!r}")
+        if self.exit_behavior != "continue" and not counts_calls(self):
+            raise ValueError(
+                f"exit_behavior={self.exit_behavior!r} needs thread_limit, run_limit or quotas: "
+                "a call over at_once is always answered, and the run goes on"
+            )
+        if self.give_up_after is not None and not counts_calls(self):
+            raise ValueError(
+                f"give_up_after={self.give_up_after!r} needs thread_limit, run_limit or quotas"
+            )
+        self._set(wait=float(wait))
+
 
 @by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCallLimit(ModelLimit):
+class ModelCallLimit(ModelLimit[int]):
     """How many model calls a thread and a run may make.
 
+    `ToolCallLimit` says what the other arguments mean: `thread_limit`, `run_limit`, `grant`,
+    `message`, `near`, `enforce`, `alert` and `quotas`.
+
     Args:
-        thread_limit: Most calls over the life of a thread; see `ToolCallLimit`.
-        run_limit: The same for one run (one invocation).
         exit_behavior: What reaching the limit does. `"end"` ends the run with a message,
             `"error"` raises `ModelCallLimitExceededError`. `"finalize"` tells the model in the last
             call that this call is the last one, and that it may call no tool. The run ends with the
             model's answer. `"ask"` asks a person; see `ToolCallLimit`.
-        grant: With `"ask"`: as in `ToolCallLimit`.
-        message: The final message instead of the default text; see `ToolCallLimit`.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `model`.
-        near: The used share from which this limit counts as near; see `ToolCallLimit`.
-        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
-        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
-        quotas: Further limits, counted in a store that runs share; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -170,46 +165,8 @@ class ModelCallLimit(ModelLimit):
         'model'
     """
 
-    unit: ClassVar[Unit] = "calls"
-    """What is counted."""
     counter: ClassVar[str] = MODEL
     """The key under which calls are counted."""
-    _checks: ClassVar[Checks] = checks("calls", ModelExitBehavior)
-
-    thread_limit: MaxCalls = None
-    run_limit: MaxCalls = None
-    exit_behavior: ModelExitBehavior = "end"
-    grant: int | None = None
-    message: str | Callable[[Decision], str] | None = None
-    name: str = ""
-    near: float | None = None
-    enforce: bool = True
-    alert: bool = True
-    quotas: Sequence[Quota] = ()
 
     def __post_init__(self) -> None:
         self._check_options(MODEL)
-
-
-def _check_at_once(limit: ToolCallLimit) -> None:
-    """Check the options of calls at once."""
-    if limit.at_once is None:
-        if limit.wait is not None:
-            raise ValueError(f"wait={limit.wait!r} needs at_once: give at_once, too")
-        return
-    check_count("at_once", limit.at_once, least=1)
-    wait: object = DEFAULT_WAIT if limit.wait is None else limit.wait
-    if isinstance(wait, bool) or not isinstance(wait, int | float):
-        raise TypeError(f"wait must be a number of seconds, not {wait!r}")
-    if not 0 <= wait <= sys.float_info.max:
-        raise ValueError(f"wait must be 0 or more seconds, and finite, not {wait!r}")
-    if limit.exit_behavior != "continue" and not counts_calls(limit):
-        raise ValueError(
-            f"exit_behavior={limit.exit_behavior!r} needs thread_limit, run_limit or quotas: "
-            "a call over at_once is always answered, and the run goes on"
-        )
-    if limit.give_up_after is not None and not counts_calls(limit):
-        raise ValueError(
-            f"give_up_after={limit.give_up_after!r} needs thread_limit, run_limit or quotas"
-        )
-    object.__setattr__(limit, "wait", float(wait))

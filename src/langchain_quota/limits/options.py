@@ -1,11 +1,11 @@
-"""What the kinds of limits have in common: their units, their base, and the checks of options."""
+"""What the kinds of limits have in common: their options, and the checks of these."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from langchain_quota.arguments import (
     check_choice,
@@ -18,9 +18,9 @@ from langchain_quota.arguments import (
     check_type,
     shown,
 )
-from langchain_quota.decision import THREAD, Call
+from langchain_quota.decision import THREAD, Call, Decision, Exit
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.units import Dollars, Unit, checked_microdollars
+from langchain_quota.units import Unit, checked_microdollars
 
 MODEL = "model"
 """The counter of model calls."""
@@ -43,38 +43,43 @@ UNITS = MappingProxyType[str, Unit](
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
 """The counters of what model calls use up."""
 
-ModelExitBehavior = Literal["end", "error", "finalize", "ask"]
-MaxCalls = int | Callable[[Any, Any], int | Awaitable[int | None] | None] | None
-"""A number of calls, none, or a function of the agent's state and runtime that gives either."""
-MaxTokens = MaxCalls
-"""The same for tokens."""
-MaxDollars = Dollars | Callable[[Any, Any], Dollars | Awaitable[Dollars | None] | None] | None
-"""The same for US dollars."""
+Amount = TypeVar("Amount")
+"""A number in the unit of a limit: whole calls or tokens, or US dollars."""
+Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None] | None] | None
+"""An amount, none, or a function of the agent's state and runtime that gives either."""
 
 
-Check = Callable[[str, Any], object]
-"""Checks an option's value; it gets the option's name, too."""
-Checks = Mapping[str, Check]
-"""The checks of options, by name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions(Generic[Amount]):
+    """The base of all kinds of limits, with the options that they share; see `ToolCallLimit`."""
 
+    # A kind also has `kind`, `tools`, `exclude`, `give_up_after` and `counter`, as a field or for
+    # the whole class. Limits with one counter share a count, so two kinds must not take the same
+    # one. A kind that lacks an option has it with `init=False`. Its `__post_init__` calls
+    # `_check_options`. `Limit` lists all kinds.
 
-class LimitOptions:
-    """The base of all kinds of limits: frozen dataclasses, whose options are checked by a table."""
+    unit: ClassVar[Unit] = "calls"
+    """What is counted."""
+    counted: ClassVar[bool] = True
+    """Whether the state and a store keep its counts; else they follow from the history."""
+    _exits: ClassVar[Any] = Exit
+    """The exit behaviours that the kind knows."""
 
-    # A kind has `kind`, `unit`, `counted`, `tools` and `give_up_after`, as a field or for the whole
-    # class, and `thread_limit`, `run_limit`, `quotas` and `exit_behavior`. It ends its
-    # `__post_init__` with a `counter`: limits with one counter share a count, so two kinds must not
-    # take the same one. `Limit` lists all kinds.
-
-    __slots__ = ()
-
-    _checks: ClassVar[Checks]
-    """What checks each option."""
+    thread_limit: Most[Amount] = None
+    run_limit: Most[Amount] = None
+    exit_behavior: Exit = "continue"
+    grant: Amount | None = None
+    message: str | Callable[[Decision], str] | None = None
+    name: str = ""
+    near: float | None = None
+    enforce: bool = True
+    alert: bool = True
+    quotas: Sequence[Quota] = ()
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
         """The tools that the limit names: those that it limits, and those that it excludes."""
-        return tuple(self.tools or getattr(self, "exclude", ()))
+        return tuple(self.tools or self.exclude)
 
     def matches(self: Any, call: Call) -> bool:
         """Whether the limit applies to the call.
@@ -84,30 +89,56 @@ class LimitOptions:
         """
         if call.kind != self.kind:
             return False
-        if self.tools:
-            return call.tool in self.tools
-        return call.tool not in getattr(self, "exclude", ())
+        return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
     def _check_options(self: Any, default_name: str) -> None:
         """Check each option by itself, then those that go together, and make their final values."""
-        for each in fields(self):
-            value = getattr(self, each.name, None)
-            # What is left out is not checked.
-            if each.name in self._checks and (value is not None or each.default is not None):
-                self._checks[each.name](each.name, value)
+        amount = partial(check_amount, self.unit)
+        optional: dict[str, Callable[[str, Any], object]] = {
+            "thread_limit": partial(_check_most, self.unit),
+            "run_limit": partial(_check_most, self.unit),
+            "grant": amount,
+            "reserve": partial(_check_reserve, self.unit),
+            "keep": amount,
+            "message": _check_message,
+            "near": check_share,
+            "give_up_after": partial(check_count, least=1),
+        }
+        for argument, check in optional.items():
+            value = getattr(self, argument, None)
+            if value is not None:
+                check(argument, value)
+        check_choice("exit_behavior", self.exit_behavior, get_args(self._exits))
+        check_name("name", self.name)
+        check_switch("enforce", self.enforce)
+        check_switch("alert", self.alert)
+        _check_quotas(self.unit, self.quotas)
         self._set(name=self.name or default_name, quotas=tuple(self.quotas))
-        _check_numbers(self)
-        exit_behavior = self.exit_behavior
-        grant = getattr(self, "grant", None)
-        if grant is not None and exit_behavior != "ask":
-            raise ValueError(f"grant={grant!r} needs exit_behavior='ask'")
-        if exit_behavior == "finalize" and not self.enforce:
+        self._check_thresholds()
+        if self.grant is not None and self.exit_behavior != "ask":
+            raise ValueError(f"grant={self.grant!r} needs exit_behavior='ask'")
+        if self.exit_behavior == "finalize" and not self.enforce:
             raise ValueError("exit_behavior='finalize' needs enforce=True")
-        if self.give_up_after is not None and (exit_behavior != "continue" or not self.enforce):
+        goes_on = self.exit_behavior == "continue" and self.enforce
+        if self.give_up_after is not None and not goes_on:
             raise ValueError(
                 f"give_up_after={self.give_up_after!r} needs exit_behavior='continue' "
                 "and enforce=True"
             )
+
+    def _check_thresholds(self) -> None:
+        """Check that there is one, and that no two have one scope."""
+        if not counts_calls(self) and getattr(self, "at_once", None) is None:
+            last = ", quotas or at_once" if hasattr(self, "at_once") else " or quotas"
+            raise ValueError(f"At least one limit must be specified: thread_limit, run_limit{last}")
+        scopes = Counter(quota.name for quota in self.quotas)
+        scopes[THREAD] += self.thread_limit is not None
+        for scope, count in scopes.items():
+            if count > 1:
+                raise ValueError(
+                    f"{count} thresholds of a limit have the scope {scope!r}: give quotas names of "
+                    "their own"
+                )
 
     def _set(self, **values: object) -> None:
         """Set fields of a frozen limit, while it is made."""
@@ -115,55 +146,39 @@ class LimitOptions:
             object.__setattr__(self, name, value)
 
 
-class ToolLimit(LimitOptions):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimit(LimitOptions[int]):
     """The base of limits on tool calls."""
-
-    __slots__ = ()
 
     kind: ClassVar[Literal["tool"]] = "tool"
     """The kind of calls that are limited."""
-    unit: ClassVar[Unit] = "calls"
-    """What is counted."""
-    counted: ClassVar[bool] = True
-    """Whether the state and a store keep its counts; else they follow from the history."""
+
+    exclude: Sequence[str] = ()
+    give_up_after: int | None = None
 
 
-class ModelLimit(LimitOptions):
+ModelExitBehavior = Literal["end", "error", "finalize", "ask"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimit(LimitOptions[Amount]):
     """The base of limits on model calls."""
-
-    __slots__ = ()
 
     kind: ClassVar[Literal["model"]] = "model"
     """The kind of calls that are limited."""
     tools: ClassVar[tuple[str, ...]] = ()
     """No tools."""
-    counted: ClassVar[bool] = True
-    """The state and a store keep its counts."""
+    exclude: ClassVar[tuple[str, ...]] = ()
     give_up_after: ClassVar[None] = None
     """Refusals of model calls are not counted: the first one ends the run."""
+    _exits: ClassVar[Any] = ModelExitBehavior
+
+    exit_behavior: ModelExitBehavior = "end"
 
 
-def checks(unit: Unit, exits: object, **others: Check) -> Checks:
-    """The checks of a limit's options: of the common ones, and of its own."""
-    common: dict[str, Check] = {
-        "thread_limit": partial(_check_limit, unit),
-        "run_limit": partial(_check_limit, unit),
-        "exit_behavior": one_of(exits),
-        "grant": partial(check_amount, unit),
-        "message": _check_message,
-        "name": check_name,
-        "near": check_share,
-        "enforce": check_switch,
-        "alert": check_switch,
-        "give_up_after": partial(check_count, least=1),
-        "quotas": partial(_check_quotas, unit),
-    }
-    return MappingProxyType(common | others)
-
-
-def one_of(literal: object) -> Check:
-    """The check that a value is one of those of a `Literal`."""
-    return partial(check_choice, choices=get_args(literal))
+def counts_calls(limit: LimitOptions[Any]) -> bool:
+    """Whether a limit counts calls, and has not only a number of calls at once."""
+    return bool(limit.quotas) or limit.thread_limit is not None or limit.run_limit is not None
 
 
 def whole_amount(unit: Unit, argument: str, value: Any) -> int:
@@ -180,11 +195,18 @@ def check_amount(unit: Unit, argument: str, value: object) -> None:
         raise ValueError(f"{argument} must be above 0, not {value!r}")
 
 
-def _check_limit(unit: Unit, argument: str, value: object) -> None:
+def _check_most(unit: Unit, argument: str, value: object) -> None:
     if callable(value):
         check_function(argument, value, "state", "runtime")
     else:
         whole_amount(unit, argument, value)
+
+
+def _check_reserve(unit: Unit, argument: str, value: object) -> None:
+    if callable(value):
+        check_sync_function(argument, value, "request")
+    else:
+        check_amount(unit, argument, value)
 
 
 def _check_message(argument: str, value: object) -> None:
@@ -193,33 +215,11 @@ def _check_message(argument: str, value: object) -> None:
     check_sync_function(argument, value, "decision")
 
 
-def _check_quotas(unit: Unit, argument: str, value: object) -> None:
-    if not isinstance(value, Sequence) or not all(isinstance(each, Quota) for each in value):
+def _check_quotas(unit: Unit, quotas: object) -> None:
+    if not isinstance(quotas, Sequence) or not all(isinstance(each, Quota) for each in quotas):
         raise TypeError(
-            f"{argument} must be a sequence of Quota, such as [Quota(5)], not {shown(value)}"
+            f"quotas must be a sequence of Quota, such as [Quota(5)], not {shown(quotas)}"
         )
-    for quota in value:
+    for quota in quotas:
         if not callable(quota.limit):
             whole_amount(unit, f"limit of quota {quota.name!r}", quota.limit)
-
-
-def _check_numbers(limit: Any) -> None:
-    """Check that a limit has a number, and no two of one scope."""
-    numbers = (limit.thread_limit, limit.run_limit, getattr(limit, "at_once", None))
-    if all(each is None for each in numbers) and not limit.quotas:
-        last = ", quotas or at_once" if hasattr(limit, "at_once") else " or quotas"
-        raise ValueError(f"At least one limit must be specified: thread_limit, run_limit{last}")
-    scopes = [quota.name for quota in limit.quotas]
-    scopes += [] if limit.thread_limit is None else [THREAD]
-    for scope, count in Counter(scopes).items():
-        if count > 1:
-            raise ValueError(
-                f"{count} thresholds of a limit have the scope {scope!r}: give quotas names of "
-                "their own"
-            )
-
-
-def counts_calls(limit: Any) -> bool:
-    """Whether a limit counts calls, and has not only a number of calls at once."""
-    numbers = (limit.thread_limit, limit.run_limit)
-    return bool(limit.quotas) or any(each is not None for each in numbers)

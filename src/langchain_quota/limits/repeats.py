@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from langchain_quota.arguments import (
     check_count,
@@ -11,27 +11,12 @@ from langchain_quota.arguments import (
     checked_excluded,
     checked_tools,
 )
-from langchain_quota.decision import Decision
-from langchain_quota.limits.options import Checks, ToolLimit, checks
+from langchain_quota.limits.calls import ExitBehavior
+from langchain_quota.limits.options import ToolLimit
 from langchain_quota.limits.quotas import Quota
 
 MOST_KEPT = 100
 """How many of a run's newest calls a limit remembers: about 5 kB of a checkpoint."""
-
-
-def _check_run_limit(argument: str, value: Any) -> None:
-    what = "a whole number, the most equal calls of a run"
-    check_count(argument, value, least=1, what=what)
-    if value > MOST_KEPT:
-        raise ValueError(
-            f"{argument} must be {MOST_KEPT} or less, as no more calls are remembered, not "
-            f"{value!r}"
-        )
-
-
-def _check_key(argument: str, value: object) -> None:
-    check_type(argument, value, Callable, "a function of the tool call or None")
-    check_sync_function(argument, value, "call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +45,8 @@ class RepeatLimit(ToolLimit):
         tools: The tools whose calls are refused, one or several; empty for all.
         exclude: With all tools: the tools to ignore. They are never refused, and their answers do
             not count as new.
-        message: What the model reads instead of the default text; see `ToolCallLimit`.
-        name: The limit's name in metrics and spans, 1 to 64 printable characters.
-        exit_behavior: What a refusal does; see `ToolCallLimit`.
-        give_up_after: After how many refusals the run ends; see `ToolCallLimit`.
-        near: The used share from which this limit counts as near; see `ToolCallLimit`.
-        enforce: Whether the limit refuses calls; see `ToolCallLimit`.
-        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
+        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
+            `repeats`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -91,33 +71,34 @@ class RepeatLimit(ToolLimit):
         >>> limit = RepeatLimit(5, key=lambda call: call["args"]["path"], tools="read_file")
     """
 
-    thread_limit: ClassVar[None] = None
-    """A new run may repeat what an earlier one did."""
     counted: ClassVar[bool] = False
     """The counts depend on the call, and on the answers of earlier calls."""
+    _exits: ClassVar[Any] = ExitBehavior
 
-    run_limit: int
+    run_limit: int = field()
     _: KW_ONLY
+    exit_behavior: ExitBehavior = "continue"
     key: Callable[[Any], object] | None = None
     tools: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    message: str | Callable[[Decision], str] | None = None
-    name: str = "repeats"
-    exit_behavior: Literal["continue", "error", "end"] = "continue"
-    give_up_after: int | None = None
-    near: float | None = None
-    enforce: bool = True
-    alert: bool = True
+    thread_limit: None = field(default=None, init=False, repr=False)
+    """None: a new run may repeat what an earlier one did."""
+    grant: None = field(default=None, init=False, repr=False)
     quotas: tuple[Quota, ...] = field(default=(), init=False, repr=False)
     """None: repeats are counted within one run."""
     counter: str = field(init=False, repr=False)
     """The first part of the key under which calls are counted; the call's key follows."""
 
-    _checks: ClassVar[Checks] = checks(
-        "calls", Literal["continue", "error", "end"], run_limit=_check_run_limit, key=_check_key
-    )
-
     def __post_init__(self) -> None:
+        what = "a whole number, the most equal calls of a run"
+        check_count("run_limit", self.run_limit, least=1, what=what)
+        if self.run_limit > MOST_KEPT:
+            raise ValueError(
+                f"run_limit must be {MOST_KEPT} or less, as no more calls are remembered, not "
+                f"{self.run_limit!r}"
+            )
+        if self.key is not None:
+            check_type("key", self.key, Callable, "a function of the tool call or None")
+            check_sync_function("key", self.key, "call")
         self._check_options("repeats")
         tools = () if self.tools in ((), []) else checked_tools("tools", self.tools)
         # No tool's counter begins with a comma.
