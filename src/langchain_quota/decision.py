@@ -1,6 +1,6 @@
 """The frozen record of one judged call, with the limits that judged it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -15,8 +15,6 @@ Scope = str
 
 THREAD: Scope = "thread"
 RUN: Scope = "run"
-SCOPES: tuple[Scope, ...] = (THREAD, RUN)
-"""In the order in which a refusal is attributed: thread before run, and both before quotas."""
 
 ROOT_RUN: Scope = "root_run"
 """A run that no other run encloses, with everything that it starts."""
@@ -28,7 +26,6 @@ AT_ONCE: Scope = "at_once"
 """The scope of calls that run at the same time. Their count includes the refused call."""
 
 Exit = Literal["continue", "error", "end", "finalize", "ask"]
-
 
 Reason = Literal["exhausted", "failing", "store"]
 """Why a limit refuses a call: a threshold is exhausted, the tool keeps failing in the same way, or
@@ -92,9 +89,9 @@ class QuotaStatus:
     Attributes:
         scope: The quota's name.
         subject: Whose calls are counted; empty for all.
-        before: The count, in calls, before the call.
-        used: The count, in calls, after the call.
-        limit: The quota's number, in calls.
+        before: The count before the call, in the limit's unit.
+        used: The count after the call.
+        limit: The quota's number.
         resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
         per: What the quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
             `runtime.context`. If `per` is a function, the quota's name.
@@ -119,6 +116,8 @@ class QuotaStatus:
 class LimitStatus:
     """One limit at one call: its counts before the call and after it.
 
+    All counts and numbers are in `unit`. A scope is `"thread"`, `"run"`, or a quota's name.
+
     Attributes:
         limit: The limit's name.
         exit_behavior: What a refusal by it does.
@@ -134,15 +133,15 @@ class LimitStatus:
         near: The limit's own near share; `None` for that of the telemetry.
         alert: Whether its refusals are worth an alert.
         computed: The scopes whose limit was computed for this call, or raised by a grant.
-        thread_before: The thread's count, in calls, before the call.
-        thread_used: The thread's count, in calls, after the call.
-        thread_limit: The thread's limit, in calls; `None` for none.
-        run_before: The run's count, in calls, before the call.
-        run_used: The run's count, in calls, after the call.
-        run_limit: The run's limit, in calls; `None` for none.
+        thread_before: The thread's count before the call.
+        thread_used: The thread's count after the call.
+        thread_limit: The thread's limit; `None` for none.
+        run_before: The run's count before the call.
+        run_used: The run's count after the call.
+        run_limit: The run's limit; `None` for none.
         quotas: The same for each of the limit's quotas.
         shared: Whether a store keeps one of the counts.
-        unit: What all these numbers count.
+        unit: What is counted: `"calls"`, `"tokens"` or `"microdollars"`.
         needs: How much of a budget the call may need, if the budget refuses it; else 0.
 
     Examples:
@@ -196,59 +195,38 @@ class LimitStatus:
         return STORE if self.reason == "store" else self.scope
 
     def threshold(self, scope: Scope) -> int | None:
-        """The limit of a scope, in its unit; `None` for none.
-
-        Args:
-            scope: `"thread"`, `"run"`, or a quota's name.
-        """
-        if scope == RUN:
-            return self.run_limit
-        if scope == THREAD and self.thread_limit is not None:
-            return self.thread_limit
-        quota = self.quota(scope)
-        return None if quota is None else quota.limit
+        """The limit of a scope; `None` for none."""
+        return self._counts(scope)[2]
 
     def used(self, scope: Scope) -> int:
-        """The count of a scope after the call, in its unit; 0 for a scope that it does not have.
-
-        Args:
-            scope: `"thread"`, `"run"`, or a quota's name.
-        """
-        if scope == RUN:
-            return self.run_used
-        quota = self.quota(scope)
-        if quota is not None:
-            return quota.used
-        return self.thread_used if scope == THREAD else 0
+        """The count of a scope after the call; 0 for a scope that the limit does not have."""
+        return self._counts(scope)[1]
 
     def before(self, scope: Scope) -> int:
-        """The count of a scope before the call, in calls; 0 for a scope that it does not have.
-
-        Args:
-            scope: `"thread"`, `"run"`, or a quota's name.
-        """
-        if scope == RUN:
-            return self.run_before
-        quota = self.quota(scope)
-        if quota is not None:
-            return quota.before
-        return self.thread_before if scope == THREAD else 0
+        """The count of a scope before the call; 0 for a scope that the limit does not have."""
+        return self._counts(scope)[0]
 
     def quota(self, scope: Scope | None) -> QuotaStatus | None:
-        """The quota of a scope; `None` without one.
-
-        Args:
-            scope: A quota's name.
-        """
+        """The quota of a scope; `None` without one."""
         return next((each for each in self.quotas if each.scope == scope), None)
+
+    def _counts(self, scope: Scope) -> tuple[int, int, int | None]:
+        """A scope's count before the call, its count after it, and its limit."""
+        if scope == RUN:
+            return self.run_before, self.run_used, self.run_limit
+        quota = self.quota(scope)
+        if quota is not None:
+            return quota.before, quota.used, quota.limit
+        if scope == THREAD:
+            return self.thread_before, self.thread_used, self.thread_limit
+        return 0, 0, None
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """The scopes that have a limit: thread, run, and the quotas."""
-        thread = () if self.thread_limit is None else (THREAD,)
-        run = () if self.run_limit is None else (RUN,)
-        quotas = tuple(quota.scope for quota in self.quotas) if self.quotas else ()
-        return thread + run + quotas
+        numbers = ((THREAD, self.thread_limit), (RUN, self.run_limit))
+        limited = [scope for scope, limit in numbers if limit is not None]
+        return (*limited, *(quota.scope for quota in self.quotas))
 
     @property
     def share(self) -> float:
@@ -278,43 +256,27 @@ class LimitStatus:
         """The level that the count has newly reached with this call; `None` if it has not.
 
         Args:
-            scope: `"thread"`, `"run"`, or a quota's name.
+            scope: The scope.
             near: The share, above 0 and at most 1, from which a limit without a share of its own
                 is near.
         """
         return dict(self.threshold_events(near)).get(scope)
 
     def threshold_events(self, near: float) -> list[tuple[Scope, Level]]:
-        """The scopes whose count has reached a new level with this call, and these levels.
-
-        Args:
-            near: The share, above 0 and at most 1, from which a limit without a share of its own
-                is near.
-        """
+        """The scopes whose count has reached a new level with this call; `near` as in `crossed`."""
         if not (self.charged and self.enforced):
             return []
         near = near if self.near is None else self.near
-        found: list[tuple[Scope, Level]] = []
-        limit = self.thread_limit
-        # Most counts are far below the limit: for those, nothing is rounded.
-        if limit is not None and self.thread_used + 1 >= near * limit:
-            found += _reached(THREAD, self.thread_before, self.thread_used, limit, near)
-        limit = self.run_limit
-        if limit is not None and self.run_used + 1 >= near * limit:
-            found += _reached(RUN, self.run_before, self.run_used, limit, near)
-        for each in self.quotas:
-            found += _reached(each.scope, each.before, each.used, each.limit, near)
+        found = []
+        for scope in self.scopes:
+            before, used, limit = self._counts(scope)
+            if limit is None:
+                continue
+            if before < limit <= used:
+                found.append((scope, Level.EXHAUSTED))
+            elif before < near_threshold(limit, near) <= used:
+                found.append((scope, Level.NEAR))
         return found
-
-
-def _reached(
-    scope: Scope, before: int, used: int, limit: int, near: float
-) -> Iterator[tuple[Scope, Level]]:
-    """The scope and the level that a count has newly reached, if it has reached one."""
-    if before < limit <= used:
-        yield scope, Level.EXHAUSTED
-    elif before < near_threshold(limit, near) <= used:
-        yield scope, Level.NEAR
 
 
 @dataclass(frozen=True, slots=True)
