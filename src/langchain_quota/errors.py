@@ -1,17 +1,23 @@
 """The exceptions and warnings. An `except` written for LangChain's limiters catches ours."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from langchain.agents.middleware import model_call_limit, tool_call_limit
 
 from langchain_quota.decision import Decision
 
-ErrorT = TypeVar("ErrorT", bound=Exception)
-Copying = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+class _CopiedError(Exception):
+    """An exception that is copied and pickled with its text and its attributes."""
+
+    # By default a copy is made by `__init__` with the text alone, but `__init__` makes the text
+    # from other things.
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
 
-class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
+class ToolCallLimitExceededError(_CopiedError, tool_call_limit.ToolCallLimitExceededError):
     """A tool call limit with `exit_behavior="error"` refused a call.
 
     A subclass of LangChain's exception of the same name, with its attributes and its text.
@@ -47,11 +53,8 @@ class ToolCallLimitExceededError(tool_call_limit.ToolCallLimitExceededError):
             self.args = (message,)
         self.decision = decision
 
-    def __reduce__(self) -> Copying:
-        return _copied, (type(self), self.args), vars(self)
 
-
-class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
+class ModelCallLimitExceededError(_CopiedError, model_call_limit.ModelCallLimitExceededError):
     """A model call limit or a budget with `exit_behavior="error"` refused a model call.
 
     A subclass of LangChain's exception of the same name, with its attributes and its text. The
@@ -92,9 +95,6 @@ class ModelCallLimitExceededError(model_call_limit.ModelCallLimitExceededError):
         if message is not None:
             self.args = (message,)
         self.decision = decision
-
-    def __reduce__(self) -> Copying:
-        return _copied, (type(self), self.args), vars(self)
 
 
 class QuotaWarning(UserWarning):
@@ -171,7 +171,7 @@ class EventLoopBlockedError(QuotaStoreError):
     """
 
 
-class UnknownPriceError(LookupError):
+class UnknownPriceError(_CopiedError, LookupError):
     """No price is known for the tokens of a model.
 
     Args:
@@ -205,13 +205,3 @@ class UnknownPriceError(LookupError):
         super().__init__(text)
         self.model = model
         self.provider = provider
-
-    def __reduce__(self) -> Copying:
-        return _copied, (type(self), self.args), vars(self)
-
-
-def _copied(kind: type[ErrorT], args: tuple[Any, ...]) -> ErrorT:
-    """An exception with its text, made without `__init__`, which makes it from other things."""
-    # `copy` and `pickle` set its attributes. By default they would call `__init__` with the text
-    # alone.
-    return kind.__new__(kind, *args)
