@@ -32,18 +32,16 @@ NOT_RUN = "quota_not_run"
 The mark is not sent to models. It says whether a store has back what it had charged for the call.
 """
 
+_EXCEEDED = "Tool call limit exceeded."
 _BUDGETS: Mapping[Unit, str] = {"tokens": "Token", "microdollars": "Cost"}
 
 
 def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     """What the model reads as the answer of a refused tool call, from each limit that refuses."""
     refusing = _said_once([each for each in decision.refused_by if each.enforced], limits)
-    texts = [
-        _busy(limits[each.limit], decision, each)
-        if each.quota(AT_ONCE) is not None and each.reason != "store"
-        else _refusal(limits[each.limit], decision, unchecked=each.reason == "store")
-        for each in refusing
-    ] or [_refusal(None, decision)]
+    texts = [_refusal(limits[each.limit], decision, each) for each in refusing]
+    # No limit refuses this call, but one refuses another call with its id.
+    texts = texts or [f"{_EXCEEDED} Do not make additional tool calls."]
     resets_at = decision.resets_at
     if resets_at is not None and any(limits[each.limit].message is None for each in refusing):
         texts.append(f"It resets at {_utc(resets_at)}.")
@@ -106,32 +104,30 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
     return f"{names + ' tool' if names else 'Tool'} call limit reached: {' and '.join(parts)}."
 
 
-def _refusal(limit: Limit | None, decision: Decision, *, unchecked: bool = False) -> str:
-    if limit is not None and limit.message is not None:
+def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
+    if limit.message is not None:
         return _own(limit.message, decision)
-    if limit is not None and unchecked:
+    if status.reason == "store":
         return _unchecked(limit)
+    if status.quota(AT_ONCE) is not None:
+        most = status.threshold(AT_ONCE)
+        return (
+            f"This call was not run: other calls were running, and at most {most} "
+            f"call{'' if most == 1 else 's'} of {_tools(limit) or 'tools'} may run at the same "
+            "time. Try again later, or go on without it."
+        )
     if isinstance(limit, RepeatLimit):
         repeats, remedy = _repeats(limit, decision)
         return f"This call was not run: {repeats}. {remedy}"
-    if limit is None or not limit.tools:
-        allowed = [f"'{tool}'" for tool in (limit.exclude if limit else ())]
-        but = f" other than to {' or '.join(allowed)}" if allowed else ""
-        return f"Tool call limit exceeded. Do not make additional tool calls{but}."
-    names = " or ".join(f"'{tool}'" for tool in limit.tools)
-    return f"Tool call limit exceeded. Do not call {names} again."
+    if limit.tools:
+        return f"{_EXCEEDED} Do not call {_tools(limit)} again."
+    allowed = " or ".join(f"'{tool}'" for tool in limit.exclude)
+    but = f" other than to {allowed}" if allowed else ""
+    return f"{_EXCEEDED} Do not make additional tool calls{but}."
 
 
-def _busy(limit: Limit, decision: Decision, status: LimitStatus) -> str:
-    if limit.message is not None:
-        return _own(limit.message, decision)
-    names = " or ".join(f"'{tool}'" for tool in limit.tools) or "tools"
-    most = status.threshold(AT_ONCE)
-    return (
-        f"This call was not run: other calls were running, and at most {most} "
-        f"call{'' if most == 1 else 's'} of {names} may run at the same time. Try again later, or "
-        "go on without it."
-    )
+def _tools(limit: Limit) -> str:
+    return " or ".join(f"'{tool}'" for tool in limit.tools)
 
 
 def _repeats(limit: RepeatLimit, decision: Decision) -> tuple[str, str]:
@@ -167,11 +163,8 @@ def _unchecked(limit: Limit) -> str:
         return f"{_BUDGETS[limit.unit]} limit could not be checked: try again later."
     if limit.kind == "model":
         return "Model call limit could not be checked: try again later."
-    names = " or ".join(f"'{tool}'" for tool in limit.tools)
-    return (
-        f"Tool call limit could not be checked, so the call {f'of {names} ' if names else ''}was "
-        "not run. Try again later."
-    )
+    of = f" of {_tools(limit)}" if limit.tools else ""
+    return f"Tool call limit could not be checked, so the call{of} was not run. Try again later."
 
 
 def _of_budget(check: Check, used: int, unit: Unit, *, is_last: bool) -> str:
