@@ -1,10 +1,17 @@
 """Whether providers accept a message history: the rules that they have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from reprlib import Repr
-from typing import Any, NoReturn
+from typing import Any
 
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    HumanMessage,
+    InvalidToolCall,
+    ToolCall,
+    ToolMessage,
+)
 
 
 def assert_valid_history(messages: Sequence[BaseMessage]) -> None:
@@ -50,7 +57,10 @@ def assert_valid_history(messages: Sequence[BaseMessage]) -> None:
         AssertionError: messages[1] (AIMessage) calls 'search' (id 'call_1') and gets no answer. ...
     """
     _check_types(messages)
-    _History(messages).check()
+    if not messages:
+        raise AssertionError("There are no messages. A request needs at least one.")
+    for index, fault, rule in _faults(messages):
+        raise AssertionError(f"{_at(messages, index)} {fault}. {rule}.")
 
 
 def _check_types(messages: Any) -> None:
@@ -65,108 +75,69 @@ def _check_types(messages: Any) -> None:
             )
 
 
-class _History:
-    """Reads a message history, from the first message to the last."""
-
-    def __init__(self, messages: Sequence[BaseMessage]) -> None:
-        self._messages = messages
-        self._caller = 0
-        """The index of the newest message that is no answer."""
-        self._calls: dict[str, str] = {}
-        """The tools that it calls, by the call's id."""
-        self._answers: dict[str, int] = {}
-        """The indices of the answers to it, by the call's id."""
-
-    def check(self) -> None:
-        """Read the messages."""
-        if not self._messages:
-            raise AssertionError("There are no messages. A request needs at least one.")
-        for index, message in enumerate(self._messages):
-            if isinstance(message, ToolMessage):
-                self._add_answer(index, message)
-                continue
-            self._check_answered(f"before {self._at(index)}")
-            self._caller, self._calls, self._answers = index, {}, {}
-            if isinstance(message, AIMessage):
-                self._add_calls(index, message)
-            self._check_content(index, message)
-        self._check_answered("before the history ends")
-
-    def _add_calls(self, index: int, message: AIMessage) -> None:
-        for call in (*message.tool_calls, *message.invalid_tool_calls):
-            call_id, tool = call["id"], str(call["name"])
-            if not call_id:
-                self._refuse(
-                    index,
-                    f"calls {_brief(tool)} without an id",
-                    "Every tool call needs an id, or no answer can name it",
-                )
-            if call_id in self._calls:
-                self._refuse(
-                    index,
-                    f"makes two calls with the id {_brief(call_id)}",
-                    "Every call of a message needs an id of its own",
-                )
-            self._calls[call_id] = tool
-
-    def _add_answer(self, index: int, message: ToolMessage) -> None:
-        call_id = message.tool_call_id
-        if call_id not in self._calls:
-            caller = f"{self._at(self._caller)} does not make" if index else "no message makes"
-            self._refuse(
-                index,
-                f"answers the call {_brief(call_id)}, which {caller}",
-                "A ToolMessage must directly follow the AIMessage that makes its call",
-            )
-        if call_id in self._answers:
-            self._refuse(
-                index,
-                f"answers the call {_brief(call_id)} again, after "
-                f"{self._at(self._answers[call_id])}",
-                "Every tool call needs exactly one answer",
-            )
-        self._answers[call_id] = index
-
-    def _check_answered(self, due: str) -> None:
-        for call_id, tool in self._calls.items():
-            if call_id not in self._answers:
-                self._refuse(
-                    self._caller,
-                    f"calls {_brief(tool)} (id {_brief(call_id)}) and gets no answer",
-                    f"A ToolMessage must answer the call {due}",
-                )
-
-    def _check_content(self, index: int, message: BaseMessage) -> None:
-        if (
-            self._calls
-            or not isinstance(message, HumanMessage | AIMessage)
-            or _has_content(message)
-        ):
-            return
-        calls = " and calls no tool" if isinstance(message, AIMessage) else ""
-        self._refuse(
-            index,
-            f"is empty{calls}: its content is {_brief(message.content)}",
-            "Some providers refuse an empty message",
-        )
-
-    def _at(self, index: int) -> str:
-        return f"messages[{index}] ({type(self._messages[index]).__name__})"
-
-    def _refuse(self, index: int, what: str, rule: str) -> NoReturn:
-        raise AssertionError(f"{self._at(index)} {what}. {rule}.")
+def _faults(messages: Sequence[BaseMessage]) -> Iterator[tuple[int, str, str]]:
+    """Where a history breaks a rule, what is wrong there, and the rule; the first one is right."""
+    caller = 0  # the newest message that is no answer
+    calls: dict[str | None, str] = {}  # the tools that it calls
+    answers: dict[str, int] = {}
+    for index, message in enumerate((*messages, None)):
+        if isinstance(message, ToolMessage):
+            call_id = message.tool_call_id
+            if call_id not in calls:
+                made = f"{_at(messages, caller)} does not make" if index else "no message makes"
+                rule = "A ToolMessage must directly follow the AIMessage that makes its call"
+                yield index, f"answers the call {_brief(call_id)}, which {made}", rule
+            if call_id in answers:
+                first = _at(messages, answers[call_id])
+                rule = "Every tool call needs exactly one answer"
+                yield index, f"answers the call {_brief(call_id)} again, after {first}", rule
+            answers[call_id] = index
+            continue
+        due = "the history ends" if message is None else _at(messages, index)
+        for open_id, tool in calls.items():
+            if open_id not in answers:
+                fault = f"calls {_brief(tool)} (id {_brief(open_id)}) and gets no answer"
+                yield caller, fault, f"A ToolMessage must answer the call before {due}"
+        if message is not None:
+            yield from ((index, *fault) for fault in _faults_of(message))
+        caller, answers = index, {}
+        calls = {call["id"]: str(call["name"]) for call in _calls(message)}
 
 
-def _has_content(message: BaseMessage) -> bool:
-    """Whether there is something else than white space."""
+def _faults_of(message: BaseMessage) -> Iterator[tuple[str, str]]:
+    """What is wrong with a message by itself, and the rule."""
+    ids: set[str | None] = set()
+    for call in _calls(message):
+        if not call["id"]:
+            rule = "Every tool call needs an id, or no answer can name it"
+            yield f"calls {_brief(str(call['name']))} without an id", rule
+        if call["id"] in ids:
+            rule = "Every call of a message needs an id of its own"
+            yield f"makes two calls with the id {_brief(call['id'])}", rule
+        ids.add(call["id"])
+    if isinstance(message, HumanMessage | AIMessage) and not ids and _is_empty(message):
+        what = " and calls no tool" if isinstance(message, AIMessage) else ""
+        fault = f"is empty{what}: its content is {_brief(message.content)}"
+        yield fault, "Some providers refuse an empty message"
+
+
+def _calls(message: BaseMessage | None) -> Sequence[ToolCall | InvalidToolCall]:
+    if not isinstance(message, AIMessage):
+        return ()
+    return (*message.tool_calls, *message.invalid_tool_calls)
+
+
+def _is_empty(message: BaseMessage) -> bool:
+    """Whether there is nothing but white space."""
     content = message.content
-    return any(map(_is_content, [content] if isinstance(content, str) else content))
+    blocks = [content] if isinstance(content, str) else content
+    texts = [each if isinstance(each, str) else each.get("text") for each in blocks]
+    others = [each for each in blocks if isinstance(each, dict) and each.get("type") != "text"]
+    return not others and not any(str(each or "").strip() for each in texts)
 
 
-def _is_content(block: str | dict[str, Any]) -> bool:
-    if isinstance(block, str):
-        return bool(block.strip())
-    return block.get("type") != "text" or bool(str(block.get("text") or "").strip())
+def _at(messages: Sequence[BaseMessage], index: int) -> str:
+    return f"messages[{index}] ({type(messages[index]).__name__})"
 
 
 def _brief(value: object) -> str:
