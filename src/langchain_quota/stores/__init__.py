@@ -1,17 +1,13 @@
 """Counts that runs share: in one process (memory), or on all machines (redis)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.arguments import check_duration, check_type
-from langchain_quota.decision import ROOT_RUN, RUN
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
-from langchain_quota.stores.keys import CountKey, dimension_of
+from langchain_quota.stores.keys import CountKey
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
@@ -180,58 +176,12 @@ class QuotaStore(Protocol):
         """`reset`, without blocking the event loop."""
 
 
-@dataclass(slots=True)
-class Metadata:
-    """What is kept beside a count: the smallest enforced limit, the end of its window."""
-
-    limit: int | None = None
-    ends: int | None = None
-    mirrored: bool = True
-    """Whether every counter of the key is mirrored."""
-
-
-def metadata(request: AcquireRequest) -> dict[str, Metadata]:
-    """What a charge writes beside the counts, by key."""
-    found: dict[str, Metadata] = {}
-    counters = request.counters
-    for each in counters.values():
-        key = each.key
-        if key is not None:
-            if each.lease is not None and not request.idempotency_key:
-                raise ValueError(
-                    f"idempotency_key must not be empty: the counter of {key!r} has a "
-                    "lease, and the key names what is held; give the request one of its own"
-                )
-            beside = found.get(key)
-            if beside is None:
-                beside = found[key] = Metadata()
-            beside.mirrored = beside.mirrored and each.mirrored
-            if each.expires_at is not None:
-                beside.ends = max(math.ceil(each.expires_at), beside.ends or 0)
-    for _, thresholds in request.hits:
-        for _, _, counter, most, enforced in thresholds:
-            key = counters[counter].key
-            if key is not None and enforced and most >= 0:
-                beside = found[key]
-                if beside.limit is None or most < beside.limit:
-                    beside.limit = most
-    return found
-
-
 def window_end(key: str) -> int | None:
     """When a key's window ends, by its text; `None` if it has none."""
     try:
         return CountKey.parse(key).ends
     except ValueError:
         return None
-
-
-def idle_time(key: str, idle: int) -> int:
-    """How long a key's count is kept when nobody charges it, in seconds."""
-    dimension = dimension_of(key)
-    if dimension == RUN:
-        return min(idle, RUN_IDLE)
-    return min(idle, ROOT_RUN_IDLE) if dimension == ROOT_RUN else idle
 
 
 def check_store(store: object, limits: Sequence[Limit]) -> None:
@@ -254,32 +204,3 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 "store's prefix is a function, such as of the tenant: put the limit into a second "
                 "middleware, of a subclass of QuotaMiddleware, whose store has a string as prefix"
             )
-
-
-def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
-    """Check that a remembered result has as many counters and calls as the request."""
-    if (counters, calls) != (len(request.counters), len(request.hits)):
-        raise QuotaStoreError("the idempotency key was given to a batch of another form before")
-
-
-def check_request(request: object) -> None:
-    """Check the type of a request to a store."""
-    check_type("request", request, AcquireRequest, "an AcquireRequest")
-
-
-def check_keys(keys: object) -> None:
-    """Check that a store is given several keys."""
-    if (
-        isinstance(keys, str)
-        or not isinstance(keys, Sequence)
-        or not all(isinstance(key, str) for key in keys)
-    ):
-        raise TypeError(f"keys must be a sequence of strings, not {keys!r}")
-
-
-def idle_seconds(idle_ttl: timedelta) -> int:
-    """How long an idle count is kept, in seconds."""
-    check_duration("idle_ttl", idle_ttl)
-    if idle_ttl < timedelta(seconds=1):
-        raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
-    return math.ceil(idle_ttl.total_seconds())

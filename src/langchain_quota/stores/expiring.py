@@ -30,7 +30,13 @@ class Kept(Generic[V]):
             heappush(self._due, (expires, name))
         self.all[name] = value, expires
         while len(self.all) > self._most:
-            self.look(math.inf)
+            self.purge(math.inf, 1)
+
+    def remember(self, name: str, value: V, seconds: float, now: float) -> None:
+        """Keep a value that has a name for a time, and remove some of what has expired."""
+        self.purge(now)
+        if name:
+            self.put(name, value, now + seconds)
 
     def remove(self, name: str) -> None:
         """Remove a value."""
@@ -39,20 +45,15 @@ class Kept(Generic[V]):
             self._due = [(expires, each) for each, (_, expires) in self.all.items()]
             heapify(self._due)
 
-    def purge(self, now: float) -> None:
-        """Remove some of what has expired."""
-        for _ in range(_PURGED_AT_ONCE):
-            if not self.look(now):
-                break
-
-    def look(self, now: float) -> bool:
-        """Look at what can have expired first, and remove it if it has; whether it can have."""
-        if not self._due or self._due[0][0] > now:
-            return False
-        due, name = heappop(self._due)
-        _, expires = self.all.get(name, (None, -math.inf))
-        if expires > due:
-            heappush(self._due, (expires, name))
-        elif name in self.all:
-            self.remove(name)
-        return True
+    def purge(self, now: float, most: int = _PURGED_AT_ONCE) -> bool:
+        """Look at some that can have expired, and remove those that have; whether there are any."""
+        looked = 0
+        while looked < most and self._due and self._due[0][0] <= now:
+            looked += 1
+            due, name = heappop(self._due)
+            _, expires = self.all.get(name, (None, -math.inf))
+            if expires > due:
+                heappush(self._due, (expires, name))
+            elif name in self.all:
+                self.remove(name)
+        return looked > 0

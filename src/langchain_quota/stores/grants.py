@@ -12,7 +12,8 @@ from langchain_quota.arguments import check_duration, check_type
 from langchain_quota.concurrency import Form
 from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import UNITS, whole_amount
-from langchain_quota.stores import idle_time, window_end
+from langchain_quota.stores import window_end
+from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.units import UNIT_LABELS, Dollars, Unit, in_base_unit, shown
 
@@ -152,13 +153,17 @@ class Granting(ABC):
         """`revoke`, without blocking the event loop."""
         return await self._end("a", key, id)
 
-    @abstractmethod
     def grants(self, pattern: str = "*") -> list[Grant]:
-        """The grants that have not ended, sorted by key and time.
+        """The grants that have not ended, sorted by key and time; see `usages`.
 
         Args:
             pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
+
+        Raises:
+            QuotaStoreError: The store failed.
+            TypeError: The store serves no sync calls.
         """
+        return sorted(self._given(pattern), key=lambda grant: (grant.key, grant.given_at))
 
     def _asked(  # noqa: PLR0913 - those of `grant`
         self,
@@ -201,6 +206,10 @@ class Granting(ABC):
     @abstractmethod
     def _now(self) -> float:
         """The time, in seconds since the Unix epoch."""
+
+    @abstractmethod
+    def _given(self, pattern: str) -> list[Grant]:
+        """The grants that have not ended, under the keys that match, in any order."""
 
     @abstractmethod
     async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:

@@ -20,13 +20,15 @@ from langchain_quota.stores import (
     REMEMBERED,
     Occupancy,
     QuotaUsage,
-    check_fits,
+    window_end,
+)
+from langchain_quota.stores.common import (
     check_keys,
     check_request,
     idle_seconds,
     idle_time,
     metadata,
-    window_end,
+    replay,
 )
 from langchain_quota.stores.expiring import Kept
 from langchain_quota.stores.grants import Grant, Granting, in_utc
@@ -103,17 +105,7 @@ class MemoryStore(Granting):
             if self._attempts.get(request.attempt_id, now) is _REFUSED:
                 raise QuotaStoreError("the attempt was compensated before it arrived")
             made = self._results.get(request.idempotency_key, now)
-            if made is None:
-                return self._admit(request, now)
-            known = made.result
-            check_fits(len(known.used), len(known.admitted), request)
-            names = dict(zip(known.used, request.counters, strict=True))
-            return replace(
-                known,
-                used={names[name]: used for name, used in known.used.items()},
-                replayed=True,
-                granted={names[name]: amount for name, amount in known.granted.items()},
-            )
+            return self._admit(request, now) if made is None else replay(made.result, request)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` if nothing is."""
@@ -129,7 +121,8 @@ class MemoryStore(Granting):
             now = self.clock()
             self._make_room(keys, now)
             for key in keys:
-                self._write(key, 0, window_end(key), now).holds = None
+                count = self._counts.get(key, now)
+                self._write(key, count, 0, window_end(key), now).holds = None
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """What is kept under the keys that match a glob pattern, sorted by key.
@@ -142,18 +135,6 @@ class MemoryStore(Granting):
             keys = sorted(key for key in self._counts.all if fnmatchcase(key, pattern))
             uses = [self._use(key, now) for key in keys]
         return [use for use in uses if use is not None]
-
-    def grants(self, pattern: str = "*") -> list[Grant]:
-        """The grants that have not ended, sorted by key and time.
-
-        Args:
-            pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
-        """
-        with self._lock:
-            now = self.clock()
-            keys = [key for key in self._grants.all if fnmatchcase(key, pattern)]
-            found = [each.grant for key in keys for each in self._granted(key, now)]
-        return sorted(found, key=lambda grant: (grant.key, grant.given_at))
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`; it does not block."""
@@ -185,7 +166,7 @@ class MemoryStore(Granting):
             count = self._counts.get(asked.key, now)
             if count is not None:
                 # The count's idle time begins anew, as after a charge.
-                self._write(asked.key, count.used, count.ends, now)
+                self._write(asked.key, count, count.used, count.ends, now)
             return asked, True
 
     async def _revoke(self, _: Form, key: str, name: str) -> Grant | None:
@@ -196,6 +177,12 @@ class MemoryStore(Granting):
                     each.grant = replace(each.grant, until=in_utc(int(now)))
                     return each.grant
         return None
+
+    def _given(self, pattern: str) -> list[Grant]:
+        with self._lock:
+            now = self.clock()
+            keys = [key for key in self._grants.all if fnmatchcase(key, pattern)]
+            return [each.grant for key in keys for each in self._granted(key, now)]
 
     def _granted(self, key: str | None, now: float) -> list["_Given"]:
         """The grants that have not ended."""
@@ -212,9 +199,9 @@ class MemoryStore(Granting):
         made = self._settled if compensation.settles else self._compensated
         if made.get(compensation.id, now):
             return
-        made.purge(now)
-        seconds = REMEMBERED if compensation.settles else COMPENSATED
-        made.put(compensation.id, True, now + seconds)
+        made.remember(
+            compensation.id, True, REMEMBERED if compensation.settles else COMPENSATED, now
+        )
         if compensation.attempt_id:
             self._undo(compensation.attempt_id, now)
         if self._results.get(compensation.idempotency_key, now) is None:
@@ -225,14 +212,14 @@ class MemoryStore(Granting):
                 if amount > 0:
                     used = compensation.starts.get(key, 0) if count is None else count.used
                     # Calls that have run are counted even if the store is full.
-                    count = self._write(key, used + amount, window_end(key), now)
+                    count = self._write(key, count, used + amount, window_end(key), now)
                     count.limit = compensation.limits.get(key, count.limit)
                 elif count is not None:
                     count.lower(-amount)
 
     def _undo(self, attempt_id: str, now: float) -> None:
         made = self._attempts.get(attempt_id, now)
-        self._remember(self._attempts, attempt_id, _REFUSED, now)
+        self._attempts.remember(attempt_id, _REFUSED, REMEMBERED, now)
         if made is None:
             return
         if self._results.get(made.name, now) is made:
@@ -245,20 +232,18 @@ class MemoryStore(Granting):
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
         used, grants = {}, {}
         for name, counter in request.counters.items():
-            count = self._counts.get(counter.key or "", now)
+            count = None if counter.key is None else self._counts.get(counter.key, now)
             used[name] = counter.used if count is None else count.used
-            if given := self._granted(counter.key, now):
-                grants[name] = given
-        granted = {name: _amount(given) for name, given in grants.items()}
+            if counter.key in self._grants.all:
+                grants[name] = self._granted(counter.key, now)
+        granted = {name: more for name, given in grants.items() if (more := _amount(given))}
         result = admit(request.hits, used, request.stops, granted)
         self._charge(request, result, now)
-        newly = {}
-        for name, given in grants.items():
-            if new := _amount(each for each in given if each.is_new):
-                newly[name] = new
-        for each in chain.from_iterable(grants.values()):
+        newly = {name: [each for each in given if each.is_new] for name, given in grants.items()}
+        for each in chain.from_iterable(newly.values()):
             each.is_new = False
-        return replace(result, newly_granted=newly) if newly else result
+        new = {name: _amount(given) for name, given in newly.items() if given}
+        return replace(result, newly_granted=new) if new else result
 
     def _charge(self, request: AcquireRequest, result: AcquireResult, now: float) -> None:
         charges = [
@@ -272,9 +257,9 @@ class MemoryStore(Granting):
         self._make_room([key for _, key, _ in charges], now)
         for counter, key, amount in charges:
             # Another counter with this key may have been charged just now.
-            known = self._counts.get(key, now)
-            used = counter.used if known is None else known.used
-            count = self._write(key, used + amount, beside[key].ends, now)
+            count = self._counts.get(key, now)
+            used = counter.used if count is None else count.used
+            count = self._write(key, count, used + amount, beside[key].ends, now)
             count.limit = beside[key].limit
             self._counts.droppable.pop(key, None)
             if beside[key].mirrored:
@@ -282,16 +267,13 @@ class MemoryStore(Granting):
             if counter.lease is not None:
                 count.hold(request.idempotency_key, amount, int(now) + counter.lease + 1)
             made.charged.append((key, amount, counter.lease is not None))
-        self._remember(self._results, request.idempotency_key, made, now)
-        self._remember(self._attempts, request.attempt_id, made, now)
+        self._results.remember(request.idempotency_key, made, REMEMBERED, now)
+        self._attempts.remember(request.attempt_id, made, REMEMBERED, now)
 
-    def _remember(self, kept: Kept["_Acquired"], name: str, made: "_Acquired", now: float) -> None:
-        kept.purge(now)
-        if name:
-            kept.put(name, made, now + REMEMBERED)
-
-    def _write(self, key: str, used: int, ends: int | None, now: float) -> "_Count":
-        count = self._counts.get(key, now) or _Count()
+    def _write(
+        self, key: str, known: "_Count | None", used: int, ends: int | None, now: float
+    ) -> "_Count":
+        count = known or _Count()
         count.used, count.ends = used, ends
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
         # Never earlier than before.
@@ -302,11 +284,9 @@ class MemoryStore(Granting):
     def _make_room(self, keys: Iterable[str], now: float) -> None:
         counts, wanted = self._counts, set(keys)
         counts.purge(now)
-        while True:
-            excess = len(counts.all) + len(wanted.difference(counts.all)) - self._max_keys
-            if excess <= 0 or not counts.look(now):
-                break
-        if excess > 0:
+        while (excess := len(counts.all) + len(wanted.difference(counts.all)) - self._max_keys) > 0:
+            if counts.purge(now, 1):
+                continue
             droppable = (key for key in counts.droppable if key not in wanted)
             dropped = [*islice(droppable, excess)]
             if len(dropped) < excess:

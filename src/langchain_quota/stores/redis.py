@@ -13,8 +13,9 @@ from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import check_type
 from langchain_quota.concurrency import Form, now
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-from langchain_quota.stores import IDLE_TTL, QuotaUsage, check_keys, check_request, idle_seconds
+from langchain_quota.stores import IDLE_TTL, QuotaUsage
 from langchain_quota.stores import redis_script as script
+from langchain_quota.stores.common import check_keys, check_request, idle_seconds
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import check_prefix, prefix_of
 from langchain_quota.stores.redis_clients import (
@@ -157,20 +158,6 @@ class RedisStore(Granting):
         found = {key: use for part in parts for key, use in part.items() if use is not None}
         return [found[key] for key in sorted(found)]
 
-    def grants(self, pattern: str = "*") -> list[Grant]:
-        """The grants that have not ended, sorted by key and time; read like `usages`.
-
-        Args:
-            pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
-
-        Raises:
-            QuotaStoreError: Redis failed, or did not answer in time.
-            TypeError: The store was given a client of `redis.asyncio`.
-        """
-        parts = now(self._scanned("grants", "grants", pattern, script.grants))
-        found = {(each.key, each.id): each for each, _ in chain.from_iterable(parts)}
-        return sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
-
     def close(self) -> None:
         """Close the connections of the sync form; a client of your own stays open."""
         self._clients.close()
@@ -230,6 +217,10 @@ class RedisStore(Granting):
         async with self._running(form) as run:
             ended = script.grants([key], await run(call))
         return ended[0][0] if ended else None
+
+    def _given(self, pattern: str) -> list[Grant]:
+        parts = now(self._scanned("grants", "grants", pattern, script.grants))
+        return list({(each.key, each.id): each for each, _ in chain.from_iterable(parts)}.values())
 
     async def _scanned(
         self, op: str, kind: str, pattern: str, read: Callable[[list[str], object], T]

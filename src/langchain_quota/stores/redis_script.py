@@ -16,11 +16,9 @@ from langchain_quota.stores import (
     GRACE,
     REMEMBERED,
     QuotaUsage,
-    check_fits,
-    idle_time,
-    metadata,
     window_end,
 )
+from langchain_quota.stores.common import check_fits, idle_time, metadata
 from langchain_quota.stores.grants import Grant, in_utc
 
 MAX_COUNT = 2**53 - 1

@@ -1,0 +1,96 @@
+"""What every store does alike: it checks what it is asked, and says what it keeps for how long."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.arguments import check_duration
+from langchain_quota.decision import ROOT_RUN, RUN
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
+from langchain_quota.stores.keys import dimension_of
+
+_IDLE_AT_MOST = {RUN: RUN_IDLE, ROOT_RUN: ROOT_RUN_IDLE}
+
+
+@dataclass(slots=True)
+class Metadata:
+    """What is kept beside a count: the smallest enforced limit, the end of its window."""
+
+    limit: int | None = None
+    ends: int | None = None
+    mirrored: bool = True
+    """Whether every counter of the key is mirrored."""
+
+
+def metadata(request: AcquireRequest) -> dict[str | None, Metadata]:
+    """What a charge writes beside the counts, by key."""
+    found: dict[str | None, Metadata] = {}
+    counters = request.counters
+    for each in counters.values():
+        if each.key is None:
+            continue
+        if each.lease is not None and not request.idempotency_key:
+            raise ValueError(
+                f"idempotency_key must not be empty: the counter of {each.key!r} has a "
+                "lease, and the key names what is held; give the request one of its own"
+            )
+        beside = found.setdefault(each.key, Metadata())
+        beside.mirrored = beside.mirrored and each.mirrored
+        if each.expires_at is not None:
+            beside.ends = max(math.ceil(each.expires_at), beside.ends or 0)
+    for _, thresholds in request.hits:
+        for _, _, counter, most, enforced in thresholds:
+            known = found.get(counters[counter].key)
+            if known is not None and enforced and most >= 0:
+                known.limit = most if known.limit is None else min(most, known.limit)
+    return found
+
+
+def replay(known: AcquireResult, request: AcquireRequest) -> AcquireResult:
+    """A remembered answer, given again; the request may have other names for its counters."""
+    check_fits(len(known.used), len(known.admitted), request)
+    names = dict(zip(known.used, request.counters, strict=True))
+    return replace(
+        known,
+        used={names[name]: used for name, used in known.used.items()},
+        replayed=True,
+        granted={names[name]: amount for name, amount in known.granted.items()},
+    )
+
+
+def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
+    """Check that a remembered result has as many counters and calls as the request."""
+    if (counters, calls) != (len(request.counters), len(request.hits)):
+        raise QuotaStoreError("the idempotency key was given to a batch of another form before")
+
+
+def idle_time(key: str, idle: int) -> int:
+    """How long a key's count is kept when nobody charges it, in seconds."""
+    return min(idle, _IDLE_AT_MOST.get(dimension_of(key), idle))
+
+
+def check_request(request: object) -> None:
+    """Check the type of a request to a store."""
+    if not isinstance(request, AcquireRequest):
+        raise TypeError(f"request must be an AcquireRequest, not {request!r}")
+
+
+def check_keys(keys: object) -> None:
+    """Check that a store is given several keys."""
+    if (
+        isinstance(keys, str)
+        or not isinstance(keys, Sequence)
+        or not all(isinstance(key, str) for key in keys)
+    ):
+        raise TypeError(f"keys must be a sequence of strings, not {keys!r}")
+
+
+def idle_seconds(idle_ttl: timedelta) -> int:
+    """How long an idle count is kept, in seconds."""
+    check_duration("idle_ttl", idle_ttl)
+    if idle_ttl < timedelta(seconds=1):
+        raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
+    return math.ceil(idle_ttl.total_seconds())
