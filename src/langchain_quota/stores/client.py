@@ -15,7 +15,7 @@ from langchain_quota.admission import AcquireRequest, AcquireResult, Compensatio
 from langchain_quota.concurrency import Form, ask, fork_safe_lock, now
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
-from langchain_quota.stores.corrections import MAX_PENDING, PendingCompensations, send_later
+from langchain_quota.stores.corrections import MAX_PENDING, Corrections
 from langchain_quota.stores.keys import prefix_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.recorder import Recorder
@@ -31,7 +31,7 @@ class StoreClient:
         self._recorder = recorder
         self._lock = fork_safe_lock()
         self._down = False
-        self._pending = PendingCompensations()
+        self._corrections = Corrections(self.forms, self.send_waiting)
         # Whether it can be full, and has not been nearly so yet.
         self._fills = recorder.watch_store(store)
 
@@ -84,7 +84,7 @@ class StoreClient:
         with self._timing("reset"):
             last = not keys
             while not last:
-                with self._carrying(prefix_of(keys[0]), keys) as (carried, last):
+                with self._corrections.carried(prefix_of(keys[0]), keys) as (carried, last):
                     await self._correct(form, carried)
             await ask(form, self.store, "reset", keys)
 
@@ -103,27 +103,19 @@ class StoreClient:
         self._make_later([compensation])
 
     def _make_later(self, compensations: Sequence[Compensation]) -> None:
-        with self._lock:
-            lost = sum([self._pending.add(each) for each in compensations])
-        if lost:
+        if self._corrections.add(compensations):
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
             self._recorder.record_error("store", error, log=False)
-        if len(self._pending):
-            send_later(self)
-
-    def waits(self) -> bool:
-        """Whether a correction waits for the store."""
-        return bool(self._pending)
 
     async def send_waiting(self, form: Form) -> None:
         """Send the corrections that wait."""
-        for prefix in self._pending.prefixes():
+        for prefix in self._corrections.prefixes():
             with self._asking("acquire"):
-                sent = True
-                while sent:
-                    with self._carrying(prefix, ()) as (carried, _):
+                left = True
+                while left:
+                    with self._corrections.carried(prefix) as (carried, _):
                         await self._correct(form, carried)
-                    sent = bool(carried)
+                    left = bool(carried)
 
     async def _correct(self, form: Form, carried: tuple[Compensation, ...]) -> None:
         if carried:
@@ -132,7 +124,7 @@ class StoreClient:
     async def _send(self, form: Form, sent: AcquireRequest) -> AcquireResult:
         """The answer to a request, ahead of which the corrections go that it needs."""
         answer: AcquireResult
-        if not self._pending:
+        if not self._corrections:
             answer = await ask(form, self.store, "acquire", sent)
             return answer
         counters = [each for each in sent.counters.values() if each.key is not None]
@@ -142,30 +134,13 @@ class StoreClient:
         keys = {str(each.key) for each in counters if each.used}
         keys.update(*(each.amounts for each in sent.compensations))
         while True:
-            with self._carrying(prefix, keys, sent.idempotency_key) as (carried, last):
+            with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):
                 if last:
                     first = (*carried, *sent.compensations)
                     asked = replace(sent, compensations=first) if carried else sent
                     answer = await ask(form, self.store, "acquire", asked)
                     return answer
                 await self._correct(form, carried)
-
-    @contextmanager
-    def _carrying(
-        self, prefix: str, keys: Collection[str], name: str = ""
-    ) -> Iterator[tuple[tuple[Compensation, ...], bool]]:
-        """The corrections to send next, and whether the request itself can go with them."""
-        with self._lock:
-            carried, last = self._pending.take(prefix, keys, name)
-        made = False
-        try:
-            yield carried, last
-            # The store has answered.
-            made = True
-        finally:
-            if carried:
-                with self._lock:
-                    self._pending.give_back(carried, made=made)
 
     @contextmanager
     def _asking(self, operation: str, request: AcquireRequest | None = None) -> Iterator[None]:

@@ -1,22 +1,20 @@
-"""Corrections of a store's counts that wait until it can be asked, and who sends them then.
+"""Corrections of a store's counts that wait until it can be asked.
 
 The next requests take them along. When there are none, a task of the event loop sends them alone.
 """
 
 import asyncio
 import atexit
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, islice
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from langchain_quota.admission import Compensation
-from langchain_quota.concurrency import now
+from langchain_quota.concurrency import Form, fork_safe_lock, now
 from langchain_quota.stores.keys import prefix_of
-
-if TYPE_CHECKING:
-    from langchain_quota.stores.client import StoreClient
 
 MAX_PENDING = 10_000
 """The most corrections that wait for the store to come back."""
@@ -25,124 +23,125 @@ COMPENSATED_AT_ONCE = 5
 """The most corrections that one request carries: so they at most double its cost."""
 
 _FIRST, _LONGEST = 1.0, 30.0
-"""How long a sender waits before it tries for the first time, and at most, in seconds."""
+"""How long a task waits before it sends for the first time, and at most, in seconds."""
 
 
-class PendingCompensations:
+class Corrections:
     """Corrections that the store has not confirmed, the oldest first."""
 
-    # Only one request at a time carries old ones. Otherwise every caller would send the same ones
-    # to a store that has just come back. It carries those of its own prefix: the node of another
-    # may be down.
-
-    def __init__(self) -> None:
-        self._numbers = count()
-        self._waiting: dict[str, tuple[int, Compensation]] = {}
-        # Their ids by what they are about: a request, keys, and the prefix of the keys.
-        self._about: dict[str, dict[str, None]] = {}
+    def __init__(
+        self, forms: Collection[str], send_all: Callable[[Form], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._forms = forms
+        self._send_all = send_all
+        self._lock = fork_safe_lock()
+        self._waiting: dict[str, Compensation] = {}
         self._travelling: set[str] = set()
+        self._tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
+            WeakKeyDictionary()
+        )
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def prefixes(self) -> list[str]:
         """The prefixes of the keys that corrections are of."""
-        return [each[:-1] for each in self._about if each.endswith("/")]
+        with self._lock:
+            return [*dict.fromkeys(map(_prefix, self._waiting.values()))]
 
-    def add(self, compensation: Compensation) -> bool:
-        """Keep a correction; whether the oldest one was dropped for it."""
-        self._waiting[compensation.id] = next(self._numbers), compensation
-        for subject in _subjects(compensation):
-            self._about.setdefault(subject, {})[compensation.id] = None
-        full = len(self) > MAX_PENDING
-        if full:
-            self._remove(next(iter(self._waiting)))
-        return full
+    def add(self, corrections: Sequence[Compensation]) -> int:
+        """Keep corrections; how many old ones were dropped for them."""
+        with self._lock:
+            self._waiting |= {each.id: each for each in corrections}
+            dropped = [*islice(self._waiting, max(0, len(self) - MAX_PENDING))]
+            for each in dropped:
+                del self._waiting[each]
+        if self._waiting:
+            self._send_later()
+        return len(dropped)
 
-    def take(
-        self, prefix: str, keys: Iterable[str], name: str
+    @contextmanager
+    def carried(
+        self, prefix: str, keys: Collection[str] = (), name: str = ""
+    ) -> Iterator[tuple[tuple[Compensation, ...], bool]]:
+        """The corrections to send next, and whether a request itself can be sent with them.
+
+        They are forgotten unless sending them fails.
+        """
+        with self._lock:
+            taken, last = self._next(prefix, set(keys), name)
+        made = False
+        try:
+            yield taken, last
+            made = True
+        finally:
+            with self._lock:
+                for each in taken:
+                    self._travelling.discard(each.id)
+                    if made:
+                        self._waiting.pop(each.id, None)
+
+    def _next(
+        self, prefix: str, keys: Collection[str], name: str
     ) -> tuple[tuple[Compensation, ...], bool]:
-        """The corrections to send next, and whether a request itself can be sent with them."""
         # The store must first get the corrections of the request's earlier attempts, and those of
-        # keys whose counts the caller has or corrects. One request at a time carries others of its
-        # prefix, too.
-        ids = set(self._made_again(name))
-        for key in keys:
-            ids.update(self._about.get(key, ()))
-        # The oldest goes first: its `starts` is the right start.
-        first = [each for _, each in sorted(self._waiting[each] for each in ids)]
+        # keys whose counts the caller has or corrects; the oldest first, for its `starts` is the
+        # right start. Others of the prefix are carried by one request at a time: else every caller
+        # would send the same ones to a store that has just come back. The node of another prefix
+        # may be down.
+        first: list[Compensation] = []
         others: list[Compensation] = []
-        if len(first) < COMPENSATED_AT_ONCE and not self._travelling:
-            oldest = islice(self._about.get(f"{prefix}/", ()), COMPENSATED_AT_ONCE)
-            others = [self._waiting[each][1] for each in oldest if each not in ids]
-            others = others[: COMPENSATED_AT_ONCE - len(first)]
-            self._travelling = {each.id for each in others}
+        for each in self._waiting.values():
+            if name and each.idempotency_key == name:
+                # The calls that an earlier attempt let through did not run.
+                first.append(replace(each, amounts={}))
+            elif any(key in keys for key in each.starts):
+                first.append(each)
+            elif len(others) < COMPENSATED_AT_ONCE and _prefix(each) == prefix:
+                others.append(each)
+        self._waiting |= {each.id: each for each in first}
+        others = [] if self._travelling else others[: max(0, COMPENSATED_AT_ONCE - len(first))]
+        self._travelling |= {each.id for each in others}
         return (*first[:COMPENSATED_AT_ONCE], *others), len(first) <= COMPENSATED_AT_ONCE
 
-    def give_back(self, taken: Iterable[Compensation], *, made: bool) -> None:
-        """Forget the corrections that were made; the others can be sent again."""
-        for each in taken:
-            self._travelling.discard(each.id)
-            if made:
-                self._remove(each.id)
+    def _send_later(self) -> None:
+        """Have them sent without a request, at the latest when the loop or the process ends."""
+        _at_exit.add(self)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if "async" in self._forms and loop not in self._tasks:
+            task = self._tasks[loop] = loop.create_task(self._until_sent())
+            task.add_done_callback(lambda _: self._tasks.pop(loop, None))
 
-    def _made_again(self, request: str) -> Collection[str]:
-        """The earlier attempts of a request; the calls that they let through did not run."""
-        found = self._about.get(request, ()) if request else ()
-        for attempt in found:
-            number, compensation = self._waiting[attempt]
-            self._waiting[attempt] = number, replace(compensation, amounts={})
-        return found
+    async def _until_sent(self) -> None:
+        wait = _FIRST
+        try:
+            while self._waiting:
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST)
+                await self._send_all("a")
+        except asyncio.CancelledError:
+            # The event loop ends.
+            await self._send_all("a")
+            raise
 
-    def _remove(self, attempt: str) -> None:
-        _, compensation = self._waiting.pop(attempt, (0, None))
-        for subject in _subjects(compensation) if compensation else ():
-            self._about[subject].pop(attempt, None)
-            if not self._about[subject]:
-                del self._about[subject]
-
-
-def _subjects(compensation: Compensation) -> set[str]:
-    key = next(iter([*compensation.amounts, *compensation.starts]), "")
-    # No key ends with a slash.
-    return {compensation.idempotency_key, *compensation.starts, f"{prefix_of(key)}/"}
-
-
-_at_exit: WeakSet["StoreClient"] = WeakSet()
-_tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict["StoreClient", asyncio.Task[None]]] = (
-    WeakKeyDictionary()
-)
+    def finish(self) -> None:
+        """Try for the last time, before the process ends."""
+        # An async client has had a last try when its event loop ended.
+        if self._waiting and "sync" in self._forms:
+            now(self._send_all(""))
 
 
-def send_later(client: "StoreClient") -> None:
-    """Send what no next request takes along, at the latest when the loop or the process ends."""
-    _at_exit.add(client)
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    tasks = _tasks.setdefault(loop, {})
-    if "async" in client.forms and client not in tasks:
-        task = tasks[client] = loop.create_task(_until_sent(client))
-        task.add_done_callback(lambda _: tasks.pop(client, None))
+def _prefix(correction: Compensation) -> str:
+    return prefix_of(next(iter([*correction.amounts, *correction.starts]), ""))
 
 
-async def _until_sent(client: "StoreClient") -> None:
-    wait = _FIRST
-    try:
-        while client.waits():
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST)
-            await client.send_waiting("a")
-    except asyncio.CancelledError:
-        # The event loop ends.
-        await client.send_waiting("a")
-        raise
+_at_exit: WeakSet[Corrections] = WeakSet()
 
 
 @atexit.register
 def _finish() -> None:
     for each in list(_at_exit):
-        # An async client has had a last try when its event loop ended.
-        if each.waits() and "sync" in each.forms:
-            now(each.send_waiting(""))
+        each.finish()
