@@ -185,11 +185,15 @@ class ModelCallLimitState(AgentState[ResponseT]):
     langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
 
 
-class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
-    """The agent's state with all counts and the ledger.
+class QuotaState(AgentState[ResponseT]):
+    """The agent's state with the counts of threads and the ledger, which has those of runs.
 
-    Its keys are those of `ToolCallLimitState` and `ModelCallLimitState`. To read what a thread has
-    used, call `usage`.
+    To read what a thread and its newest run have used, call `usage`.
+
+    Attributes:
+        thread_tool_call_count: Tool calls of the thread, by what is counted; see `ThreadUsage`.
+        thread_model_call_count: Model calls of the thread.
+        langchain_quota: Our own part of the ledger; not for use elsewhere.
 
     Examples:
         As the argument of a function that computes a limit:
@@ -199,6 +203,10 @@ class QuotaState(ToolCallLimitState[ResponseT], ModelCallLimitState[ResponseT]):
         ...     return 3 if len(state["messages"]) < 50 else 1
         >>> limit = ToolCallLimit("search", run_limit=searches)
     """
+
+    thread_tool_call_count: NotRequired[Annotated[dict[str, int], PrivateStateAttr]]
+    thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, latest]]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
 
 
 NEW_RUN: Ledger = {

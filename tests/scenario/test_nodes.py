@@ -1,4 +1,4 @@
-"""The graph nodes of a `QuotaMiddleware`: it has none before the model if no limit needs it."""
+"""The graph nodes of a `QuotaMiddleware`: it has only those that its limits need."""
 
 import copy
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from tests.tokens import RETRY
 
 SEARCH = ToolCallLimit("search", run_limit=9)
 MODEL = ModelCallLimit(run_limit=9)
+BEFORE, AFTER, BOTH = ["before_model"], ["after_model"], ["before_model", "after_model"]
 
 
 class OwnQuota(QuotaMiddleware[Any, Any]):
@@ -39,23 +40,37 @@ def nodes(signals: Signals, middleware: QuotaMiddleware[Any, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("limits", "cls", "expected"),
     [
-        ([SEARCH], QuotaMiddleware, 1),
-        ([SEARCH, RepeatLimit(3)], QuotaMiddleware, 1),
-        ([ToolCallLimit("search", run_limit=9, at_once=2)], QuotaMiddleware, 1),
-        ([ToolCallLimit("search", quotas=[Quota(9, per="global")])], QuotaMiddleware, 1),
-        ([SEARCH, MODEL], QuotaMiddleware, 2),
-        ([SEARCH, TokenLimit(run_limit=9)], QuotaMiddleware, 2),
-        ([SEARCH], OwnQuota, 2),
+        ([SEARCH], QuotaMiddleware, AFTER),
+        ([SEARCH, RepeatLimit(3)], QuotaMiddleware, AFTER),
+        ([ToolCallLimit("search", run_limit=9, at_once=2)], QuotaMiddleware, AFTER),
+        ([ToolCallLimit("search", quotas=[Quota(9, per="global")])], QuotaMiddleware, AFTER),
+        ([SEARCH, MODEL], QuotaMiddleware, BOTH),
+        ([TokenLimit(run_limit=9)], QuotaMiddleware, BOTH),
+        ([MODEL], QuotaMiddleware, BEFORE),
+        ([ModelCallLimit(run_limit=9, exit_behavior="finalize")], QuotaMiddleware, BOTH),
+        ([SEARCH], OwnQuota, BOTH),
     ],
-    ids=["tools", "repeats", "at once", "quotas", "model", "tokens", "a subclass"],
+    ids=[
+        *(
+            "tools",
+            "repeats",
+            "at once",
+            "quotas",
+            "model and tools",
+            "tokens",
+            "model",
+            "finalize",
+        ),
+        "a subclass",
+    ],
 )
 def test_only_what_the_limits_need(
-    limits: Sequence[Limit], cls: Any, expected: int, signals: Signals
+    limits: Sequence[Limit], cls: Any, expected: list[str], signals: Signals
 ) -> None:
-    """A node before the model is there for limits on model calls or tokens, and for subclasses."""
+    """A node is there for limits that need it, and for subclasses."""
     quota = cls(limits, store=MemoryStore(), telemetry=signals.telemetry)
     for each in (quota, copy.deepcopy(quota)):
-        assert nodes(signals, each) == ["before_model", "after_model"][-expected:]
+        assert nodes(signals, each) == expected
         assert each.name == type(each).__name__ == cls.__name__
 
 
@@ -69,6 +84,18 @@ async def test_a_run_without_an_active_span_is_one_trace(form: Form, signals: Si
     assert names == ["check_quota model", "check_quota tool search", "check_quota model"]
     assert len({span.context.trace_id for span in spans if span.context}) == 1
     assert scene.calls("allowed") == 2
+
+
+@pytest.mark.parametrize("cls", [QuotaMiddleware, OwnQuota])
+@pytest.mark.parametrize(("limit", "tools"), [(SEARCH, 1), (MODEL, 0)])
+async def test_only_the_kinds_that_are_limited(
+    limit: Limit, tools: int, cls: Any, signals: Signals
+) -> None:
+    """Model calls are always counted, and once; tool calls only if a limit is on tools."""
+    scene = Scene(signals, [["search"], "done"], [cls([limit], telemetry=signals.telemetry)])
+    await scene.play()
+    names = sorted(span.name for span in signals.spans())
+    assert names == ["check_quota model"] * 2 + ["check_quota tool search"] * tools
 
 
 async def test_a_model_call_that_is_tried_again_is_seen_once(signals: Signals) -> None:

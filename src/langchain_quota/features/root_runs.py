@@ -3,7 +3,7 @@
 The store numbers the root runs of a thread, so another process finds a run that it resumes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from langchain.agents.middleware.types import ToolCallRequest
@@ -40,15 +40,16 @@ class RootRuns(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "RootRuns | None":
         """The feature, if a quota is per root run."""
-        if not cls.wraps_tools(limiter.limits):
+        if not cls.needs(limiter.limits):
             return None
         watch_root_runs()
         return cls(limiter._store, limiter._recorder)  # noqa: SLF001 - the kernel gives them
 
     @classmethod
-    def wraps_tools(cls, limits: Sequence[Limit]) -> bool:
-        """Whether a quota is per root run, which a tool passes on."""
-        return any(each.per == ROOT_RUN for limit in limits for each in limit.quotas)
+    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+        """The hook around tools, which pass a root run on, if a quota is per root run."""
+        per = [each.per for limit in limits for each in limit.quotas]
+        return ("wrap_tool_call",) if ROOT_RUN in per else ()
 
     def __init__(self, store: StoreClient, recorder: Recorder) -> None:
         self._store = store

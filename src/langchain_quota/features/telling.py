@@ -1,6 +1,6 @@
 """What a model request says about the budget, and which tools it offers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
@@ -51,10 +51,15 @@ class Telling(Feature):
     def of(cls, limiter: Any) -> "Telling | None":
         """The feature, if an option or a limit needs it."""
         options = limiter._options  # noqa: SLF001 - the kernel gives them
-        finalizes = any(limit.exit_behavior == "finalize" for limit in limiter.limits)
-        if not (options["tell_model"] or options["hide_exhausted"] or finalizes):
+        if not (options["tell_model"] or options["hide_exhausted"] or cls.needs(limiter.limits)):
             return None
         return cls(limiter, tells=options["tell_model"], hides=options["hide_exhausted"])
+
+    @classmethod
+    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+        """The hook after the model, which answers what the last call asks for."""
+        finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
+        return ("after_model",) if finalizes else ()
 
     def __init__(self, limiter: Any, *, tells: bool, hides: bool) -> None:
         self._limiter = limiter

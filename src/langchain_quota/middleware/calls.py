@@ -123,6 +123,15 @@ class Batch:
         node = call_context(running_runtime(), model_name=None)
         return node.step(f"{self.middleware}/{self.message or said}")
 
+    @property
+    def counters(self) -> list[str]:
+        """The names under which the state counts each call."""
+        return [
+            counter
+            for asked in self.asked
+            for counter in {each.limit.counter for each in asked.limits if each.limit.counted}
+        ]
+
     def by_state(self) -> AcquireResult:
         """The answer by the state's counts."""
         return admit(self.hits, self.used, self.stops)

@@ -17,7 +17,6 @@ from langchain_quota.middleware.history import answer_of_refused
 from langchain_quota.rule import Asked
 from langchain_quota.state import (
     LEDGER,
-    RUN_TOOLS,
     THREAD_MODEL,
     THREAD_TOOLS,
     Ledger,
@@ -245,14 +244,11 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 
 
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
-    """The thread's counts; the run's as LangChain writes them, with the calls refused; ours."""
+    """The counts, and what the ledger keeps of the message."""
     counts, known, message = batch.counts, batch.known, batch.message
     assert counts is not None  # noqa: S101 - for the type checker
-    attempted = dict(batch.state.get(RUN_TOOLS) or {})
-    for asked in batch.asked:
-        for counter in {each.limit.counter for each in asked.limits if each.limit.counted}:
-            counts.thread.setdefault(counter, 0)
-            attempted[counter] = attempted.get(counter, 0) + 1
+    for counter in batch.counters:
+        counts.thread.setdefault(counter, 0)
     before = known.get("batch")
     waiting: Iterable[str] = known.get("begun_by", ())
     if before is not None and before["message"] == message:
@@ -274,7 +270,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
         written["refused"] = message
     if counts.owed != (known.get("owed") or {}):
         written["owed"] = counts.owed
-    return {THREAD_TOOLS: counts.thread, RUN_TOOLS: attempted, LEDGER: written}
+    return {THREAD_TOOLS: counts.thread, LEDGER: written}
 
 
 def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[AnyMessage]:

@@ -1,5 +1,6 @@
 """Drop-ins for LangChain's two limiters, with exact counts and telemetry."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Generic, Literal
@@ -30,7 +31,9 @@ from langchain_quota.middleware.history import newest_name
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,
+    RUN_TOOLS,
     THREAD_MODEL,
+    THREAD_TOOLS,
     Ledger,
     ModelCallLimitState,
     ToolCallLimitState,
@@ -154,7 +157,13 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         if batch is None:
             return None
         conclude = partial(conclude_tools, pending_error=self._on_pending == "raise")
-        return now(self._concluded("", batch, conclude))
+        update = now(self._concluded("", batch, conclude))
+        if update is not None and THREAD_TOOLS in update:
+            # LangChain's count of the run has the refused calls, too.
+            attempted = Counter(state.get(RUN_TOOLS) or {})
+            attempted.update(batch.counters)
+            update[RUN_TOOLS] = {**attempted}
+        return update
 
 
 class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):

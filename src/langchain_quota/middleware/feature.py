@@ -1,6 +1,6 @@
 """The seam: what a feature may do around the one flow. Only what a feature overrides is called."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
@@ -38,9 +38,9 @@ class Feature:
         raise NotImplementedError
 
     @classmethod
-    def wraps_tools(cls, limits: Sequence[Limit]) -> bool:  # noqa: ARG003 - for those that do
-        """Whether a middleware with these limits needs its hook around tools."""
-        return False
+    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:  # noqa: ARG003 - for some features
+        """The hooks that it needs, beyond those of the limits' kinds."""
+        return ()
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: copies of a middleware share what it knows."""

@@ -96,6 +96,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._made_at = UserLine.of_caller()
         self.limits = limits
         self._limit_name = limit_name
+        # The kinds of calls that are judged.
+        self._kinds = {each.kind for each in limits}
         self._recorder = recorder_of(telemetry)
         self._recorder.watch_limits(limits)
         self._observers = Observers(on_decision, self._recorder)
@@ -255,6 +257,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, form: Form, state: Mapping[str, Any], runtime: Any, *, task: str = ""
     ) -> Update | None:
         """Judge the tool calls that the model just made; what follows."""
+        if "tool" not in self._kinds and not ledger(state).get("final"):
+            return None
         limits = await self._limits_now(form, "tool", state, runtime)
         batch = tool_batch(state, runtime, limits, middleware=self.name, task=task)
         if batch is None:

@@ -51,6 +51,8 @@ class QuotaMiddleware(
 ):
     """Holds an agent to many limits at once, and makes every call visible.
 
+    Without a limit on tools, tool calls are not judged, counted or traced.
+
     All limits are judged together: a call runs only if every limit that matches it admits it, and
     a refused call is charged to none. There is one count for a tool, a set of tools, all tools or
     the model, so two limits on one tool are two thresholds over one count. If a batch of calls
@@ -184,7 +186,7 @@ class QuotaMiddleware(
                 "charge_all_models": charge_all_models,
             },
         )
-        self._model_mode = "admitted" if self._now.of_kind["model"] else None
+        self._model_mode = "admitted" if "model" in self._kinds else None
         if not tracing_is_enabled():
             # As with the hook around the model: without `async`, LangSmith adds no wrapper.
             vars(self)["awrap_tool_call"] = untraced(self, "awrap_tool_call")
@@ -216,7 +218,7 @@ class QuotaMiddleware(
     ) -> Update | None:
         if _has_ended(state):
             return {"jump_to": "end"}
-        return await self._judge_model(form, state, runtime)
+        return await self._judge_model(form, state, runtime) if "model" in self._kinds else None
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -268,13 +270,17 @@ class QuotaMiddleware(
     ) -> ModelResponse[ResponseT]:
         self._learn_tools(request)
         written: Update = {}
-        if not self._now.of_kind["model"]:
-            # No node before the model makes the call visible.
+        if "model" not in self._kinds:
+            # The call is visible without a node before the model.
             written |= await self._judge_model(form, request.state, request.runtime) or {}
         response = await self._call_model(form, request, handler, written)
-        if response is not None and not written:
-            return response
-        return WrittenResponse(response, written)
+        if response is None or written:
+            return WrittenResponse(response, written)
+        if type(self).after_model is AgentMiddleware.after_model:
+            step = {"messages": [*request.state["messages"], *response.result]}
+            for after_model in self._hooks["after_model"]:
+                after_model(step, saved=False)
+        return response
 
     async def _call_model(
         self, form: Form, request: ModelRequest[Any], handler: Handler, written: Update
@@ -338,16 +344,17 @@ def _has_ended(state: Mapping[str, Any]) -> bool:
     return newest is not None and newest.id is not None and newest.id == ledger(state).get("ended")
 
 
+_OPTIONAL = ("before_model", "after_model", "wrap_tool_call")
+"""The hooks that only some limits need."""
+
+
 def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
     """The hooks that limits do not need; none if these are no limits."""
     if not isinstance(limits, Sequence) or not all(isinstance(each, Limit) for each in limits):
         return ()
-    unneeded = []
-    if all(each.kind == "tool" for each in limits):
-        unneeded.append("before_model")
-    if not any(each.wraps_tools(limits) for each in kinds):
-        unneeded.append("wrap_tool_call")
-    return tuple(unneeded)
+    needed = {"before_model" if each.kind == "model" else "after_model" for each in limits}
+    needed.update(*(each.needs(limits) for each in kinds))
+    return tuple(each for each in _OPTIONAL if each not in needed)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Caps on calls at once: a tool call waits for its turn, runs, and makes room for the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
@@ -30,12 +30,12 @@ class AtOnce(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "AtOnce | None":
         """The caps of a middleware; `None` if it has none."""
-        return cls(limiter) if cls.wraps_tools(limiter.limits) else None
+        return cls(limiter) if cls.needs(limiter.limits) else None
 
     @classmethod
-    def wraps_tools(cls, limits: Sequence[Limit]) -> bool:
-        """Whether a limit has a cap."""
-        return any(map(_cap, limits))
+    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+        """The hook around tools, if a limit has a cap."""
+        return ("wrap_tool_call",) if any(map(_cap, limits)) else ()
 
     def __init__(self, limiter: Any) -> None:
         self._limits: Sequence[ToolCallLimit] = [*filter(_cap, limiter.limits)]

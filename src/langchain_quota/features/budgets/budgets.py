@@ -7,7 +7,7 @@ the store, where it replaces what was held.
 """
 
 from asyncio import CancelledError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from langchain_quota.features.budgets.late_use import OWN, counts_of
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import check_prices, resolve_prices
 from langchain_quota.features.budgets.settlements import Hold, settlements
+from langchain_quota.limits import Limit
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.calls import (
     OF_RUN,
@@ -106,6 +107,11 @@ class Budgets(Feature):
                 "to the limits"
             )
         return None if units == {"calls"} else cls(limiter)
+
+    @classmethod
+    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+        """The hook after the model: there it learns what is written, and raises."""
+        return () if all(limit.unit == "calls" for limit in limits) else ("after_model",)
 
     def __init__(self, limiter: Any) -> None:
         limits, options = limiter.limits, limiter._options  # noqa: SLF001 - the kernel's
