@@ -1,18 +1,17 @@
 """What the tokens of a model run cost, in US dollars."""
 
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from decimal import Context, Decimal, localcontext
-from functools import lru_cache, partial
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits.budgets import Price, Prices
 from langchain_quota.limits.model_usage import ModelUsage
-from langchain_quota.units import checked_dollars, microdollars
+from langchain_quota.units import Dollars, checked_dollars, microdollars
 
 _PER = Decimal(10**6)
 """A price is for so many tokens."""
@@ -80,12 +79,9 @@ def cost(usage: ModelUsage, prices: Prices) -> int:
 
 
 def highest_cost(usage: ModelUsage, prices: Prices) -> int:
-    """The most that so many tokens can cost, in microdollars.
-
-    Before the call it is not known which tokens the provider will read from its cache, write to it,
-    or use for reasoning. So the highest price is taken.
-    """
-    # For one model of the list, reading the cache costs more than `input`.
+    """The most that so many tokens can cost, in microdollars."""
+    # Before the call it is not known which tokens the provider will read from its cache, write to
+    # it, or use for reasoning. For one model of the list, reading costs more than `input`.
     read = replace(usage, cache_read_tokens=usage.input_tokens)
     written = replace(usage, cache_creation_tokens=usage.input_tokens)
     inputs = (usage, read, written, replace(written, cache_creation_1h_tokens=usage.input_tokens))
@@ -98,59 +94,44 @@ def highest_cost(usage: ModelUsage, prices: Prices) -> int:
 
 def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | None:
     """What a model run costs by the list of genai-prices; `None` if the model is not in it."""
-    # A newer list, which an application may have genai-prices load, is used within a minute.
-    minute = int((time.time() if at is None else at.timestamp()) // 60)
+    from genai_prices import Usage, calc_price  # noqa: PLC0415 - its import is slow
+
+    for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
+    read, written = usage.cache_read_tokens, usage.cache_creation_tokens
+    sounds, spoken, reasoning = (
+        usage.input_audio_tokens,
+        usage.output_audio_tokens,
+        usage.reasoning_tokens,
+    )
+    tokens = Usage(
+        # It refuses a report whose parts are more than the whole.
+        input_tokens=max(usage.input_tokens, read + written + sounds),
+        output_tokens=max(usage.output_tokens, spoken + reasoning),
+        cache_read_tokens=read,
+        cache_write_tokens=written,
+        cache_write_5m_tokens=written - for_1h,
+        cache_write_1h_tokens=for_1h,
+        input_audio_tokens=sounds,
+        output_audio_tokens=spoken,
+        output_reasoning_tokens=reasoning,
+        # Cached audio tokens are in both parts, so the result is never too low.
+        cache_audio_read_tokens=0,
+        cache_audio_write_tokens=0,
+    )
     for name in usage.models:
         try:
-            rates = _listed(name, usage.provider, usage.service_tier, usage.speed, minute)
+            with localcontext(_EXACT):
+                price: Decimal = calc_price(
+                    tokens,
+                    name,
+                    provider_id=usage.provider or None,
+                    genai_request_timestamp=at,
+                    price_context={"service_tier": usage.service_tier, "speed": usage.speed},
+                ).total_price
         except LookupError:
             continue
-        tokens = {
-            ours: _reached(rates.get(theirs), usage.input_tokens)
-            for ours, theirs in _LISTED.items()
-        }
-        with localcontext(_EXACT):
-            return _total(tokens, usage) + (rates.get("requests_kcount") or 0) / Decimal(1000)
-    return None
-
-
-@lru_cache(maxsize=256)
-def _listed(
-    name: str, provider: str, service_tier: str, speed: str, minute: int
-) -> Mapping[str, Any]:
-    """The prices of a model in genai-prices, by its names for them; cached, since this is slow."""
-    # Its import is slow, and only costs need it.
-    from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415
-
-    snapshot = get_snapshot()
-    found, model = snapshot.find_provider_model(name, None, provider or None, None)
-    # It has no tiers for models that a provider resells.
-    is_own = any(model is each for each in found.models)
-    context = {"service_tier": service_tier, "speed": speed} if is_own else {}
-    at = datetime.fromtimestamp(minute * 60, UTC)
-    return vars(model.get_prices(at, context))
-
-
-_LISTED = {
-    "input": "input_mtok",
-    "output": "output_mtok",
-    "cache_read": "cache_read_mtok",
-    "cache_creation": "cache_write_mtok",
-    "cache_creation_1h": "cache_write_1h_mtok",
-    "input_audio": "input_audio_mtok",
-    "output_audio": "output_audio_mtok",
-    "reasoning": "output_reasoning_mtok",
-}
-"""The fields of `Price`, and how genai-prices names them."""
-
-
-def _reached(price: Any, input_tokens: int) -> Decimal | None:
-    """The price in genai-prices for a prompt of this length; it is for all of its tokens."""
-    if price is None or isinstance(price, Decimal):
         return price
-    reached = [tier.price for tier in price.tiers if input_tokens > tier.start]
-    found: Decimal = reached[-1] if reached else price.base
-    return found
+    return None
 
 
 def _has_list() -> bool:
@@ -167,40 +148,27 @@ def _has_list() -> bool:
 
 def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage) -> Decimal | None:
     """What a run costs by a table, or by other prices if the model is not in it."""
-    for name in usage.models:
-        if name in table:
-            given = vars(table[name]).items()
-            with localcontext(_EXACT):
-                return _total(
-                    {name: None if value is None else Decimal(value) for name, value in given},
-                    usage,
-                )
-    return others(usage)
-
-
-def _total(rates: Mapping[str, Decimal | None], usage: ModelUsage) -> Decimal:
-    """What the tokens cost. A kind of tokens without a price has the price of the whole."""
-    prompt, answer = rates["input"] or Decimal(0), rates["output"] or Decimal(0)
-    written = _or(rates["cache_creation"], prompt)
+    price = next((table[name] for name in usage.models if name in table), None)
+    if price is None:
+        return others(usage)
     for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
     for_5m = usage.cache_creation_tokens - for_1h
     read, sounds = usage.cache_read_tokens, usage.input_audio_tokens
     spoken, reasoning = usage.output_audio_tokens, usage.reasoning_tokens
+    written = price.cache_creation
     # Cached audio tokens are in both parts, so the result is never too low.
-    text = max(0, usage.input_tokens - for_1h - for_5m - read - sounds)
-    said = max(0, usage.output_tokens - spoken - reasoning)
-    total = (
-        text * prompt
-        + read * _or(rates["cache_read"], prompt)
-        + for_5m * written
-        + for_1h * _or(rates["cache_creation_1h"], written)
-        + sounds * _or(rates["input_audio"], prompt)
-        + said * answer
-        + spoken * _or(rates["output_audio"], answer)
-        + reasoning * _or(rates["reasoning"], answer)
-    )
-    return total / _PER
-
-
-def _or(rate: Decimal | None, whole: Decimal) -> Decimal:
-    return whole if rate is None else rate
+    parts: list[tuple[int, Sequence[Dollars | None]]] = [
+        (max(0, usage.input_tokens - for_1h - for_5m - read - sounds), [price.input]),
+        (read, [price.cache_read, price.input]),
+        (for_5m, [written, price.input]),
+        (for_1h, [price.cache_creation_1h, written, price.input]),
+        (sounds, [price.input_audio, price.input]),
+        (max(0, usage.output_tokens - spoken - reasoning), [price.output]),
+        (spoken, [price.output_audio, price.output]),
+        (reasoning, [price.reasoning, price.output]),
+    ]
+    with localcontext(_EXACT):
+        # A part without a price has that of the whole.
+        rates = (next(each for each in given if each is not None) for _, given in parts)
+        total = sum(tokens * Decimal(rate) for (tokens, _), rate in zip(parts, rates, strict=True))
+        return total / _PER
