@@ -94,7 +94,7 @@ WITH_TOOL: dict[str, Any] = {"system": "x" * 500, "tools": [search]}
         ([OLD, reported(9, total_tokens="many")], {}, 9_000),
         # Many short messages are more tokens than a report of one call says.
         ([*SHORT, reported(60)], {}, 60),
-        ([*SHORT, reported(20)], {}, 600),
+        ([*SHORT, reported(20)], {}, 560),
         # Media.
         *(([HumanMessage([medium])], {}, 50_000) for medium in (LINKED, INLINE)),
         ([HumanMessage([LARGE])], {}, 90_000),

@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
 from langchain.agents.structured_output import ToolStrategy
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, BaseMessage
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from langchain_quota.limits.model_usage import ModelUsage, counted
@@ -35,6 +35,9 @@ _BYTES = 3
 _PER_MEDIUM = 1_000
 """How many tokens a medium is taken for in an estimate."""
 
+_SAID = ("text", "thinking", "reasoning", "summary")
+"""Where a block of a message has its text."""
+
 _TEXTS = {"text", "input_text", "output_text"}
 _MEDIA = {
     *("image", "image_url", "input_image"),
@@ -42,16 +45,6 @@ _MEDIA = {
 }
 _CALLS = {"tool_use", "tool_call", "function_call"}
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
-_LEAST_INLINE = 100
-"""The shortest string that can be a medium, in characters; others are ids, types and the like."""
-
-
-class _Content(NamedTuple):
-    """What is sent to a model, or what it answers: bytes of text, media, and messages."""
-
-    size: int
-    media: Sequence[int]
-    messages: int
 
 
 def estimated_usage(
@@ -63,7 +56,7 @@ def estimated_usage(
 ) -> ModelUsage:
     """What a model run has used, where its provider reports nothing."""
     # Reasoning that is not in the answer is missing.
-    given, said = _estimated(_content(prompt, tools)), _estimated(_content(answer))
+    given, said = _estimated(prompt, tools), _estimated(answer)
     return replace(
         asked, input_tokens=given, output_tokens=said, total_tokens=given + said, estimated=True
     )
@@ -115,18 +108,16 @@ def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
     def setting(name: str) -> Any:
         return next((each[name] for each in settings if each.get(name) is not None), None)
 
-    reported, newer = _newest_report(request.messages, asked.provider)
-    if reported:
-        content = _content(newer)
-        given = reported
-    else:
-        system = [request.system_message] if request.system_message else []
+    reported, sent = _newest_report(request.messages, asked.provider)
+    tools: list[Any] = []
+    given = reported
+    if not reported:
+        sent = [*([request.system_message] if request.system_message else []), *request.messages]
         tools = [*map(_as_sent, request.tools), *_schemas(request.response_format)]
-        content = _content([*system, *request.messages], tools)
         given = _MOST_FOR_TOOLS if tools else 0
-    given += content.size
-    given += sum(max(MOST_PER_MEDIUM, size) for size in content.media)
-    given += _MOST_PER_MESSAGE * (content.messages + 1)
+    size, media = _size(sent, tools)
+    given += size + sum(max(MOST_PER_MEDIUM, each) for each in media)
+    given += _MOST_PER_MESSAGE * (len(sent) + 1)
     made = _max_tokens(request.model, request.model_settings) * (setting("n") or 1)
     return replace(
         asked,
@@ -156,16 +147,18 @@ def _asked(provider: str, model: str, speed: str) -> ModelUsage:
     return ModelUsage(provider=provider, request_model=model, speed=speed)
 
 
-def _estimated(content: _Content) -> int:
-    return -(-content.size // _BYTES) + _PER_MEDIUM * len(content.media)
+def _estimated(messages: Iterable[BaseMessage], tools: object = None) -> int:
+    size, media = _size(messages, tools)
+    return -(-size // _BYTES) + _PER_MEDIUM * len(media)
 
 
-def _content(messages: Iterable[BaseMessage], tools: object = None) -> _Content:
-    texts = [_json(tools)] if tools else []
+def _size(messages: Iterable[BaseMessage], tools: object = None) -> tuple[int, list[int]]:
+    """The bytes of text that messages have, or parts of one, and those of each medium."""
+    texts = [as_json(tools)] if tools else []
     media: list[int] = []
-    count = 0
     for message in messages:
-        count += 1
+        # Of an answer that is streamed: its calls may be unfinished.
+        is_part = isinstance(message, AIMessageChunk)
         has_calls = False
         content = message.content
         for block in [content] if isinstance(content, str) else content:
@@ -174,31 +167,22 @@ def _content(messages: Iterable[BaseMessage], tools: object = None) -> _Content:
             if isinstance(block, str):
                 texts.append(block)
             elif kind in _MEDIA:
-                media.append(_inline(block))
+                media.append(len(as_json(block)))
+            elif is_part or kind in _TEXTS:
+                texts.append(next((str(block[key]) for key in _SAID if block.get(key)), ""))
             else:
-                texts.append(str(block.get("text")) if kind in _TEXTS else _json(block))
-        if not has_calls:
-            texts += map(_json, getattr(message, "tool_calls", None) or ())
-    size = len("\n".join(texts).encode("utf-8", "surrogatepass"))
-    return _Content(size, media, count)
+                texts.append(as_json(block))
+        if isinstance(message, AIMessageChunk):
+            parts = message.tool_call_chunks
+            texts += [each.get("args") or each.get("name") or "" for each in parts]
+        elif not has_calls:
+            texts += map(as_json, getattr(message, "tool_calls", None) or ())
+    return sum(len(each.encode("utf-8", "surrogatepass")) for each in texts), media
 
 
-def _json(value: object) -> str:
+def as_json(value: object) -> str:
+    """What is sent to a provider, about as it is sent."""
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _inline(block: Mapping[str, Any]) -> int:
-    """The size of a medium that the message contains; 0 for one that it refers to."""
-    sizes = (len(each) for each in _strings(block) if not each.startswith(("http:", "https:")))
-    return next((size for size in sorted(sizes, reverse=True) if size >= _LEAST_INLINE), 0)
-
-
-def _strings(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _strings(each)
 
 
 def _newest_report(
@@ -221,7 +205,7 @@ def _newest_report(
 
 def _explains(tokens: int, messages: Sequence[AnyMessage]) -> bool:
     """Whether a call may have used so few tokens for these messages."""
-    return tokens >= max(len(messages), _content(messages).size / _MOST_BYTES)
+    return tokens >= max(len(messages), _size(messages)[0] / _MOST_BYTES)
 
 
 def _as_sent(tool: Any) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
-from langchain_quota.features.budgets.estimates import asked_in, estimated_usage
+from langchain_quota.features.budgets.estimates import as_json, asked_in, estimated_usage
 from langchain_quota.features.budgets.model_errors import is_paid
 from langchain_quota.limits.model_usage import ModelUsage, reported_usage
 from langchain_quota.middleware.context import running_config
@@ -32,9 +32,6 @@ MAX_ENDED = 10_000
 
 MAX_EARLY = 1_000
 """The most model runs that a graph's run keeps for an agent whose first hook has not run yet."""
-
-_SAID = ("text", "thinking", "reasoning", "summary")
-"""Where a block of an answer has its text."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,31 +60,32 @@ class ModelRun:
         """What is to be charged now: an estimate, if it has not ended."""
         return self if self.has_ended else replace(self, usage=self.used_so_far())
 
-    def forget(self) -> None:
-        """Charge nobody for it."""
-        for runs in self.kept_in:
-            runs.pop(UUID(self.id), None)
-
-    def used(self, result: LLMResult, answer: BaseMessage) -> ModelUsage:
+    def used(self, result: LLMResult, answer: Sequence[BaseMessage]) -> ModelUsage:
         """What the provider reports, or an estimate."""
         usage = reported_usage(result, self.usage)
         if usage.estimated:
-            return estimated_usage(usage, self.prompt, [answer], tools=self.params.get("tools"))
-        if usage.cache_creation_tokens and not usage.cache_creation_1h_tokens and self._keeps_1h():
-            return replace(usage, cache_creation_1h_tokens=usage.cache_creation_tokens)
+            return estimated_usage(usage, self.prompt, answer, tools=self.params.get("tools"))
+        if usage.cache_creation_tokens and not usage.cache_creation_1h_tokens:
+            # A streamed answer of Anthropic does not say how long its cache is kept; an hour costs
+            # more. In a text, the quotes would be escaped.
+            sent = as_json([self.params, *(message.content for message in self.prompt)])
+            if '"ttl": "1h"' in sent:
+                return replace(usage, cache_creation_1h_tokens=usage.cache_creation_tokens)
         return usage
 
     def used_so_far(self) -> ModelUsage:
         """The same for a run that has not ended or was cut off: its report may be incomplete."""
-        whole = _joined(self.chunks)
-        used = self.used(LLMResult(generations=[[ChatGeneration(message=whole)]]), whole)
-        return replace(used, estimated=True)
-
-    def _keeps_1h(self) -> bool:
-        """Whether the request asks Anthropic to keep its cache for an hour, which costs more."""
-        # A streamed answer does not say how long the cache is kept.
-        sent = (self.params, *(message.content for message in self.prompt))
-        return any(_keeps_1h(each) for each in sent)
+        # LangChain would parse the arguments of calls, which takes quadratic time for an unfinished
+        # call. So only what is told beside the texts is joined.
+        usage: UsageMetadata | None = None
+        metadata: dict[str, Any] = {}
+        for each in self.chunks:
+            metadata |= each.response_metadata
+            if each.usage_metadata:
+                usage = add_usage(usage, each.usage_metadata)
+        told = AIMessage("", usage_metadata=usage, response_metadata=metadata)
+        result = LLMResult(generations=[[ChatGeneration(message=told)]])
+        return replace(self.used(result, self.chunks), estimated=True)
 
 
 # Threads change them, each by single operations.
@@ -113,24 +111,13 @@ class GraphRun:
         ]
         return [self.runs.pop(run_id).now() for run_id in ended]
 
-    def end(self) -> None:
-        """Charge what no later hook will charge."""
-        runs = self.take()
-        if self.charge is not None and runs:
-            self.charge(self.step, runs)
-
 
 @dataclass(eq=False)
-class OwnCall(BaseCallbackHandler):
+class OwnCall:
     """The model call of an agent, and the model runs that are made in it, at any depth."""
-
-    # An exception in `on_chat_model_start` ends the call before it is made.
-    run_inline = raise_error = True
-    ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
 
     # Raises an exception if a model may not be called.
     admit: Callable[[ModelUsage], None]
-    around: "OwnCall | None"
     graph: GraphRun | None
     kept: Runs = field(default_factory=dict)
     is_open: bool = True
@@ -139,40 +126,21 @@ class OwnCall(BaseCallbackHandler):
         """The model runs so far, in the order in which they have started."""
         return [each.now() for each in [*self.kept.values()]]
 
-    def on_chat_model_start(self, *_: Any, run_id: UUID, **__: Any) -> None:
-        """Raise an exception if the model may not be called, and forget the run."""
-        run = self.kept.get(run_id)
-        if run is not None:
-            try:
-                self.admit(run.usage)
-            except Exception:
-                run.forget()
-                raise
-
-    on_llm_start = on_chain_start = on_chat_model_start
-
 
 class _Place(NamedTuple):
-    """Where a run is: in which task and in which graphs, the innermost first, and in which call."""
+    """Where a run is: in which task, in which graphs, the innermost first, and in which calls."""
 
     task: str | None = None
     graphs: tuple[GraphRun, ...] = ()
-    call: OwnCall | None = None
-
-    def calls(self) -> list[OwnCall]:
-        """The calls in which it is, the outermost first."""
-        found, call = list[OwnCall](), self.call
-        while call is not None:
-            # What a call leaves running may start more model runs.
-            found += [call] if call.is_open else []
-            call = call.around
-        return found[::-1]
+    calls: tuple[OwnCall, ...] = ()
 
 
 class ModelRuns(BaseCallbackHandler):
     """Keeps model runs for all who are charged for them, from callbacks of any thread."""
 
-    run_inline = ignore_retry = ignore_custom_event = True
+    # An exception where a model run starts ends the call before it is made.
+    run_inline = raise_error = True
+    ignore_retry = ignore_custom_event = True
 
     def __init__(self) -> None:
         # Those that somebody keeps.
@@ -204,19 +172,21 @@ class ModelRuns(BaseCallbackHandler):
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: object) -> None:
         """Note what has been used."""
-        started = self._started.get(run_id)
+        started = self._started.pop(run_id, None)
         if started is not None:
             answers = response.generations[0] if response.generations else []
             answer = answers[0] if answers else None
             message = getattr(answer, "message", None) or AIMessage(answer.text if answer else "")
-            self._end(run_id, started.used(response, message), succeeded=True)
+            started.end(started.used(response, [message]), succeeded=True)
+        self._forget_oldest(run_id)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """Note what may have been used."""
-        started = self._started.get(run_id)
+        started = self._started.pop(run_id, None)
         if started is not None:
             paid = started.chunks or is_paid(error)
-            self._end(run_id, started.used_so_far() if paid else started.usage)
+            started.end(started.used_so_far() if paid else started.usage)
+        self._forget_oldest(run_id)
 
     def on_chain_start(
         self, *given: Any, run_id: UUID, run_type: str | None = None, **more: Any
@@ -240,9 +210,13 @@ class ModelRuns(BaseCallbackHandler):
             )
             generation = ChatGeneration(message=message)
             self.on_llm_end(LLMResult(generations=[[generation]]), run_id=run_id)
+            return
         graph = self._graphs.pop(run_id, None)
-        if graph is not None:
-            graph.end()
+        if graph is not None and graph.charge is not None:
+            # No later hook will charge what is left.
+            runs = graph.take()
+            if runs:
+                graph.charge(graph.step, runs)
         self._forget_oldest(run_id)
 
     on_tool_end = on_tool_error = on_retriever_end = on_retriever_error = on_chain_end
@@ -251,20 +225,25 @@ class ModelRuns(BaseCallbackHandler):
         """Note that a run has failed, and what a decision model may have used."""
         if run_id in self._started:
             self.on_llm_error(error, run_id=run_id)
-        self.on_chain_end(error, run_id=run_id)
+        else:
+            self.on_chain_end(error, run_id=run_id)
 
     def _start(self, prompt: Sequence[BaseMessage], *, run_id: UUID, **more: Any) -> None:
         params = more.get("invocation_params") or {}
         asked = asked_in(more.get("metadata"), speed=str(params.get("speed") or ""))
         place = self._learn(run_id, **more)
-        calls = place.calls()
+        # What a call leaves running may start more model runs.
+        calls = [each for each in place.calls if each.is_open]
+        for call in calls:
+            call.admit(asked)
         # A decision model that asks another model is not charged beside that one.
         asking = self._started.get(cast("UUID", more.get("parent_run_id")))
         if asking is not None:
-            asking.forget()
+            for runs in asking.kept_in:
+                runs.pop(UUID(asking.id), None)
         # The agent's own call is charged for what is made in it.
         own = [call.graph for call in calls]
-        graphs = [each.runs for each in place.graphs if each not in own]
+        graphs = [each for each in place.graphs if each not in own]
         task = None
         with suppress(RuntimeError):
             task = asyncio.current_task()
@@ -275,17 +254,13 @@ class ModelRuns(BaseCallbackHandler):
             params=params,
             shared=bool(place.graphs) or len(calls) > 1,
             task=task,
-            kept_in=[*(call.kept for call in calls), *graphs],
+            kept_in=[
+                *(call.kept for call in calls),
+                *(each.runs for each in graphs if each.charge or len(each.runs) < MAX_EARLY),
+            ],
         )
         for runs in started.kept_in:
             runs[run_id] = self._started[run_id] = started
-
-    def _end(self, run_id: UUID, usage: ModelUsage, *, succeeded: bool = False) -> None:
-        self._started.pop(run_id).end(usage, succeeded=succeeded)
-        for graph in self._places[run_id].graphs:
-            if graph.charge is None and len(graph.runs) > MAX_EARLY:
-                graph.runs.pop(next(iter(graph.runs)), None)
-        self._forget_oldest(run_id)
 
     def _learn(
         self,
@@ -306,7 +281,7 @@ class ModelRuns(BaseCallbackHandler):
         if task != around.task and parent_run_id in self._places:
             # It is a node of the graph that has started it.
             graphs = (self._graphs.setdefault(parent_run_id, GraphRun()), *graphs)
-        place = self._places[run_id] = _Place(task, graphs, _call.get() or around.call)
+        place = self._places[run_id] = _Place(task, graphs, _calls.get() or around.calls)
         return place
 
     def _forget_oldest(self, run_id: UUID) -> None:
@@ -316,7 +291,8 @@ class ModelRuns(BaseCallbackHandler):
             self._places.pop(self._ended.popleft(), None)
 
 
-_call: ContextVar[OwnCall | None] = ContextVar("langchain_quota_model_call", default=None)
+_calls: ContextVar[tuple[OwnCall, ...]] = ContextVar("langchain_quota_model_calls", default=())
+"""The model calls of agents that the running code is in, the outermost first."""
 
 
 class _Handler:
@@ -325,9 +301,7 @@ class _Handler:
     for_all = False
 
     def get(self) -> ModelRuns | None:
-        if _call.get() is None and not self.for_all:
-            return None
-        return _running()[0] or ModelRuns()
+        return (_running()[0] or ModelRuns()) if self.for_all or _calls.get() else None
 
 
 @cache
@@ -336,8 +310,6 @@ def _handler() -> _Handler:
     found = _Handler()
     variable = cast("ContextVar[Any]", found)
     register_configure_hook(variable, inheritable=True, handle_class=ModelRuns)
-    # Behind it: handlers behind the one that refuses a model are told nothing.
-    register_configure_hook(_call, inheritable=True)
     return found
 
 
@@ -350,15 +322,15 @@ def watch_all_models() -> None:
 def own_call(admit: Callable[[ModelUsage], None], graph: GraphRun | None) -> Iterator[OwnCall]:
     """Collect the model runs that the block starts, also those in sub-agents, tools and threads."""
     _handler()
-    call = OwnCall(admit, _call.get(), graph)
-    token = _call.set(call)
+    call = OwnCall(admit, graph)
+    token = _calls.set((*_calls.get(), call))
     try:
         yield call
     finally:
         call.is_open = False
         # A coroutine that outlives its event loop is closed in another context.
         with suppress(ValueError):
-            _call.reset(token)
+            _calls.reset(token)
 
 
 def running_graph() -> GraphRun | None:
@@ -373,31 +345,3 @@ def _running() -> tuple[ModelRuns | None, UUID | None]:
     handlers = getattr(callbacks, "inheritable_handlers", ())
     found = next((each for each in handlers if isinstance(each, ModelRuns)), None)
     return found, getattr(callbacks, "parent_run_id", None)
-
-
-def _joined(chunks: Sequence[AIMessageChunk]) -> AIMessage:
-    """What has arrived, as one answer; the arguments of calls are text."""
-    # LangChain would parse them. For an unfinished call that takes quadratic time.
-    texts: list[str] = []
-    metadata: dict[str, Any] = {}
-    usage: UsageMetadata | None = None
-    for each in chunks:
-        # Anthropic's arguments are blocks of the content, too.
-        texts += [part.get("args") or part.get("name") or "" for part in each.tool_call_chunks]
-        parts = [each.content] if isinstance(each.content, str) else each.content
-        texts += [part if isinstance(part, str) else _said(part) for part in parts]
-        metadata |= each.response_metadata
-        if each.usage_metadata:
-            usage = add_usage(usage, each.usage_metadata)
-    return AIMessage("".join(texts), usage_metadata=usage, response_metadata=metadata)
-
-
-def _said(part: Mapping[str, Any]) -> str:
-    """The text of a block of an answer, from any provider."""
-    return next((str(part[key]) for key in _SAID if part.get(key)), "")
-
-
-def _keeps_1h(sent: object) -> bool:
-    if isinstance(sent, Mapping):
-        return sent.get("ttl") == "1h" or any(map(_keeps_1h, sent.values()))
-    return isinstance(sent, list | tuple) and any(map(_keeps_1h, sent))
