@@ -104,14 +104,13 @@ class RootRun(BaseCallbackHandler):
             found["root_used"] = {**self.used}
         return found
 
-    def count_as(self, subject: str) -> str:
-        """Settle whose calls a store counts together, and return it."""
+    def count_as(self, subject: str) -> None:
+        """Settle whose calls a store counts together."""
         with _lock:
             if self.lost == "thread" and not any(each.tools for each in _counted):
                 self.lost = None
             _counted.add(self)
         self.subject = subject
-        return subject
 
 
 _counted: WeakSet[RootRun] = WeakSet()

@@ -17,7 +17,6 @@ from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.root_run import (
     Notes,
-    RootRun,
     in_tool,
     log_lost,
     root_run,
@@ -26,7 +25,6 @@ from langchain_quota.root_run import (
 )
 from langchain_quota.state import Own, own_of
 from langchain_quota.stores.client import StoreClient
-from langchain_quota.telemetry.recorder import Recorder
 
 
 class RootRuns(Feature):
@@ -36,6 +34,8 @@ class RootRuns(Feature):
     unused: ClassVar[Mapping[str, Any]] = {"root_run": None, "root_used": {}}
     """What names the root run in a store; what the store had counted of it, by key, when this agent
     last asked."""
+    _store: StoreClient
+    """Quotas need one."""
 
     @classmethod
     def of(cls, limiter: Any) -> "RootRuns | None":
@@ -43,17 +43,13 @@ class RootRuns(Feature):
         if not cls.needs(limiter.limits):
             return None
         watch_root_runs()
-        return cls(limiter._store, limiter._recorder)  # noqa: SLF001 - the kernel gives them
+        return cls(limiter)
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, which pass a root run on, if a quota is per root run."""
         per = [each.per for limit in limits for each in limit.quotas]
         return ("wrap_tool_call",) if ROOT_RUN in per else ()
-
-    def __init__(self, store: StoreClient, recorder: Recorder) -> None:
-        self._store = store
-        self._recorder = recorder
 
     def begin(self, state: Any, own: Own) -> None:
         """A new run finds its root run again."""
@@ -62,12 +58,30 @@ class RootRuns(Feature):
 
     async def root_run(self, form: Form, state: Any, caller: CallContext, prefix: str) -> str:
         """Whose calls a store counts together with those of the running node."""
-        run = root_run()
-        subject = _known(run, state, caller, self._recorder)
-        if run is None or subject is not None:
-            return subject or caller.run()
+        run, known = root_run(), own_of(state, self.name)
+        kept: str | None = known.get("root_run")
+        if run is None:
+            return kept or caller.run()
+        if kept is not None:
+            if run.subject is None:
+                # It resumes.
+                run.learn_used(known.get("root_used") or {})
+                run.lost = None
+                run.count_as(kept)
+            return kept
+        if run.subject is not None:
+            return run.subject
         name = await Notes(self._store, prefix).numbered(form, run, caller)
-        return run.key if name is None else _count(run, name, caller, self._recorder)
+        if name is None and thread_of(run, caller) is not None:
+            # The store did not answer: it is asked again.
+            return run.key
+        run.count_as(name or run.key)
+        lost, run.lost = run.lost, None
+        if lost is not None:
+            # Another root run may have a budget for these calls.
+            self._recorder.record_lost_root_run(caller.agent, lost)
+            log_lost(lost)
+        return name or run.key
 
     def checks(self, batch: Batch) -> None:
         """Know what the root run has used."""
@@ -107,30 +121,3 @@ class RootRuns(Feature):
         """Name the root run to what the tool starts."""
         with in_tool(request):
             return await call(request)
-
-
-def _known(
-    run: RootRun | None, state: Mapping[str, Any], caller: CallContext, recorder: Recorder
-) -> str | None:
-    """The subject if it is known without the store. A run that resumes has it in its state."""
-    known = own_of(state, RootRuns.name)
-    kept = known.get("root_run")
-    if run is None or (kept is not None and run.subject is not None):
-        return kept
-    if kept is not None:
-        run.learn_used(known.get("root_used") or {})
-        run.lost = None
-        return run.count_as(kept)
-    if run.subject is None and thread_of(run, caller) is None:
-        return _count(run, run.key, caller, recorder)
-    return run.subject
-
-
-def _count(run: RootRun, subject: str, caller: CallContext, recorder: Recorder) -> str:
-    """Begin a budget, and say so if another root run may have one for these calls."""
-    run.count_as(subject)
-    lost, run.lost = run.lost, None
-    if lost is not None:
-        recorder.record_lost_root_run(caller.agent, lost)
-        log_lost(lost)
-    return subject

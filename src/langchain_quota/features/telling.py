@@ -11,7 +11,7 @@ from langchain_quota.admission import admit
 from langchain_quota.concurrency import Form
 from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
-from langchain_quota.limits.options import INPUT_TOKENS, MICRODOLLARS, OUTPUT_TOKENS, TOTAL_TOKENS
+from langchain_quota.limits.options import INPUT_TOKENS, OUTPUT_TOKENS, TOTAL_TOKENS
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature
@@ -39,9 +39,8 @@ _SPENT = {
     TOTAL_TOKENS: "tokens",
     INPUT_TOKENS: "input tokens",
     OUTPUT_TOKENS: "output tokens",
-    MICRODOLLARS: "money",
 }
-"""The names of budgets in a note."""
+"""The names of budgets of tokens in a note."""
 
 
 class Telling(Feature):
@@ -50,10 +49,8 @@ class Telling(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "Telling | None":
         """The feature, if an option or a limit needs it."""
-        options = limiter._options  # noqa: SLF001 - the kernel gives them
-        if not (options["tell_model"] or options["hide_exhausted"] or cls.needs(limiter.limits)):
-            return None
-        return cls(limiter, tells=options["tell_model"], hides=options["hide_exhausted"])
+        made = cls(limiter)
+        return made if made._tells or made._hides or cls.needs(limiter.limits) else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -61,109 +58,96 @@ class Telling(Feature):
         finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
         return ("after_model",) if finalizes else ()
 
-    def __init__(self, limiter: Any, *, tells: bool, hides: bool) -> None:
-        self._limiter = limiter
-        self._tells = tells
-        self._hides = hides
+    def __init__(self, limiter: Any) -> None:
+        super().__init__(limiter)
+        options = limiter._options  # noqa: SLF001 - the kernel gives them
+        self._tells: bool = options["tell_model"]
+        self._hides: bool = options["hide_exhausted"]
 
     async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """The request as the model gets it: with what is left, and the tools that it may call."""
-        limiter = self._limiter
-        if ledger(_state(request)).get("final"):
-            return last_call(request)
+        state: Any = request.state
+        if ledger(state).get("final"):
+            return _last_call(request)
         if not (self._tells or self._hides):
             return request
-        limits = await limiter._limits_now(  # noqa: SLF001 - the kernel's
-            form, None, request.state, request.runtime
+        limits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
+            form, None, state, request.runtime
         )
         kept: Mapping[str, QuotaUsage] | None = {}
-        store = limiter._store  # noqa: SLF001 - the same
-        if store is not None:
-            kept = await store.peek(form, limits.keys())
+        if self._store is not None:
+            kept = await self._store.peek(form, limits.keys())
         if kept is None:
             # The store did not answer: show what the state knows, and no quota.
             limits, kept = limits.without_store("allow"), {}
         limits = limits.raised({key: each.granted for key, each in kept.items()})
-        used = {key: each.used for key, each in kept.items()}
-        own: dict[str, int] = {}
-        for more in limiter._hooks["counts"]:  # noqa: SLF001 - the same
-            own |= more(request.state)
-        counts = counts_now(_state(request), limits, used, own)
-        notes = []
-        if self._tells:
-            near = limiter._recorder.near  # noqa: SLF001 - the same
-            notes.append(remaining(limits, counts, near=near))
+        counts = _state_counts(state, limits)
+        for more in self._limiter._hooks["counts"]:  # noqa: SLF001 - the same
+            counts |= more(state)
+        for check in (check for each in limits.limits for check in each.checks):
+            counts.setdefault(check.counter, 0)
+            if check.key in kept:
+                counts[check.counter] = max(0, kept[check.key].used)
+        notes = [_remaining(limits, counts, near=self._recorder.near)] if self._tells else []
         if self._hides:
-            request, note = without_exhausted(request, limits, counts)
+            request, note = _without_exhausted(request, limits, counts)
             notes.append(note)
         text = " ".join(note for note in notes if note)
-        return request.override(messages=with_note(request.messages, text)) if text else request
+        return request.override(messages=_with_note(request.messages, text)) if text else request
 
 
-def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
-    return request.state
-
-
-def counts_now(
-    state: Mapping[str, Any],
-    limits: ResolvedLimits,
-    kept: Mapping[str, int],
-    own: Mapping[str, int],
-) -> dict[str, int]:
-    """The counts by the name of the counter: the store's, those of features, and the state's."""
+def _state_counts(state: Mapping[str, Any], limits: ResolvedLimits) -> dict[str, int]:
+    """The state's counts, by the name of the counter."""
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
-    for each in limits.limits:
-        if each.limit.kind == "tool":
-            counter = each.limit.counter
-            counts[thread_counter(each.limit)] = thread.get(counter, 0)
-            counts[run_counter(each.limit)] = run.get(counter, 0)
-    counts |= own
-    for each in limits.limits:
-        for check in each.checks:
-            counts[check.counter] = counts.get(check.counter, 0)
-            if check.key is not None and check.key in kept:
-                counts[check.counter] = max(0, kept[check.key])
+    for limit in limits.by_name.values():
+        if limit.kind == "tool":
+            counts[thread_counter(limit)] = thread.get(limit.counter, 0)
+            counts[run_counter(limit)] = run.get(limit.counter, 0)
     return counts
 
 
-def remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float) -> str | None:
+def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float) -> str | None:
     """The note on what is left; `None` while no limit is near."""
     is_near = False
     parts = []
-    for each in limits.limits:
-        numbers = [
-            (counts[check.counter], check.most) for check in each.checks if check.most is not None
-        ]
-        if not each.limit.enforce or not numbers:
+    for limit, checks in ((each.limit, each.checks) for each in limits.limits):
+        numbers = [(counts[each.counter], each.most) for each in checks if each.most is not None]
+        if not limit.enforce or not numbers:
             continue
-        share = near if each.limit.near is None else each.limit.near
+        share = near if limit.near is None else limit.near
         nears = any(level(*number, share) is not Level.OK for number in numbers)
-        if isinstance(each.limit, RepeatLimit) and (each.limit.run_limit == 1 or not nears):
+        repeats = isinstance(limit, RepeatLimit)
+        if repeats and (limit.run_limit == 1 or not nears):
             # With `run_limit=1` the newest call is always at its limit: that is no news.
             continue
         is_near = is_near or nears
         count, most = min(numbers, key=lambda number: number[1] - number[0])
-        if each.is_budget:
-            left = max(0, most - count)
-            shown = (
-                (as_dollars(left), as_dollars(most))
-                if each.limit.unit == "microdollars"
-                else (left, most)
-            )
-            parts.append(f"{_SPENT[each.limit.counter]}: {shown[0]} of {shown[1]} left")
-        elif isinstance(each.limit, RepeatLimit):
-            parts.append(f"the same call or failure came {count} of {most} times")
-        elif each.limit.kind == "model":
-            parts.append(f"this is model call {count} of {most}")
+        left = max(0, most - count)
+        if limit.unit == "microdollars":
+            part = f"money: {as_dollars(left)} of {as_dollars(most)} left"
+        elif repeats:
+            part = f"the same call or failure came {count} of {most} times"
+        elif limit.kind == "model" and limit.unit == "calls":
+            part = f"this is model call {count} of {most}"
         else:
-            parts.append(f"{_subject(each.limit)}: {max(0, most - count)} of {most} left")
-        if each.limit.name in limits.asking:
-            parts[-1] += " (then a person is asked for more)"
+            part = f"{_subject(limit)}: {left} of {most} left"
+        asks = " (then a person is asked for more)" if limit.name in limits.asking else ""
+        parts.append(part + asks)
     return f"Budget: {'; '.join(parts)}." if is_near else None
 
 
-def with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
+def _subject(limit: Limit) -> str:
+    """What a limit counts, in a note."""
+    if limit.kind == "model":
+        return _SPENT[limit.counter]
+    if limit.tools:
+        return ", ".join(limit.tools)
+    excluded = getattr(limit, "exclude", ())
+    return f"all tools but {', '.join(excluded)}" if excluded else "all tools"
+
+
+def _with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
     """The messages with a note at the end of the newest one."""
     # The note changes with each request. At the end, it leaves the provider's prompt cache usable.
     # It is no system message: some providers refuse one in the middle of the list.
@@ -191,7 +175,7 @@ def _takes_note(message: AnyMessage) -> bool:
     return not any(kind in _OF_ONE_PROVIDER for kind in kinds)
 
 
-def without_exhausted(
+def _without_exhausted(
     request: ModelRequest[Any], limits: ResolvedLimits, counts: Mapping[str, int]
 ) -> tuple[ModelRequest[Any], str | None]:
     """The request without the tools that have nothing left, and a note if they have to stay."""
@@ -207,10 +191,10 @@ def without_exhausted(
     return _offer(request, kept)
 
 
-def last_call(request: ModelRequest[Any]) -> ModelRequest[Any]:
+def _last_call(request: ModelRequest[Any]) -> ModelRequest[Any]:
     """The request of the last admitted call: without tools, except for the structured response."""
     offered, _ = _offer(request, [])
-    return offered.override(messages=with_note(offered.messages, LAST_CALL))
+    return offered.override(messages=_with_note(offered.messages, LAST_CALL))
 
 
 def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[Any], str | None]:
@@ -249,10 +233,3 @@ def _chosen(tool_choice: Any) -> str | None:
         name = (tool_choice.get("function") or tool_choice).get("name")
         return str(name)
     return tool_choice if isinstance(tool_choice, str) else None
-
-
-def _subject(limit: Limit) -> str:
-    if limit.tools:
-        return ", ".join(limit.tools)
-    excluded = getattr(limit, "exclude", ())
-    return f"all tools but {', '.join(excluded)}" if excluded else "all tools"

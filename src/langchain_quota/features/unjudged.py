@@ -4,9 +4,9 @@ The handler of the root run counts the calls that it sees, and limiters count th
 judge. When the root run ends, what is seen minus what is judged is recorded, by agent and kind.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partialmethod
 from typing import Any
 from uuid import UUID
 
@@ -86,19 +86,7 @@ class CountingRootRun(RootRun):
         self._fail(**more)
         self._waits |= isinstance(error, GraphInterrupt)
 
-    def on_chat_model_start(self, *_: object, **more: Any) -> None:
-        """See a model call."""
-        self._start("model", **more)
-
-    def on_llm_start(self, *_: object, **more: Any) -> None:
-        """See a model call."""
-        self._start("model", **more)
-
-    def on_tool_start(self, *_: object, **more: Any) -> None:
-        """See a tool call."""
-        self._start("tool", **more)
-
-    def _start(self, kind: Kind, **more: Any) -> None:
+    def _start(self, kind: Kind, *_: object, **more: Any) -> None:
         known: Mapping[str, Any] = more.get("metadata") or {}
         graph = _graph_of(known.get("langgraph_checkpoint_ns") or "")
         self._whole().running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
@@ -117,18 +105,10 @@ class CountingRootRun(RootRun):
         """The root run to which this one belongs."""
         return self.joined if isinstance(self.joined, CountingRootRun) else self
 
+    on_llm_start = on_chat_model_start = partialmethod(_start, "model")
+    on_tool_start = partialmethod(_start, "tool")
     on_llm_end = on_tool_end = _end
     on_llm_error = on_tool_error = _fail
-
-
-_counting = threading.Event()
-
-
-def count_unjudged_calls() -> None:
-    """Look for such calls in every root run that begins from now on."""
-    if not _counting.is_set():
-        _counting.set()
-        watch_root_runs(CountingRootRun)
 
 
 class Unjudged(Feature):
@@ -137,14 +117,11 @@ class Unjudged(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "Unjudged | None":
         """The feature, if the telemetry counts unjudged calls."""
-        recorder: Recorder = limiter._recorder  # noqa: SLF001 - the kernel gives it
-        if not recorder.counts_unjudged_calls:
+        made = cls(limiter)
+        if not made._recorder.counts_unjudged_calls:
             return None
-        count_unjudged_calls()
-        return cls(recorder)
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        watch_root_runs(CountingRootRun)
+        return made
 
     def after_model(self, state: Any, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
         """Note that the running agent's newest model call is judged, and its tool calls."""

@@ -19,8 +19,8 @@ from langchain_quota.arguments import check_choice
 from langchain_quota.concurrency import now
 from langchain_quota.decide import status
 from langchain_quota.decision import Call, Decision
+from langchain_quota.features.advice import Forgetful
 from langchain_quota.features.deep_agents.checks import DeepAgents
-from langchain_quota.features.forgetful import Forgetful
 from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.calls import Update, model_batch, model_counts, tool_batch

@@ -14,6 +14,8 @@ from langchain_quota.middleware.calls import Batch, Conclusion, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import Own
+from langchain_quota.stores.client import StoreClient
+from langchain_quota.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Limiter
@@ -36,6 +38,11 @@ class Feature:
     def of(cls, limiter: "Limiter[Any, Any, Any]") -> "Feature | None":
         """The feature for a middleware; `None` if nothing there needs it."""
         raise NotImplementedError
+
+    def __init__(self, limiter: Any) -> None:
+        self._limiter = limiter
+        self._recorder: Recorder = limiter._recorder  # noqa: SLF001 - of the kernel, as the next
+        self._store: StoreClient | None = limiter._store  # noqa: SLF001
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:  # noqa: ARG003 - for some features

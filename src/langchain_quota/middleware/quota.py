@@ -19,17 +19,15 @@ from langsmith.utils import tracing_is_enabled
 
 from langchain_quota.arguments import check_choice, check_switch, one_list
 from langchain_quota.concurrency import Form, in_sync, now
-from langchain_quota.features.ask.questions import Questions
+from langchain_quota.features.advice import Forgetful, OfferedTools
+from langchain_quota.features.ask import Questions
 from langchain_quota.features.at_once.at_once import AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.deep_agents.checks import DeepAgents
-from langchain_quota.features.forgetful import Forgetful
-from langchain_quota.features.grants import Grantable
-from langchain_quota.features.offered_tools import OfferedTools
 from langchain_quota.features.repeats.repeats import Repeats
-from langchain_quota.features.reset import Resettable
 from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.telling import Telling
+from langchain_quota.features.threads import OfThreads
 from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
@@ -44,8 +42,7 @@ from langchain_quota.telemetry.observers import Observer
 
 
 class QuotaMiddleware(
-    Grantable[ContextT, ResponseT],
-    Resettable[ContextT, ResponseT],
+    OfThreads[ContextT, ResponseT],
     Limiter[Any, ContextT, ResponseT],
     Generic[ContextT, ResponseT],
 ):

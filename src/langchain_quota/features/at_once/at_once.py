@@ -1,27 +1,40 @@
 """Caps on calls at once: a tool call waits for its turn, runs, and makes room for the next one."""
 
-from collections.abc import Collection, Sequence
+import asyncio
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from functools import wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, Compensation
-from langchain_quota.concurrency import Form, ask
-from langchain_quota.decision import Call, Decision, Outcome
-from langchain_quota.features.at_once.turn import Turn
+from langchain_quota.concurrency import Form, ask, now
+from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.features.at_once.places import Lease, Slot, semaphore_of
 from langchain_quota.limits import Limit
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.conclude import refunds_of
+from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.counts import owed_for
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
-from langchain_quota.middleware.history import answer, answer_of_refused
-from langchain_quota.rule import OnStoreError
+from langchain_quota.middleware.history import answer, answer_of_refused, newest_name
+from langchain_quota.rule import OnStoreError, stored_as
+from langchain_quota.state import ledger
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.observers import Observers
-from langchain_quota.telemetry.recorder import Recorder
+
+_RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
+"""The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
+
+_tried: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""The runtimes of the calls that have run, each by its `id`, as long as they are used."""
 
 
 class AtOnce(Feature):
@@ -35,14 +48,13 @@ class AtOnce(Feature):
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, if a limit has a cap."""
-        return ("wrap_tool_call",) if any(map(_cap, limits)) else ()
+        return ("wrap_tool_call",) if _caps(limits) else ()
 
     def __init__(self, limiter: Any) -> None:
-        self._limits: Sequence[ToolCallLimit] = [*filter(_cap, limiter.limits)]
-        self._store: StoreClient | None = limiter._store  # noqa: SLF001 - the kernel gives these
-        self._on_store_error: OnStoreError = limiter._on_store_error  # noqa: SLF001
-        self._recorder: Recorder = limiter._recorder  # noqa: SLF001
-        self._observers: Observers = limiter._observers  # noqa: SLF001
+        super().__init__(limiter)
+        self._limits = _caps(limiter.limits)
+        self._on_store_error: OnStoreError = limiter._on_store_error  # noqa: SLF001 - the kernel's
+        self._observers: Observers = limiter._observers  # noqa: SLF001 - the same
         # The store that keeps the places; `None` if this process keeps them. Before it is asked,
         # the calls of this process wait in line. So they keep their order, and it gets few
         # questions.
@@ -57,7 +69,7 @@ class AtOnce(Feature):
         limits = {each.name: each for each in self._limits if each.matches(made)}
         if not limits:
             return await call(request)
-        turn = Turn(request, limits)
+        turn = _Turn(request, limits)
         try:
             answered = await self._begin(form, turn, request.tool)
             return answered or await call(turn.runs(form, request))
@@ -65,7 +77,7 @@ class AtOnce(Feature):
             if turn.task_over():
                 await turn.end(form)
 
-    async def _begin(self, form: Form, turn: Turn, tool: Any) -> ToolMessage | None:
+    async def _begin(self, form: Form, turn: "_Turn", tool: Any) -> ToolMessage | None:
         """Wait for a call's places, visibly; the answer to a call that may not run."""
         try:
             await turn.wait(form, self._leases, tool)
@@ -75,25 +87,27 @@ class AtOnce(Feature):
         if turn.unchecked:
             self._recorder.record_fallback(turn.call.agent, self._on_store_error, 1)
         decision = turn.decision(self._on_store_error)
-        self._recorder.record_turn(decision, turn.waited_for, turn.waited)
+        self._recorder.record_turn(decision, turn.waited_for, turn.age if turn.waits else 0.0)
         if decision.outcome is not Outcome.ALLOWED:
             await ask(form, self._observers, "notify", [decision], None)
         if decision.outcome is not Outcome.BLOCKED:
             return None
-        await self._refund(form, turn)
-        return _answer(turn, decision)
+        text, call_id = messages.refusal(decision, turn.limits), str(turn.call.id)
+        if turn.tried:
+            return answer(call_id, turn.call.tool, text)
+        await self._refund(form, turn, call_id)
+        return answer_of_refused(call_id, turn.call.tool, text, returned=turn.batch is not None)
 
-    async def _refund(self, form: Form, turn: Turn) -> None:
+    async def _refund(self, form: Form, turn: "_Turn", call_id: str) -> None:
         """Give back what the call was charged: it does not run."""
         # The state's counts are corrected when the next calls are judged: the answer says so. The
         # store's counts are corrected now, if the tool's state names them: other runs use them.
-        batch, call_id = turn.batch, str(turn.call.id)
-        charge = None if batch is None or turn.tried else batch["calls"].get(call_id)
-        if batch is None or charge is None:
+        charge = None if turn.batch is None else turn.batch["calls"].get(call_id)
+        if turn.batch is None or charge is None:
             return
         taken = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
         self._recorder.record_refunds(refunds_of(turn.call, taken))
-        owed = owed_for(batch["message"], call_id, charge)
+        owed = owed_for(turn.batch["message"], call_id, charge)
         if self._store is not None and owed:
             made = tuple(
                 Compensation(refund, {key: -amount for key, amount in amounts.items()})
@@ -102,16 +116,183 @@ class AtOnce(Feature):
             await self._store.settle(form, AcquireRequest("", "", compensations=made))
 
 
-def _answer(turn: Turn, refusal: Decision) -> ToolMessage:
-    """What the model reads in place of the tool's answer."""
-    text = messages.refusal(refusal, turn.limits)
-    call_id, tool = str(turn.call.id), turn.call.tool
-    if turn.tried:
-        return answer(call_id, tool, text)
-    return answer_of_refused(call_id, tool, text, returned=turn.batch is not None)
+class _Turn:
+    """One call, until its task and the threads of its tool have ended."""
+
+    def __init__(self, request: ToolCallRequest, limits: Mapping[str, ToolCallLimit]) -> None:
+        made, state = request.tool_call, request.state
+        state = state if isinstance(state, Mapping) else {}
+        name = newest_name(state.get("messages") or ())
+        context = call_context(running_runtime(), model_name=name)
+        self.call = Call("tool", made["name"], made["id"], 1, context.agent, context.thread_id)
+        self.limits = limits
+        # What the calls of its message were charged; `None` if the tool's state has none.
+        self.batch = ledger(state).get("batch")
+        # The same each time the call is tried, as a middleware around this one may do.
+        self._runtime = request.runtime
+        self.tried = _tried.get(id(self._runtime)) is self._runtime
+        self._began = time.monotonic()
+        self.waits = False
+        self.waited_for = next(
+            (each for each in limits if limits[each].enforce), next(iter(limits))
+        )
+        # How many are in each count, without this call; and the limits that refuse it, or would.
+        self._running: Mapping[str, int] = {}
+        self._refused: list[str] = []
+        self.unchecked = False
+        self._slots: list[Slot] = []
+        self._lease: Lease | None = None
+        self._task_over = False
+        self._threads: list[None] = []
+
+    @property
+    def age(self) -> float:
+        """How long ago it began, in seconds."""
+        return time.monotonic() - self._began
+
+    async def wait(self, form: Form, store: StoreClient | None, tool: Any) -> None:
+        """Wait for its places: in this process, and in a store that keeps leases."""
+        # The shortest wait of its limits holds.
+        waits = [each.wait or 0 for each in self.limits.values() if each.enforce]
+        until = self._began + min(waits, default=0)
+        for count, most in self._needs().items():
+            semaphore = semaphore_of(store and store.store, count)
+            slot = await semaphore.take(form, most, until - time.monotonic())
+            self._slots.append(slot)
+            self._met(count, slot)
+            if not slot.taken:
+                return
+        if store is None:
+            return
+        lease = Lease(store, self.limits.values())
+        result = await lease.take(form, until)
+        self.waits |= lease.waits
+        if result is None:
+            self.unchecked = True
+            return
+        self._running, self._refused = result.used, [*result.refused[0]]
+        enforced = (each for each in self._refused if self.limits[each].enforce)
+        self.waited_for = next(enforced, self.waited_for)
+        if result.admitted[0]:
+            self._lease = lease
+            # A thread may outlive the event loop.
+            in_thread = "sync" in store.forms and _runs_in_thread(tool)
+            lease.keep("" if in_thread else form)
+
+    def _needs(self) -> Mapping[str, int | None]:
+        """The counts that it is in while it runs, with the most for each that is enforced."""
+        # Every call takes its slots in this order, so no two calls wait for each other. Counts of
+        # few tools come first: who waits for one of them keeps other tools waiting as little as it
+        # can. Counts of limits on trial come last.
+        needs: dict[str, int | None] = {}
+        for limit in sorted(self.limits.values(), key=_rank):
+            count, most = stored_as(limit), limit.at_once or 0
+            if limit.enforce:
+                needs[count] = min(most, needs.get(count) or most)
+            else:
+                needs.setdefault(count, None)
+        return needs
+
+    def _met(self, count: str, slot: Slot) -> None:
+        """Note what it has found in a count of this process, and which limits refuse it."""
+        self._running = {**self._running, count: slot.found}
+        for name, limit in self.limits.items():
+            if stored_as(limit) != count:
+                continue
+            if not limit.enforce and slot.found >= (limit.at_once or 0):
+                self._refused.append(name)
+            if limit.enforce and slot.waits and limit.at_once == slot.most:
+                self.waits, self.waited_for = True, name
+                self._refused += [] if slot.taken else [name]
+
+    def decision(self, outage: OnStoreError) -> Decision:
+        """What is decided about the call, also while the store cannot be asked."""
+        refused = self._refused
+        if self.unchecked:
+            refused = [*self.limits] if outage == "deny" else []
+        outcome = Outcome.ALLOWED
+        if refused:
+            enforced = any(self.limits[each].enforce for each in refused)
+            outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
+        statuses = (self._status(each, refused=each in refused) for each in self.limits)
+        return Decision(self.call, outcome, tuple(statuses))
+
+    def _status(self, name: str, *, refused: bool) -> LimitStatus:
+        """The status of a cap at the call: how many run, with this call, and how many may."""
+        limit = self.limits[name]
+        running = self._running.get(stored_as(limit), 0)
+        return LimitStatus(
+            limit=name,
+            exit_behavior="continue",
+            thread_before=0,
+            thread_used=0,
+            thread_limit=None,
+            run_before=0,
+            run_used=0,
+            run_limit=None,
+            reason=("store" if self.unchecked else "exhausted") if refused else None,
+            scope=AT_ONCE if refused and not self.unchecked else None,
+            enforced=limit.enforce,
+            alert=limit.alert,
+            quotas=(
+                QuotaStatus(AT_ONCE, "", running, running + 1, limit.at_once or 0, per=AT_ONCE),
+            ),
+        )
+
+    def runs(self, form: Form, request: ToolCallRequest) -> ToolCallRequest:
+        """The request for the tool; if that runs in a thread, the thread keeps the places, too."""
+        _tried[id(self._runtime)] = self._runtime
+        if not form or not _runs_in_thread(request.tool):
+            return request
+        # A cancelled run does not end the thread. The tool is a copy, with the original's `_run`.
+        loop = asyncio.get_running_loop()
+        tool: Any = request.tool
+        tool, run = copy(tool), tool._run  # noqa: SLF001 - what all its sync forms call
+
+        @wraps(run)
+        def watched(*args: Any, **options: Any) -> Any:
+            self._threads.append(None)
+            try:
+                if self._task_over:
+                    raise asyncio.CancelledError("the run was cancelled before its tool began")
+                return run(*args, **options)
+            finally:
+                self._threads.pop()
+                if (self._task_over or loop.is_closed()) and not self._threads:
+                    now(self.end(""))
+
+        vars(tool)["_run"] = watched
+        return request.override(tool=tool)
+
+    def task_over(self) -> bool:
+        """Note that the task has ended; whether the whole call has."""
+        # A thread looks at this after it has added itself: so one of both sees the other.
+        self._task_over = True
+        return not self._threads
+
+    async def end(self, form: Form) -> None:
+        """Give back the lease and the slots."""
+        try:
+            if self._lease is not None:
+                await self._lease.end(form)
+        finally:
+            for slot in self._slots:
+                slot.give_back()
 
 
-def _cap(limit: Any) -> int | None:
-    """How many calls a limit lets run at the same time, if it says so."""
-    cap: int | None = getattr(limit, "at_once", None)
-    return cap
+def _caps(limits: Sequence[Limit]) -> list[ToolCallLimit]:
+    """The limits on calls at once."""
+    return [each for each in limits if isinstance(each, ToolCallLimit) and each.at_once]
+
+
+def _rank(limit: ToolCallLimit) -> tuple[bool, int, str]:
+    """Where a limit stands in the order in which calls take their places."""
+    return not limit.enforce, len(limit.tools) or sys.maxsize, stored_as(limit)
+
+
+def _runs_in_thread(tool: Any) -> bool:
+    """Whether LangChain runs a tool in a thread, in the async form."""
+    own = (getattr(getattr(type(tool), each, None), "__module__", "") for each in _RUNS)
+    return not getattr(tool, "coroutine", None) and all(
+        each.startswith("langchain_core.") for each in own
+    )

@@ -1,14 +1,19 @@
-"""Warns of thread limits whose counts do not outlive the run."""
+"""Warns of what looks like a mistake: thread limits that end with the run, misspelt tools."""
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.state import Own
 
+_ALIKE = 0.8
+"""How alike two names must be, by `difflib`."""
+
 
 class Forgetful(Feature):
-    """Warns once, when a run begins."""
+    """Warns once, when a run begins, of thread limits whose counts do not outlive the run."""
 
     @classmethod
     def of(cls, limiter: Any) -> "Forgetful | None":
@@ -17,18 +22,18 @@ class Forgetful(Feature):
         return cls(limiter) if limited else None
 
     def __init__(self, limiter: Any) -> None:
-        self._limiter = limiter
+        super().__init__(limiter)
         self._warned = False
 
     def begin(self, state: Any, own: Own) -> None:  # noqa: ARG002 - not of interest
         """Warn if neither a checkpointer nor a store keeps the counts of threads."""
         limiter, context = self._limiter, call_context(running_runtime(), model_name=None)
-        has_store = limiter._store is not None  # noqa: SLF001 - the kernel gives it
+        has_store = self._store is not None
         if self._warned or context.remembers or (has_store and context.run_thread_id is not None):
             return
         self._warned = True
         remedy = _remedy(context, has_store=has_store, takes_store=limiter.takes_store)
-        limiter._made_at.warn(  # noqa: SLF001 - the same
+        limiter._made_at.warn(  # noqa: SLF001 - the kernel's
             f"{limiter.name} has a thread limit, but this agent's state does not outlive the run: "
             f"the limit holds within one run only. {remedy}"
         )
@@ -51,3 +56,37 @@ def _remedy(context: CallContext, *, has_store: bool, takes_store: bool) -> str:
         "this agent alone, give create_agent checkpointer=True, and the outermost graph a "
         "checkpointer"
     )
+
+
+class OfferedTools(Feature):
+    """Advises once of names in limits that look misspelt."""
+
+    @classmethod
+    def of(cls, limiter: Any) -> "OfferedTools | None":
+        """The feature, if limits name tools."""
+        return cls(limiter) if any(limit.named_tools for limit in limiter.limits) else None
+
+    def __init__(self, limiter: Any) -> None:
+        super().__init__(limiter)
+        self._named = {name for limit in limiter.limits for name in limit.named_tools}
+
+    def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
+        """Compare the names of the first tools that are offered."""
+        offered = {*map(_tool_name, tools)}
+        # A tool that a limit names is meant by that name only: agents share their limits.
+        meant = {
+            name: near[0]
+            for name in sorted(self._named - offered)
+            if (near := get_close_matches(name, offered - self._named, 1, _ALIKE))
+        }
+        if meant:
+            self._recorder.warn_misspelt(agent, meant)
+        if tools:
+            self._named = set()
+
+
+def _tool_name(tool: Any) -> str:
+    """The name of a tool, also of a provider's own tool, or of one in OpenAI's form."""
+    if not isinstance(tool, dict):
+        return str(tool.name)
+    return str((tool.get("function") or tool).get("name") or tool.get("type"))

@@ -1,0 +1,331 @@
+"""Asks a person at a limit whether the run may go on, and grants what the person answers.
+
+The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware`, which existing
+interfaces show: one action, whose arguments say how much more each limit would grant.
+"""
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from langgraph.errors import GraphInterrupt
+from langgraph.types import interrupt
+
+from langchain_quota import messages
+from langchain_quota.admission import AcquireResult, Hits, admit
+from langchain_quota.concurrency import Form, ask
+from langchain_quota.decision import STORE, THREAD, Answer, Scope
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
+from langchain_quota.limits.options import whole_amount
+from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.context import call_context, running_config, running_runtime
+from langchain_quota.middleware.feature import Feature
+from langchain_quota.rule import ResolvedLimits
+from langchain_quota.state import Own, own_of
+from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
+from langchain_quota.units import as_dollars
+
+ACTION = "raise_limits"
+"""The name of the action that a person approves or rejects."""
+
+KEPT = (
+    "the store could not be asked, and the answer of a person waits for it: resume the run again "
+    "when the store answers; the answer is kept"
+)
+"""The message if the store fails that has to grant what a person answered."""
+
+_ANSWERS = (
+    '{"decisions": [{"type": "approve"}]}, or with "reject", or with "approve" and an "amount"'
+)
+
+
+class Questions(Feature):
+    """Asks people at the limits of a middleware."""
+
+    name = "ask"
+
+    @classmethod
+    def of(cls, limiter: Any) -> "Questions | None":
+        """The feature, if a limit asks."""
+        asking = [
+            each.name for each in limiter.limits if each.enforce and each.exit_behavior == "ask"
+        ]
+        if not asking:
+            return None
+        if limiter.why_nobody_is_asked:
+            raise ValueError(
+                f"limit {asking[0]!r} has exit_behavior='ask', which {limiter.why_nobody_is_asked}"
+            )
+        made = cls(limiter)
+        if made._store is not None and not isinstance(made._store.store, Granting):
+            raise TypeError(
+                "exit_behavior='ask' needs a store that can grant more, as MemoryStore and "
+                f"RedisStore can, not {made._store.store!r}"
+            )
+        made._first = asking[0]
+        return made
+
+    _first: str
+    """The first limit that asks."""
+
+    def begin(self, state: Any, own: Own) -> None:
+        """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
+        context = call_context(running_runtime(), model_name=None)
+        if not (context.remembers or context.invocation):
+            raise RuntimeError(
+                f"limit {self._first!r} has exit_behavior='ask', and a run that waits for a person "
+                "needs a checkpointer: create_agent(…, checkpointer=…)"
+            )
+        granted = _granted(state)
+        if granted:
+            of_thread = {name: n for name, n in granted.items() if name.endswith(f"/{THREAD}")}
+            own[self.name] = {"granted": of_thread}
+
+    def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+        """Raise limits by what people have granted in the thread's state."""
+        return limits.raised(_granted(state))
+
+    def unanswered(self, batch: Batch) -> None:
+        """Fail a run that is resumed with an answer; it can be resumed again."""
+        # Nothing is undone: a store that has received it answers the same when asked again.
+        if batch.answer is not None or (batch.limits.asking and _is_answered()):
+            raise QuotaStoreError(KEPT)
+
+    async def refused(
+        self, form: Form, batch: Batch, result: AcquireResult
+    ) -> tuple[Batch, AcquireResult]:
+        """Ask a person about refused calls, if that helps; the newest batch, and its result."""
+        offers = _offers(batch, result)
+        granted: Sequence[_Offer] = ()
+        if offers:
+            batch.answer, granted = self._answered(batch, result, offers)
+            if batch.answer.type == "reject":
+                return batch, result
+        try:
+            for each in granted:
+                if each.key is not None:
+                    given = _grant(batch, each)
+                    await ask(form, self._store and self._store.store, "grant", each.key, **given)
+        except QuotaStoreError as error:
+            self._recorder.record_error("store", error)
+            raise QuotaStoreError(KEPT) from error
+        # A store that has charged the request once answers the same when the run is resumed again.
+        more = {each.counter: each.amount for each in granted if each.key is None}
+        again = batch.remake(batch.given.raised(more))
+        assert again is not None  # noqa: S101 - for the type checker: the calls wait
+        for checks in self._limiter._hooks["checks"]:  # noqa: SLF001 - the kernel's
+            checks(again)
+        again.answer = batch.answer
+        if more:
+            known = _granted(batch.state)
+            more = {name: known.get(name, 0) + amount for name, amount in more.items()}
+            again.keep(self.name, {"granted": {**known, **more}})
+        # Nobody is asked about what is refused now.
+        asking = again.limits.asking
+        again.stops = {name: n for name, n in again.stops.items() if name not in asking}
+        return again, await self._limiter._acquire(form, again)  # noqa: SLF001 - the same
+
+    def _answered(
+        self, batch: Batch, result: AcquireResult, offers: Sequence["_Offer"]
+    ) -> tuple[Answer, Sequence["_Offer"]]:
+        """What a person answers, and what it grants: LangGraph interrupts the run here."""
+        agent, name = batch.context.agent, batch.question
+        limits = sorted({each.limit.name for each in offers})
+        problem = ""
+        while True:
+            try:
+                resumed = interrupt(_payload(batch, result, offers, problem))
+            except GraphInterrupt:
+                self._recorder.record_question(agent, limits, problem, f"{name}/question")
+                raise
+            try:
+                answer = _read(resumed, offers)
+                break
+            except ValueError as error:
+                # LangGraph keeps an answer: only a new question can get another one.
+                problem = f"The answer could not be used: {error}. "
+        granted = _by_count(offers, answer.granted)
+        if self._recorder.record_answer(agent, limits, answer, f"{name}/answer"):
+            counted = (each for each in granted if each.key is None)
+            self._recorder.record_granted(
+                agent,
+                [(each.limit.name, each.scope, each.limit.unit, each.amount) for each in counted],
+            )
+        return answer, granted
+
+
+class _Offer(NamedTuple):
+    """A threshold that an approval raises, and by how much."""
+
+    limit: Limit
+    scope: Scope
+    counter: str
+    # Where a store keeps the count; `None` if the thread's state does.
+    key: str | None
+    amount: int
+
+
+_Needs = dict[tuple[str, Scope], int]
+"""How much more calls need, by limit and scope."""
+
+
+def _offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
+    """The thresholds to raise so that refused calls run; none if that would not help."""
+    needs: _Needs = {}
+    while True:
+        offers = _offered(batch, result, needs)
+        found = _needed(batch, result, _by_count(offers, _amounts(offers)))
+        if found is None:
+            return []
+        # A grant also raises limits that do not ask: then more calls run, and need more.
+        more = {each: max(found.get(each, 0), needs.get(each, 0)) for each in {**needs, **found}}
+        if more == needs:
+            return offers
+        needs = more
+
+
+def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]:
+    """What is offered if calls need so much: of each limit the same for all its thresholds."""
+    offers = []
+    in_state = _granted(batch.state)
+    for resolved in batch.limits.limits:
+        limit = resolved.limit
+        rows = [each for each in resolved.checks if (limit.name, each.scope) in needs]
+        if not rows:
+            continue
+        # By default as much as the limit says without grants.
+        own = min(
+            (row.most or 0) - result.granted.get(row.counter, 0) - in_state.get(row.counter, 0)
+            for row in rows
+        )
+        grant = getattr(limit, "grant", None)
+        if grant is not None:
+            own = whole_amount(limit.unit, "grant", grant)
+        offered = max(own, *(needs[limit.name, row.scope] for row in rows))
+        for row in rows:
+            key = None if batch.sent is None else batch.sent.counters[row.counter].key
+            offers.append(_Offer(limit, row.scope, row.counter, key, offered))
+    return offers
+
+
+def _needed(batch: Batch, result: AcquireResult, granted: Sequence[_Offer]) -> _Needs | None:
+    """How much more the calls need that no other limit refuses; `None` if they never run."""
+    asking = batch.limits.asking
+    # The answer if all that these calls need were granted.
+    hits = [
+        Hits(amounts, tuple(t for t in over if t.limit not in asking or t.scope == STORE))
+        for amounts, over in batch.hits
+    ]
+    stops = {name: after for name, after in batch.stops.items() if name not in asking}
+    free = admit(hits, result.used, stops, {each.counter: each.amount for each in granted})
+    if free.stopped or (batch.sent is not None and not batch.answered):
+        return None
+    needs: _Needs = {}
+    added = free.charged(hits)
+    for (_, thresholds), runs in zip(batch.hits, free.admitted, strict=True):
+        for each in thresholds if runs else ():
+            lacking = result.used[each.counter] + added[each.counter] - each.most
+            if each.limit in asking and lacking > 0:
+                needs[each.limit, each.scope] = lacking
+    return needs
+
+
+def _amounts(offers: Sequence[_Offer]) -> dict[str, int]:
+    """What is offered, by the name of the limit."""
+    return {each.limit.name: each.amount for each in offers}
+
+
+def _by_count(offers: Sequence[_Offer], given: Mapping[str, int]) -> list[_Offer]:
+    """What is granted, once for each count: limits can share one, and the most is granted."""
+    most: dict[str, _Offer] = {}
+    for each in offers:
+        amount = given.get(each.limit.name, 0)
+        if amount > (most[each.counter].amount if each.counter in most else 0):
+            most[each.counter] = each._replace(amount=amount)
+    return [*most.values()]
+
+
+def _payload(
+    batch: Batch, result: AcquireResult, offers: Sequence[_Offer], problem: str
+) -> dict[str, Any]:
+    """The question as a `HITLRequest`, after an answer with a problem, if there was one."""
+    offered = _amounts(offers)
+    units = {each.limit.name: each.limit.unit for each in offers}
+    args = {
+        name: as_dollars(amount).replace("$", "").replace(",", "")
+        if units[name] == "microdollars"
+        else amount
+        for name, amount in offered.items()
+    }
+    _, breaches = batch.decided(result)
+    asked = [each for each in breaches if each.limit.limit.name in offered]
+    text = problem + messages.question(asked, offered, units)
+    return {
+        "action_requests": [{"name": ACTION, "args": args, "description": text}],
+        "review_configs": [{"action_name": ACTION, "allowed_decisions": ["approve", "reject"]}],
+    }
+
+
+def _read(resumed: object, offers: Sequence[_Offer]) -> Answer:
+    """The answer that a run is resumed with: a `HITLResponse`, which may have an amount."""
+    match resumed:
+        case {"decisions": [{"type": "approve" | "reject" as kind, **said}], **others}:
+            pass
+        case _:
+            raise ValueError(f"it must be {_ANSWERS}, not {resumed!r}")
+    user = (running_config().get("configurable") or {}).get("langgraph_auth_user_id")
+    # A user that the server has checked wins over a name that the answer claims.
+    by = user or said.get("by") or others.get("by") or ""
+    # Agent Inbox sends what a person says as "args".
+    inbox = said.get("args")
+    message = said.get("message") or (inbox if isinstance(inbox, str) else "")
+    granted: Mapping[str, int] = {}
+    if kind == "approve":
+        given, offered = said.get("amount"), _amounts(offers)
+        granted = offered if given is None else dict.fromkeys(offered, _amount(given, offers))
+    return Answer(kind, granted, str(by), str(message))
+
+
+def _amount(value: object, offers: Sequence[_Offer]) -> int:
+    """The amount that a person gives to each limit of the question."""
+    unit, *others = sorted({each.limit.unit for each in offers})
+    if others:
+        names = ", ".join(map(repr, _amounts(offers)))
+        raise ValueError(f'limits {names} do not count the same: approve without an "amount"')
+    try:
+        amount = whole_amount(unit, '"amount"', value)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if amount > MAX_AMOUNT:
+        raise ValueError(f'"amount" must be at most {MAX_AMOUNT}, not {value!r}')
+    return amount
+
+
+def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
+    """The arguments of `store.grant`, which are the same each time the run is resumed."""
+    answer, known, amount = batch.answer, batch.context.run_thread_id, granted.amount
+    assert answer is not None  # noqa: S101 - for the type checker: it is granted
+    thread = "" if known is None else str(known)
+    reason = answer.message or f"a person was asked in thread {thread!r}"
+    in_money = granted.limit.unit == "microdollars"
+    return {
+        "amount": Decimal(amount).scaleb(-6) if in_money else amount,
+        "id": f"{batch.question}/{granted.counter}"[:MAX_TEXT],
+        "by": answer.by[:MAX_TEXT],
+        "reason": reason[:MAX_TEXT],
+    }
+
+
+def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:
+    """What people have granted to the thread and to this run, if the state counts them."""
+    return own_of(state, Questions.name).get("granted") or {}
+
+
+def _is_answered() -> bool:
+    """Whether a question of the running task has been answered."""
+    try:
+        interrupt(None)
+    except GraphInterrupt:
+        return False
+    return True

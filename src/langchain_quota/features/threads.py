@@ -1,0 +1,187 @@
+"""What people do to one thread: set its counts to 0, and give it more than its limits say."""
+
+from collections import Counter
+from datetime import datetime, timedelta
+from typing import Any
+
+from langchain.agents.middleware.types import ResponseT
+from langchain_core.runnables import RunnableConfig
+from langgraph.constants import END
+from langgraph.pregel import Pregel
+from langgraph.types import PregelTask
+
+from langchain_quota.concurrency import Form, ask, now
+from langchain_quota.decide import status
+from langchain_quota.decision import THREAD, LimitStatus
+from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.limits import Limit
+from langchain_quota.limits.options import whole_amount
+from langchain_quota.middleware.context import prefix_in
+from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
+from langchain_quota.rule import Check, ResolvedLimit, stored_as
+from langchain_quota.state import LEDGER, UNUSED
+from langchain_quota.stores.grants import Grant, Granting
+from langchain_quota.stores.keys import CountKey
+from langchain_quota.units import Dollars
+
+_LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
+
+
+class OfThreads(Limiter[Any, ContextT, ResponseT]):
+    """A limiter whose threads can be reset, in its state and in the store, and granted more."""
+
+    def reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
+        """Set a thread's counts to 0, in its state and in the store.
+
+        Args:
+            agent: The agent, as `create_agent` made it with this middleware.
+            config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
+                prefix is a function, also `"quota_prefix"`: the prefix of the thread.
+
+        Raises:
+            TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
+            ValueError: The agent does not have this middleware, or the config names no prefix.
+            RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
+            QuotaStoreError: The store could not be asked.
+        """
+        now(self._reset("", agent, config))
+
+    async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
+        """`reset`, without blocking the event loop."""
+        await self._reset("a", agent, config)
+
+    async def _reset(self, form: Form, agent: Any, config: RunnableConfig) -> None:
+        if not isinstance(agent, Pregel):
+            raise TypeError(
+                f"agent must be what create_agent made, not a {type(agent).__name__}: do this "
+                "where the agent runs"
+            )
+        node = next((each for each in agent.nodes if _is(each, f"{self.name}.before_agent")), None)
+        if node is None:
+            raise ValueError(f"the agent does not have the middleware {self.name}")
+        thread_id = config.get("configurable", {}).get("thread_id")
+        snapshot = await ask(form, agent, "get_state", config)
+        if not snapshot.values:
+            raise RuntimeError(f"thread {thread_id!r} has no state: it has not run yet")
+        if not all(map(self._has_stopped, snapshot.tasks)):
+            raise RuntimeError(
+                f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
+                "the run end, or begin a new one, and then do this"
+            )
+        if self._store is not None:
+            prefix = prefix_in(config, self._store.prefix)
+            at = clock_of(self._store.store)()
+            keys = {
+                str(CountKey.at(stored_as(each), THREAD, str(thread_id), window, at, prefix=prefix))
+                for each in self.limits
+                for window in _windows(each)
+            }
+            await self._store.reset(form, sorted(keys))
+        own = {each.name: {**each.unused} for each in self.feature_kinds if each.unused}
+        unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": own}}
+        await ask(form, agent, "update_state", config, unused, as_node=node)
+        # The update has made nodes due that must not run.
+        await ask(form, agent, "update_state", config, None, as_node=END)
+        name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
+        self._recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
+
+    def _has_stopped(self, task: PregelTask) -> bool:
+        """Whether a task failed because a limit ended the run with an exception."""
+        # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
+        error = task.error if isinstance(task.error, str) else repr(task.error)
+        judges = any(_is(task.name, each) for each in self._judging_nodes())
+        return judges and error.startswith(_LIMIT_ERRORS)
+
+    def grant(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        config: RunnableConfig,
+        amount: Dollars,
+        *,
+        limit: str | None = None,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        id: str | None = None,  # noqa: A002 - as the field is called
+    ) -> Grant:
+        """Raise a thread's limit by an amount, in the store that counts the thread.
+
+        Other limits of this thread on the same count are raised, too: at once, even during a run.
+
+        Args:
+            config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
+                prefix is a function, also `"quota_prefix"`: the prefix of the thread.
+            amount: How much more, above 0, in the limit's unit: dollars as a string.
+            limit: The name of the limit; may be left out if one limit alone has a `thread_limit`.
+            until: When the grant ends, with a time zone; by default as in `MemoryStore.grant`.
+            reason: Why it is given, for the list and the log.
+            by: Who gives it.
+            id: The name of the grant: the same name is not granted twice. By default a new name.
+
+        Raises:
+            TypeError: An argument has the wrong type, or the middleware has no store that gives
+                grants.
+            ValueError: An argument is out of bounds, or no such limit has a `thread_limit`.
+            QuotaStoreError: The store could not be asked.
+        """
+        store, key = self._granting(limit, config)
+        return store.grant(key, amount, until=until, reason=reason, by=by, id=id)
+
+    async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        config: RunnableConfig,
+        amount: Dollars,
+        *,
+        limit: str | None = None,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        id: str | None = None,  # noqa: A002 - as the field is called
+    ) -> Grant:
+        """`grant`, without blocking the event loop."""
+        store, key = self._granting(limit, config)
+        return await store.agrant(key, amount, until=until, reason=reason, by=by, id=id)
+
+    def _granting(self, name: str | None, config: RunnableConfig) -> tuple[Granting, str]:
+        store: object = None if self._store is None else self._store.store
+        if self._store is None or not isinstance(store, Granting):
+            raise TypeError(
+                f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
+                "store=MemoryStore() or, for several processes, store=RedisStore()"
+            )
+        found = {each.name: each for each in self.limits if each.thread_limit is not None}
+        thread = config.get("configurable", {}).get("thread_id")
+        if thread is None:
+            raise ValueError('config names no thread: {"configurable": {"thread_id": …}}')
+        if name is None and len(found) == 1:
+            (name,) = found
+        if name is None or name not in found:
+            names = ", ".join(map(repr, found)) or "there is none"
+            raise ValueError(
+                f"limit must name one with a thread_limit, not {name!r}: {names}. More of a quota "
+                "is given by the store: store.grant(key, …)"
+            )
+        prefix = prefix_in(config, self._store.prefix)
+        return store, str(CountKey(stored_as(found[name]), THREAD, str(thread), prefix=prefix))
+
+
+def _is(node: str, hook: str) -> bool:
+    """Whether a node is that of a hook; in a graph with several loops, its name has a prefix."""
+    return node == hook or node.endswith(f".{hook}")
+
+
+def _windows(limit: Limit) -> list[timedelta | None]:
+    """The windows in which a store counts what a thread uses of a limit; `None` for no window."""
+    in_all = [] if limit.thread_limit is None else [None]
+    return [*in_all, *(each.window for each in limit.quotas if each.per == THREAD)]
+
+
+def _unused(limit: Limit) -> LimitStatus:
+    """The status of a thread's limit when it has used nothing."""
+    most = None if callable(limit.thread_limit) else limit.thread_limit
+    thread = ResolvedLimit.of(limit, thread=most, run=None)
+    quotas = (
+        Check(each.name, "", whole_amount(limit.unit, "limit", each.limit), per=THREAD)
+        for each in limit.quotas
+        if each.per == THREAD and not callable(each.limit)
+    )
+    return status(thread._replace(checks=(*thread.checks, *quotas)), Counter(), 0)
