@@ -68,6 +68,7 @@ def unseen(limit: str, names: str, remedy: str) -> str:
 
 
 SEARCH_UNSEEN = unseen("tool:search", "'search'", "take 'search' out of its ptc=[…]")
+GO: Any = {"messages": [("user", "Go!")]}
 
 
 @pytest.mark.parametrize(
@@ -88,32 +89,39 @@ SEARCH_UNSEEN = unseen("tool:search", "'search'", "take 'search' out of its ptc=
     ],
     ids=["calls", "calls at once", "all tools"],
 )
-def test_a_deep_agent_is_not_built(limit: Limit, options: Any, text: str, signals: Signals) -> None:
-    """An agent whose code could call a limited tool is not built, and the error says what to do."""
-    with pytest.raises(ValueError, match="main agent") as caught:
-        deep(signals, limit, interpreter(**options))
+async def test_a_deep_agent_does_not_run(
+    limit: Limit, options: Any, text: str, signals: Signals
+) -> None:
+    """An agent whose code could call a limited tool does not run, and the error says what to do."""
+    with pytest.raises(RuntimeError) as caught:
+        await deep(signals, limit, interpreter(**options)).ainvoke(GO, CONFIG)
 
-    assert str(caught.value) == f"the main agent: {text}"
+    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_sub_agent_is_not_built(*, own: bool, signals: Signals) -> None:
+async def test_a_sub_agent_does_not_run(*, own: bool, signals: Signals) -> None:
     """The code of a declared sub-agent goes past no limit: the common ones, or those of its own."""
     middleware = [interpreter(ptc=["search"]), *([held(signals, TWICE)] if own else [])]
     spec: dict[str, Any] = {"name": "coder", "description": "Writes.", "system_prompt": "Write."}
     spec["middleware"] = middleware
-    with pytest.raises(ValueError, match="sub-agent") as caught:
-        deep(signals, ModelCallLimit(run_limit=9) if own else TWICE, subagents=[spec])
+    limit, ran = ModelCallLimit(run_limit=9) if own else TWICE, list[str]()
+    asked = ("task", {"description": "Write.", "subagent_type": "coder"})
+    agent = deep(
+        signals, limit, subagents=[spec], ran=ran, model=ScriptedChatModel(script=[[asked]])
+    )
+    with pytest.raises(RuntimeError, match=r"take 'search' out of its ptc"):
+        await agent.ainvoke(GO, CONFIG)
 
-    assert str(caught.value) == f"sub-agent 'coder': {SEARCH_UNSEEN}"
+    assert not ran
 
 
-def test_an_interpreter_that_cannot_be_read(signals: Signals) -> None:
+async def test_an_interpreter_that_cannot_be_read(signals: Signals) -> None:
     """If its settings have other names, as in another version, its code may call any tool."""
     code = interpreter(subagents=False)
     del code._ptc
-    with pytest.raises(ValueError, match="does not see what code calls"):
-        deep(signals, TWICE, code)
+    with pytest.raises(RuntimeError, match="does not see what code calls"):
+        await Scene(signals, script(), [TWICE, code]).play()
 
 
 @pytest.mark.parametrize("excluded", [("search", "task"), ("search",)])
@@ -123,7 +131,7 @@ async def test_what_no_limit_matches_runs(excluded: tuple[str, ...], signals: Si
     options = {"subagents": "task" in excluded}
     agent = deep(signals, limit, interpreter(ptc=["search"], **options), ran=ran)
 
-    result = await agent.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+    result = await agent.ainvoke(GO, CONFIG)
 
     assert result["messages"][-2].text == "<result>all ran</result>"
     assert len(ran) == 9
@@ -135,7 +143,7 @@ async def test_sub_agents_of_code_share_a_budget(signals: Signals) -> None:
     model = ScriptedChatModel(script=script(TASKS))
     agent = deep(signals, limit, interpreter(), ran=ran, model=model)
 
-    await agent.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+    await agent.ainvoke(GO, CONFIG)
 
     assert len(ran) == 3
 
@@ -180,7 +188,7 @@ async def test_a_deep_agent_without_with_limits_does_not_run(signals: Signals) -
         pytest.warns(QuotaWarning, match="the sub-agents"),
         pytest.raises(RuntimeError, match="give it subagents=False"),
     ):
-        await agent.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
+        await agent.ainvoke(GO, CONFIG)
 
 
 async def test_a_limit_on_trial_warns(signals: Signals) -> None:
