@@ -153,9 +153,9 @@ def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None
         raise ValueError(f"Invalid {argument}: {value!r}. Choose one of {', '.join(choices)}")
 
 
-def checked_tools(argument: str, value: object) -> tuple[str, ...]:
-    """The names of tools, sorted and without duplicates; empty for `None`."""
-    if value is None:
+def checked_tools(argument: str, value: object, *, or_none: bool = False) -> tuple[str, ...]:
+    """The names of tools, sorted and without duplicates; none for `None`."""
+    if value is None or (or_none and value in ((), [])):
         return ()
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -170,11 +170,6 @@ def checked_tools(argument: str, value: object) -> tuple[str, ...]:
         if not name or name.startswith(ALL_TOOLS) or "," in name:
             raise ValueError(f"{argument} must be the name of a tool, not {name!r}")
     return tuple(sorted(set(names)))
-
-
-def checked_excluded(value: object) -> tuple[str, ...]:
-    """The names of the tools that are excluded; an empty sequence excludes none."""
-    return () if value in ((), []) else checked_tools("exclude", value)
 
 
 def check_name(argument: str, value: Any) -> None:

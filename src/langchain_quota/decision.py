@@ -146,16 +146,7 @@ class LimitStatus:
 
     Examples:
         >>> from langchain_quota import LimitStatus
-        >>> third = LimitStatus(
-        ...     limit="tool:search",
-        ...     exit_behavior="continue",
-        ...     thread_before=11,
-        ...     thread_used=12,
-        ...     thread_limit=20,
-        ...     run_before=2,
-        ...     run_used=3,
-        ...     run_limit=3,
-        ... )
+        >>> third = LimitStatus("tool:search", "continue", 11, 12, 20, 2, 3, 3)
         >>> third.scopes, third.threshold("thread"), third.used("thread"), third.share
         (('thread', 'run'), 20, 12, 1.0)
     """

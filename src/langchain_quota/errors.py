@@ -69,16 +69,9 @@ class ModelCallLimitExceededError(_CopiedError, model_call_limit.ModelCallLimitE
         decision: The refusal; `None` for an exception that no middleware raised.
 
     Examples:
-        >>> from langchain.agents import create_agent
-        >>> from langchain_quota import ModelCallLimitExceededError, ModelCallLimitMiddleware
-        >>> from langchain_quota.testing import ScriptedChatModel
-        >>> limiter = ModelCallLimitMiddleware(run_limit=0, exit_behavior="error")
-        >>> agent = create_agent(ScriptedChatModel(script=[]), middleware=[limiter])
-        >>> try:
-        ...     result = agent.invoke({"messages": [("user", "Hi!")]})
-        ... except ModelCallLimitExceededError as error:
-        ...     print(f"{error.run_count} of {error.run_limit}")
-        0 of 0
+        >>> from langchain_quota import ModelCallLimitExceededError
+        >>> str(ModelCallLimitExceededError(9, 3, None, 3))
+        'Model call limits exceeded: run limit (3/3)'
     """
 
     def __init__(  # noqa: PLR0913 - LangChain's arguments, and ours

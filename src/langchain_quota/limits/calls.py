@@ -5,13 +5,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from langchain_quota.arguments import (
-    ALL_TOOLS,
-    by_name,
-    check_count,
-    checked_excluded,
-    checked_tools,
-)
+from langchain_quota.arguments import ALL_TOOLS, by_name, check_count, checked_tools
 from langchain_quota.limits.options import MODEL, ModelLimit, ToolLimit, counts_calls
 
 ToolExitBehavior = Literal["continue", "error", "end", "ask"]
@@ -98,7 +92,7 @@ class ToolCallLimit(ToolLimit):
 
     def __post_init__(self) -> None:
         tools = checked_tools("tool_name", self.tool_name)
-        excluded = checked_excluded(self.exclude)
+        excluded = checked_tools("exclude", self.exclude, or_none=True)
         if tools and excluded:
             raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tool_name out")
         without = f"-{','.join(excluded)}" if excluded else ""

@@ -8,7 +8,6 @@ from langchain_quota.arguments import (
     check_count,
     check_sync_function,
     check_type,
-    checked_excluded,
     checked_tools,
 )
 from langchain_quota.limits.calls import ExitBehavior
@@ -100,11 +99,12 @@ class RepeatLimit(ToolLimit):
             check_type("key", self.key, Callable, "a function of the tool call or None")
             check_sync_function("key", self.key, "call")
         self._check_options("repeats")
-        tools = () if self.tools in ((), []) else checked_tools("tools", self.tools)
+        tools = checked_tools("tools", self.tools, or_none=True)
+        exclude = checked_tools("exclude", self.exclude, or_none=True)
         # No tool's counter begins with a comma.
         counter = f",repeats,{self.name}"
-        self._set(tools=tools, exclude=checked_excluded(self.exclude), counter=counter)
-        if self.tools and self.exclude:
+        self._set(tools=tools, exclude=exclude, counter=counter)
+        if tools and exclude:
             raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tools out")
 
     @property

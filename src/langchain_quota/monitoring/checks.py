@@ -3,6 +3,7 @@
 import re
 import warnings
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -18,8 +19,6 @@ OWN_LABELS = frozenset(
 _STRING = r'"((?:[^"\\]|\\(?:[abfnrtv\\"]|x[0-9a-fA-F]{2}|[0-7]{3}|u[0-9a-fA-F]{4}))*)"'
 _MATCHER = re.compile(rf"\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*(=~|!~|!=|=)\s*{_STRING}\s*")
 _URL = re.compile(r"https?://[!$%&()*+,./0-9:;=A-Z\[\]_a-z~-]+")
-_UID = re.compile(r"[A-Za-z0-9_-]{1,40}")
-_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def selector(text: str) -> str:
@@ -59,16 +58,19 @@ def url(text: str) -> str:
     )
 
 
-def datasource(text: str) -> str:
-    """The UID of a data source in Grafana."""
-    if _UID.fullmatch(text):
-        return text
-    raise ArgumentTypeError(f"must be 1 to 40 letters, digits, - and _, not {text!r}")
+def _text(pattern: str, what: str) -> Callable[[str], str]:
+    def text(given: str) -> str:
+        if re.fullmatch(pattern, given):
+            return given
+        raise ArgumentTypeError(f"must be {what}, not {given!r}")
+
+    return text
 
 
-def namespace(text: str) -> str:
-    """The name of a namespace in Kubernetes."""
-    if _NAMESPACE.fullmatch(text):
-        return text
-    fault = f"must be 1 to 63 lower-case letters, digits and - between them, not {text!r}"
-    raise ArgumentTypeError(fault)
+datasource = _text(r"[A-Za-z0-9_-]{1,40}", "1 to 40 letters, digits, - and _")
+"""The UID of a data source in Grafana."""
+namespace = _text(
+    r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+    "1 to 63 lower-case letters, digits and - between them",
+)
+"""The name of a namespace in Kubernetes."""

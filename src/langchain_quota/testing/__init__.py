@@ -156,15 +156,13 @@ class ScriptedChatModel(BaseChatModel):
     def _next(self, messages: Sequence[BaseMessage], kwargs: dict[str, Any]) -> AIMessage:
         with self._lock:
             self._calls.append(ModelCall(tuple(messages), kwargs.get("offered", ())))
-            scripted = None if callable(self.script) else self._turn()
-        return self._message(self.script(messages) if scripted is None else scripted)
-
-    def _turn(self) -> Turn:
-        if self._position >= len(self.script):
-            raise RuntimeError(f"the script has only {len(self.script)} answers")
-        turn: Turn = self.script[self._position]
-        self._position += 1
-        return turn
+            self._position += 1
+            if not callable(self.script) and self._position > len(self.script):
+                raise RuntimeError(f"the script has only {len(self.script)} answers")
+            position = self._position
+        return self._message(
+            self.script(messages) if callable(self.script) else self.script[position - 1]
+        )
 
     def _message(self, turn: Turn) -> AIMessage:
         if isinstance(turn, AIMessage):
@@ -221,30 +219,21 @@ def _tool_name(tool: Any) -> str:
 
 
 def _chunks(message: AIMessage) -> Iterator[AIMessageChunk]:
-    """The message in pieces: first the undivided parts, then words, then tool calls."""
+    """The message in pieces: first what is not divided, then words, then the tool calls."""
     words = message.content.split(" ") if isinstance(message.content, str) else []
-    yield AIMessageChunk(
-        content="" if words else message.content,
-        id=message.id,
-        name=message.name,
-        additional_kwargs=message.additional_kwargs,
-        response_metadata=message.response_metadata,
-        usage_metadata=message.usage_metadata,
-    )
+    whole = {"id", "name", "additional_kwargs", "response_metadata", "usage_metadata"}
+    content = "" if words else message.content
+    yield AIMessageChunk(content=content, **message.model_dump(include=whole))
     for index, word in enumerate(words):
         yield AIMessageChunk(content=word if index == 0 else f" {word}", id=message.id)
-    for index, call in enumerate(message.tool_calls):
-        yield AIMessageChunk(
-            content="",
-            id=message.id,
-            tool_call_chunks=[
-                ToolCallChunk(
-                    name=call["name"],
-                    args=json.dumps(call["args"]),
-                    id=call["id"],
-                    index=index,
-                    type="tool_call_chunk",
-                )
-            ],
+    calls = [
+        ToolCallChunk(
+            name=call["name"],
+            args=json.dumps(call["args"]),
+            id=call["id"],
+            index=index,
+            type="tool_call_chunk",
         )
-    yield AIMessageChunk(content="", id=message.id, chunk_position="last")
+        for index, call in enumerate(message.tool_calls)
+    ]
+    yield AIMessageChunk(content="", id=message.id, tool_call_chunks=calls, chunk_position="last")
